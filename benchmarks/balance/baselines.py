@@ -1,16 +1,17 @@
-"""Predict what published baselines take: even context parallelism, static DP × CP, and in order.
+"""Predict the time of published baselines: even context parallelism, static DP × CP, and in order.
 
-Costs are those of plans (`seqpar.costs`). What differs is what the papers say their baselines do:
+Costs are the same as for plans (`seqpar.costs`). The baselines follow the papers:
 
 * An even split (Transformer Engine's context parallelism) cuts every document into 2G chunks, and
-  pads it to a multiple of that. In each of G steps a rank's keys and values, those of all
-  documents, move on to the next rank, whatever the mask; the step takes as long as its work or its
-  message. The ring passes between nodes over one NIC of each. Keys come back with their gradients.
+  pads it to a multiple of 2G. In each of G steps, a rank sends the keys and values of all documents
+  to the next rank, whatever the mask. The step takes as long as its work or its message. The ring
+  passes between nodes over one NIC of each. Keys return with their gradients.
 * Static data × context parallelism packs documents in order into sequences of the context's length,
-  and cuts each so over the ranks of a group. Groups wait for one another at the end of a step.
+  and cuts each sequence in this way over the ranks of a group. Groups wait for each other at the
+  end of a step.
 
-Both are favoured where papers say nothing: merging of results, padding's memory, launches beyond
-one a step, and the reduction of gradients take no time.
+Where the papers give no details, the baselines are favoured: merging of results, padding's memory,
+launches beyond one per step, and the reduction of gradients take no time.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from seqpar.costs.grid import Tasks
 
 
 def even_split(lengths: Ints, costs: balance.Costs, ranks: int, nics: int = 1) -> float:
-    """Return the seconds of a step of documents that are all cut over `ranks` ranks.
+    """Return the seconds of a step with all documents cut over `ranks` ranks.
 
-    With `nics` over 1 a message between nodes goes over so many (Zeppelin's routing).
+    A message between nodes is divided among `nics` NICs (Zeppelin's routing).
     """
     chunk = np.ceil(lengths / (2 * ranks))
     tokens = 2 * float(chunk.sum())
     own = Tasks.of(2 * chunk, 2 * chunk, chunk * (2 * chunk + 1))
-    # Of a rank before, the front chunk is seen by both; of one behind, both by the back chunk.
+    # Both of a rank's chunks attend to the front chunk of an earlier rank. Only its back chunk
+    # attends to the chunks of a later rank, to both of them.
     others = Tasks.of(2 * chunk, chunk, 2 * chunk**2), Tasks.of(chunk, 2 * chunk, 2 * chunk**2)
     seconds = 0.0
     for way in WAYS:
@@ -50,7 +52,7 @@ def even_split(lengths: Ints, costs: balance.Costs, ranks: int, nics: int = 1) -
 
 
 def hop_seconds(costs: balance.Costs, tokens: float, ranks: int, nics: int = 1) -> float:
-    """Return the seconds in which keys and values of so many tokens move on by one rank."""
+    """Return the seconds to send the keys and values of these tokens to the next rank."""
     nbytes = costs.kv_bytes(tokens)
     inside = float(costs.cluster.inside.seconds(nbytes))
     if ranks <= costs.cluster.devices_per_node:
@@ -68,7 +70,7 @@ def static(lengths: Ints, costs: balance.Costs, capacity: int, context: int) -> 
 
 
 def sequence_edges(lengths: Ints, context: int) -> list[int]:
-    """Return where sequences begin and end that documents fill in their order."""
+    """Return the edges of sequences that documents fill in order."""
     edges, room = [0], context
     for i, length in enumerate(lengths.tolist()):
         if length > room:
@@ -79,11 +81,11 @@ def sequence_edges(lengths: Ints, context: int) -> list[int]:
 
 
 def in_order(lengths: Ints, costs: balance.Costs, capacity: int, offload: float = 0.0) -> float:
-    """Return the seconds of a step in which documents are on as few ranks as hold them, in order.
+    """Return the seconds of a step with each document, in order, on the fewest ranks that hold it.
 
-    That is ByteScale's data-aware sharding without its balance: a longer document is cut over ranks
-    of its own, short ones fill a rank. When all ranks are full the next micro-batch begins. Ranks
-    wait for one another at the end of the step.
+    This is ByteScale's data-aware sharding without its balance. A long document is cut over
+    separate ranks; short documents fill a rank. The next micro-batch begins when all ranks are
+    full. Ranks wait for each other at the end of the step.
     """
     ranks = costs.cluster.ranks
     offloading = Offloading.of(costs, capacity, offload, "none") if offload else None

@@ -38,11 +38,11 @@ COSTS = Costs(Cluster.preset("4x8-h200"), Model.preset("llama-8b"))
 LAYER_BYTES = float(COSTS.activation_bytes(1)) / len(COSTS.model.layers)
 TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 MIB = 2**20
-MANY = 512, 4096  # servers and documents of the longest planning
+MANY = 512, 4096  # servers and documents in the largest plan
 
 
 def packed(name: str, ranks: int, context: int, seed: int, cut: bool) -> Layout:
-    """Return documents packed in order, of `context` tokens a rank."""
+    """Return documents packed in order, with `context` tokens per rank."""
     edges = np.r_[0, np.cumsum(draw(name, ranks * context, context, seed))]
     if cut:
         edges = np.unique(np.r_[edges, np.arange(ranks + 1) * context])
@@ -50,7 +50,7 @@ def packed(name: str, ranks: int, context: int, seed: int, cut: bool) -> Layout:
 
 
 def figures(layout: Layout, tasks: TaskRectangles) -> dict[str, float]:
-    """Return how even tasks are, and the MiB that travel to a rank, at home and with the tasks."""
+    """Return the balance of tasks, and the MiB that travel to a rank, without and with tasks."""
     load, travels = loads(tasks, layout.ranks), received(tasks, layout, ROWS)
     lengths = layout.geometry.lengths
     if load.sum() != causal_pairs(np.zeros_like(lengths), lengths).sum():
@@ -68,7 +68,7 @@ def figures(layout: Layout, tasks: TaskRectangles) -> dict[str, float]:
 
 
 def at_home(layout: Layout) -> TaskRectangles:
-    """Return the tasks of work that stays where its queries are."""
+    """Return the tasks if all work stays with its queries."""
     return disaggregate(layout, CAUSAL, row_bytes=ROWS, tolerance=float(layout.ranks))
 
 
@@ -107,7 +107,7 @@ def curve(ranks: int, context: int, seeds: int, cut: bool) -> dict[str, Any]:
 
 
 def chosen_homes(ranks: int, context: int, seeds: int) -> dict[str, float]:
-    """Return the figures where homes are chosen as well, and the seconds of choosing them."""
+    """Return the figures with chosen homes of documents, and the seconds to choose them."""
     found = []
     for seed in range(seeds):
         lengths = draw("pretrain", ranks * context, context, seed)
@@ -120,14 +120,14 @@ def chosen_homes(ranks: int, context: int, seeds: int) -> dict[str, float]:
 
 
 def planning(repeats: int = 5) -> dict[str, Any]:
-    """Return the seconds of planning for many servers and documents, the median, on one core."""
+    """Return the median seconds of planning for many servers and documents, on one core."""
     servers, documents = MANY
     result = {}
     for name in ("pretrain", "prolong", "byted", "github", "magi"):
         lengths = draw(name, servers * 2**19, 2**19)[:documents]
         edges, took = np.r_[0, np.cumsum(lengths)], []
         for _ in range(repeats):
-            layout = Layout.contiguous(edges, servers)  # so that nothing is kept from before
+            layout = Layout.contiguous(edges, servers)  # new, without tables of an earlier plan
             begin = time.process_time()
             tasks = disaggregate(layout, CAUSAL, row_bytes=ROWS)
             took.append(time.process_time() - begin)
@@ -154,7 +154,7 @@ def draw_figure(cells: dict[str, Any], homes: dict[str, float] | None, path: Pat
         axis.set(xlabel="max/mean of attention, the worst seed", title=f"documents {packing}")
         if homes is not None:
             axis.plot(homes["worst"], homes["mib"], "r*", label="ours, homes chosen")
-    axes[0].set(ylabel="MiB a rank and layer")
+    axes[0].set(ylabel="MiB per rank and layer")
     axes[0].legend(frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -176,7 +176,7 @@ def table(cells: dict[str, Any]) -> str:
 
 
 def by_tolerance(values: dict[Any, Any], tolerance: float) -> Any:
-    """Return what there is for a tolerance; JSON has text for keys."""
+    """Return the values for a tolerance, which is text as a key in JSON."""
     return values.get(tolerance, values.get(str(tolerance)))
 
 

@@ -13,7 +13,7 @@ from seqpar.costs.grid import Floats
 
 PATH = Path(__file__).parents[1] / "data/length_distributions.json"
 DISTRIBUTIONS: dict[str, Any] = json.loads(PATH.read_text())["distributions"]
-SHORTEST = 256  # tokens: where nothing was published about short documents; assumed
+SHORTEST = 256  # tokens; an assumption, where no lengths of short documents were published
 BASE = 65536  # the context for which Pretrain and ProLong were sampled
 # Edges of buckets whose token shares were published; within, lengths are assumed log-uniform.
 LONG = [2**i for i in range(16, 22)]
@@ -21,10 +21,10 @@ SHORT = 4096  # tokens: four fifths of ByteScale's documents have no more
 
 
 def draw(name: str, tokens: int, context: int, seed: int = 0) -> Ints:
-    """Return lengths of documents with `tokens` in all, none longer than `context`.
+    """Return lengths of documents with `tokens` in total, none longer than `context`.
 
-    Pretrain's and ProLong's are scaled with the context, as the paper's sampler does that. Longer
-    ones are cut at the context, and the last one where tokens end.
+    Pretrain's and ProLong's lengths are scaled with the context, as in the paper's sampler. Longer
+    documents are cut at the context, and the last one at the total.
     """
     generator, found, total = np.random.default_rng(seed), [], 0
     while total < tokens:
@@ -44,7 +44,7 @@ def draw(name: str, tokens: int, context: int, seed: int = 0) -> Ints:
 
 
 def _sample(name: str, count: int, context: int, generator: np.random.Generator) -> Floats:
-    """Return so many lengths as published, or a few more or less."""
+    """Return about `count` published lengths."""
     values = DISTRIBUTIONS[name]
     uniform = generator.random(count)
     if values["kind"] == "quantiles":
@@ -66,7 +66,7 @@ def _sample(name: str, count: int, context: int, generator: np.random.Generator)
     documents = _documents(edges, np.array([0.0, *percent]))
     if (
         name == "github"
-    ):  # only what is longer was published; the rest is assumed to be like Byted's
+    ):  # only longer lengths were published; shorter ones are assumed to be like Byted's
         below = int(np.searchsorted(edges, 2**17))
         longer = np.array([6.4, 9.8])
         tokens = documents[:below] * _mean(edges)[:below]
@@ -77,14 +77,14 @@ def _sample(name: str, count: int, context: int, generator: np.random.Generator)
 
 
 def _mean(edges: Floats) -> Floats:
-    """Return the mean length in each bucket, where lengths are log-uniform."""
+    """Return the mean length in each bucket of log-uniform lengths."""
     return np.diff(edges) / np.diff(np.log(edges))
 
 
 def _documents(edges: Floats, percent: Floats) -> Floats:
-    """Return how many documents each bucket has, in proportion, from its share of tokens.
+    """Return the relative number of documents in each bucket, from its share of tokens.
 
-    The second bucket's share is that of the first two, of which the first has four fifths of all
+    The published share of the second bucket covers the first two. The first has four fifths of all
     documents.
     """
     mean = _mean(edges)
@@ -98,7 +98,7 @@ def _documents(edges: Floats, percent: Floats) -> Floats:
 def _in_buckets(
     edges: Floats, weights: Floats, uniform: Floats, generator: np.random.Generator
 ) -> Floats:
-    """Return lengths that are log-uniform in buckets, which documents have by weight."""
+    """Return lengths in buckets drawn by weight, log-uniform within a bucket."""
     bucket = generator.choice(weights.size, uniform.size, p=weights / weights.sum())
     low, high = np.log(edges[bucket]), np.log(edges[bucket + 1])
     return np.exp(low + uniform * (high - low))

@@ -17,13 +17,13 @@ from benchmarks.balance.documents import draw
 from seqpar import balance
 from seqpar.balance.predict.batch import DocumentBatch
 
-# Zeppelin: 4K tokens a GPU on its three clusters. Its ArXiv is not public as lengths.
+# Zeppelin: 4K tokens per GPU on its three clusters. The lengths of its ArXiv data are not public.
 DEVICES = ("a800", "h800", "h200")
 MODELS = ("llama-3b", "llama-7b", "llama-13b", "llama-30b")
 RANKS = (16, 32, 64, 128)
 LENGTHS = ("prolong", "github")
 TOKENS, SLACK = 4096, 1.25
-# ByteScale: 1,024 H800 and batches of 32M tokens are assumed, and 16K tokens a rank, so CP is 128.
+# ByteScale: 1,024 H800 and batches of 32M tokens and 16K tokens per rank are assumed, so CP is 128.
 CLUSTER, CAPACITY, CONTEXT, BATCH = "128x8-h800", 2**14, 2**21, 2**25
 SEEDS = 4  # batches, whose seconds are summed
 
@@ -51,7 +51,7 @@ def zeppelin(models: Sequence[str] = MODELS, ranks: Sequence[int] = RANKS) -> li
 
 
 def _zeppelin_cell(device: str, name: str, ranks: int, lengths: str) -> list[float]:
-    """Return seconds: even split, routed, Zeppelin's partition, that remapped, "auto", heads."""
+    """Return seconds: even split, routed, Zeppelin's partition, with remapping, "auto", heads."""
     cluster = balance.Cluster.preset(f"{ranks // 8}x8-{device}")
     model = balance.Model.preset(name)
     costs, documents = balance.Costs(cluster, model), draw(lengths, TOKENS * ranks, TOKENS * ranks)
@@ -71,9 +71,9 @@ def _zeppelin_cell(device: str, name: str, ranks: int, lengths: str) -> list[flo
 
 
 def bytescale(lengths: str, seeds: int = SEEDS, batch: int = BATCH) -> list[Row]:
-    """Return ByteScale's rows for its GitHub data, or for its own with the steps of its ablation.
+    """Return ByteScale's rows for its GitHub data, or for its own data with its ablation's steps.
 
-    `limit` is what a plan would reach that sends nothing and has no imbalance.
+    `limit` is the speedup of a plan without messages and imbalance.
     """
     cluster, found = balance.Cluster.preset(CLUSTER), []
     for name in ("llama-8b", "llama-7b"):

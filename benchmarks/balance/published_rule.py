@@ -1,11 +1,11 @@
 """DistCA's rule for moving attention, as published, to compare `seqpar.balance.disaggregate` with.
 
-Every rank that is below the mean takes items from those above it, one rank after another, the one
-that lacks most first. An item is a document's rows on a rank; a part of one is as many rows from
-its front as from its back, whose work is proportional to their number. Of all items the one is
-taken whose moved work is most a byte, where a part has all of its document's keys, whatever else is
-on the rank. A rank is done once it lacks less than a fraction of the mean. Since only lacks are
-bounded, one rank may keep a surplus; the variant driven by the largest surplus bounds that.
+Every rank below the mean takes items from ranks above it. The rank with the largest deficit takes
+first. An item is a document's rows on a rank. A part of an item has equal numbers of rows from its
+front and its back, so its work is proportional to its rows. The rule takes the item with the most
+moved work per byte; a part counts all keys of its document, even if the rank already has some. A
+rank is done when its deficit is below a fraction of the mean. Only deficits are bounded, so a rank
+may keep a surplus; the variant driven by the largest surplus bounds the surplus.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TILE = 128
 
 
 class Plan(NamedTuple):
-    """The tasks, and the bytes that the rule counts for all ranks together."""
+    """The tasks, and the bytes of all ranks as the rule counts them."""
 
     tasks: TaskRectangles
     charged: float
@@ -43,11 +43,11 @@ class Items:
         self.outer, self.inner = np.zeros_like(rows), -(-rows // 2)  # pairs from … to
 
     def rows(self) -> Floats:
-        """(n,) query rows of each."""
+        """(n,) the query rows of each item."""
         return np.minimum(2.0 * (self.inner - self.outer), self.stops - self.starts)
 
     def split(self, item: int, share: float) -> int:
-        """Cut a share of an item's rows off it, in whole tiles; return the index of the new one."""
+        """Split off a share of an item's rows, in whole tiles. Returns the new item's index."""
         pairs = int(self.inner[item] - self.outer[item])
         taken = min(max(round(share * pairs * 2 / TILE), 1) * TILE // 2, pairs)
         work = self.work[item] * taken / pairs

@@ -32,7 +32,7 @@ MODEL = balance.Model.from_config(
 
 
 class Block(nn.Module):
-    """A layer of attention and a gated MLP, as Llama has it; positions are left out."""
+    """A layer of attention and a gated MLP, as in Llama, without positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def dataset(lengths: list[int]) -> list[Tensor]:
 
 @functools.cache
 def local_step(text: str) -> list[dict[str, Any]]:
-    """Return what this rank computes of a plan, which is given as JSON."""
+    """Return this rank's part of a plan in JSON."""
     plan = balance.Plan.from_json(text)
     lengths = np.zeros(1 + max(int(x.documents.max()) for x in plan.micro_batches), int)
     for batch in plan.micro_batches:
@@ -91,9 +91,9 @@ def attention() -> RingAttention:
 
 
 def step(text: str) -> dict[str, Any]:
-    """Make a step of a plan; return this rank's loss, and seconds of each micro-batch.
+    """Make a step of a plan. Returns this rank's loss, and seconds of each micro-batch.
 
-    `clock` is from a barrier until this rank is done, `core` what its process computed meanwhile.
+    `clock` is wall-clock time from a barrier until this rank is done; `core` is its CPU time.
     """
     model().zero_grad()
     found: dict[str, Any] = {"loss": 0.0, "clock": [], "core": []}
@@ -120,7 +120,7 @@ def checked(text: str) -> tuple[Tensor, Tensor]:
 
 
 def expected(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the same from one process and PyTorch's attention, a document at a time."""
+    """Return one process's loss and gradients, by PyTorch's attention on each document."""
     ids, edges = torch.cat(dataset(lengths)), [0, *itertools.accumulate(lengths)]
     labels = torch.cat([F.pad(x[1:], (0, 1), value=-100) for x in dataset(lengths)])
 

@@ -62,7 +62,7 @@ def measured(cluster: balance.Cluster, options: argparse.Namespace, ranks: int) 
 def compare(
     network: Network, lengths: Ints, cluster: balance.Cluster, options: argparse.Namespace
 ) -> dict[str, Row]:
-    """Return what is predicted of each method's plan, and measured round by round."""
+    """Return each method's predicted seconds, and the measured seconds of each round."""
     capacity = int(SLACK * options.tokens)
     plans = {
         method: balance.plan(lengths, cluster, MODEL, capacity=capacity, method=method)
@@ -94,17 +94,17 @@ def compare(
 
 
 def check(network: Network, lengths: list[int], texts: dict[str, str]) -> None:
-    """End the program if a plan's loss or gradients are not those of one process."""
+    """Exit if a plan's loss or gradients differ from one process's."""
     with machine.one_thread():
         exact = expected(lengths)
     for method, text in texts.items():
         wrong = max(harness.worst_error(found, exact) for found in network(checked, text))
         if wrong > TOLERANCE:
-            raise SystemExit(f"{method} is wrong by {wrong:.1e}: nothing was timed")
+            raise SystemExit(f"{method} has an error of {wrong:.1e}: no times were measured")
 
 
 def table(rows: list[Row]) -> str:
-    """Return a table: by how much steps miss their predictions, and how they compare with auto."""
+    """Return a table of measured over predicted seconds, and of methods over auto."""
     head = ["ranks", "longest document", "documents", "time", "auto, ms"]
     head += [f"{method}, of predicted" for method in METHODS]
     head += [f"{method} / auto" for method in METHODS[1:]]
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument(
         "--contexts", type=int, nargs="*", default=[4096, 2048], help="the longest documents"
     )
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="of the lengths")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="seeds of the lengths")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
@@ -152,7 +152,7 @@ def main() -> int:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw measured seconds beside predicted ones, a panel for each number of ranks."""
+    """Draw measured and predicted seconds, one panel per number of ranks."""
     numbers = list(dict.fromkeys(row["ranks"] for row in rows))
     figure, axes = harness.pyplot().subplots(
         len(numbers), 1, figsize=(11, 3.5 * len(numbers)), layout="constrained", squeeze=False

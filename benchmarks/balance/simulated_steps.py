@@ -36,7 +36,7 @@ from seqpar.layout.masks.mask import UNLIMITED, Mask
 from seqpar.layout.tasks.tasks import TaskRectangles
 
 CAUSAL = Mask(UNLIMITED, 0)
-TOLERANCE = 0.002  # of ours: bytes hide, so servers may as well be even
+TOLERANCE = 0.002  # of our planner: small, since messages are hidden and balance costs no time
 # DistCA's tables: its speed over WLB-LLM's, by model, pipeline and distribution, from … to.
 PUBLISHED = {
     ("8B", False, "pretrain"): "1.07–1.20",
@@ -51,15 +51,15 @@ PUBLISHED = {
 
 
 def calls_of(tasks: TaskRectangles) -> Tasks:
-    """Return tasks as calls whose time can be predicted."""
+    """Return tasks as calls for the prediction of their time."""
     rows, keys = tasks.q_stops - tasks.q_starts, tasks.k_stops - tasks.k_starts
     return Tasks.of(rows, keys, as_parts(tasks).areas())
 
 
 def tick(machine: Machine, layout: Layout, tasks: TaskRectangles) -> float:
-    """Return seconds of one layer, forward and backward, on all units at once.
+    """Return seconds of one layer, forward and backward, of all units together.
 
-    A server waits for what travels to it if its own work takes less time.
+    A server waits for its messages if its own work takes less time.
     """
     queries, keys = travelling(tasks, layout)
     arriving = machine.travel(queries * machine.row_bytes.query + keys * machine.row_bytes.key)
@@ -75,7 +75,7 @@ def tick(machine: Machine, layout: Layout, tasks: TaskRectangles) -> float:
 
 
 def home_of(tasks: TaskRectangles, layout: Layout) -> NDArray[np.bool_]:
-    """Return which tasks are computed where their queries are."""
+    """Return whether the owner of its queries computes each task."""
     ranks, documents, starts, _ = spans_of(layout.geometry)
     keys = sort_keys(documents, starts)
     order = np.argsort(keys)
@@ -95,14 +95,14 @@ PLANNERS: dict[str, Planner] = {
 
 
 def packed(lengths: Ints, bins: int, tokens: int) -> list[Ints]:
-    """Return the lengths in each bin of so many tokens, packed in order and cut at their ends."""
+    """Return each bin's lengths: documents packed in order, and cut at the ends of bins."""
     edges = np.unique(np.r_[0, np.cumsum(lengths), np.arange(bins + 1) * tokens])
     place = np.searchsorted(edges, np.arange(bins + 1) * tokens)
     return [np.diff(edges[a : b + 1]) for a, b in itertools.pairwise(place)]
 
 
 def layout_of(bins: dict[int, Ints], units: int) -> Layout:
-    """Return the layout of units that hold whole documents; a unit that is idle holds none."""
+    """Return the layout of units that hold whole documents; idle units hold none."""
     owner = np.concatenate([np.full(lengths.size, unit) for unit, lengths in bins.items()])
     lengths = np.concatenate([*bins.values()])
     cut = Spans.of(units, owner, np.arange(lengths.size), 0 * lengths, lengths)
@@ -110,7 +110,7 @@ def layout_of(bins: dict[int, Ints], units: int) -> Layout:
 
 
 def moving(machine: Machine, bins: list[Ints], units: int, stages: int, planner: Planner) -> float:
-    """Return the seconds of a step in which attention goes where there is time.
+    """Return the seconds of a step that moves attention to idle units.
 
     In tick t stage s computes micro-batch t − s; forwards come first, and backwards the same way.
     """
@@ -129,13 +129,13 @@ def moving(machine: Machine, bins: list[Ints], units: int, stages: int, planner:
 
 
 def chosen(machine: Machine, lengths: Ints, units: int) -> float:
-    """Return the seconds of a step without a pipeline where homes of documents are chosen too."""
+    """Return the seconds of a step without a pipeline, with chosen homes of documents."""
     layout = place_homes(lengths, units, row_bytes=machine.row_bytes)
     return tick(machine, layout, PLANNERS["ours"](layout, machine)) * machine.layers
 
 
 def cell(name: str, model: str, context: int, gpus: int, stages: int, seeds: int) -> dict[str, Any]:
-    """Return one cell: the seconds of a step of each method, means over seeds, and their ratios."""
+    """Return one cell: each method's seconds per step, means over seeds, and their ratios."""
     machine, units = Machine.of(model), gpus // TENSOR
     batches = 1 if stages == 1 else 2 * stages
     rows = []

@@ -16,19 +16,19 @@ from seqpar.layout.tasks.tasks import TaskRectangles
 
 
 def as_parts(tasks: TaskRectangles) -> Parts:
-    """Return tasks under a causal mask, whose pairs can be asked for."""
+    """Return tasks under a causal mask, as objects that count their pairs."""
     nothing = np.zeros_like(tasks.documents)
     return Parts(*tasks[:5], nothing - UNLIMITED, nothing, tasks.servers)
 
 
 def loads(tasks: TaskRectangles, servers: int) -> Floats:
-    """Return (servers,) visible pairs of each under a causal mask."""
+    """Return (servers,) the pairs of each server under a causal mask."""
     pairs = as_parts(tasks).areas().astype(np.float64)
     return np.bincount(tasks.servers, pairs, servers).astype(np.float64)
 
 
 def travelling(tasks: TaskRectangles, layout: Layout) -> tuple[Ints, Ints]:
-    """Return (servers,) rows of queries, and of keys, that travel to each server, each once."""
+    """Return (servers,) the rows of queries and of keys that travel to each server, once each."""
     home, found = spans_of(layout.geometry), []
     columns = tasks.q_starts, tasks.q_stops, tasks.k_starts, tasks.k_stops
     for starts, stops in (columns[:2], columns[2:]):
@@ -39,16 +39,17 @@ def travelling(tasks: TaskRectangles, layout: Layout) -> tuple[Ints, Ints]:
 
 
 def received(tasks: TaskRectangles, layout: Layout, row_bytes: RowBytes) -> Floats:
-    """Return (servers,) bytes that travel to each server, and its results' back."""
+    """Return (servers,) the bytes that travel to each server, with the results that return."""
     queries, keys = travelling(tasks, layout)
     return queries * row_bytes.query + keys * row_bytes.key
 
 
 def bound(load: Floats, tolerance: float, row_bytes: RowBytes) -> float:
-    """Return bytes, of all servers, that servers with such work at home need at least.
+    """Return a lower bound of the bytes of all servers, if each owns this work.
 
-    Those with least are filled to the limit, since a larger part is cheaper, and each gets all that
-    it lacks in one rectangle of the cheapest shape. No document need have such a rectangle.
+    The servers with the least work are filled up to the limit, since a larger part is cheaper. Each
+    gets its deficit in one rectangle of the cheapest shape, even if no document has such a
+    rectangle.
     """
     limit = (1 + tolerance) * load.mean()
     room = np.sort(np.maximum(limit - load, 0.0))[::-1]

@@ -13,7 +13,7 @@ from seqpar.costs.spans import causal_pairs
 
 TENSOR = 8  # GPUs of a unit
 WAYS = (False, True)
-# 34B as in DistCA's tables; the feed-forward part is that of published models of this width.
+# 34B as in DistCA's tables; the feed-forward part as in published models of this width.
 CONFIG_34B = {
     "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 48,
     "num_attention_heads": 64, "num_key_value_heads": 16, "intermediate_size": 22016,
@@ -22,7 +22,7 @@ CONFIG_34B = {
 
 
 class Machine(NamedTuple):
-    """What a model's layers cost on units."""
+    """The costs of a model's layers on units."""
 
     costs: Costs
     row_bytes: RowBytes
@@ -36,11 +36,11 @@ class Machine(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """The number of layers."""
         return len(self.costs.model.layers)
 
     def linear(self, tokens: Floats, way: bool) -> Floats:
-        """Return the seconds of one layer's modules on units with so many tokens."""
+        """Return the seconds of one layer's modules on units with these numbers of tokens."""
         computing = self.costs.tokenwise(tokens, way) / (self.layers * TENSOR)
         # Two all-gathers and two reduce-scatters of activations, in each direction.
         part = 4 * (TENSOR - 1) / TENSOR * self.costs.itemsize * self.costs.model.hidden
@@ -52,7 +52,7 @@ class Machine(NamedTuple):
         return self.costs.attention_call(calls, owner, units, way, heads)
 
     def travel(self, nbytes: Floats) -> Floats:
-        """Return the seconds in which units send so many bytes, each GPU its part on its NIC."""
+        """Return the seconds to send these bytes, divided among the NICs of a unit's GPUs."""
         return nbytes / TENSOR / self.costs.cluster.between.rate
 
     def weights(self, lengths: Ints) -> Floats:

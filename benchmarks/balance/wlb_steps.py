@@ -1,9 +1,9 @@
 """WLB-LLM's packing, without deferring documents, as predicted steps.
 
-Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training" (2025):
-longest document first to the lightest micro-batch, by predicted time, as long as its memory has
-room. Then each document is cut over the ranks of a context parallel group, head and tail, which
-first gather all keys.
+Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training" (2025).
+The longest document goes first, to the micro-batch with the least predicted time that has room in
+its memory. Then each document is cut over the ranks of a context parallel group, head and tail. The
+ranks first gather all keys.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.costs.spans import causal_pairs
 
-SLACK = 1.25  # of the mean tokens, that micro-batches have memory for
+SLACK = 1.25  # tokens for which a micro-batch has memory, over the mean
 
 
 def wlb(machine: Machine, lengths: Ints, units: int, stages: int, batches: int) -> list[float]:
     """Return the seconds of a step with WLB-LLM's packing, and the share in which units idle.
 
-    The best size of context parallel groups is taken; the idle share is that of groups of one.
+    The best size of context parallel groups is taken; the idle share is for groups of one.
     """
     found, idle, size = [], 0.0, 1
     while size <= units // stages:
@@ -30,7 +30,7 @@ def wlb(machine: Machine, lengths: Ints, units: int, stages: int, batches: int) 
         seconds = wlb_times(machine, lengths, replicas * batches, size)
         order = np.argsort(-seconds.sum(0))
         rows = order.reshape(batches, replicas)
-        rows[1::2] = rows[1::2, ::-1]  # forth and back, so that replicas have equally much
+        rows[1::2] = rows[1::2, ::-1]  # in alternating order, so that replicas get about equal work
         steps = [one_f_one_b(seconds[:, rows[:, i]] / stages, stages) for i in range(replicas)]
         found.append(max(steps))
         if size == 1:
@@ -41,7 +41,7 @@ def wlb(machine: Machine, lengths: Ints, units: int, stages: int, batches: int) 
 
 
 def wlb_times(machine: Machine, lengths: Ints, bins: int, size: int) -> Floats:
-    """Return (2, bins) seconds of one layer of micro-batches, on groups of so many units."""
+    """Return (2, bins) the seconds of one layer of micro-batches, on groups of `size` units."""
     weights, order = machine.weights(lengths), np.argsort(-lengths, kind="stable")
     limit = SLACK * lengths.sum() / bins
     load, tokens = np.zeros(bins), np.zeros(bins, np.int64)
@@ -52,7 +52,7 @@ def wlb_times(machine: Machine, lengths: Ints, bins: int, size: int) -> Floats:
         owner[document] = chosen
         load[chosen] += weights[document]
         tokens[chosen] += lengths[document]
-    chunks = 1 if size == 1 else 2  # of a document on a rank, each a call's task
+    chunks = 1 if size == 1 else 2  # chunks of a document per rank, each a task of a call
     rows, pairs = lengths / (chunks * size), causal_pairs(0 * lengths, lengths) / (chunks * size)
     calls = Tasks.of(np.tile(rows, chunks), np.tile(lengths, chunks), np.tile(pairs, chunks))
     gathered = tokens * machine.row_bytes.key * (size - 1) / size
@@ -67,7 +67,7 @@ def wlb_times(machine: Machine, lengths: Ints, bins: int, size: int) -> Floats:
 
 
 def one_f_one_b(seconds: Floats, stages: int) -> float:
-    """Return the seconds of micro-batches, (2, n) on each stage, in a pipeline's 1F1B order."""
+    """Return the seconds of a pipeline in 1F1B order; micro-batches take (2, n) on each stage."""
     count = seconds.shape[1]
     clock = np.zeros(stages)
     orders = []

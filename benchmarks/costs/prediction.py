@@ -2,9 +2,9 @@
 
 `Cluster.here` profiles a machine by a grid of calls. Here rounds interleave that profile with
 held-out work: packed documents, hops of a ring, windows, other heads and head dims, linear
-attention, and linear modules. The predictions of the fitted costs are compared with the median of
-the measured times, and so are those of the rule of other planners: time is proportional to the
-pairs of the mask, at the rate that fits the profile best.
+attention, and linear modules. The median of the measured times is compared with two predictions:
+the fitted costs, and the rule of other planners, by which time is proportional to the pairs of the
+mask, at the rate that fits the profile best.
 
 On a CPU all times, the canary's included, are CPU times of the rank's core
 (`seqpar/costs/profile/machine.py`), which other processes lengthen little.
@@ -83,7 +83,7 @@ def held_out(setting: Setting) -> list[tuple[dict[str, Any], Calls]]:
     scale = 8 if setting.device == "cuda" else 1
     found: list[tuple[dict[str, Any], Calls]] = []
     for i, work in enumerate(softmax_work(scale)):
-        # every third has twice the heads, or half of them with twice the head dim
+        # every third call has twice the heads, or half the heads with twice the head dim
         heads, dim = ((1, 1), (2, 1), (0.5, 2))[i % 3] if i % 2 else (1, 1)
         used = replace(setting, heads=int(setting.heads * heads), head_dim=setting.head_dim * dim)
         if used.head_dim > 128:
@@ -169,7 +169,7 @@ def compare(found: dict[str, Any], cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median and the ninth decile of errors, in size, by kind of work and of all."""
+    """Return the median and ninth decile of absolute errors, by kind of work and overall."""
     kinds = sorted({row["kind"] for row in rows})
     parts = {kind: [row for row in rows if row["kind"] == kind] for kind in kinds} | {"all": rows}
     found: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw predicted over measured times, forward beside backward."""
+    """Draw predicted over measured times, of forward and of backward."""
     figure, axes = harness.pyplot().subplots(
         1, 2, figsize=(11, 4.5), sharey=True, layout="constrained"
     )
@@ -206,13 +206,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def canary(setting: Setting) -> float:
-    """Return the core's seconds of a fixed product now."""
+    """Return the CPU seconds that a fixed product takes now."""
     x = torch.randn(1024, 1024, device=setting.device)
     return statistics.median(core_seconds(lambda: x @ x, setting.device) for _ in range(50))
 
 
 def main() -> int:
-    """Measure, predict, print and write."""
+    """Measure, predict, print, and write the result files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -11,12 +11,12 @@ import torch
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-HEAD_START = 4_000_000  # cycles of a GPU, about 2 ms, in which the host queues a call
-START_AGAIN = os.EX_TEMPFAIL  # exit status: there is more to do, and another process can go on
+HEAD_START = 4_000_000  # GPU cycles, about 2 ms, during which the host queues a call
+START_AGAIN = os.EX_TEMPFAIL  # exit status: more work is left, which another process can continue
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, on a GPU by its own clock, without the host's."""
+    """Return the seconds of a call; on a GPU by its clock, without the host's time."""
     if not GPU:
         start = time.perf_counter()
         call()
@@ -51,7 +51,7 @@ def refusal(contender: str, error: Exception) -> dict[str, str]:
 
 
 def usable() -> bool:
-    """Return whether the device still computes: some failures leave it unusable for a process."""
+    """Return whether the device still computes: some failures make it unusable in a process."""
     try:
         return bool(torch.ones(1, device=DEVICE).sum() == 1)
     except RuntimeError:

@@ -38,7 +38,7 @@ PASSES = ("forward", "backward")
 
 
 class Sizes(NamedTuple):
-    """What is computed: tokens in all, query and KV heads, head dim, and on how many ranks."""
+    """The size of the computation: total tokens, query and KV heads, head dim, and ranks."""
 
     tokens: int
     heads: int
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
 
 class Alone(Comm):
-    """One rank of many, of which there are no others: noise arrives, at once."""
+    """One rank without its peers: it immediately receives noise."""
 
     names = itertools.count()
 
@@ -58,31 +58,31 @@ class Alone(Comm):
     def start(self, sends: list[Message], recvs: list[Message], exchange: object) -> Pending:
         for _, x in recvs:
             if x.dtype == torch.uint8:
-                x.random_(56, 64)  # as any float it is small and finite
+                x.random_(56, 64)  # the bytes of a small, finite number in any float dtype
             else:
                 x.normal_()
         return Pending([], [])
 
 
 class Clock:
-    """Sums what attention kernels take (it is a `Recorder`)."""
+    """A `Recorder` that sums the time of attention kernels."""
 
     def __init__(self) -> None:
         self._moments: list[tuple[Moment, Moment]] = []
 
     def begin(self, label: str, rank: int) -> None:
-        """Record nothing of it."""
+        """Ignore the beginning of a call."""
 
     def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
         """Record a computation."""
         self._moments.append((start, stop))
 
     def exchange(self, *_: Any) -> Any:
-        """Record nothing of it; return what makes a context to wait in."""
+        """Ignore an exchange. Returns a maker of contexts for its wait."""
         return nullcontext
 
     def seconds(self) -> float:
-        """Return the sum, once the device is done."""
+        """Return the sum after the device has finished."""
         if GPU:
             torch.cuda.synchronize()
         return sum(
@@ -113,7 +113,7 @@ class Rank:
         self._layout = layout
 
     def seconds(self) -> tuple[float, float]:
-        """Return what the kernels of forward and of backward take, in one call."""
+        """Return the seconds of one call's kernels, forward and backward."""
         q, k, v = self._q, self._k, self._v
         strategy, comm = self._attention._bound.strategy, self._attention._bound.comm.call()
         call = self._attention._resolve(q, k, v, self._layout, causal=True)
@@ -129,7 +129,7 @@ class Rank:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return what the attention kernels in a call of this take, without the host's time."""
+    """Return the seconds of the attention kernels in a call, without the host's time."""
     clock = Clock()
     if GPU:
         torch.cuda._sleep(10 * HEAD_START)
@@ -155,7 +155,7 @@ def workloads(sizes: Sizes) -> Iterator[tuple[str, str, str, list[int]]]:
 def measure(
     strategy: str, kind: str, edges: list[int], sizes: Sizes, rounds: int
 ) -> dict[str, Any]:
-    """Return the seconds of one device, and of each rank, in each pass, and the efficiencies."""
+    """Return the seconds of one device and of each rank, by pass, and the efficiencies."""
     layout, whole = getattr(Layout, kind)(edges, sizes.ranks), Layout.contiguous(edges, 1)
     one = median(lambda: Rank("ring", whole, 0, sizes), rounds)
     ranks = [
@@ -173,7 +173,7 @@ def measure(
 
 
 def table(results: list[dict[str, Any]]) -> None:
-    """Print a line for each workload."""
+    """Print one line per workload."""
     print(f"{'efficiency (slowest rank ÷ mean)':44s}" + "".join(f"{x:>18s}" for x in PASSES))
     for result in results:
         cells = result.get("refused", "")[:60]
@@ -184,13 +184,13 @@ def table(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure what is left, and print all."""
+    """Measure the remaining workloads, and print all results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="for the result file")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument(
-        "--seconds", type=float, default=480, help="begin no workload after so many"
+        "--seconds", type=float, default=480, help="begin no workload after this time"
     )
     parser.add_argument("--tokens", type=int, default=65536 if GPU else 2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="query and KV heads")

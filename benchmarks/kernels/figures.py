@@ -1,4 +1,4 @@
-"""Show what `run.py` measured: a table and a figure."""
+"""Show the results of `run.py`: a table and a figure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.table import Table
 from seqpar.costs.profile import harness
 
 Result = dict[str, Any]
-FACTORS = {"forward": 1.0, "backward": 2.5}  # how a backward's FLOPs are counted
+FACTORS = {"forward": 1.0, "backward": 2.5}  # FLOPs, in forwards
 
 
 def seconds(run: dict[str, Any], direction: str) -> float:
-    """Return the median of a contender's turns, or NaN if it has none."""
+    """Return the median of a contender's rounds, or NaN without rounds."""
     times = run.get(direction)
     return statistics.median(times) if times else math.nan
 
 
 def table(results: list[Result]) -> None:
-    """Print TFLOP/s by area, the ratio of ours to each peer, and each one's share of the limit."""
+    """Print TFLOP/s by mask area, our ratio to each peer, and each share of the limit."""
     names = ("workload", "contender", "forward", "backward", "ours ÷ it", "backward", "of limit")
     shown = Table(*names)
     for result in results:
@@ -42,7 +42,7 @@ def table(results: list[Result]) -> None:
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Draw every contender's TFLOP/s on every workload, forward above backward."""
+    """Draw each contender's TFLOP/s on each workload, forward above backward."""
     runs = [{run["contender"]: run for run in result["runs"]} for result in results]
     done = (name for found in runs for name in found if "refused" not in found[name])
     names, places = sorted(set(done)), range(len(results))

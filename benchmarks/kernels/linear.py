@@ -1,4 +1,4 @@
-"""Linear attention's kernels: shapes, what is compared, and whether an answer is right."""
+"""Workloads of linear attention: shapes, contenders, and checks of their results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from benchmarks.kernels.softmax_workloads import Workload
 from seqpar.linear.spans import SpanStates
 from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
 
-CHUNK = 64  # what FLOPs are counted with
-SOFTMAX = 2**17  # tokens up to which softmax attention is timed beside it
+CHUNK = 64  # rows, for the count of FLOPs
+SOFTMAX = 2**17  # the most tokens for which softmax attention is timed too
 
 
 @dataclass(frozen=True)
 class Lightning:
     """Causal linear attention over one document, each head with its own decay.
 
-    The slowest is exp(−1 / 512) a token.
+    The slowest decay is exp(−1 / 512) per token.
     """
 
     tokens: int
@@ -37,7 +37,7 @@ class Lightning:
     others: ClassVar[tuple[str, ...]] = (
         "SDPA, softmax",
         "FA2, softmax",
-    )  # who compute something else
+    )  # contenders that compute something else
 
     @property
     def softmax(self) -> Workload:
@@ -54,14 +54,14 @@ class Lightning:
 
     @property
     def flops(self) -> float:
-        """Return those of a forward; a backward counts as 2.5 times as much.
+        """Return the FLOPs of a forward; a backward counts 2.5 times these.
 
-        In a chunk of 64 rows they are half of QKᵀ and of its product with V, and q·S and kᵀv.
+        In a chunk of 64 rows these are half of QKᵀ and of its product with V, and q·S and kᵀv.
         """
         return (2.0 * CHUNK * self.dim + 4 * self.dim**2) * self.tokens * self.heads * self.batch
 
     def bytes(self, element: int, on_chip: int) -> float:
-        """Return the least that a forward moves: each operand once."""
+        """Return the fewest bytes that a forward moves: each operand once."""
         return 4.0 * self.tokens * self.heads * self.dim * self.batch * element
 
     def operands(self, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
@@ -97,7 +97,7 @@ class Lightning:
         return Ours.apply
 
     def parallel_form(self, device: torch.device) -> contenders.Attention:
-        """Return (Q Kᵀ ⊙ Λ) V of all tokens, head by head: what a few lines of PyTorch do."""
+        """Return (Q Kᵀ ⊙ Λ) V of all tokens, head by head, in a few lines of PyTorch."""
         distance = (
             torch.arange(self.tokens, device=device)[:, None]
             - torch.arange(self.tokens, device=device)
@@ -113,7 +113,7 @@ class Lightning:
         return call
 
     def field(self, device: torch.device) -> dict[str, contenders.Attention | None]:
-        """Return the contenders by name, None where one cannot compute this."""
+        """Return the contenders by name; None for one that cannot compute this."""
         if device.type != "cuda":
             made = {"aten": self.ours("aten", device), "parallel form": self.parallel_form(device)}
             return made | {self.others[0]: contenders.sdpa(self.softmax, None)}

@@ -1,15 +1,15 @@
-"""Are our attention kernels fast on one device, beside those that users have?
+"""Compare our attention kernels with other libraries' kernels, on one device.
 
 Ours are the backend "triton" on a GPU and "aten" on a CPU. Each contender is first checked against
-fp64 on sampled rows. Then all take turns, round after round, on random data in rotated buffers,
-forward and backward apart; figures are medians. TFLOP/s count the area of the mask. `limit` is what
-the device could attain: the larger of FLOPs over its measured matmul rate and bytes over its
-measured copy rate. Linear attention (`linear.py`) is compared with flash-linear-attention, the
-plain parallel form, and softmax attention on the same tensors.
+fp64 on sampled rows. Then rounds interleave all contenders on random data in rotated buffers, with
+separate times of forward and backward; figures are medians. TFLOP/s count the area of the mask.
+`limit` is the shortest possible time on the device: the larger of FLOPs over its measured matmul
+rate and bytes over its measured copy rate. Linear attention (`linear.py`) is compared with
+flash-linear-attention, the plain parallel form, and softmax attention on the same tensors.
 
-The program stops starting new rounds when its time is up, and prints its table last. What fails,
-such as a kernel that needs more than the device has, is recorded, and the next workload goes on. On
-a GPU results are written after each workload, and `--resume` goes on behind them.
+The program starts no rounds after its time limit, and prints its table last. Failures, such as a
+kernel that needs more memory than the device has, are recorded, and the next workload follows. On a
+GPU, results are written after each workload, and `--resume` continues after them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from seqpar.costs.profile import harness
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20
 BUFFERS = 3
-# relative error of a right answer: bf16 rounds inputs of the products
+# relative error of a correct result: bf16 rounds inputs of the products
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def workloads() -> list[tuple[Workload | Lightning, torch.dtype]]:
-    """Return what is computed on this device, in which dtype."""
+    """Return the workloads for this device, with their dtypes."""
     if not GPU:
         shapes = [
             ("causal", {}),
@@ -86,7 +86,7 @@ def workloads() -> list[tuple[Workload | Lightning, torch.dtype]]:
 
 
 def field_of(work: Workload | Lightning) -> dict[str, contenders.Attention | None]:
-    """Return the contenders by name, None where one cannot compute the workload."""
+    """Return the contenders by name; None for one that cannot compute the workload."""
     if isinstance(work, Lightning):
         return work.field(DEVICE)
     mine = "triton" if GPU else "aten"
@@ -112,7 +112,7 @@ def field_of(work: Workload | Lightning) -> dict[str, contenders.Attention | Non
 
 @dataclass
 class Runner:
-    """A contender on a workload: its calls, and the seconds that they took."""
+    """A contender on a workload: its calls, and their seconds."""
 
     name: str
     attention: contenders.Attention
@@ -136,7 +136,7 @@ class Runner:
             )
 
     def extra_bytes(self) -> int:
-        """Return what a forward holds at most beside its operands and its result."""
+        """Return the peak bytes of a forward, without its operands and its result."""
         q, k, v, _ = self.operands[0]
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -146,7 +146,7 @@ class Runner:
 
 
 def right(work: Workload | Lightning, dtype: torch.dtype, runner: Runner) -> dict[str, float]:
-    """Return its errors; raise RuntimeError if they are not those of a right answer."""
+    """Return a contender's errors; raise a RuntimeError if they are too large."""
     if runner.name in getattr(work, "others", ()):
         return {}
     q, k, v, dout = runner.operands[0]
@@ -154,14 +154,14 @@ def right(work: Workload | Lightning, dtype: torch.dtype, runner: Runner) -> dic
     gradients = list(torch.autograd.grad(out, (q, k, v), dout)) if runner.has_backward else None
     errors = work.errors([x.detach() for x in runner.operands[0]], out.detach(), gradients)
     if not all(error <= BOUND[dtype] for error in errors.values()):
-        raise RuntimeError(f"{runner.name} is wrong on {work.name}: {errors}")
+        raise RuntimeError(f"{runner.name} has wrong results on {work.name}: {errors}")
     return errors
 
 
 def measure(
     work: Workload | Lightning, dtype: torch.dtype, deadline: float, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield what each contender took, or why it was refused."""
+    """Yield each contender's seconds, or the reason for its refusal."""
     operands = [work.operands(dtype, DEVICE, seed) for seed in range(BUFFERS)]
     for q, k, v, _ in operands:
         for x in (q, k, v):
@@ -175,7 +175,7 @@ def measure(
             inputs = operands if backward else [[x.detach() for x in buffer] for buffer in operands]
             runner = Runner(name, attention, inputs, backward)
             errors = right(work, dtype, runner)
-        except Exception as error:  # it is wrong, or cannot: it is shown as such
+        except Exception as error:  # a wrong result or no support, which the table shows
             yield refusal(name, error)
             continue
         runners.append((runner, errors))
@@ -208,13 +208,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=480, help="start no round after so many")
-    parser.add_argument("--rounds", type=int, default=30 if GPU else 11, help="at most, at least 3")
+    parser.add_argument("--seconds", type=float, default=480, help="start no round after this time")
+    parser.add_argument(
+        "--rounds", type=int, default=30 if GPU else 11, help="rounds, at most; at least 3"
+    )
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="for result files")
     parser.add_argument(
-        "--resume", action="store_true", help="go on with results, and write after each workload"
+        "--resume", action="store_true", help="continue from results, and write after each workload"
     )
     options = parser.parse_args()
     began, path = time.monotonic(), harness.results_file(options.folder, "kernels")
@@ -227,9 +229,9 @@ def main() -> int:
         for name in [f"{work.name} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"]
         if options.only in name and name not in done
     ]
-    # for the plain parallel form's far decays: with denormals it would take ten times as long
+    # Decays over long distances are denormal, and would slow the plain parallel form tenfold.
     torch.set_flush_denormal(True)
-    watched = not GPU and not options.resume  # a canary is for a run without a break
+    watched = not GPU and not options.resume  # a canary is for one run without a break
     before = harness.canary() if watched else 0.0
     copy_rate, matmul_rates = device_rates()
     rates = {"copy": copy_rate, **{str(dtype): rate for dtype, rate in matmul_rates.items()}}

@@ -1,4 +1,4 @@
-"""The softmax kernels that are compared: ours and its peers.
+"""The softmax kernels of the comparison: ours and other libraries'.
 
 A contender is a function of q, k and v (B, T, H, D) that returns out (B, T, H, D), differentiable
 unless it says otherwise. A maker returns None where its contender cannot compute the workload.
@@ -73,7 +73,7 @@ def continued(work: Workload, backend: str) -> Attention:
 def sdpa(work: Workload, backend: SDPBackend | None) -> Attention | None:
     """Return torch's scaled_dot_product_attention.
 
-    It is given a mask that is not plainly causal or full as a dense tensor.
+    Masks other than causal and full are dense tensors.
     """
     plain = len(work.cu_seqlens) == 2 and work.kind in ("causal", "full", "ring step")
     if backend is not None and not plain:
@@ -95,7 +95,7 @@ def sdpa(work: Workload, backend: SDPBackend | None) -> Attention | None:
 
 
 def flex(work: Workload, device: torch.device) -> Attention:
-    """Return compiled flex attention with a block mask, which is made beforehand."""
+    """Return compiled flex attention with a block mask that is made in advance."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     document = torch.searchsorted(
@@ -111,7 +111,7 @@ def flex(work: Workload, device: torch.device) -> Attention:
     if work.causal:
         shape = (None, None, work.tokens, work.slices.key_rows)
         mask = create_block_mask(visible, *shape, device=str(device))
-    torch.compiler.reset()  # dynamo stops compiling a function that it has compiled for many shapes
+    torch.compiler.reset()  # dynamo stops compiling a function after many shapes
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def flex(work: Workload, device: torch.device) -> Attention:
 
 
 def flash_attention_4(work: Workload) -> Attention | None:
-    """Return the package flash-attn-4, where it is installed."""
+    """Return flash-attn-4, if it is installed."""
     if (
         importlib.util.find_spec("flash_attn") is None
         or importlib.util.find_spec("flash_attn.cute") is None

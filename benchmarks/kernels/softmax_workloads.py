@@ -1,4 +1,4 @@
-"""What the softmax kernels compute: shapes, documents and masks, and whether an answer is right."""
+"""Workloads of the softmax kernels: shapes, documents, masks, and checks of results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pretrain_documents(tokens: int, mean: int | None = None, seed: int = 0) -> l
 class Workload:
     """One attention: `batch` sequences of `tokens` queries.
 
-    A ring step's queries and keys are those of two ranks of 8, zigzag.
+    A ring step has the queries and keys of two of 8 ranks, zigzag.
     """
 
     kind: str  # causal, full, window, packed, fused shards, or ring step
@@ -69,7 +69,7 @@ class Workload:
     def cu_seqlens(self) -> list[int]:
         if self.kind == "packed":
             return pretrain_documents(self.tokens, self.mean_document)
-        if self.kind == "fused shards":  # of 128 to 4,096 tokens, as an attention server gets them
+        if self.kind == "fused shards":  # shards of 128 to 4,096 tokens, as on an attention server
             lengths = np.random.default_rng(0).integers(1, 33, 4 * self.tokens // 128) * 128
             edges = np.r_[0, np.cumsum(lengths)]
             return [*edges[edges < self.tokens].tolist(), self.tokens]
@@ -87,13 +87,13 @@ class Workload:
 
     @property
     def flops(self) -> float:
-        """Return those of a forward by the mask's area; a backward counts as 2.5 times as much."""
+        """Return a forward's FLOPs by the mask's area; a backward counts 2.5 times these."""
         return 4.0 * self.slices.area * self.dim * self.heads * self.batch
 
     def bytes(self, element: int, on_chip: int) -> float:
-        """Return the least that a forward moves.
+        """Return the fewest bytes that a forward moves.
 
-        That is each operand once, or, if more, N²d²/M elements with M on the chip.
+        This is each operand once, or, if larger, N²d²/M elements with M on the chip.
         """
         rows = self.tokens * self.heads * 2 + self.slices.key_rows * self.kv_heads * 2
         once = rows * self.dim * self.batch * element
@@ -120,9 +120,9 @@ class Workload:
         ]
 
     def seen(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return which of these keys each of these queries sees (n, m), on the rows' device.
+        """Return whether each query attends to each key, (n, m), on the device of `rows`.
 
-        It is found pair by pair from the slices.
+        The slices decide each pair.
         """
         result = torch.zeros(len(rows), len(keys), dtype=torch.bool, device=rows.device)
         q_positions, k_positions = (
@@ -150,8 +150,8 @@ class Workload:
     ) -> dict[str, float]:
         """Return relative errors against fp64 on the last sequence of the batch.
 
-        Those of out and dq are in 16 queries of the last head, those of dk and dv in 16 keys of the
-        last KV head, to which all query heads of its group contribute.
+        out and dq are checked in 16 queries of the last head, dk and dv in 16 keys of the last KV
+        head, with contributions from all query heads of its group.
         """
         q, k, v, dout = (x[-1].double() for x in operands)
         generator = torch.Generator().manual_seed(1)

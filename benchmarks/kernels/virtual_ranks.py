@@ -1,14 +1,14 @@
-"""What would ranks take, and hold, whose strategy one device computes rank by rank?
+"""Measure the time and memory of many ranks, whose work one device computes rank by rank.
 
-* `kernels`: what one kernel over all tokens takes, over what all ranks' kernels take together, for
+* `kernels`: the time of one kernel over all tokens divided by the time of all ranks' kernels, for
   zigzag Ring and Ulysses, from 32K tokens to 1M on 2 to 64 ranks (`efficiency.py` has more
-  strategies and layouts of one length).
-* `memory`: the most memory that a rank's attention holds, beside what is simulated; and with that,
-  how long a batch of Llama 3 8B may be on 8 ranks, by strategy and memory of a device.
-* `training`: a step of a GPT's layers on one of 8 ranks, whose messages are noise that arrives at
-  once: the share of the device's peak rate of matrix products that the model's FLOPs come to (MFU).
+  strategies and layouts for one length).
+* `memory`: the peak memory of a rank's attention, with the simulated peak; and from it, the longest
+  batch of Llama 3 8B on 8 ranks, by strategy and device memory.
+* `training`: a step of a GPT's layers on one of 8 ranks, which immediately receives noise instead
+  of messages: the share of the device's peak rate of matrix products that the model uses (MFU).
 
-Results are written after each workload, and the next start goes on behind them.
+Results are written after each workload, and the next start continues after them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from seqpar.costs.profile import harness
 KERNELS = {"ring": "zigzag", "ulysses": "zigzag"}
 STRATEGIES = ("ring", "ulysses", "all_gather", "token_ring")
 LENGTHS, RANKS = (2**15, 2**17, 2**19, 2**20), (2, 8, 64)
-TARGET = 0.97  # of both passes together, at 128K tokens on 8 ranks
+TARGET = 0.97  # efficiency of both passes together, at 128K tokens on 8 ranks
 DTYPE = torch.bfloat16 if GPU else torch.float32
 
 
@@ -72,9 +72,9 @@ def attention(
 
 
 def memory(tokens: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the bytes that a rank's attention holds at most, its operands among them.
+    """Return the peak bytes of a rank's attention, including its operands.
 
-    Those that were measured are None where torch does not count them.
+    Measured bytes are None on devices for which torch does not count them.
     """
     layout, shape, found = Layout.zigzag(tokens, ranks), (*options.heads, options.dim), {}
     for strategy in STRATEGIES:
@@ -93,7 +93,7 @@ def memory(tokens: int, ranks: int, options: argparse.Namespace) -> dict[str, An
 def longest(ranks: int, caps: list[float]) -> dict[str, dict[str, int]]:
     """Return the tokens of the longest batch of Llama 3 8B that fits, by strategy and memory in GB.
 
-    That is in bf16 with full checkpointing, and parameters sharded over the ranks.
+    In bf16, with full checkpointing, and parameters sharded over the ranks.
     """
     model = Model.preset("llama-8b")
     costs, shape = Costs(Cluster.preset("1x8-h100"), model), (32, 8, 128)
@@ -110,7 +110,7 @@ def longest(ranks: int, caps: list[float]) -> dict[str, dict[str, int]]:
 
 
 class Block(nn.Module):
-    """A layer of a GPT: attention of one rank's tokens over all ranks', and a feed-forward part."""
+    """A GPT's layer: one rank's tokens attend to all ranks' tokens; then a feed-forward part."""
 
     def __init__(self, width: int, heads: tuple[int, int], dim: int, attention: nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def _feed_forward(width: int) -> tuple[tuple[int, int], tuple[int, int]]:
 def training(tokens: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of a forward and a backward of a layer on each rank in turn, and the MFU.
 
-    FLOPs are those of the model's products and of attention's visible pairs; nothing is recomputed.
+    FLOPs count the model's products and the pairs of the mask, without recomputation.
     """
     layout, heads, dim = Layout.zigzag(tokens, ranks), tuple(options.heads), options.dim
     peak = device_rates()[1][DTYPE]
@@ -156,7 +156,7 @@ def training(tokens: int, ranks: int, options: argparse.Namespace) -> dict[str, 
 
 
 def _step_seconds(step: Callable[[], object], rounds: int = 3) -> float:
-    """Return the median seconds of a step, once the device has finished."""
+    """Return the median seconds of a step, until the device has finished."""
 
     def finished() -> None:
         step()
@@ -167,7 +167,7 @@ def _step_seconds(step: Callable[[], object], rounds: int = 3) -> float:
 
 
 def workloads(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return what is to be measured, by name, the quickest first."""
+    """Return the workloads by name, the quickest first."""
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for tokens in options.tokens:
         for ranks in options.ranks:
@@ -182,19 +182,21 @@ def workloads(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, A
 
 
 def reached(results: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return whether each strategy reaches the target, where it was measured."""
+    """Return whether each measured strategy reaches the target."""
     wanted = f"kernels: {2**17} tokens, 8 ranks"
     found = [x for x in results if x["workload"] == wanted and "refused" not in x]
     return {name: x[name]["both"] >= TARGET for x in found for name in KERNELS}
 
 
 def main() -> int:
-    """Measure what is left, and print all."""
+    """Measure the remaining workloads, and print all results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="for the result file")
-    parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="begin no workload after this time"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS if GPU else (2048, 4096))
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS if GPU else (2, 8))
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 2), help="query and KV heads")

@@ -1,10 +1,10 @@
-"""How fast is a step of attention where documents are uneven, by tasks and by other strategies?
+"""Time steps of attention over uneven documents, by tasks and by other strategies.
 
-Documents have the published lengths of Pretrain, scaled to the context. 2 ranks compute in earnest,
-a core each; more ranks than cores cannot, so on 4 each compute is a sleep, as long for each pair of
-query and key as 1 core took for it here. A step is forward and backward of one call. Tasks are
-planned for these links. Contenders take turns in each round. That results are right is checked
-before.
+Documents have the published lengths of Pretrain, scaled to the context. 2 ranks really compute, on
+one core each. More ranks than cores cannot compute simultaneously, so on 4 ranks computes are
+sleeps, with the time per query-key pair that 1 core takes here. A step is forward and backward of
+one call. Tasks are planned for these links. Each round interleaves the contenders. Results are
+checked first.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.tasks import TaskRectangles
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
-BACKWARD = 2.5  # times as long as forward, where ranks compute
-CONTENDERS: dict[str, tuple[str, str]] = {  # strategy, and where documents are
+BACKWARD = 2.5  # time over forward's, on ranks that really compute
+CONTENDERS: dict[str, tuple[str, str]] = {  # strategy, and layout of the documents
     "fixed packing, ring": ("ring", "contiguous"),
     "zigzag ring": ("ring", "zigzag"),
     "zigzag all_gather": ("all_gather", "zigzag"),
@@ -62,10 +62,7 @@ def layout_of(place: str, lengths: tuple[int, ...], ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan for links on which a byte takes as long as so many pairs.
-
-    Backward takes so many times as long as forward.
-    """
+    """A plan for links with the price of a byte in pairs, and the time of backward in forwards."""
 
     price: float
     backward: float
@@ -83,11 +80,11 @@ def module(strategy: str) -> Any:
     return seqpar.make_attention(strategy, dist.group.WORLD, **options)
 
 
-_price = [0.0, 1.0]  # of this process's links, and how many times as long backward takes
+_price = [0.0, 1.0]  # of a byte on this process's links, and of a backward in forwards
 
 
 def set_price(price: float, backward: float) -> None:
-    """Say what a byte and backward take, before the first module is made."""
+    """Set the prices of a byte and of backward, before the first module is made."""
     _price[:] = price, backward
 
 
@@ -113,7 +110,7 @@ def step(contender: str, lengths: tuple[int, ...]) -> list[Tensor]:
 
 
 def error(contender: str, lengths: tuple[int, ...]) -> float:
-    """Return the largest RMS error beside zigzag Ring's results, over their RMS."""
+    """Return the largest RMS difference from zigzag Ring's results, over their RMS."""
     found = []
     for name in (contender, "zigzag ring"):
         layout = layout_of(CONTENDERS[name][1], lengths, dist.get_world_size())
@@ -122,7 +119,7 @@ def error(contender: str, lengths: tuple[int, ...]) -> float:
 
 
 def slept(pair_seconds: float | None) -> Any:
-    """Return a context in which computes are sleeps, if they should be."""
+    """Return a context that replaces computes by sleeps, if `pair_seconds` is given."""
     if pair_seconds is None:
         return nullcontext()
     return hooks.set(replace_compute=lambda area: time.sleep(area * pair_seconds))
@@ -134,7 +131,7 @@ def timed(
     """Return this rank's seconds of a step of each contender, round by round."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     with slept(pair_seconds):
-        for _ in range(rounds + 1):  # the first makes plans and connections
+        for _ in range(rounds + 1):  # the first round makes plans and connections
             for name in contenders:
                 dist.barrier()
                 start = time.perf_counter()
@@ -146,7 +143,7 @@ def timed(
 def exposed(
     contender: str, lengths: tuple[int, ...], rounds: int, pair_seconds: float | None
 ) -> dict[str, Any]:
-    """Return what of a step's communication is exposed, and what this rank sends."""
+    """Return the exposed share of a step's communication, and the bytes that this rank sends."""
     return harness.exposed(
         lambda: step(contender, lengths),
         dist.group.WORLD,
@@ -157,7 +154,7 @@ def exposed(
 
 
 def seconds_of_a_pair() -> float:
-    """Return what 1 core takes for a pair of one head: the mean of forward and backward."""
+    """Return the seconds of 1 core per pair and head, the mean of forward and backward."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, HEADS, 2048, DIM))
     best = float("inf")
     with machine.one_thread():
@@ -170,7 +167,7 @@ def seconds_of_a_pair() -> float:
 
 
 def measure(network: Network, options: argparse.Namespace, pair: float) -> list[Row]:
-    """Return a row for each contender, where 1 core takes so many seconds for a pair of a head."""
+    """Return a row for each contender, with these seconds of 1 core per pair and head."""
     pair_seconds = None if network.ranks == 2 else pair
     if network.rate_mbit:
         backward = BACKWARD if pair_seconds is None else 1.0
@@ -179,7 +176,7 @@ def measure(network: Network, options: argparse.Namespace, pair: float) -> list[
     for contender in CONTENDERS:
         wrong = max(network(error, contender, lengths))
         if wrong > 1e-5:
-            raise SystemExit(f"{contender} is wrong by {wrong:.1e}: nothing was timed")
+            raise SystemExit(f"{contender} has an error of {wrong:.1e}: no times were measured")
     ranks = network(timed, [*CONTENDERS], lengths, options.rounds, pair_seconds)
     rows: list[Row] = []
     for contender in CONTENDERS:
@@ -214,16 +211,16 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    """Measure what the command line asks for, print it, and write the result files."""
+    """Measure the selected settings, print them, and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=16384, help="of all ranks")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of all ranks")
     parser.add_argument("--context", type=int, default=8192, help="the longest document")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--rates", type=int, nargs="*", default=[200, 1000], help="Mbit/s")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--topology", default="switch", choices=["switch", "mesh", "loopback"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     before, rows, pair = harness.canary(), list[Row](), seconds_of_a_pair()
     for ranks in options.ranks:
@@ -241,7 +238,7 @@ def main() -> int:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw each contender's seconds, in groups of one place each."""
+    """Draw each contender's seconds, one group per place."""
     places = list(dict.fromkeys((row["ranks"], row["rate_mbit"]) for row in rows))
     figure, axis = harness.pyplot().subplots(figsize=(10, 5), layout="constrained")
     for i, contender in enumerate(CONTENDERS):
@@ -251,7 +248,7 @@ def plot(rows: list[Row], path: Path) -> None:
         axis.bar_label(bars, [f"{row['speed']:.2f}" for row in chosen], fontsize=6)
     names = [f"{ranks} ranks, {rate} Mbit/s" for ranks, rate in places]
     axis.set_xticks([x + 0.35 for x in range(len(places))], names)
-    axis.set_ylabel("forward + backward, ms (label: speed beside zigzag ring)")
+    axis.set_ylabel("forward + backward, ms (label: speed over zigzag ring)")
     axis.legend(fontsize=7)
     figure.savefig(path, dpi=150)
 

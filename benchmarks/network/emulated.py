@@ -1,17 +1,17 @@
 """Ranks on links of a known rate, on one Linux machine.
 
     with Network("mesh", ranks=4, rate_mbit=400) as network:
-        answers = network(function, argument)  # on every rank, in a gloo group of all of them
+        answers = network(function, argument)  # on every rank, in a gloo group of all ranks
 
-Each rank is a process in a network namespace; veth pairs behind token buckets join them.
+Each rank is a process in a network namespace. Veth pairs with token buckets join them.
 
-* `mesh`: a link of its own between every two ranks, full duplex.
+* `mesh`: a separate link between every two ranks, full duplex.
 * `switch`: one link from each rank to a switch, which limits a rank's whole egress and ingress.
 * `loopback`: no namespaces and no limit.
 
 Needs root and the commands ip and tc, except for `loopback`. A namespace lives as long as the
-process in it, and no process outlives the one that started it: there is nothing to clean up,
-however that one ends.
+process in it, and every process ends with its parent, however the parent ends. Nothing needs to be
+cleaned up.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ import torch.distributed as dist
 
 BURST = (
     256 * 1024
-)  # bytes that a link takes at once after some time idle; smaller buckets are not refilled in time
+)  # bytes that an idle link accepts immediately; smaller buckets are not refilled in time
 TOPOLOGIES = ("mesh", "switch", "loopback")
 _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1  # <linux/sched.h>, <linux/prctl.h>
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def lacking() -> str:
-    """Return what this machine lacks for limited links; empty if nothing."""
+    """Return the missing requirements for limited links, or an empty text."""
     commands = [f"the command {name}" for name in ("ip", "tc") if shutil.which(name) is None]
     return " and ".join(["root"] * (os.geteuid() != 0) + commands)
 
@@ -54,7 +54,7 @@ def address(rank: int) -> str:
 
 
 class Network:
-    """Processes that wait on pipes for functions to run; a call that fails or hangs ends them."""
+    """Processes that run functions from pipes. A call that fails or hangs ends them all."""
 
     def __init__(self, topology: str, ranks: int, rate_mbit: int = 0, timeout: float = 120) -> None:
         if topology not in TOPOLOGIES:
@@ -100,7 +100,7 @@ class Network:
         self._processes, self._pipes = [], []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return what function(*arguments) returned on each rank, in order.
+        """Return the result of function(*arguments) on each rank, in order.
 
         Raises RuntimeError with the traceback of the first rank that failed.
         """
@@ -149,10 +149,10 @@ class Network:
 
 
 def _serve(parent: int, pipe: Connection) -> None:
-    """Run, in a process of its own, what comes through the pipe."""
+    """Run the functions that arrive through the pipe, in a separate process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it ended before we could ask to end with it
+        return  # the parent ended before this process could ask to end with it
     torch.set_num_threads(1)
     while True:
         function, arguments = pipe.recv()
@@ -173,12 +173,12 @@ def _be_host(rank: int, routes: dict[str, list[int]], rate_mbit: int) -> None:
     tcp = Path("/proc/sys/net/ipv4")  # of this namespace
     (tcp / "tcp_congestion_control").write_text(
         "reno"
-    )  # always allowed; others (BBR) pause at times to probe the link
+    )  # always allowed; other algorithms (BBR) sometimes pause to probe the link
     (tcp / "tcp_slow_start_after_idle").write_text("0")
     _command("ip", "link", "set", "lo", "up")
     _command(
         "ip", "address", "delete", "127.0.0.1/8", "dev", "lo"
-    )  # gloo would take it for this rank's address
+    )  # otherwise gloo would use it as this rank's address
     _command("ip", "address", "add", f"{address(rank)}/32", "dev", "lo")
     for device, peers in routes.items():
         _limit(device, rate_mbit)
@@ -204,7 +204,7 @@ def _limit(device: str, rate_mbit: int) -> None:
 
 
 def _join(rank: int, ranks: int, store: str, timeout: timedelta) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # where each rank's address is
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the device with each rank's address
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
     )

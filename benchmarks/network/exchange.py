@@ -1,9 +1,9 @@
-"""How much of a network do the exchanges of `seqpar.comm` use on gloo?
+"""Measure the share of a link's rate that the exchanges of `seqpar.comm` reach on gloo.
 
-4 ranks on a mesh of links and behind a switch (`emulated.py`) send patterns of messages. The ideal
-time of a pattern is that of the busiest link at its nominal rate, and figures are fractions of that
-rate. TCP over plain sockets, in the same rounds, shows how much of it headers and the machine's
-load leave. Every way is checked first: what arrives must be what was sent.
+4 ranks on a mesh of links and on a switch (`emulated.py`) send patterns of messages. The ideal time
+of a pattern is the busiest link's time at its nominal rate. Figures are fractions of that rate. TCP
+over plain sockets, in the same rounds, shows the part that headers and the machine's load leave.
+Each way is first checked: received messages must equal the sent ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Sizes = list[tuple[int, int]]  # (to peer, bytes)
 
 
 def patterns(rank: int, size: int) -> dict[str, list[Sizes]]:
-    """Return what a rank sends, exchange after exchange; all are posted at once."""
+    """Return a rank's exchanges, which are all posted before any is waited for."""
 
     def to(*hops: int) -> Sizes:
         return [((rank + hop) % RANKS, size) for hop in hops]
@@ -60,7 +60,7 @@ def patterns(rank: int, size: int) -> dict[str, list[Sizes]]:
 
 
 def arriving(pattern: str, rank: int, size: int) -> list[Sizes]:
-    """Return what a rank receives: (from peer, bytes)."""
+    """Return the messages that a rank receives: (from peer, bytes)."""
     sent = [patterns(peer, size)[pattern] for peer in range(RANKS)]
     return [
         [(peer, count) for peer in range(RANKS) for to, count in sent[peer][i] if to == rank]
@@ -69,7 +69,7 @@ def arriving(pattern: str, rank: int, size: int) -> list[Sizes]:
 
 
 def ideal(topology: str, pattern: str, size: int, rate_mbit: int) -> float:
-    """Return the seconds that the busiest link needs."""
+    """Return the seconds of the busiest link."""
     load: Counter[Any] = Counter()
     for rank in range(RANKS):
         for peer, count in itertools.chain(*patterns(rank, size)[pattern]):
@@ -79,7 +79,7 @@ def ideal(topology: str, pattern: str, size: int, rate_mbit: int) -> float:
 
 
 class Chunked(Comm):
-    """A Comm that cuts messages, and posts the chunks peer by peer in turn."""
+    """A Comm that cuts messages, and posts chunks to the peers in turn."""
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
         return super().start(self._cut(sends), self._cut(recvs), exchange)
@@ -113,7 +113,7 @@ def connections() -> dict[int, socket.socket]:
 def through_sockets(
     sends: list[list[Message]], recvs: list[list[Message]]
 ) -> list[threading.Thread]:
-    """Return a thread for each peer and direction, not yet started."""
+    """Return one thread per peer and direction, not yet started."""
 
     def send(peer: int, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -135,7 +135,7 @@ def through_sockets(
 
 
 def content(sender: int, receiver: int, exchange: int, count: int) -> Tensor:
-    """Return what a small message consists of; large ones, which are only timed, are zeros."""
+    """Return the content of a small message. Large messages are zeros, and are only timed."""
     if count > 2 * MIB:
         return torch.zeros(count, dtype=torch.uint8)
     return (
@@ -160,7 +160,7 @@ def buffers(pattern: str, size: int) -> tuple[list[list[Message]], list[list[Mes
 
 
 def take(way: str, pattern: str, size: int, check: bool) -> float:
-    """Return the seconds that this rank needs for the pattern, in one way."""
+    """Return this rank's seconds for a pattern in one way."""
     rank = dist.get_rank()
     sends, recvs = buffers(pattern, size)
     comms = [
@@ -202,13 +202,13 @@ def take(way: str, pattern: str, size: int, check: bool) -> float:
 
 
 def main() -> int:
-    """Measure every pattern in every way, print fractions, and write the result files."""
+    """Measure each pattern in each way, print fractions, and write the result files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", type=int, default=400, help="Mbit/s of a link")
+    parser.add_argument("--rate", type=int, default=400, help="rate of a link, Mbit/s")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     samples: dict[str, list[float]] = {}
     before = harness.canary()
@@ -232,7 +232,7 @@ def main() -> int:
     medians = {key: statistics.median(values) for key, values in samples.items()}
     show(medians)
     if not options.no_write:
-        # the drift is reported only: plain sockets are this measurement's canary
+        # The drift is only reported: plain sockets are this measurement's canary.
         drift = harness.drift(before, harness.canary())
         setting = {"ranks": RANKS, "rate_mbit": options.rate, "canary_drift": drift}
         found = {"setting": setting, "fraction_of_rate": medians, "samples": samples}
@@ -242,7 +242,7 @@ def main() -> int:
 
 
 def show(medians: dict[str, float]) -> None:
-    """Print a table for each topology and size."""
+    """Print one table per topology and size."""
     for place in dict.fromkeys(key.rsplit("/", 2)[0] for key in medians):
         print(f"\n{place:44s}", *(f"{way:>20s}" for way in WAYS))
         for pattern in patterns(0, 1):
@@ -251,11 +251,11 @@ def show(medians: dict[str, float]) -> None:
                 f"{pattern:44s}",
                 *("" if math.isnan(x) else f"{x:11.3f} ({x / found[0]:5.1%})" for x in found),
             )
-    print("\nFractions of the nominal rate, and of what plain sockets reach.")
+    print("\nFractions of the nominal rate, and of the rate of plain sockets.")
 
 
 def plot(medians: dict[str, float], path: Path) -> None:
-    """Draw what 8 MiB a message reached, a panel for each topology."""
+    """Draw the rates of 8 MiB messages, one panel per topology."""
     figure, both = harness.pyplot().subplots(
         2, 1, figsize=(10, 7), layout="constrained", sharex=True
     )
@@ -266,7 +266,7 @@ def plot(medians: dict[str, float], path: Path) -> None:
             ]
             axes.bar([x + i * 0.17 for x in range(len(heights))], heights, 0.16, label=way)
         axes.set(
-            title=f"{topology}, 8 MiB a message",
+            title=f"{topology}, 8 MiB per message",
             ylabel="fraction of the links' rate",
             ylim=(0, 1.05),
         )

@@ -1,12 +1,12 @@
-"""What does linear attention cost across ranks on links of a known rate?
+"""Measure the cost of linear attention across ranks on links of a known rate.
 
 LASP-2 against LASP-1, Ring with the right product, and plain data parallel
-(`linear_contenders.py`), on 2 and 4 ranks (`emulated.py`), in bf16 with a decay a head. On 2 ranks
-computes are real, one thread a rank. More ranks than cores cannot compute at the same time: there,
-and on 2 ranks once more, computes are replaced by sleeps at the rate of the real ones; that results
-are right is checked before, without sleeps. A cost model (`papers/linear_cost.py`) is fitted to the
-shortest and the longest sequences on 2 ranks with sleeps, and predicts all other runs; then it goes
-to where the paper measured (`papers/lasp2.py`).
+(`linear_contenders.py`), on 2 and 4 ranks (`emulated.py`), in bf16 with one decay per head. On 2
+ranks computes are real, with one thread per rank. More ranks than cores cannot compute
+simultaneously. On 4 ranks, and on 2 ranks in a second run, sleeps at the rate of real computes
+therefore replace them. Results are first checked without sleeps. A cost model
+(`papers/linear_cost.py`) is fitted to the shortest and the longest sequences on 2 ranks with
+sleeps, and predicts all other runs. `papers/lasp2.py` applies it to the paper's cluster.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from benchmarks.papers.linear_cost import Machine
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.profile import harness
 
-HEADS, DIM = 16, 128  # of the paper's layer: a state is 1 MiB, and a token's keys and values 8 KiB
+HEADS, DIM = 16, 128  # as in the paper: 1 MiB per state, 8 KiB for a token's keys and values
 LOG_DECAY = -torch.logspace(-10, -3, HEADS, base=2, dtype=torch.float64)
 PASSES = ("forward", "forward + backward")
 PLACES = (("mesh", 2), ("mesh", 4), ("switch", 4))
-MEASURED = ("total", "without_communication", "communication", "bytes")  # of each row
+MEASURED = ("total", "without_communication", "communication", "bytes")  # fields of each row
 Row = dict[str, Any]
 
 
@@ -48,7 +48,7 @@ def operands(tokens: int, seed: int = 0) -> list[Tensor]:
 
 
 def step(contender: str, tokens: int, backward: bool, seed: int = 0) -> list[Tensor]:
-    """Return what a contender computes on a rank: out, and with `backward` dq, dk and dv."""
+    """Return a contender's results on a rank: out, and with `backward` dq, dk and dv."""
     q, k, v, dout = operands(tokens, seed)
     return CONTENDERS[contender](
         Comm.of(dist.group.WORLD), q, k, v, LOG_DECAY, dout if backward else None
@@ -56,9 +56,9 @@ def step(contender: str, tokens: int, backward: bool, seed: int = 0) -> list[Ten
 
 
 def error(contender: str, tokens: int) -> float:
-    """Return the largest RMS error of out, dq, dk and dv, over the RMS of what they should be.
+    """Return the largest RMS error of out, dq, dk and dv, over the RMS of the expected results.
 
-    That is computed in fp64 by its definition.
+    Those are computed in fp64 by the definition.
     """
     rank = dist.get_rank()
     ranks = [rank] if contender == "data parallel" else range(dist.get_world_size())
@@ -95,7 +95,7 @@ def timed(
 def measure(
     network: Network, lengths: list[int], rounds: int, seconds_per_area: float | None
 ) -> list[Row]:
-    """Return a row for each contender, length and pass: medians of rounds with turns for all."""
+    """Return a row for each contender, length and pass, with medians over interleaved rounds."""
     samples = defaultdict(list)
     cases = list(itertools.product(lengths, PASSES, CONTENDERS))
     with harness.progress(rounds * len(cases)) as begin:
@@ -115,12 +115,12 @@ def measure(
 
 
 def parts(row: Row) -> list[linear_cost.Pass]:
-    """Return the passes of a row, as the model counts them."""
+    """Return the passes of a row, in the model's terms."""
     return linear_cost.passes(row["tokens"], HEADS, DIM)[: 1 + (row["pass"] != PASSES[0])]
 
 
 def shape(row: Row) -> Machine:
-    """Return the machine of a row, but for its constants."""
+    """Return the machine of a row, without its constants."""
     return Machine(row["ranks"], 0.0, 0.0, 0.0, ports=int(row["topology"] == "switch"), burst=BURST)
 
 
@@ -144,7 +144,7 @@ def predict(rows: list[Row]) -> dict[str, float]:
 
 
 def errors(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Return the model's errors on runs that it was not fitted to, by where they ran."""
+    """Return the model's errors on held-out runs, by place."""
     by_place = defaultdict(list)
     for row in rows:
         if not row["fitted"]:
@@ -174,8 +174,8 @@ def show(rows: list[Row], constants: dict[str, float]) -> None:
     call, latency = constants["call"] * 1e3, constants["latency"] * 1e3
     rate, area = 8e-6 / constants["byte"], constants["area"] * 1e9
     print(
-        f"\nThe model: {call:.2f} ms a pass, {latency:.2f} ms a message, {rate:.0f} Mbit/s, "
-        f"{area:.2f} ns a unit of area"
+        f"\nThe model: {call:.2f} ms per pass, {latency:.2f} ms per message, {rate:.0f} Mbit/s, "
+        f"{area:.2f} ns per unit of area"
     )
     for place, found in errors(rows).items():
         print(
@@ -185,14 +185,14 @@ def show(rows: list[Row], constants: dict[str, float]) -> None:
 
 
 def main() -> int:
-    """Measure at every place, fit the model, print both, and write the result files."""
+    """Measure at each place, fit the model, print both, and write the result files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 4096], help="a rank")
-    parser.add_argument("--rate", type=int, default=200, help="Mbit/s of a link")
+    parser.add_argument("--rate", type=int, default=200, help="rate of a link, Mbit/s")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     before, rows, area_seconds = harness.canary(), [], 0.0
     for topology, ranks in PLACES:
@@ -200,8 +200,10 @@ def main() -> int:
             for contender in CONTENDERS:
                 wrong = max(network(error, contender, 64))
                 if wrong > 0.02:
-                    raise SystemExit(f"{contender} is wrong by {wrong:.1%}: nothing was timed")
-            if not area_seconds:  # on 2 ranks, the first place
+                    raise SystemExit(
+                        f"{contender} has an error of {wrong:.1%}: no times were measured"
+                    )
+            if not area_seconds:  # at the first place, which has 2 ranks
                 rows += measure(network, options.tokens, options.rounds, None)
                 longest = [row for row in rows if row["tokens"] == max(options.tokens)]
                 own = [row for row in longest if row["contender"] == "data parallel"][-1]
@@ -222,7 +224,7 @@ def main() -> int:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw what was measured on 4 ranks, and what the model predicts."""
+    """Draw measured and predicted times on 4 ranks."""
     figure, axes = harness.pyplot().subplots(1, 2, figsize=(10, 5), layout="constrained")
     colors = {contender: f"C{i}" for i, contender in enumerate(CONTENDERS)}
     rows = [row for row in rows if row["ranks"] == 4 and row["pass"] == PASSES[1]]
@@ -234,7 +236,7 @@ def plot(rows: list[Row], path: Path) -> None:
             measured, model = ([row[x] * 1e3 for row in chosen] for x in ("total", "predicted"))
             axis.plot(tokens, measured, "o", color=color, label=contender)
             axis.plot(tokens, model, "-", color=color)
-        axis.set(xlabel="tokens a rank", ylabel="forward + backward, ms")
+        axis.set(xlabel="tokens per rank", ylabel="forward + backward, ms")
         axis.set(xscale="log", yscale="log")
         axis.set_title(f"4 ranks, {topology}")
     axes[0].legend(title="dots: measured, lines: model", fontsize=8)

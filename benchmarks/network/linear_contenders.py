@@ -1,18 +1,19 @@
-"""Linear attention across ranks: the library's LASP-2, and what it is compared with.
+"""Linear attention across ranks: the library's LASP-2, and the baselines of the comparison.
 
 All compute with the same primitive. Each contender is a function (comm, q, k, v, log_decay,
-dout=None) -> [out, dq, dk, dv], without `dout` [out]: causal, with a decay a head, over one
-document of which each rank holds as many consecutive tokens. q, k, v and dout are (1, T, H, D).
+dout=None) -> [out, dq, dk, dv], or [out] without `dout`: causal, with one decay per head, over one
+document that is divided into equal numbers of consecutive tokens. q, k, v and dout are
+(1, T, H, D).
 
-The baselines differ in how a state comes to a rank:
+The baselines send states to ranks in different ways:
 
 * LASP-1 (Sun et al., "Linear Attention Sequence Parallelism", 2024): states go from rank to rank,
-  each waiting for the last.
-* Ring: keys and values go from rank to rank, the next hop under the compute of this one, and a rank
-  makes states of what arrives (the right product). In backward q and dout go the other way, of
-  which it makes the gradients of states, so that dk and dv stay at home: contributions to them
-  would be as many numbers, in fp32 twice the bytes.
-* data parallel: each rank's tokens are a document of their own, and nothing travels.
+  and each rank waits for the previous one.
+* Ring: keys and values go from rank to rank, while the previous ones are computed, and a rank
+  computes states from them (the right product). In backward, q and dout go the other way, and a
+  rank computes gradients of states from them. dk and dv stay with their owners: sending
+  contributions to them would take the same number of elements, and twice the bytes in fp32.
+* data parallel: each rank's tokens are a separate document, without messages.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ class Way:
         step = -1 if reverse else 1
         self._comm, self._options, self._tokens = comm, options, tokens
         self._source, self._target = comm.rank - step, comm.rank + step
-        # how many ranks' states enter this one
+        # number of ranks whose states enter this one
         self.before = comm.size - 1 - comm.rank if reverse else comm.rank
         self.last = self.before == comm.size - 1
 
     def post(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], hop: int) -> Pending:
-        """Send to the next rank, which the last has not, and receive from the one before."""
+        """Send to the next rank, if there is one, and receive from the previous rank."""
         sends = () if self.last else sends
         outgoing, incoming = [(self._target, x) for x in sends], [(self._source, x) for x in recvs]
         return self._comm.exchange(outgoing, incoming, label="baseline", step=hop)
 
     def decayed(self, state: Tensor, ranks: int) -> Tensor:
-        """Return what is left of a state so many ranks' tokens later."""
+        """Return a state decayed by the tokens of this number of ranks."""
         powers = self._options.power(torch.tensor([ranks * self._tokens]), state.shape[2])
         return state * powers.to(state.dtype)[:, None, :, None, None]
 
 
-# A pass but for its end: (way, what begins the work, tensors of which others can make this rank's
-# state, how they do so) -> the work, what enters it, and what is still being sent.
+# A pass without its end: (way, a function that begins the work, tensors from which others compute
+# this rank's state, the function that does so) -> (work, entering state, messages under way).
 Bridge = Callable[
     [Way, Callable[[], Any], Sequence[Tensor], Callable[..., Tensor]],
     tuple[Any, Tensor | None, Pending],
@@ -78,7 +79,7 @@ def pass_on(
 def gather_blocks(
     way: Way, begin: Callable[[], Any], block: Sequence[Tensor], state_of: Callable[..., Tensor]
 ) -> Any:
-    """Make states of others' blocks as they come by: Ring's bridge."""
+    """Compute states from other ranks' blocks as they arrive: Ring's bridge."""
     arriving = [torch.empty_like(x) for x in block] if way.before else []
     pending = way.post(block, arriving, 1)
     work = begin()
@@ -102,7 +103,7 @@ def baseline(
     log_decay: Tensor,
     dout: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute with a bridge over which states come to ranks."""
+    """Compute with a bridge that brings states to ranks."""
     options, tokens = LinearOptions(1.0, True, "aten", log_decay.double()), q.shape[1]
     way = Way(comm, options, tokens, reverse=False)
     spans = span(tokens, way.before > 0, not way.last)
@@ -134,7 +135,7 @@ def span(tokens: int, enters: bool, leaves: bool) -> SpanStates:
 
 
 def alone(_: Comm, *operands: Any) -> list[Tensor]:
-    """Compute on this rank's tokens alone: data parallel."""
+    """Compute only with this rank's tokens: data parallel."""
     return baseline(pass_on, Comm("alone", 0, 1), *operands)
 
 

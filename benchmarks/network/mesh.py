@@ -1,11 +1,11 @@
-"""How much sooner is a step on a mesh of 4 or 9 ranks done than Ring's and others'?
+"""Compare steps on a mesh of 4 or 9 ranks with Ring's and other strategies' steps.
 
-Ranks have a link of their own to each other rank (`mesh`), or one to a switch (`emulated.py`);
-multi-head attention in bf16 without a mask, as in `softmax.py`. More ranks than cores cannot
-compute at the same time, so computes are replaced by sleeps, as long for each pair of query and
-key, in backward as in forward; that the results are right is checked before, without sleeps.
-`ratio` is how long a step's compute of Ring takes, in units of its step's transfer forward: 0 is
-communication alone. Contenders take turns, round after round.
+Ranks have a separate link to each other rank (`mesh`), or one link to a switch (`emulated.py`).
+Attention has multiple heads, in bf16, without a mask, as in `softmax.py`. More ranks than cores
+cannot compute simultaneously, so sleeps replace computes, with the same time per query-key pair in
+forward and backward. Results are first checked without sleeps. `ratio` is the compute time of a
+step of Ring over its transfer time in forward; 0 means only communication. Rounds interleave the
+contenders.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def module(contender: str) -> torch.nn.Module:
 
 
 def step(contender: str, local: int, backward: bool, seed: int = 0) -> list[torch.Tensor]:
-    """Return out, and the gradients of q, k and v, of a call on `local` tokens a rank."""
+    """Return out and the gradients of q, k and v, of a call with `local` tokens per rank."""
     layout = Layout.contiguous(local * dist.get_world_size(), dist.get_world_size())
     *leaves, dout = operands(local, seed)
     out = module(contender)(*(x.requires_grad_(backward) for x in leaves), layout, causal=False)
@@ -63,9 +63,9 @@ def step(contender: str, local: int, backward: bool, seed: int = 0) -> list[torc
 
 
 def error(contender: str, local: int) -> float:
-    """Return the largest RMS error of out, dq, dk and dv, over the RMS of what it should be.
+    """Return the largest RMS error of out, dq, dk and dv, over the RMS of the expected results.
 
-    That is computed in fp64 from all ranks' tokens.
+    Those are computed in fp64 from all ranks' tokens.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = [[x.double() for x in operands(local, peer)] for peer in range(ranks)]
@@ -79,7 +79,7 @@ def error(contender: str, local: int) -> float:
 
 
 def timed(contender: str, local: int, backward: bool, pair_seconds: float) -> tuple[float, int]:
-    """Return this rank's seconds of a step whose computes are sleeps, and the bytes it sends."""
+    """Return this rank's seconds of a step with sleeps as computes, and the bytes it sends."""
     before = module(contender).sent_bytes
     dist.barrier()
     start = time.perf_counter()
@@ -93,7 +93,7 @@ def measure(network: Network, options: argparse.Namespace) -> list[Row]:
     """Return a row for each contender, pass and ratio."""
     for contender in options.contenders:
         if (wrong := max(network(error, contender, 32))) > 0.02:
-            raise SystemExit(f"{contender} is wrong by {wrong:.1%}: nothing was timed")
+            raise SystemExit(f"{contender} has an error of {wrong:.1%}: no times were measured")
     transfer = 2 * UNIT * options.tokens * 8 / (network.rate_mbit * 1e6)  # of a step of Ring
     rows: list[Row] = []
     for passes, ratio in itertools.product(PASSES, options.ratios):
@@ -110,7 +110,7 @@ def measure(network: Network, options: argparse.Namespace) -> list[Row]:
         place |= {"rate_mbit": network.rate_mbit, "pass": passes, "ratio": ratio}
         for contender, times in samples.items():
             figures = {"contender": contender, "seconds": statistics.median(times)}
-            if "ring" in samples:  # round by round: a slow minute slows both
+            if "ring" in samples:  # per round, so that a slow minute affects both
                 gains = [a / b for a, b in zip(samples["ring"], times, strict=True)]
                 figures |= {"gain": statistics.median(gains), "spread": harness.quartiles(gains)}
             rows.append(place | figures | {"samples": times, "bytes": sent[contender]})
@@ -130,7 +130,7 @@ def show(row: Row) -> None:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw how much faster than Ring each contender is: a panel for each place and pass."""
+    """Draw each contender's speed over Ring's, one panel per place and pass."""
     key = lambda row: (row["topology"], row["ranks"])  # noqa: E731
     places = list(dict.fromkeys(map(key, rows)))
     size = 4.5 * len(places), 7.5
@@ -154,18 +154,18 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> int:
-    """Measure what the command line asks for, print it, and write the result files."""
+    """Measure the selected settings, print them, and write the result files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=512, help="a rank")
-    parser.add_argument("--rate", type=int, default=40, help="Mbit/s of a link")
+    parser.add_argument("--rate", type=int, default=40, help="rate of a link, Mbit/s")
     parser.add_argument("--ratios", type=float, nargs="*", default=[0, 0.5, 1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 9], choices=[4, 9, 16])
     parser.add_argument("--topologies", nargs="*", default=["mesh", "switch"])
     parser.add_argument("--contenders", nargs="*", default=[*CONTENDERS], choices=[*CONTENDERS])
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     before, rows = harness.canary(), []
     for topology, ranks in itertools.product(options.topologies, options.ranks):

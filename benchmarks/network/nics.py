@@ -1,11 +1,10 @@
-"""Hosts of several ranks with a NIC each, joined by a switch.
+"""Hosts of several ranks, each with its own NIC, joined by a switch.
 
     with Hosts(hosts=2, nics=2, rate_mbit=400) as network:  # ranks 0 and 1, and 2 and 3
         answers = network(function, argument)
 
-A rank is in a network namespace, with its NIC, a veth device behind a token bucket that leads to
-the switch, which has a token bucket the other way. Veth devices join the ranks of a host, without
-limit or with one.
+A rank has a network namespace with its NIC: a veth device that leads to the switch, with a token
+bucket in each direction. Veth devices join the ranks of a host, optionally with a limit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from benchmarks.network.emulated import (
     address,
 )
 
-NIC = "nic"  # what the device is called
+NIC = "nic"  # name of the device
 
 
 class Hosts(Network):
@@ -69,7 +68,7 @@ def _be_rank(rank: int, far: list[int], near: list[int], rate_mbit: int, inside_
 
 
 def sent_bytes() -> int:
-    """Return how many bytes this rank's NIC has sent so far, headers of TCP included."""
+    """Return the bytes that this rank's NIC has sent so far, including TCP headers."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == NIC:

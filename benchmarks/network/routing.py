@@ -1,16 +1,17 @@
-"""How much sooner does a message arrive at another node that goes over two NICs at once?
+"""Measure the gain of messages that go over two NICs simultaneously.
 
-Two hosts with two NICs each, a rank at each NIC (`nics.py`). Messages go straight, over the NIC of
-one rank, or as `seqpar.Routing` says, in halves over both NICs of each host. Bits are compared
-before anything is timed, and the interfaces' counters say what each NIC carried. Beside a gain is
-that of the formula: a message of n bytes takes n·b_between straight, and routed
+Two hosts have two NICs each, with one rank per NIC (`nics.py`). Messages go directly, over the NIC
+of one rank, or are divided by `seqpar.Routing`, in halves over both NICs of each host. Bits are
+compared before anything is timed, and counters of the interfaces show the load of each NIC. The
+measured gain is compared with the formula's: a message of n bytes takes n·b_between directly, and
+divided
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
-seconds over x NICs, where b_between is the links' nominal rate, and b_inside that of messages
-between two ranks of a host, measured in the same rounds. Routed messages also go in one chunk, as
-the formula has it, and not in chunks that follow each other. Ranks of a host are joined once by
-what memory gives, and once by links of four times a NIC's rate, where chunks matter.
+seconds over x NICs. b_between comes from the links' nominal rate, b_inside from messages between
+two ranks of a host, measured in the same rounds. Divided messages are also measured in one chunk,
+as in the formula. The ranks of a host are joined by shared memory in one run, and by links of four
+times a NIC's rate in another, where chunks matter.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ Row = dict[str, Any]
 
 
 def content(sender: int, count: int) -> Tensor:
-    """Return what a message consists of."""
+    """Return the content of a message."""
     return (torch.arange(count, dtype=torch.int32) * (2 * sender + 3)).to(torch.uint8)
 
 
 def move(pattern: str, size: int, way: str, check: bool) -> None:
-    """Send the messages of a pattern, and return when this rank's have arrived."""
+    """Send the messages of a pattern, and wait for this rank's messages."""
     comm = Comm.of(dist.group.WORLD)
     pairs = [(0, 1)] if pattern == INSIDE else PATTERNS[pattern]
     called, routing = comm.call(), WAYS[way]
@@ -78,7 +79,7 @@ def move(pattern: str, size: int, way: str, check: bool) -> None:
 
 
 def ring(tokens: int, way: str, check: bool) -> None:
-    """Run a step of attention over all ranks; with `check`, compare bits with a straight one."""
+    """Run a step of attention over all ranks. With `check`, compare its bits without routing."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout, found = seqpar.Layout.contiguous(tokens * ranks, ranks), []
     for routing in (None, ROUTING) if check else (WAYS[way],):
@@ -104,7 +105,7 @@ _last: dict[str, Any] = {}
 
 
 def timed(function: Callable[[], object]) -> None:
-    """Run a function on all ranks at once, and keep its seconds, and what its NIC sent."""
+    """Run a function on all ranks, and keep its seconds and the bytes that its NIC sent."""
     dist.barrier()
     before, start = sent_bytes(), time.perf_counter()
     function()
@@ -114,13 +115,13 @@ def timed(function: Callable[[], object]) -> None:
 
 
 def sample(function: Callable[..., None], *arguments: Any) -> tuple[float, int]:
-    """Run a way once; return its seconds, and the bytes that this rank's NIC sent."""
+    """Run a function once. Returns its seconds, and the bytes that this rank's NIC sent."""
     function(*arguments)
     return _last["seconds"], _last["sent"]
 
 
 def measure(network: Hosts, sizes: list[float], tokens: list[int], rounds: int) -> list[Row]:
-    """Return a row for each pattern and size, with medians of rounds with turns for all."""
+    """Return a row for each pattern and size, with medians over interleaved rounds."""
     cases = [(pattern, int(size * MIB)) for pattern in PATTERNS for size in sizes]
     cases += [(RING, count) for count in tokens] + [(INSIDE, int(size * MIB)) for size in sizes]
     runs = [(*case, way) for case in cases for way in (WAYS if case[0] != INSIDE else ["straight"])]
@@ -138,18 +139,18 @@ def measure(network: Hosts, sizes: list[float], tokens: list[int], rounds: int) 
 
 
 def arguments(pattern: str, size: int, way: str, check: bool) -> tuple[Any, ...]:
-    """Return what to call on each rank."""
+    """Return the function for each rank, and its arguments."""
     return (ring, size, way, check) if pattern == RING else (move, pattern, size, way, check)
 
 
 def row(pattern: str, size: int, samples: dict[Any, Any], rate_mbit: int) -> Row:
-    """Return the figures of a pattern at a size: bytes of a message, or of Ring tokens a rank."""
+    """Return the figures of a pattern at a size: bytes per message, or Ring's tokens per rank."""
     found: Row = {"pattern": pattern, "size": size}
     for way in WAYS:
         if taken := samples.get((pattern, size, way)):
             seconds = [x for x, _ in taken]
             found[way] = {"seconds": statistics.median(seconds), "samples": seconds}
-            found[way]["nic_bytes"] = taken[-1][1]  # of each rank
+            found[way]["nic_bytes"] = taken[-1][1]  # one per rank
     if "routed" in found:
         found["gain"] = found["straight"]["seconds"] / found["routed"]["seconds"]
     if (inside := samples.get((INSIDE, size, "straight"))) and pattern in PATTERNS:
@@ -157,24 +158,24 @@ def row(pattern: str, size: int, samples: dict[Any, Any], rate_mbit: int) -> Row
         within = statistics.median(seconds for seconds, _ in inside)
         routed = 2 * within * (NICS - 1) / NICS + between / NICS
         if pattern == EVEN:
-            routed = between  # nothing is relayed
+            routed = between  # no message is relayed
         found["formula"] = {"inside": within, "seconds": routed, "gain": between / routed}
     return found
 
 
 def first_host(found: Row) -> list[int]:
-    """Return what each NIC of the first host sent."""
+    """Return the bytes that each NIC of the first host sent."""
     return list(found["nic_bytes"][:NICS])
 
 
 def name_of(found: Row) -> str:
-    """Return how the ranks of a host are joined in a row."""
+    """Return the name of a row's link between ranks of a host."""
     rate = found["inside_mbit"]
     return f"{rate} Mbit/s inside" if rate else "memory inside"
 
 
 def show(rows: list[Row]) -> None:
-    """Print a line for each row, with what each NIC of the first host sent."""
+    """Print one line per row, with the bytes of each NIC of the first host."""
     for found in rows:
         size = found["size"]
         unit = f"{size} tokens" if found["pattern"] == RING else f"{size / MIB:.0f} MiB"
@@ -191,15 +192,17 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Measure every pattern both ways, print figures, and write the result files."""
+    """Measure each pattern in each way, print figures, and write the result files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", type=int, default=200, help="Mbit/s of a link")
-    parser.add_argument("--mib", type=float, nargs="*", default=[1, 4, 16], help="of a message")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1024], help="a rank, of Ring")
+    parser.add_argument("--rate", type=int, default=200, help="rate of a link, Mbit/s")
+    parser.add_argument("--mib", type=float, nargs="*", default=[1, 4, 16], help="MiB of a message")
+    parser.add_argument(
+        "--tokens", type=int, nargs="*", default=[1024], help="Ring's tokens per rank"
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     before = harness.canary()
     rows = []
@@ -219,7 +222,7 @@ def main() -> int:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw gains beside those of the formula, and what each NIC of the first host sent."""
+    """Draw measured gains, the formula's, and the bytes of each NIC of the first host."""
     places = list(dict.fromkeys(name_of(x) for x in rows))
     panels = {"figsize": (16, 5), "layout": "constrained"}
     figure, axes = harness.pyplot().subplots(1, len(places) + 1, **panels)
@@ -232,7 +235,7 @@ def plot(rows: list[Row], path: Path) -> None:
             axis.plot(sizes, whole, "x", color=color)
             axis.plot(sizes, [x["formula"]["gain"] for x in chosen], ":", color=color)
         axis.axhline(NICS, color="grey", linewidth=0.5)
-        axis.set(xscale="log", xlabel="MiB a message", ylabel="gain", ylim=(0.5, 1.1 * NICS))
+        axis.set(xscale="log", xlabel="MiB per message", ylabel="gain", ylim=(0.5, 1.1 * NICS))
         axis.set_title(place)
         axis.legend(fontsize=8, title="x: in one chunk; dotted: the formula")
     largest = max(x["size"] for x in rows if x["pattern"] in PATTERNS)
@@ -248,7 +251,7 @@ def plot(rows: list[Row], path: Path) -> None:
                 below += count / MIB
     names = [x["pattern"].replace(", ", ",\n").replace(" from", "\nfrom") for x in chosen]
     axes[-1].set_xticks([i + 0.2 for i in range(len(chosen))], names, fontsize=7)
-    axes[-1].set(ylabel="MiB sent by the first host", title="what each NIC carried")
+    axes[-1].set(ylabel="MiB sent by the first host", title="load of each NIC")
     axes[-1].legend(fontsize=8)
     figure.savefig(path, dpi=150)
 

@@ -1,10 +1,10 @@
-"""What does each softmax strategy cost on links of a known rate, and what of it is exposed?
+"""Measure softmax strategies' communication on links of a known rate, and its exposed share.
 
-4 ranks on a mesh of links and behind a switch (`emulated.py`), multi-head attention in bf16
-without a mask. More ranks than cores cannot compute at the same time, so computes are replaced by
-sleeps, as long for each pair of query and key; that the results are right is checked before,
-without sleeps. `ratio` is how long a step's compute of Ring takes, in units of its step's transfer.
-On 2, 4 and 8 ranks behind a switch the program also measures how communication grows.
+4 ranks on a mesh of links and on a switch (`emulated.py`) compute attention with multiple heads, in
+bf16, without a mask. More ranks than cores cannot compute simultaneously, so sleeps replace
+computes, with the same time per query-key pair. Results are first checked without sleeps. `ratio`
+is the compute time of a step of Ring over its transfer time. On 2, 4 and 8 ranks of a switch the
+program also measures how communication grows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from seqpar.core.hooks import hooks
 from seqpar.costs.profile import harness
 
 RANKS, HEADS, DIM = 4, 8, 64
-UNIT = HEADS * DIM * 2  # bytes a token of q, k or v
+UNIT = HEADS * DIM * 2  # bytes of q, k or v per token
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ring": ("ring", {}),
     "token_ring, fp32 partials": ("token_ring", {}),
@@ -63,7 +63,7 @@ def operands(local: int, seed: int) -> list[Tensor]:
 
 
 def step(contender: str, local: int, backward: bool, seed: int = 0) -> list[Tensor]:
-    """Return out, and the gradients of q, k and v, of a call on `local` tokens a rank."""
+    """Return out and the gradients of q, k and v, of a call with `local` tokens per rank."""
     layout = Layout.contiguous(local * dist.get_world_size(), dist.get_world_size())
     *leaves, dout = operands(local, seed)
     out = module(contender)(*(x.requires_grad_(backward) for x in leaves), layout, causal=False)
@@ -71,9 +71,9 @@ def step(contender: str, local: int, backward: bool, seed: int = 0) -> list[Tens
 
 
 def error(contender: str, local: int) -> float:
-    """Return the largest RMS error of out, dq, dk and dv, over the RMS of what it should be.
+    """Return the largest RMS error of out, dq, dk and dv, over the RMS of the expected results.
 
-    That is computed in fp64 from all ranks' tokens.
+    Those are computed in fp64 from all ranks' tokens.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = []
@@ -89,14 +89,14 @@ def error(contender: str, local: int) -> float:
 
 
 def sent_bytes(contender: str) -> int:
-    """Return what this rank has sent so far in calls of a contender."""
+    """Return the bytes that this rank has sent so far in calls of a contender."""
     return module(contender).sent_bytes
 
 
 def exposed(
     contender: str, local: int, backward: bool, pair_seconds: float, rounds: int
 ) -> dict[str, Any]:
-    """Return the exposure of a step whose computes are sleeps, and the bytes that a rank sends."""
+    """Return the exposure of a step with sleeps as computes, and the bytes that a rank sends."""
     return harness.exposed(
         lambda: step(contender, local, backward),
         dist.group.WORLD,
@@ -119,18 +119,20 @@ def communication(contender: str, local: int, rounds: int) -> list[float]:
 
 
 def main() -> int:
-    """Measure what the command line asks for, print it, and add it to the result files."""
+    """Measure the selected settings, print them, and add them to the result files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=1024, help="a rank")
-    parser.add_argument("--rates", type=int, nargs="*", default=[100, 200], help="Mbit/s of a link")
+    parser.add_argument(
+        "--rates", type=int, nargs="*", default=[100, 200], help="rates of a link, Mbit/s"
+    )
     parser.add_argument(
         "--ratios",
         type=float,
         nargs="*",
         default=[0.5, 1.5],
-        help="at the first rate; at others the last",
+        help="ratios at the first rate; other rates use the last",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--topologies", nargs="*", default=["mesh", "switch"])
@@ -139,9 +141,9 @@ def main() -> int:
         "--growth",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure 2, 4 and 8 ranks too",
+        help="also measure growth on 2, 4 and 8 ranks",
     )
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     before, rows = harness.canary(), []
     for topology in options.topologies:
@@ -162,7 +164,7 @@ def main() -> int:
 
 
 def keep(rows: list[Row], growth: list[Row], tokens: int) -> None:
-    """Write the result files; of the same shape, what was not measured this time is kept."""
+    """Write the result files, and keep earlier rows of the same shape."""
     shape = {"ranks": RANKS, "tokens_per_rank": tokens}
     shape |= {"heads": HEADS, "head_dim": DIM, "dtype": "bf16"}
     file = harness.results_file(RESULTS, NAME)
@@ -184,7 +186,7 @@ def measure(network: Network, options: argparse.Namespace, ratios: list[float]) 
     for contender in options.contenders:
         wrong = max(network(error, contender, 64))
         if wrong > 0.02:
-            raise SystemExit(f"{contender} is wrong by {wrong:.1%}: nothing was timed")
+            raise SystemExit(f"{contender} has an error of {wrong:.1%}: no times were measured")
         for passes, ratio in itertools.product(PASSES, ratios):
             seconds = ratio * transfer / pairs
             backward = passes != "forward"
@@ -205,14 +207,14 @@ def show(row: Row) -> None:
     print(
         f"{row['topology']:7}{row['rate_mbit']:5} Mbit/s {row['contender']:26}{row['pass']:19} "
         f"compute {row['ratio']:3}: {whole} ms, without communication {without}, communication "
-        f"alone {alone}, exposed {row['fraction']:4.0%} ({low:.0%} to {high:.0%}), "
+        f"{alone}, exposed {row['fraction']:4.0%} ({low:.0%} to {high:.0%}), "
         f"{row['bytes'] / 2**20:5.1f} MiB",
         flush=True,
     )
 
 
 def grown(options: argparse.Namespace) -> list[Row]:
-    """Return the time of communication behind a switch as ranks and tokens grow together."""
+    """Return the time of communication on a switch as ranks and tokens grow together."""
     rows: list[Row] = []
     rate = min(options.rates)
     for ranks in (2, 4, 8):
@@ -233,17 +235,17 @@ def grown(options: argparse.Namespace) -> list[Row]:
 
 
 def place(row: Row) -> tuple[str, int, float]:
-    """Return where a row was measured."""
+    """Return the place of a row."""
     return row["topology"], row["rate_mbit"], row["ratio"]
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    """Return what tells a row from all others."""
+    """Return the key of a row."""
     return *place(row), row["contender"], row["pass"]
 
 
 def plot(rows: list[Row], growth: list[Row], path: Path) -> None:
-    """Draw the rows, a panel for each pass, and how communication grows."""
+    """Draw the rows, one panel per pass, and the growth of communication."""
     places = list(dict.fromkeys(map(place, rows)))
     figure, axes = harness.pyplot().subplots(3, 1, figsize=(12, 12), layout="constrained")
     for axis, passes in zip(axes, PASSES, strict=False):
@@ -266,7 +268,7 @@ def plot(rows: list[Row], growth: list[Row], path: Path) -> None:
         chosen = [row for row in growth if row["contender"] == contender]
         seconds = [row["seconds"] * 1e3 for row in chosen]
         axes[2].plot([row["ranks"] for row in chosen], seconds, "o-", label=contender)
-    axes[2].set_xlabel("ranks behind a switch, as many tokens on each")
+    axes[2].set_xlabel("ranks on a switch, equal tokens per rank")
     axes[2].set_ylabel("communication of forward + backward, ms")
     axes[2].set_ylim(0)
     axes[2].legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""Attention alone under virtual time: a strategy's code on a cluster, beside one kernel."""
+"""Time attention in virtual time: a strategy's code on a cluster, and one kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqpar.costs.spans import causal_pairs
 
 
 class Shape(NamedTuple):
-    """Query heads, heads of keys and values, and their size."""
+    """Query heads, KV heads, and head dim."""
 
     heads: int
     kv_heads: int
@@ -31,10 +31,10 @@ def attention(
     mesh: tuple[int, int] | None = None,
     **options: Any,
 ) -> simulate.Outcome:
-    """Return what a strategy's causal attention takes, forward alone or backward too.
+    """Return the outcome of a strategy's causal attention, with or without backward.
 
-    With `behind` each rank calls it at the end: what a contender does besides, on meta tensors.
-    `mesh` is the shape of a strategy's mesh, if it needs one.
+    Each rank calls `behind` at the end: a contender's additional work, on meta tensors. `mesh` is
+    the shape of a strategy's mesh, if it needs one.
     """
     dtype = getattr(torch, cluster.device.dtype)
 

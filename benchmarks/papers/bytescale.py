@@ -1,4 +1,4 @@
-"""ByteScale: its speed over static data and context parallelism, and what each step brings."""
+"""ByteScale: its speed over static data and context parallelism, and each step's gain."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ SOURCE = "arXiv 2502.21231"
 
 
 def paper(mini: bool = False) -> Paper:
-    """Return the rows of `benchmarks.balance.published`, with what no plan could exceed."""
+    """Return the rows of `benchmarks.balance.published`, with the limits of all plans."""
     points = []
     for lengths in ("github", "byted"):
         small = {"seeds": 1, "batch": 2**22} if mini else {}
         where = "abstract" if lengths == "github" else "evaluation, end-to-end"
         for row in published.bytescale(lengths, **small):
-            if row["ours"] is None:  # the data loader, which is hidden here
+            if row["ours"] is None:  # the data loader, whose time is hidden here
                 continue
             what = row["point"].removeprefix("ByteScale, ")
             source = f"{SOURCE}, {'ablation' if ': step' in what else where}"

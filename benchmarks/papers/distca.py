@@ -1,4 +1,4 @@
-"""DistCA: steps with attention moved to whoever has time, beside WLB-LLM's packing, on H200."""
+"""DistCA: steps with attention moved to idle units, compared with WLB-LLM's packing, on H200."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CONTEXTS, GPUS, SEEDS = (2**17, 2**18, 2**19), (64, 128, 256, 512), 3
 PAPER = "arXiv 2510.18121"
 SOURCE = f"{PAPER}, evaluation, against WLB-LLM"
 # At 512K: the share of a step that WLB-LLM idles, by replicas, and max/mean of attention of
-# documents packed in order, by ranks (the least that is given).
+# documents packed in order, by ranks (the smallest given value).
 IDLE = {4: 19.2, 8: 55.4}
 UNEVEN = {4: 2.3, 8: 3.0, 32: 4.0}
 
 
 def uneven(ranks: int, seeds: int = 12) -> float:
-    """Return max/mean over ranks of attention's work, the mean over draws of lengths."""
+    """Return max/mean over ranks of attention's work, averaged over draws of lengths."""
     found = []
     for seed in range(seeds):
         load = loads(at_home(packed("pretrain", ranks, 2**19, seed, cut=True)), ranks)
@@ -30,7 +30,7 @@ def uneven(ranks: int, seeds: int = 12) -> float:
 
 
 def paper(mini: bool = False) -> Paper:
-    """Return the range of each table: by their rule, by ours, and over WLB-LLM as it could be."""
+    """Return the range of each table: by their rule, by ours, and over the best WLB-LLM."""
     points = []
     rule = "rule over WLB-LLM"
     for (model, pipeline, lengths), known in PUBLISHED.items():

@@ -16,7 +16,7 @@ from seqpar.costs.grid import Floats
 
 STAGES, DEGREE, REPLICAS = 8, 8, 4  # of the pipeline; ranks of a fixed group; groups of a stage
 CLUSTER, MODEL = Cluster.preset(f"{REPLICAS}x{DEGREE}-h100"), Model.preset("llama-13b")
-SLACK = 1.25  # of the tokens that plans have room for
+SLACK = 1.25  # tokens for which plans have room, over the tokens
 BATCHES = 8  # micro-batches of a fixed group
 BLOG = (
     "https://developer.nvidia.com/blog/speeding-up-variable-length-training-with-dynamic-context-"
@@ -26,12 +26,12 @@ SOURCE = "introduction"
 
 
 def pipelined(seconds: Floats) -> float:
-    """Return the seconds of micro-batches that go through the pipeline, a forward being a third."""
+    """Return the seconds of micro-batches in the pipeline; forward takes a third of each."""
     return one_f_one_b(np.stack([seconds, 2 * seconds]) / (3 * STAGES), STAGES)
 
 
 def ratios(name: str, context: int, seeds: int) -> Floats:
-    """Return (3,) the speed of each over packing: groups of 2ⁿ ranks, our plans, and an ideal."""
+    """Return (3,) speeds over packing: of groups of 2ⁿ ranks, of our plans, and of an ideal."""
     costs, tokens = Costs(CLUSTER, MODEL), BATCHES * REPLICAS * context
     total = np.zeros(4)
     for seed in range(seeds):

@@ -1,4 +1,4 @@
-"""FCP: its speed over static degrees of parallelism, in the mean and for uneven batches."""
+"""FCP: its speed over static degrees of parallelism, on average and for uneven batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar import balance
 
 CLUSTER, MODEL = balance.Cluster.preset("8x8-h100"), balance.Model.preset("qwen3-8b")
 CAPACITY, CONTEXT, BATCH = 2**14, 2**17, 2**22
-SEEDS, SLACK = 6, 1.25  # batches of each; room that plans have
+SEEDS, SLACK = 6, 1.25  # batches of each data set; room of plans over the mean tokens
 DISTRIBUTIONS = ("github", "byted", "llama3_sft", "magi")
 SOURCE = "abstract of arXiv 2602.21788"
 
@@ -36,7 +36,7 @@ def batches(seeds: int, batch: int) -> np.ndarray:
 
 
 def paper(mini: bool = False) -> Paper:
-    """Return the mean and the most."""
+    """Return the mean and the largest gains."""
     base, groups, ours, bound = batches(*((1, 2**20) if mini else (SEEDS, BATCH))).T
     points = (
         Point("groups of any size, all batches", "×", base.sum() / groups.sum(), 1.46, SOURCE),

@@ -1,7 +1,7 @@
-"""The common frame of papers: published points beside predicted ones, as a table and a picture.
+"""The frame of all papers: published and predicted points, as a table and a picture.
 
-Each paper's module has a function `paper(mini)` that computes a `Paper`; with `mini` it computes
-less of the same, for tests. Nothing is measured, so the same code gives the same figures anywhere.
+Each paper's module has a function `paper(mini)` that computes a `Paper`. With `mini`, for tests, it
+computes fewer points. No time is measured, so the same code gives the same figures everywhere.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ FOLDER = RESULTS / "papers"
 
 @dataclass(frozen=True)
 class Point:
-    """A figure of a paper, and ours.
+    """A figure of a paper, and our prediction.
 
     Attributes:
-        what: what it is a figure of.
+        what: the name of the figure.
         unit: "×", "%", "ms" and the like.
-        predicted: what our code takes in virtual time, or our costs say.
-        published: as it is in print; None where the paper has no such figure.
-        source: where it is printed: the section, table, figure or file. Empty if not published.
-        fitted: whether a constant was fitted to this point. Then its error says nothing.
+        predicted: the result of our code in virtual time, or of our costs.
+        published: the printed figure; None if the paper has no such figure.
+        source: the section, table, figure or file that prints it; empty if not published.
+        fitted: whether a constant was fitted to this point, whose error then means nothing.
     """
 
     what: str
@@ -42,15 +42,15 @@ class Point:
 
     def __post_init__(self) -> None:
         if (self.published is None) != (not self.source):
-            raise ValueError(f"source: {self.what!r} must have one just if it was published")
+            raise ValueError(f"source: {self.what!r} must have one if and only if it was published")
         if not math.isfinite(self.predicted):
             raise ValueError(f"predicted: {self.what!r} is {self.predicted}")
-        rounded = float(f"{self.predicted:.5g}")  # the same wherever sums are in another order
+        rounded = float(f"{self.predicted:.5g}")  # the same on machines that sum in another order
         object.__setattr__(self, "predicted", rounded)
 
     @property
     def error(self) -> float | None:
-        """The relative error; None where nothing was published."""
+        """The relative error; None for an unpublished figure."""
         return None if self.published is None else self.predicted / self.published - 1
 
 
@@ -59,8 +59,8 @@ class Paper:
     """A paper's figures.
 
     Attributes:
-        name: of its module and its files.
-        title: what it is called, with its authors' link.
+        name: the name of its module and files.
+        title: the title, with a link.
         points: the figures. `notes.py` explains them.
     """
 
@@ -86,7 +86,7 @@ class Paper:
 
 
 def summary(papers: list[Paper]) -> str:
-    """Return a row for each paper: how far its figures are off, but for those fitted to."""
+    """Return a row for each paper, with the errors of its figures that were not fitted."""
     head = "paper", "figures", "half are within", "all are within"
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for paper in papers:
@@ -133,7 +133,7 @@ def read(path: Path) -> Paper:
 
 
 def plot(paper: Paper, path: Path) -> None:
-    """Draw a row for each point, published and predicted, with a panel for each unit."""
+    """Draw published and predicted points in rows, one panel per unit."""
     units = list(dict.fromkeys(x.unit for x in paper.points))
     parts = [[x for x in paper.points if x.unit == unit] for unit in units]
     plt = harness.pyplot()

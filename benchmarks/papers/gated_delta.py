@@ -1,9 +1,9 @@
-"""Gated DeltaNet under context parallelism: 32K tokens on four H800, beside fla-core's figures.
+"""Gated DeltaNet under context parallelism: 32K tokens on four H800, compared with fla-core.
 
-What one device takes is as published. A rank takes its share of that, times how many FLOPs our code
-(the backend `aten`) has for tokens in the middle of a document, over those for a whole one: maps
-are that much more work. Messages take what the cluster's links need for the bytes of `traffic`, and
-hide under the work that waits for none.
+The time of one device is published. A rank takes its share of it, times the additional work for
+maps: the FLOPs of our code (the backend `aten`) for tokens in the middle of a document, over the
+FLOPs for a whole document. Messages take the time of the cluster's links for the bytes of
+`traffic`, and are hidden by work that does not wait for them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ HEADWISE = {"forward": 4.114, "forward + backward": 10.591}
 # Calls of fla's forward and of its backward that the backend "fla" makes in a pass on a rank in the
 # middle of a document.
 CALLS = {"forward": (3, 0), "backward": (2, 2)}
-ROWS = 512  # of which FLOPs are counted, which are as many for each chunk
+ROWS = 512  # for the count of FLOPs, which are the same for each chunk
 
 
 class Work(NamedTuple):
-    """FLOPs of a pass: until maps are sent, while they travel, and when they are there."""
+    """FLOPs of a pass: before maps are sent, while they travel, and after they arrive."""
 
     making: int
     within: int
@@ -55,7 +55,7 @@ def solving(lower: Any, x: torch.Size, *_: Any, **__: Any) -> int:
 
 
 def counted(step: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what a step returns, and its FLOPs."""
+    """Return a step's result and its FLOPs."""
     solves = {torch.ops.aten.linalg_solve_triangular: solving}
     with FlopCounterMode(display=False, custom_mapping=solves) as counter:
         result = step()
@@ -64,7 +64,7 @@ def counted(step: Callable[[], Any]) -> tuple[Any, int]:
 
 @cache
 def work(direction: str, middle: bool) -> Work:
-    """Return the work on a head's rows: in the middle of a document, or a whole one."""
+    """Return the work on a head's rows, in the middle of a document or for a whole document."""
     this, state = kind(KIND), np.array([0 if middle else -1])
     spans = SpanStates(np.array([0, ROWS]), state, state)
     states = torch.zeros(1, 1, 1, DIM, DIM) if middle else None
@@ -83,7 +83,7 @@ def work(direction: str, middle: bool) -> Work:
 
 @cache
 def gathered(direction: str) -> float:
-    """Return the milliseconds that messages of maps take, on the busiest device."""
+    """Return the milliseconds of the messages with maps, on the busiest device."""
     layout, sent = Layout.contiguous(TOKENS, RANKS), np.zeros((RANKS, RANKS))
     q = torch.empty(TOKENS // RANKS, HEADS, DIM, dtype=torch.bfloat16, device="meta")
     gate = torch.empty(TOKENS // RANKS, HEADS, device="meta")
@@ -95,17 +95,17 @@ def gathered(direction: str) -> float:
 
 
 def moved(size: float) -> float:
-    """Return the milliseconds of a message of so many bytes."""
+    """Return the milliseconds of a message of `size` bytes."""
     return 1e3 * (CLUSTER.inside.latency + size / CLUSTER.inside.rate)
 
 
 def more(direction: str) -> float:
-    """Return how many times the work of a whole document's tokens those in its middle are."""
+    """Return the work on tokens in the middle of a document, over a whole document's."""
     return sum(work(direction, True)) / sum(work(direction, False))
 
 
 def by_maps(direction: str) -> float:
-    """Return the milliseconds of a pass whose maps are gathered."""
+    """Return the milliseconds of a pass that gathers maps."""
     part = work(direction, True)
     each = ALONE[direction] / RANKS / sum(work(direction, False))
     hidden = max(each * part.within, gathered(direction))
@@ -113,7 +113,7 @@ def by_maps(direction: str) -> float:
 
 
 def by_functions(direction: str) -> float:
-    """Return the same of the backend "fla", which hides nothing."""
+    """Return the milliseconds with the backend "fla", which hides no message."""
     calls = zip(CALLS[direction], BOTH, strict=True)
     return sum(n * ALONE[each] / RANKS for n, each in calls) + gathered(direction)
 
@@ -130,7 +130,7 @@ def total(way: Callable[[str], float], passes: str) -> float:
 
 
 def paper(mini: bool = False) -> Paper:
-    """Return the times of both ways, and how much of an ideal division they reach."""
+    """Return the times of both ways, and their shares of an ideal division."""
     points, ideal = [], sum(ALONE.values()) / RANKS
     for what, way, known in (
         ("maps by all_gather", by_maps, MAPS),

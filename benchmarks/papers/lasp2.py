@@ -1,8 +1,8 @@
 """LASP-2: tokens/s of a linear model on 64 GPUs, and its speed over LASP-1's and Ring's.
 
-A step is a constant, which all lengths pay, and what our code of it takes in virtual time. The
-constant is fitted to one published point (`FITTED`). LASP-1 and Ring are no strategies of linear
-attention here: their difference is that of a cost model (`linear_cost.py`).
+A step takes a constant time for all lengths, plus our code's virtual time. The constant is fitted
+to one published point (`FITTED`). This library has no LASP-1 and no Ring for linear attention, so a
+cost model (`linear_cost.py`) gives their differences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from seqpar.balance import Cluster, Model
 from seqpar.costs.layers import Layer, Recurrence
 
 LAYERS, HEADS, DIM = 16, 16, 128
-# Llama 3.2 1B's shapes, with as many heads of keys as of queries
+# Llama 3.2 1B's shapes, with equal numbers of KV heads and query heads
 MODEL = Model(
     "linear-llama3-1b",
     (Layer("linear", None, 8192, 8192),) * LAYERS,
@@ -24,14 +24,14 @@ MODEL = Model(
     tied=True,
     recurrence=Recurrence(HEADS, HEADS, DIM, DIM),
 )
-CLUSTER = Cluster.preset("8x8-a100")  # its figures have their sources there
-LINEAR_UTILIZATION = 0.3  # of the peak by the cost model's kernels, assumed
+CLUSTER = Cluster.preset("8x8-a100")  # the preset names the sources of its figures
+LINEAR_UTILIZATION = 0.3  # assumed share of the peak that the cost model's kernels reach
 AREA_FLOPS = 4 * DIM  # of softmax attention for each pair of query and key
 OURS = "LASP-2 all_gather"
 TABLE = "throughput of Linear-Llama3-1B on 64 GPUs"
-# LASP-2's tokens/s by Ki tokens over all ranks
+# LASP-2's tokens/s, by Ki tokens over all ranks
 PUBLISHED = {2: 1285, 16: 9305, 64: 34118, 128: 67344, 256: 130215, 512: 245353, 1024: 442221}
-# LASP-2's speed over theirs
+# LASP-2's speed over the others'
 RATIOS = {"LASP-1": {512: 1.073, 2048: 1.152}, "Ring": {512: 1.178, 2048: 1.366}}
 FITTED = 2  # the published point to which the constant is fitted
 
@@ -43,13 +43,14 @@ def published_step(length: int) -> float:
 
 @cache
 def simulated(length: int, cluster: Cluster) -> simulate.Step:
-    """Return what a step of our code takes, of one sequence of so many Ki tokens."""
+    """Return the simulated step of one sequence of `length` Ki tokens."""
     layout = Layout.contiguous(length * 1024, cluster.ranks)
-    return simulate.step("ring", layout, cluster, MODEL)  # "ring" of softmax layers: there are none
+    # "ring" is the strategy of softmax layers, but the model has none.
+    return simulate.step("ring", layout, cluster, MODEL)
 
 
 def constant(cluster: Cluster) -> float:
-    """Return the seconds that each step takes besides."""
+    """Return the constant seconds of each step."""
     return published_step(FITTED) - simulated(FITTED, cluster).seconds
 
 
@@ -59,7 +60,7 @@ def step(length: int, cluster: Cluster) -> float:
 
 
 def machine(cluster: Cluster) -> Machine:
-    """Return the cluster as the cost model wants it."""
+    """Return the cluster in the cost model's form."""
     return Machine(
         cluster.ranks,
         area=AREA_FLOPS / (cluster.device.matmul_rate * LINEAR_UTILIZATION),
@@ -73,7 +74,7 @@ def machine(cluster: Cluster) -> Machine:
 
 
 def added(contender: str, length: int, cluster: Cluster) -> float:
-    """Return the seconds of a step that data parallel does not have, by the cost model."""
+    """Return the additional seconds of a step over data parallel, by the cost model."""
     parts, of = passes(length * 1024 // cluster.ranks, HEADS, DIM), machine(cluster)
     return LAYERS * (seconds(contender, of, parts) - compute("data parallel", of, parts))
 

@@ -20,7 +20,7 @@ MODELS = {
     "7B, 8 heads of keys": replace(LLAMA, kv_heads=8),
     "33 heads": replace(LLAMA, heads=33, kv_heads=33, hidden=33 * 128),
 }
-TOKENS = (4 * K, 8 * K, 16 * K, 32 * K)  # a GPU: 32K to 512K in all
+TOKENS = (4 * K, 8 * K, 16 * K, 32 * K)  # per GPU: 32K to 512K in total
 SOURCE = "abstract of arXiv 2310.03294"
 
 
@@ -32,13 +32,13 @@ def seconds(strategy: str, layout: str, model: Model, nodes: int, tokens: int, k
 
 
 def padded(model: Model, ranks: int) -> Model:
-    """Return a model whose heads ranks can share."""
+    """Return a model with heads padded to a multiple of the ranks."""
     heads = ranks * ceil(model.heads / ranks)
     return model if heads == model.heads else replace(model, heads=heads, kv_heads=heads)
 
 
 def times(name: str, nodes: int, tokens: int) -> dict[str, float]:
-    """Return the seconds of each contender over ours, of one cell."""
+    """Return each contender's seconds over ours, in one cell."""
     model, ranks, cluster = MODELS[name], 8 * nodes, Cluster.preset(f"{nodes}x8-a100")
     lengths, call = np.array([tokens * ranks]), (nodes, tokens)
     found = {

@@ -1,22 +1,22 @@
 """A cost model of linear attention across ranks.
 
-It gives the time of a layer, forward and backward, from a machine's constants. Each pass makes the
-states of a rank's tokens, does the work within its spans, and finishes with what entered. Between
-them
+It gives the time of a layer, forward and backward, from a machine's constants. Each pass computes
+the states of a rank's tokens, does the work within its spans, and finishes with the states that
+entered. In between, messages take this time:
 
-    LASP-2 all_gather   hides under the work within spans:
+    LASP-2 all_gather   hidden by the work within spans:
                         α + (states that leave the busiest rank) · S / β
-    LASP-2 collective   hides likewise: Σ hops α + the more of what enters a rank and a rank's share
-                        of what enters its node, where each state enters a node once
-    LASP-2 scan         hides likewise, in K blocks:
+    LASP-2 collective   hidden by the same work: Σ hops α + the larger of the bytes that enter a
+                        rank and a rank's share of the bytes that enter its node, each state once
+    LASP-2 scan         hidden by the same work, in K blocks:
                         Σ hops (α + S/Kβ) + (K − 1) · the slowest hop
     LASP-1              waits for Σ hops (α + S/β)
-    Ring                hides under the making of states:
+    Ring                hidden by the computation of states:
                         h = α + (keys and values, or q and dout) / β, P − 1 times
 
-with P − 1 hops of neighbours. A link that was idle takes its burst at once: that many bytes of a
-message, or of the first of a run of them, cost nothing. A hop within a node has its own α and β.
-The library sends messages; the collective, NCCL's AllGather, is what the LASP-2 paper measured.
+with P − 1 hops between neighbours. An idle link accepts its burst immediately: that many bytes of a
+message, or of the first of consecutive messages, cost no time. A hop within a node has its own α
+and β. The library sends messages; the LASP-2 paper measured the collective, NCCL's AllGather.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from seqpar.core.hooks import hooks
 from seqpar.linear.spans import SpanStates
 from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
 
-BLOCKS = 4  # of LASP2Attention
+BLOCKS = 4  # as in LASP2Attention
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a rank does and what may travel: areas as traces count them, and bytes."""
+    """A rank's work, as areas in the sense of traces, and the bytes that may travel."""
 
     making: int
     within: int
     finishing: int
     state: int  # bytes of a rank's state
-    block: int  # bytes of its keys and values, or of q and dout
+    block: int  # bytes of a rank's keys and values, or of its q and dout
 
     @property
     def area(self) -> int:
@@ -51,7 +51,7 @@ class Pass:
 
 
 def passes(tokens: int, heads: int, dim: int, itemsize: int = 2) -> list[Pass]:
-    """Return forward and backward with so many tokens a rank."""
+    """Return forward and backward with `tokens` tokens per rank."""
     x = torch.empty(1, tokens, heads, dim, device="meta")
     spans, options = (
         SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1])),
@@ -72,24 +72,25 @@ def passes(tokens: int, heads: int, dim: int, itemsize: int = 2) -> list[Pass]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of each thing.
+    """The times of a machine, in seconds.
 
-    A rank reaches `ports` others at once at full rate (0: all), those of its node beside them.
+    A rank sends to `ports` other ranks simultaneously at full rate (0: to all), and additionally to
+    the ranks of its node.
     """
 
     ranks: int
-    area: float  # of a unit of area
-    latency: float  # of a message
-    byte: float  # of a byte on a link
-    call: float = 0.0  # of a pass, whatever it does
+    area: float  # per unit of area
+    latency: float  # per message
+    byte: float  # per byte on a link
+    call: float = 0.0  # per pass
     ports: int = 0
-    node: int = 1  # ranks, of which neighbours have links of their own:
+    node: int = 1  # ranks; neighbours in a node have separate links:
     inner_latency: float = 0.0
     inner_byte: float = 0.0
     burst: int = 0  # bytes
 
     def hops(self, size: float) -> list[float]:
-        """Return the seconds of a message to each next rank, on links that are busy."""
+        """Return the seconds of a message to each next rank, on busy links."""
         within, across = (
             self.inner_latency + size * self.inner_byte,
             self.latency + size * self.byte,
@@ -97,11 +98,11 @@ class Machine:
         return [across if rank % self.node == 0 else within for rank in range(1, self.ranks)]
 
     def saved(self, size: float) -> float:
-        """Return what the burst of a link saves on which a message begins."""
+        """Return the seconds that an idle link's burst saves."""
         return min(size, self.burst) * self.byte
 
     def fan(self, size: int) -> float:
-        """Return the seconds of a message from one rank to each other."""
+        """Return the seconds of messages from one rank to all others."""
         near, far = self.node - 1, self.ranks - self.node
         queue = -(-far // (self.ports or far or 1)) * size
         across = self.latency + queue * self.byte - self.saved(queue) if far else 0.0
@@ -109,7 +110,7 @@ class Machine:
 
 
 def gathered(machine: Machine, part: Pass) -> float:
-    """Return the seconds that states sent to each rank take."""
+    """Return the seconds to send states to each rank."""
     return machine.fan(part.state)
 
 
@@ -159,14 +160,14 @@ def seconds(contender: str, machine: Machine, parts: Sequence[Pass]) -> float:
 
 
 def communication(contender: str, machine: Machine, parts: Sequence[Pass]) -> float:
-    """Return the same where computes take no time."""
+    """Return the seconds of some passes if computes take no time."""
     return seconds(contender, replace(machine, area=0.0), parts)
 
 
 def compute(contender: str, machine: Machine, parts: Sequence[Pass]) -> float:
-    """Return the same where nothing is sent.
+    """Return the seconds of some passes without messages.
 
-    What a rank of Ring does for those before it and behind it is P − 1 states in all.
+    In Ring, a rank computes P − 1 states in total for the ranks before and after it.
     """
     visitors = (machine.ranks - 1) * parts[0].making if contender == "Ring" else 0
     return len(parts) * machine.call + machine.area * (sum(part.area for part in parts) + visitors)
@@ -203,8 +204,7 @@ def fit(samples: Sequence[tuple[str, Machine, Sequence[Pass], float, float]]) ->
     """Return the constants of a machine, by least squares of relative errors.
 
     A sample is a contender, its ranks and ports, its passes, seconds without communication, and
-    seconds of communication alone. In both of these, times are sums of the constants, each so many
-    times.
+    seconds of communication without compute. Both times are linear in the constants.
     """
     names = ("call", "area", "latency", "byte")
     rows, times = [], []

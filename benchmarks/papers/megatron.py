@@ -1,12 +1,12 @@
 """A baseline of several papers: Megatron-LM's tensor and sequence parallelism, as programs.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section
-4.2.2: ranks share a layer's weights and heads. Before each of its two blocks they gather all
-tokens, and behind it they reduce and scatter them; backward does the same with gradients. It is no
-strategy of this library, so its programs are written here, and played like those of our code.
+4.2.2: ranks share a layer's weights and heads. Before each of a layer's two blocks they gather all
+tokens, and after it they reduce and scatter them; backward does the same with gradients. This
+library has no such strategy, so its programs are written here, and simulated like our code's.
 
-It is favoured where papers say nothing: a collective between nodes goes over all NICs, and its
-parts inside nodes and between them take place at once; inputs that backward gathers again are free.
+Where papers give no details, it is favoured: a collective between nodes uses all NICs, its parts
+inside and between nodes overlap, and inputs that backward gathers again are free.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def step(
 ) -> float:
     """Return the seconds of a step of documents on `ranks` ranks that share all weights.
 
-    Heads that ranks cannot share evenly are padded. Without `checkpointing` "full" nothing is
+    Heads are padded to a multiple of the ranks. Only with `checkpointing` "full", layers are
     computed twice.
     """
     call = ranks, lengths, cluster, model, checkpointing
@@ -73,7 +73,7 @@ def _pass(
     backward: bool,
     numbers: count[int],
 ) -> list[Action]:
-    """Return a rank's pass through a layer, whose blocks all cost the same in either order."""
+    """Return a rank's pass through a layer. The order of its blocks does not change the cost."""
     tokens, layer = int(lengths.sum()), model.layers[0]
     heads = -(-model.heads // ranks)
     padding = heads * ranks / model.heads
@@ -104,14 +104,14 @@ def _collective(
 ) -> list[Action]:
     """Return an all-gather of shards: between nodes to the same place, and inside to each place.
 
-    A reduce-scatter sends as much, the other way round.
+    A reduce-scatter sends the same bytes in the opposite order.
     """
     node = min(node, ranks)
     first, place = rank - rank % node, rank % node
     across = [peer for peer in range(place, ranks, node) if peer != rank]
     inside = [peer for peer in range(first, first + node) if peer != rank]
     actions: list[Action] = []
-    of_nodes = shard * ranks // node  # what the same places of all nodes have
+    of_nodes = shard * ranks // node  # the shards of the same place on all nodes
     for channel, peers, nbytes in (("between", across, shard), ("inside", inside, of_nodes)):
         if peers:
             messages = tuple((peer, nbytes) for peer in peers)

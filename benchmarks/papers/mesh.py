@@ -1,4 +1,4 @@
-"""Mesh-Attention: times as fast as Ring, and bytes less, on 64 to 1,024 GPUs."""
+"""Mesh-Attention: its speed over Ring's, and the bytes that it saves, on 64 to 1,024 GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPED = Shape(32, 8, 128)
 
 
 class Gain(NamedTuple):
-    """How many times as fast as Ring a mesh is, and which share of its bytes it does not send."""
+    """A mesh's speed over Ring's, and the share of Ring's bytes that it saves."""
 
     ranks: int
     tokens: int
@@ -43,7 +43,7 @@ def gain(ranks: int, tokens: int, heads: Shape = SHAPE) -> Gain:
 
 
 def fewer(ranks: int, heads: Shape = SHAPE, causal: bool = True) -> float:
-    """Return which share of Ring's bytes a mesh does not send, by formula, in percent."""
+    """Return the percentage of Ring's bytes that a mesh saves, by formula."""
     sizes = row_bytes(heads.heads, heads.kv_heads, *[heads.head_dim] * 2, torch.bfloat16)
     ours, theirs = (
         sent_bytes(shape, sizes, causal).sum() for shape in (shape_of(ranks, heads), (ranks, 1))
@@ -52,7 +52,7 @@ def fewer(ranks: int, heads: Shape = SHAPE, causal: bool = True) -> float:
 
 
 def paper(mini: bool = False) -> Paper:
-    """Return gains of time in virtual time, and of bytes up to 1,024 ranks."""
+    """Return gains of speed in virtual time, and of bytes up to 1,024 ranks."""
     runs = ((8, 2**14),) if mini else RUNS
     gains = [gain(*run) for run in runs]
     times = [x.times for x in gains]

@@ -1,4 +1,4 @@
-"""ring-flash-attention: percent of one kernel's speed that its rings reach, on 8 GPUs of a node."""
+"""ring-flash-attention: its rings' speed as a percentage of one kernel's, on 8 GPUs of a node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.papers.frame import Paper, Point
 from seqpar import Layout
 from seqpar.balance import Cluster
 
-SHAPE, TOKENS, RANKS = Shape(32, 8, 128), 8192, 8  # Llama 3.1 8B, tokens a GPU
-# benchmark_varlen_kvpacked_func.py: packs that take turns, times the number of GPUs in a ring
+SHAPE, TOKENS, RANKS = Shape(32, 8, 128), 8192, 8  # Llama 3.1 8B, tokens per GPU
+# benchmark_varlen_kvpacked_func.py: alternating packs, times the number of GPUs in a ring
 PACKS = (
     (0, 8192),
     (0, 256, 7648, 8192),
@@ -22,7 +22,7 @@ PACKS = (
     (0, 3104, 6304, 7904, 8064, 8192),
 )
 SOURCE = "README, Performance Summary"
-# README: iterations a second of FlashAttention on one GPU, over 8; and percent of that, by layout.
+# README: iterations per second of FlashAttention on one GPU, over 8; and percent of it, by layout.
 BATCH = {
     ("h800", False): (73.9, {"contiguous": 52.1, "zigzag": 85.2, "striped": 74.4}),
     ("h800", True): (19.3, {"contiguous": 53.9, "zigzag": 90.2, "striped": 82.9}),
@@ -38,8 +38,8 @@ PACKED = {
 
 
 def visits(name: str, rank: int) -> list[float]:
-    """Return which share of its rows a rank merges in each round of their ring."""
-    before, behind = rank, RANKS - 1 - rank  # ranks, whose keys come in a round each
+    """Return the share of its rows that a rank merges in each round of their ring."""
+    before, behind = rank, RANKS - 1 - rank  # ranks; the keys of each arrive in one round
     return {
         "contiguous": [1.0] * before,
         "zigzag": [1.0] * before + [0.5] * behind,
@@ -48,10 +48,11 @@ def visits(name: str, rank: int) -> list[float]:
 
 
 def merging(name: str, backward: bool) -> Callable[[int], None]:
-    """Return what their ring does with torch's operators, where our kernel goes on by itself.
+    """Return their ring's merges by torch's operators, which our kernel does itself.
 
-    In a forward a round's result in bf16 is merged into one in fp32, with both lse; in a backward
-    a round's gradient of queries is added to the sum, and that of keys and values to what came.
+    In forward, a round's result in bf16 is merged into a result in fp32, with both lse. In
+    backward, a round's gradient of queries is added to the sum, and the gradients of keys and
+    values are added to the received ones.
     """
 
     def merge(rank: int) -> None:
@@ -74,12 +75,12 @@ def merging(name: str, backward: bool) -> Callable[[int], None]:
 def percent(
     cluster: Cluster, packs: tuple[tuple[int, ...], ...], name: str, way: bool, merged: bool
 ) -> float:
-    """Return the percent of one kernel's speed that a ring reaches with a layout."""
+    """Return a ring's speed with a layout, as a percentage of one kernel's."""
     ideal = took = 0.0
     behind = merging(name, way) if merged else None
     for pack in packs:
         lengths = [stop - start for start, stop in pairwise(pack)]
-        # One kernel on 1/P of the work: a ring has P² as much on P ranks.
+        # One kernel does 1/P of the work. A ring on P ranks has P² times as much.
         ideal += RANKS * one_kernel(cluster, lengths, SHAPE, way)
         layout = getattr(Layout, name)([RANKS * edge for edge in pack], RANKS)
         took += attention("ring", layout, cluster, SHAPE, way, behind).seconds

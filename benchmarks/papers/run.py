@@ -1,6 +1,6 @@
-"""Do published figures of papers agree with what our code takes in virtual time?
+"""Compare published figures of papers with our code in virtual time.
 
-Runs the modules of papers, each by its name or all of them: each writes its JSON and its picture to
+Runs the named modules of papers, or all. Each writes its JSON and picture to
 `benchmarks/results/papers`, and its part of `docs/benchmarks/papers.md`. No machine is measured.
 """
 
@@ -34,13 +34,13 @@ MARK = "<!-- What follows is written by benchmarks.papers.run. -->\n"
 
 
 def compute(name: str, mini: bool = False) -> frame.Paper:
-    """Return a paper's figures, computed now."""
+    """Compute a paper's figures."""
     paper: frame.Paper = import_module(f"benchmarks.papers.{name}").paper(mini)
     return paper
 
 
 def generated() -> str:
-    """Return the page's end, from the JSON of all papers that were written."""
+    """Return the page's end, from the JSON of all written papers."""
     paths = [frame.FOLDER / f"{name}.json" for name in MODULES]
     papers = [frame.read(path) for path in paths if path.exists()]
     return "\n".join([f"{MARK}\n{frame.summary(papers)}\n", *(x.section() for x in papers)])
@@ -52,7 +52,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("papers", nargs="*", default=[*MODULES], help=", ".join(MODULES))
-    parser.add_argument("--no-write", action="store_true", help="print, and write nothing")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no files")
     options = parser.parse_args()
     if unknown := set(options.papers) - {*MODULES}:
         parser.error(f"papers must be of {', '.join(MODULES)}; got {', '.join(sorted(unknown))}")

@@ -1,4 +1,4 @@
-"""TokenRing: steps of its causal forward and of Ring's, on four A10 behind PCIe."""
+"""TokenRing: steps of its causal forward and of Ring's, on four A10 on PCIe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from seqpar.tracing.trace import Event
 SHAPE, TOKENS, RANKS = Shape(32, 32, 128), 24000, 4  # LLaMA2-7B
 PEAK, MEMORY, BANDWIDTH = 125e12, 24e9, 600e9  # data sheet "NVIDIA A10"
 A10 = gpu("A10", MEMORY, PEAK, BANDWIDTH, PEAK * A100_FLOPS_PER_SECOND / 312e12)
-ROUND = 7.6e-3  # seconds of a round of Ring, as published: what its message takes
+ROUND = 7.6e-3  # published seconds of a round of Ring, which is the time of its message
 MESSAGE = 2 * TOKENS // RANKS * SHAPE.kv_heads * SHAPE.head_dim * 2  # bytes of keys and values
 SOURCE = "README, Performance"
 PCIE = Link(10e-6, MESSAGE / ROUND)
@@ -26,12 +26,12 @@ CLUSTER = Cluster("4x-a10", 1, RANKS, 0, A10, PCIE, PCIE, PCIE)
 
 
 def computes(outcome: Outcome) -> list[Event]:
-    """Return what the first rank computes of attention."""
+    """Return the first rank's computations of attention."""
     return [x for x in outcome.trace.events if x.kind == "compute" and x.rank == 0 and x.area]
 
 
 def steps(outcome: Outcome) -> list[float]:
-    """Return the milliseconds from each compute of attention's beginning to the next one's."""
+    """Return the milliseconds from each beginning of a computation of attention to the next."""
     starts = [x.start for x in computes(outcome)]
     return [1e3 * (b - a) for a, b in pairwise([*starts, outcome.seconds])]
 

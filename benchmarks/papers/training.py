@@ -1,4 +1,4 @@
-"""Whole training steps of papers: their FLOPs, and the least checkpointing with which they fit."""
+"""Training steps of papers: their FLOPs, and the least checkpointing that fits into memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from seqpar.costs.spans import causal_pairs
 
 
 def flops(model: Model, lengths: Ints, forwards: int = 1, causal: bool = True) -> float:
-    """Return the FLOPs of a step: so many forwards, and a backward, which has twice as many.
+    """Return the FLOPs of a step: of `forwards` forwards, and a backward that counts twice.
 
-    With `causal` attention's are those of the pairs that see each other, else those of all pairs.
+    With `causal`, attention counts the pairs of the mask, otherwise all pairs.
     """
     pairs = causal_pairs(0 * lengths, lengths) if causal else np.square(lengths.astype(float))
     attention = 4 * model.heads * model.head_dim * len(model.layers) * float(pairs.sum())
@@ -32,9 +32,9 @@ def sharded(
     ranks: int,
     **options: Any,
 ) -> tuple[float, float]:
-    """Return the seconds of a step, and the bytes of the rank that holds most.
+    """Return the seconds of a step, and the bytes of the rank with the most.
 
-    Parameters and optimizer are sharded over `ranks` ranks, of which the layout has a part.
+    Parameters and optimizer are sharded over `ranks` ranks; the layout covers some of them.
     """
     found = simulate.step(strategy, layout, cluster, model, checkpointing=checkpointing, **options)
     costs = Costs(cluster, model)
@@ -45,7 +45,7 @@ def sharded(
 def least_checkpointing(
     strategy: str, layout: Layout, cluster: Cluster, model: Model, **options: Any
 ) -> tuple[str, float]:
-    """Return the least checkpointing with which a step fits into memory, and its seconds."""
+    """Return the least checkpointing that fits into memory, and its seconds."""
     for checkpointing in CHECKPOINTING:
         seconds, held = sharded(
             strategy, layout, cluster, model, checkpointing, layout.ranks, **options

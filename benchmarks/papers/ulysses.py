@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses: its throughput beside Megatron-LM's, and a volume that does not grow."""
+"""DeepSpeed-Ulysses: its throughput over Megatron-LM's, and a volume that does not grow."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SOURCE = "DeepSpeed's blog"
 
 
 def gpt(layers: int, hidden: int, heads: int) -> Model:
-    """Return a GPT of so many layers, with feed-forward parts four times as wide."""
+    """Return a GPT with feed-forward parts four times as wide as the model."""
     layer = Layer("softmax", None, 4 * hidden, 4 * hidden)
     sizes = hidden, heads, heads, hidden // heads, 50304
     return Model("gpt", (layer,) * layers, *sizes, gated=False, tied=True)
 
 
 GPT_30B, GPT_7B = gpt(64, 6144, 64), gpt(32, 4096, 32)
-# TFLOP/s a GPU by K tokens, read off the bars; Megatron-LM runs out of memory behind its last.
+# TFLOP/s per GPU by K tokens, read off the bars; Megatron-LM runs out of memory after its last.
 BARS = {
     "30B": (
         {8: 165.5, 16: 157, 32: 152, 64: 147, 128: 139.5, 256: 134},
@@ -39,12 +39,12 @@ BARS = {
 
 
 def rate(model: Model, lengths: np.ndarray, seconds: float, ranks: int) -> float:
-    """Return TFLOP/s a GPU, the forward that is computed again included."""
+    """Return TFLOP/s per GPU, including the recomputed forward."""
     return flops(model, lengths, forwards=2) / seconds / ranks / 1e12
 
 
 def ulysses(model: Model, tokens: int, gpus: int) -> float:
-    """Return Ulysses' TFLOP/s, on as few ranks a sequence as hold it."""
+    """Return Ulysses' TFLOP/s, on the fewest ranks per sequence that hold it."""
     ranks = 1
     while ranks <= gpus:
         layout = Layout.contiguous(tokens, ranks)
@@ -62,7 +62,7 @@ def tensor_parallel(model: Model, tokens: int, ranks: int) -> float:
 
 
 def longest(model: Model, ranks: int) -> tuple[int, int]:
-    """Return how many tokens Ulysses and Megatron-LM hold with full checkpointing, 2ⁿ each."""
+    """Return the most tokens, 2ⁿ, of Ulysses and Megatron-LM with full checkpointing."""
     costs, memory = Costs(CLUSTER, model), CLUSTER.device.memory
     found = []
     for held in (

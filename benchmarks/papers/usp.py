@@ -1,4 +1,4 @@
-"""USP: the share of two A800 nodes' peak that training Llama 3 8B on 208K tokens reaches."""
+"""USP: the share of two A800 nodes' peak that Llama 3 8B reaches on 208K tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = "abstract of arXiv 2405.07719"
 
 
 def paper(mini: bool = False) -> Paper:
-    """Return MFU as counted in two ways, of the paper's mesh and of others."""
+    """Return the MFU of the paper's mesh and of others, counted in two ways."""
     size, tokens = (2, TOKENS // 4) if mini else (8, TOKENS)
     cluster = Cluster.preset(f"2x{size}-a800")
     layout, lengths = Layout.zigzag(tokens, cluster.ranks), np.array([tokens])

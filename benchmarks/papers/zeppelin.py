@@ -1,11 +1,11 @@
-"""Zeppelin: its speed over an even split, and what each of its parts brings."""
+"""Zeppelin: its speed over an even split, and the gain of each part."""
 
 from __future__ import annotations
 
 from benchmarks.balance import published
 from benchmarks.papers.frame import Paper, Point
 
-# Where `benchmarks.balance.published` has each figure from; its other rows are ours alone.
+# Sources of the rows of `benchmarks.balance.published`; its other rows are unpublished.
 SOURCES = {
     "Zeppelin, over an even split, mean": "abstract",
     "Zeppelin, over an even split, most": "evaluation, end-to-end",
@@ -18,7 +18,7 @@ SOURCES = {
 
 
 def paper(mini: bool = False) -> Paper:
-    """Return the rows of `benchmarks.balance.published`, and the same beside a fair baseline."""
+    """Return the rows of `benchmarks.balance.published`, and the speed over a fair baseline."""
     rows = published.zeppelin(("llama-3b",), (16,)) if mini else published.zeppelin()
     points = []
     for row in rows:

@@ -1,11 +1,11 @@
-"""How long is a step of decoding on ranks, beside attending to a rank's keys and one exchange?
+"""Compare a step of decoding on ranks with attention to a rank's keys plus one exchange.
 
-Each of 2 and of 4 ranks, on one thread, has 16,384 keys of a prompt that a sharded prefill left.
-Four contenders take turns, round by round, all ranks at once, several layers each: `step`, of
+Each of 2 and of 4 ranks, with one thread, has 16,384 keys of a prompt from a sharded prefill.
+Rounds interleave four contenders, on all ranks simultaneously, with several layers each: `step`, of
 `seqpar.ShardedCache`; `local`, the same query over a rank's own keys by `Attention.decode` on a
-group of one; `sdpa`, likewise by torch's SDPA with `enable_gqa`; and `exchange`, a gather of
-messages as large as a step's. A round's figure is that of the slowest rank. Out of a step is first
-held against an fp64 softmax over all keys.
+group of one rank; `sdpa`, the same by torch's SDPA with `enable_gqa`; and `exchange`, a gather of
+messages as large as a step's. A round's figure is the slowest rank's. The step's out is first
+compared with an fp64 softmax over all keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def drawn(tokens: int, heads: int, dim: int, seed: int) -> Tensor:
 
 
 def contenders(options: argparse.Namespace) -> tuple[dict[str, Step], float]:
-    """Return what takes turns on this rank, a call a layer, and the error of a step."""
+    """Return this rank's contenders, with one call per layer, and the error of a step."""
     heads, kv_heads, dim = options.heads, options.kv_heads, options.dim
     attn = make_attention("ring", dist.group.WORLD)
     tokens = options.keys * attn.ranks
@@ -77,7 +77,7 @@ def contenders(options: argparse.Namespace) -> tuple[dict[str, Step], float]:
 def serve(
     rank: int, ranks: int, options: argparse.Namespace, store_file: str, pipe: Connection
 ) -> None:
-    """Be a rank: send the error, and then each contender's seconds a layer in each round."""
+    """Run a rank: send the error, then each contender's seconds per layer in each round."""
     torch.set_num_threads(1)
     store = dist.FileStore(store_file, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -98,7 +98,7 @@ def serve(
 
 
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Return the error, milliseconds a layer and ratios; all ranks' processes have ended."""
+    """Run all ranks. Returns the error, milliseconds per layer, and ratios."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -133,7 +133,7 @@ def main() -> int:
     for name, default in {**sizes, "layers": 8, "rounds": 21}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
     canary = 0.0 if options.no_write else harness.canary()
     rows = {ranks: measure(options, ranks) for ranks in options.ranks}
@@ -142,7 +142,7 @@ def main() -> int:
             print(f"wrong: the error of a step is {found['error']:.1e}")
             return 1
         for name, milliseconds in found["milliseconds"].items():
-            print(f"{ranks} ranks, {name:10s}{milliseconds:9.3f} ms a layer")
+            print(f"{ranks} ranks, {name:10s}{milliseconds:9.3f} ms per layer")
         for name, ratio in found["ratios"].items():
             print(f"{ranks} ranks, {name}: {ratio:.2f}")
     if not options.no_write:

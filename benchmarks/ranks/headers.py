@@ -1,9 +1,9 @@
-"""What does the digest of a call's arguments in its headers cost?
+"""Measure the cost of the digest of a call's arguments in its headers.
 
-Two gloo ranks of one thread make calls of a small batch, with the digest and without it in turns,
-call by call, from the second call of a layout on. Times are those of each rank's main thread: the
-host's work, without what it waits for. Figures are medians in microseconds, and ratios of them. The
-bytes of headers are the same either way.
+Two gloo ranks of one thread make calls of a small batch. Calls with and without the digest
+alternate, from the second call of a layout on. Times are CPU times of each rank's main thread: the
+host's work without its waits. Figures are medians in microseconds, and their ratios. Headers have
+the same size with and without the digest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = "ring", "all_gather", "ulysses", "ring with sinks", "decode", "lasp2", "
 
 
 def call_of(name: str, rank: int) -> Callable[[], Any]:
-    """Return what makes a call of a case and its backward."""
+    """Return a function that makes a call of a case, and its backward."""
     group, layout = dist.group.WORLD, Layout.zigzag(TOKENS, RANKS)
     tokens = layout.tokens_on(rank)
     torch.manual_seed(0)
@@ -57,12 +57,12 @@ def call_of(name: str, rank: int) -> Callable[[], Any]:
 
 
 def no_headers(comm: Comm, device: torch.device) -> bool:
-    """Stand in for a rank whose messages need no digest; a Mock takes longer than the digest."""
+    """Replace `Comm.has_headers`. A Mock would take longer than the digest."""
     return False
 
 
 def run(rank: int, store: str, calls: int, rows: SimpleQueue[dict[str, Any]]) -> None:
-    """Be a rank: time all cases; rank 0 puts a row for each."""
+    """Run a rank, and time all cases; rank 0 puts a row for each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     without = mock.patch.object(Comm, "has_headers", no_headers)
@@ -86,8 +86,10 @@ def run(rank: int, store: str, calls: int, rows: SimpleQueue[dict[str, Any]]) ->
 def main() -> int:
     """Time both ranks, print, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=300, help="of each case, with and without")
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    parser.add_argument(
+        "--calls", type=int, default=300, help="calls of each case, with and without the digest"
+    )
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
     before = harness.canary()
     with tempfile.TemporaryDirectory() as folder:

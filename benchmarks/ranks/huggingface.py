@@ -1,12 +1,12 @@
-"""What does enabling a model of transformers cost, beside calling seqpar in it by hand?
+"""Compare an enabled transformers model with calls of seqpar written by hand.
 
-2 ranks × 1 thread, a block of Llama (8 heads, D = 64), 4,096 tokens, causal, Ring, zigzag: cutting
-the batch, forward, backward, and the sum of all gradients over the ranks. By hand means a function
-registered with transformers that calls `RingAttention`, a batch cut by its layout, and one
-all-reduce of all gradients after backward. `enable` is measured with and without its checks
-that ranks call alike. All take turns in the same two processes, round after round; the figure is
-the ratio of medians, of the slowest rank. Outputs and gradients must be alike. A run during which
-the machine was unsteady writes nothing: run it again.
+2 ranks × 1 thread, a block of Llama (8 heads, D = 64), 4,096 tokens, causal, Ring, zigzag: sharding
+the batch, forward, backward, and the sum of all gradients over the ranks. "By hand" is a function
+registered with transformers that calls `RingAttention`, a batch sharded by its layout, and one
+all-reduce of all gradients after backward. `enable` is measured with and without its check of the
+ranks' calls. Rounds interleave all contenders in the same two processes; the figure is the ratio of
+medians on the slowest rank. Outputs and gradients must agree. If the machine was unsteady, a run
+writes no results: run it again.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def block(dim: int) -> Any:
     return transformers.LlamaModel(config)
 
 
-Step = Callable[[Tensor], Tensor]  # of whole ids: a rank's states, after their sum's backward
+Step = Callable[[Tensor], Tensor]  # whole ids -> a rank's states, after their sum's backward
 
 
 def by_hand(model: Any, group: dist.ProcessGroup) -> Step:
-    """Return a step of training as people write it."""
+    """Return a training step written by hand."""
     attention, rank, ranks = RingAttention(group), dist.get_rank(group), dist.get_world_size(group)
     layouts: list[Layout] = []
 
@@ -60,7 +60,7 @@ def by_hand(model: Any, group: dist.ProcessGroup) -> Step:
         return attention(*(x.transpose(1, 2) for x in (q, k, v)), layouts[-1], causal=True), None
 
     transformers.AttentionInterface.register("by-hand", attend)
-    model.set_attn_implementation("by-hand")  # without a mask of that name there is none
+    model.set_attn_implementation("by-hand")  # transformers makes no mask for an unknown name
 
     def call(ids: Tensor) -> Tensor:
         layouts[:] = [Layout.zigzag(ids.shape[1], ranks, equal=True)]
@@ -79,7 +79,7 @@ def by_hand(model: Any, group: dist.ProcessGroup) -> Step:
 
 
 def enabled(model: Any, group: dist.ProcessGroup, check: bool) -> Step:
-    """Return a step of training by `enable`."""
+    """Return a training step with `enable`."""
     sp = huggingface.enable(model, group, "ring", check_ranks=check)
 
     def call(ids: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def enabled(model: Any, group: dist.ProcessGroup, check: bool) -> Step:
 
 
 def measure(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dict[str, list[float]]:
-    """Return each contender's seconds by round, of the slowest rank; check that they agree."""
+    """Return each contender's seconds per round on the slowest rank, after a check of results."""
     models = {name: block(dim) for name in (HAND, ENABLED, UNCHECKED)}
     calls = {
         HAND: by_hand(models[HAND], group),
@@ -126,15 +126,15 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
-    if "RANK" not in os.environ:  # be the two ranks
+    if "RANK" not in os.environ:  # start the two ranks
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
         os.environ["OMP_NUM_THREADS"] = "1"
         os.execv(sys.executable, [*run, "-m", "benchmarks.ranks.huggingface", *sys.argv[1:]])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    measure(dist.group.WORLD, options.tokens, 512, 0)  # else the canary is of a colder process
+    measure(dist.group.WORLD, options.tokens, 512, 0)  # warms up the process for the canary
     before = harness.canary()
     samples = measure(dist.group.WORLD, options.tokens, 512, options.rounds)
     after = harness.canary()

@@ -1,13 +1,13 @@
-"""How long does the host work on a call, and how much of that must be?
+"""Measure the host's work in a call, and compare it with a bare loop and an older commit.
 
-On a GPU the host's work hides under the kernels only if it is shorter. The middle one of 8 ranks,
-32 documents, 32 query heads and 8 KV heads, causal: each strategy's forward and backward, from the
-second call of a layout on, with messages that go nowhere, kernels that do nothing and tensors so
-small that copies take no time (`overhead_rank.py`). Three contenders take turns, call by call and
-round by round: ours; the floor, a bare loop that posts the same messages and makes as many copies,
-fills, merges of partials and launches; and ours as it was at an older commit. Figures are medians,
-in microseconds. There are no answers to check, since nothing is computed: tests do that, on the
-same code.
+On a GPU the host's work is hidden only if it is shorter than the kernels. The setting is the middle
+one of 8 ranks, 32 documents, 32 query heads and 8 KV heads, causal: each strategy's forward and
+backward, from the second call of a layout on. Messages are not sent, kernels do not run, and
+tensors are so small that copies take no time (`overhead_rank.py`). Three contenders alternate, call
+by call and round by round: ours; the floor, a bare loop that posts the same messages and makes the
+same number of copies, fills, merges of partial results and launches; and our code at an older
+commit. Figures are medians in microseconds. Nothing is computed here; tests check the results of
+the same code.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STRATEGIES = (
 )
 LAYOUTS = ("zigzag", "contiguous")
 PASSES = ("forward", "backward")
-BEFORE = "b65fccd"  # the last commit at which little was kept from call to call
-Samples = dict[str, list[float]]  # microseconds, a median of a turn's calls each
+BEFORE = "b65fccd"  # the last commit before calls kept most of their plans
+Samples = dict[str, list[float]]  # microseconds: each round's median over its calls
 
 
 class Rank:
@@ -48,7 +48,7 @@ class Rank:
         )
 
     def turn(self, strategy: str, layout: str, calls: int) -> dict[str, Any]:
-        """Return what so many calls take, and what they do."""
+        """Return the times of this number of calls, and their counts of device work."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps([strategy, layout, calls]), file=self._process.stdin, flush=True)
         if not (line := self._process.stdout.readline()):
@@ -56,14 +56,14 @@ class Rank:
         return json.loads(line)
 
     def end(self) -> None:
-        """Let the process end."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def sources_at(commit: str, folder: Path) -> Path:
-    """Write the library as it was at a commit into a folder; return it."""
+    """Write the library's sources at a commit into a folder. Returns the folder."""
     command = ["git", "archive", commit, "seqpar", "triton_kernels"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     if found.returncode:
@@ -76,7 +76,7 @@ def sources_at(commit: str, folder: Path) -> Path:
 def take_turns(
     ours: Rank, before: Rank, strategies: list[str], rounds: int, calls: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each strategy, layout and pass: what it does, and the samples."""
+    """Return a row for each strategy, layout and pass: its counts and samples."""
     cases = [(strategy, layout) for layout in LAYOUTS for strategy in strategies]
     counts: dict[tuple[str, str], Any] = {}
     samples: dict[tuple[str, str], Samples] = {case: {} for case in cases}
@@ -103,7 +103,7 @@ def take_turns(
 def row(
     strategy: str, layout: str, direction: str, counts: dict[str, Any], samples: Samples
 ) -> dict[str, Any]:
-    """Return a row of the results: medians and ratios of them, and what they are of."""
+    """Return a row of the results: the case, medians, and their ratios."""
     mine = {
         key.removeprefix(f"{direction} "): values
         for key, values in samples.items()
@@ -123,7 +123,7 @@ def row(
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print a line for each row."""
+    """Print one line per row."""
     print(
         f"{'µs':40s}{'floor':>8s}{'strategy':>10s}{'of floor':>10s}{'before':>9s}{'less':>7s}"
         f"{'call':>9s}{'before':>9s}"
@@ -160,11 +160,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="compared with ours")
+    parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="the older commit")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=20, help="of a strategy in each round")
+    parser.add_argument("--calls", type=int, default=20, help="calls of a strategy in each round")
     parser.add_argument("--only", nargs="*", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     canary = 0.0 if options.no_write else harness.canary()
     with tempfile.TemporaryDirectory() as folder:

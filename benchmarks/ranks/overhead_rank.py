@@ -1,11 +1,11 @@
-"""One rank of a fake group, on which a call costs the host's time and nothing else.
+"""One rank of a fake group, on which a call costs only the host's time.
 
-Messages go nowhere, tensors are so small that copies take no time, our Triton kernels are replaced
-where they are launched, and what would run in a thread runs at once, as on a GPU in a stream. All
-else is what runs on a GPU. Time is the thread's, so other processes change it little.
+Messages are not sent, tensors are so small that copies take no time, launches of our Triton kernels
+are replaced, and work of threads runs immediately, as in a stream on a GPU. All other code is the
+same as on a GPU. Times are CPU times of the thread, so other processes change them little.
 
 `overhead.py` starts this file, `python -P overhead_rank.py TREE`, once for each tree of sources
-that it compares; each line of JSON that comes in is answered by one.
+that it compares. Each line of JSON on stdin gets one line as its answer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ DOCUMENTS, TOKENS = 32, 1024  # of the packed batch
 HEADS, KV_HEADS, DIM = 32, 8, 2
 WARM_UP = 3  # calls of a layout before those that are timed
 
-# ATen's operators that move rows, from or into messages; gradients that return are added, and so
-# are states, with weights. Those that merge partials, of which TokenRing's are merged by no kernel
-# of ours. And those that make gradients of 0, to which kernels add.
+# ATen's operators that move rows from or into messages, and add returned gradients and weighted
+# states; operators that merge partial results, for which TokenRing has no kernel; and operators
+# that make zero gradients, to which kernels add.
 _KINDS = {
     "copies": {
         *("copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"),
@@ -53,7 +53,7 @@ _KINDS = {
 
 
 class Event(NamedTuple):
-    """What a call does on the device: a message, a copy, a merge, a fill or a kernel's launch."""
+    """Device work of a call: a message, a copy, a merge, a fill or a kernel's launch."""
 
     kind: str  # "messages", "copies", "merges", "launches" or "fills"
     function: Callable[..., Any]
@@ -62,7 +62,7 @@ class Event(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is posted, copied and launched within it."""
+    """Records the messages, copies and launches within its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         if kind == "fills":
             function, args, kwargs = torch.empty_like(result).zero_, (), {}
         elif name == "copy_" and args[0].data_ptr() == args[1].data_ptr():
-            return result  # onto itself, as x[i] += y does
+            return result  # a copy onto itself, as in x[i] += y
         self.events.append(Event(kind, function, args, kwargs or {}))
         return result
 
@@ -113,34 +113,34 @@ def _first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
     return results[0] if isinstance(results, tuple) else results
 
 
-recorder: Recorder | None = None  # of the call that is being recorded
+recorder: Recorder | None = None  # of the current call, if it is recorded
 
 
 def launch(kernel: Any, *positional: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-    """Stand in for `JITFunction.run`: launch nothing."""
+    """Replace `JITFunction.run`, without a launch."""
     if recorder is not None:
         again = lambda *args, **kwargs: kernel[grid](*args, **kwargs)  # noqa: E731
         recorder.events.append(Event("launches", again, positional, named))
 
 
 def run_at_once(_: Any, function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Stand in for `ThreadPoolExecutor.submit`."""
+    """Replace `ThreadPoolExecutor.submit`."""
     future: Future[Any] = Future()
     future.set_result(function(*args))
     return future
 
 
 class Floor:
-    """A bare loop that does what a recorded call does, and nothing else.
+    """A bare loop that repeats only the device work of a recorded call.
 
-    Messages that were posted one after another are an exchange, whose receives are posted first.
+    Consecutive messages form an exchange, whose receives are posted first.
     """
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
 
     def counts(self) -> dict[str, int]:
-        """Return how many exchanges, messages, copies and launches there are."""
+        """Return the numbers of exchanges, messages, copies and launches."""
         posted = [x.function if x.kind == "messages" else None for x in self._events]
         exchanges = sum(
             now is not None and (before is None or (before, now) == (dist.isend, dist.irecv))
@@ -160,7 +160,7 @@ class Floor:
 
 
 class Case:
-    """A strategy on a layout: its calls, and the microseconds that they take."""
+    """A strategy on a layout: its calls, and their microseconds."""
 
     within = 0  # nanoseconds of the last pass of any strategy
 
@@ -191,11 +191,11 @@ class Case:
         self.floors = self._floors()
 
     def _time_strategy(self) -> None:
-        """Have the strategy's own methods timed too, within the module's call."""
+        """Also time the strategy's own methods, within the module's call."""
         strategy = self._attention._bound.strategy
         for direction in ("forward", "backward"):
             if direction in vars(strategy):
-                continue  # another case has this strategy too
+                continue  # another case has wrapped this strategy already
 
             method = getattr(strategy, direction)
 
@@ -230,14 +230,14 @@ class Case:
         return result
 
     def call(self) -> None:
-        """Make a call and its backward, timed."""
+        """Time a call and its backward."""
         for x in self._operands:
             x.grad = None
         out = self._note("forward", self._forward)
         self._note("backward", lambda: out.backward(self._dout))
 
     def turn(self, calls: int) -> dict[str, list[float]]:
-        """Return the microseconds of so many calls, of the strategy's part, and of their floors."""
+        """Return the microseconds of these calls, of the strategy's part, and of their floors."""
         self._times = {}
         gc.collect()
         gc.disable()
@@ -253,7 +253,7 @@ class Case:
 
 
 class KernelsOf:
-    """Finds `seqpar.kernels`, which is the folder triton_kernels, in a tree of sources."""
+    """Finds `seqpar.kernels`, the folder triton_kernels, in a tree of sources."""
 
     def __init__(self, tree: Path) -> None:
         self._folder = tree / "triton_kernels"
@@ -279,13 +279,13 @@ def stand_ins() -> None:
 
 
 def serve(tree: Path) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until stdin ends."""
     sys.path.insert(0, str(tree))
     sys.meta_path.insert(0, KernelsOf(tree))  # type: ignore[arg-type]
     from seqpar import use_backend
 
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # nothing arrives, and sums of arbitrary numbers can be slow
+    torch.set_flush_denormal(True)  # buffers hold arbitrary numbers, and sums of denormals are slow
     stand_ins()
     cases: dict[tuple[str, str], Case] = {}
     with use_backend("triton"):

@@ -1,10 +1,10 @@
-"""What do the same bits on any number of ranks cost, and what do messages in 8 bits lose and save?
+"""Measure the cost of the same bits on any number of ranks, and the effects of 8-bit messages.
 
-2 ranks × 1 thread, N tokens, 8 heads, D = 64, causal, fp32, forward + backward: each strategy as it
-is, with `deterministic="ranks"`, and with keys and values, or TokenRing's partials, in 8 bits. All
-take turns, round after round; the figure is the ratio of medians to the strategy as it is. First
-each is checked against SDPA in fp64, and the bits of 2 ranks against those of one. A run during
-which the machine was unsteady writes nothing: run it again.
+2 ranks × 1 thread, N tokens, 8 heads, D = 64, causal, fp32, forward + backward: each strategy by
+default, with `deterministic="ranks"`, and with keys and values, or TokenRing's partial results, in
+8 bits. Rounds interleave all contenders; the figure is the ratio of medians to the strategy's
+default. First, each result is compared with SDPA in fp64, and the bits on 2 ranks with the bits on
+one. If the machine was unsteady, a run writes no results: run it again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMES = [(strategy, way) for strategy, ways in WAYS.items() for way in (AS_IT_IS
 
 
 def step(attn: Attention, layout: Layout, whole: list[Tensor]) -> tuple[float, list[Tensor]]:
-    """Return the seconds that a rank's forward and backward take, and its out, dq, dk and dv."""
+    """Return the seconds of a rank's forward and backward, and its out, dq, dk and dv."""
     *operands, dout = (layout.shard(x, attn.rank) for x in whole)
     for x in operands:
         x.requires_grad_()
@@ -55,13 +55,13 @@ def step(attn: Attention, layout: Layout, whole: list[Tensor]) -> tuple[float, l
 
 
 def errors(found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-    """Return the RMS of each result's error, over the RMS of what it should be."""
+    """Return each result's RMS error, over the RMS of the exact result."""
     pairs = zip(PARTS, found, exact, strict=True)
     return {name: harness.worst_error([x], [y]) for name, x, y in pairs}
 
 
 def checked(attentions: dict[Any, Attention], whole: list[Tensor], layout: Layout) -> Any:
-    """Return each contender's errors and bytes; on rank 0 raise if one of ours is wrong."""
+    """Return each contender's errors and bytes. Rank 0 exits if one of ours is wrong."""
     rank, group = dist.get_rank(), dist.group.WORLD
     alone, one = dist.new_group([0]), Layout.contiguous(layout.tokens, 1)
     exact: list[Tensor] = []
@@ -79,11 +79,11 @@ def checked(attentions: dict[Any, Attention], whole: list[Tensor], layout: Layou
             continue
         wrong = errors(packed, exact)
         if way != EIGHT_BITS and any(wrong[name] > limits[name] for name in PARTS):
-            raise SystemExit(f"{strategy} {way} is wrong: {wrong}")
+            raise SystemExit(f"{strategy} {way} has wrong results: {wrong}")
         if way == SAME_BITS:
             of_one = step(make_attention(strategy, alone, deterministic="ranks"), one, whole)[1]
             if not all(torch.equal(x, y) for x, y in zip(packed, of_one, strict=True)):
-                raise SystemExit(f"{strategy} has other bits on {RANKS} ranks than on one")
+                raise SystemExit(f"{strategy} has different bits on {RANKS} ranks and on one")
         found[f"{strategy}, {way}"] = {"errors": wrong, "bytes": sent}
     return found
 
@@ -98,7 +98,7 @@ def sdpa(whole: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def serve(rank: int, tokens: int, rounds: int, store: str, pipe: Connection) -> None:
-    """Be a rank: check all contenders, and let them take turns."""
+    """Run a rank: check all contenders, then time them in interleaved rounds."""
     torch.set_num_threads(1)
     files = dist.FileStore(store, RANKS)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=RANKS)
@@ -123,7 +123,7 @@ def serve(rank: int, tokens: int, rounds: int, store: str, pipe: Connection) -> 
 
 
 def measured(tokens: int, rounds: int) -> Any:
-    """Return what rank 0 found: checks and samples."""
+    """Return rank 0's checks and samples."""
     context, ends = multiprocessing.get_context("spawn"), []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(RANKS):
@@ -136,7 +136,7 @@ def measured(tokens: int, rounds: int) -> Any:
         try:
             found, _ = (pipe.recv() for pipe, _ in ends)
         except EOFError:
-            raise SystemExit("a rank has ended: nothing was measured") from None
+            raise SystemExit("a rank ended early, without results") from None
         for _, process in ends:
             process.join()
     return found
@@ -149,7 +149,7 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
     before = harness.canary()
     checks, samples = measured(options.tokens, options.rounds)

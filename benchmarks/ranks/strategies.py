@@ -1,10 +1,9 @@
-"""Is each strategy fast on the ranks of this machine?
+"""Compare the speed of each strategy on this machine's ranks with SDPA in one process.
 
 2 ranks × 1 thread against one process × 2 threads of SDPA, and against two other ways to shard it:
-N tokens, 8 heads, D = 64, causal, forward and forward + backward. All contenders stand ready in
-processes of their own and take turns, round after round; the figure is the ratio of medians. Each
-is first checked against SDPA in fp64. A run during which the machine was unsteady writes nothing:
-run it again.
+N tokens, 8 heads, D = 64, causal, forward and forward + backward. All contenders run in separate
+processes, and rounds interleave them; the figure is the ratio of medians. Each is first compared
+with SDPA in fp64. If the machine was unsteady, a run writes no results: run it again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PEERS = {HAND: peers.all_to_all_by_hand, PACKAGE: peers.ring_attention_pytorch}
 
 
 def contender(name: str, rank: int, tokens: int) -> tuple[Any, Tensor]:
-    """Return a function of this rank's q, k and v, and the indices of the tokens that it takes."""
+    """Return a function of this rank's q, k and v, and the indices of this rank's tokens."""
     if name == SDPA:
         return functools.partial(peers.sdpa, causal=True), torch.arange(tokens)
     if name in PEERS:
@@ -61,7 +60,7 @@ def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def serve(rank: int, threads: int, store: str, pipe: Connection) -> None:
-    """Time or check, in a process of a contender, what it is told to."""
+    """Run a contender's process, which checks and times on request."""
     torch.set_num_threads(threads)
     if rank >= 0:
         dist.init_process_group(
@@ -94,7 +93,7 @@ def packed(parts: list[tuple[Tensor, list[Tensor]]], tokens: int) -> list[Tensor
 
 
 class Contenders:
-    """The processes of all contenders: one of SDPA alone, and the ranks of all others."""
+    """The processes of all contenders: one for SDPA, and the ranks of the others."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens, self._folder = tokens, tempfile.TemporaryDirectory()
@@ -114,7 +113,7 @@ class Contenders:
         return [pipe.recv() for pipe in asked]
 
     def canary(self) -> float:
-        """Return `harness.canary` of the process of SDPA."""
+        """Return `harness.canary` in the process of SDPA."""
         return self._ask("canary", SDPA, None, False)[0]
 
     def results(self, name: str, dtype: torch.dtype) -> list[Tensor]:
@@ -122,28 +121,28 @@ class Contenders:
         return packed(self._ask("check", name, dtype, True), self._tokens)
 
     def seconds(self, name: str, dtype: torch.dtype, backward: bool) -> float:
-        """Return the seconds of a turn on the slowest rank."""
-        time.sleep(0.05)  # the threads of the one before may spin a while
+        """Return the seconds of one call on the slowest rank."""
+        time.sleep(0.05)  # threads of the previous contender may still spin
         return max(self._ask("time", name, dtype, backward))
 
     def end(self) -> None:
-        """Let all processes end."""
+        """End all processes."""
         for pipe in self._pipes:
             pipe.send(None)
 
 
-Errors = dict[str, dict[str, list[float]]]  # by dtype and contender, of out, dq, dk and dv
+Errors = dict[str, dict[str, list[float]]]  # by dtype and contender: of out, dq, dk and dv
 
 
 def check(contenders: Contenders, names: list[str]) -> Errors:
-    """Return the RMS errors against SDPA in fp64; end the program if one of ours is wrong."""
+    """Return the RMS errors against SDPA in fp64. Exits if one of ours is wrong."""
     exact = contenders.results(SDPA, torch.float64)
     errors: Errors = {}
     for dtype in DTYPES:
         errors[dtype] = {}
         for name in names:
             if name == PACKAGE and dtype == "bf16":
-                continue  # it raises: it mixes dtypes
+                continue  # raises, because it mixes dtypes
             got = contenders.results(name, DTYPES[dtype])
             pairs = zip(got, exact, strict=True)
             found = [float((x - y).square().mean().sqrt()) for x, y in pairs]
@@ -152,16 +151,16 @@ def check(contenders: Contenders, names: list[str]) -> Errors:
             parts = zip(("out", "dq", "dk", "dv"), found, strict=True)
             shown = ", ".join(f"{part} {x:.1e}" for part, x in parts)
             print(
-                f"{dtype} {name}: RMS errors {shown}: at most {worst:.2f} times those of SDPA",
+                f"{dtype} {name}: RMS errors {shown}: at most {worst:.2f} times SDPA's",
                 flush=True,
             )
             if worst > 1.35 and name in LAYOUTS:
-                raise SystemExit(f"{name} is wrong in {dtype}: nothing was timed")
+                raise SystemExit(f"{name} has wrong results in {dtype}: no times were measured")
     return errors
 
 
 def take_turns(contenders: Contenders, errors: Errors, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each "dtype/pass/contender", round by round."""
+    """Return the seconds per round of each "dtype/pass/contender"."""
     samples: dict[str, list[float]] = {}
     tasks = [(dtype, backward) for dtype in DTYPES for backward in (False, True)]
     with harness.progress(rounds * len(tasks)) as begin:
@@ -169,7 +168,7 @@ def take_turns(contenders: Contenders, errors: Errors, rounds: int) -> dict[str,
             for dtype, backward in tasks:
                 passes = "forward+backward" if backward else "forward"
                 begin(f"{dtype}, {passes}")
-                # the package is slow, and comes every fourth round only
+                # The package is slow, and takes part in every fourth round.
                 names = [name for name in errors[dtype] if name != PACKAGE or i % 4 == 0]
                 first = i % len(names)
                 for name in names[first:] + names[:first]:
@@ -187,8 +186,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     installed = importlib.util.find_spec("ring_attention_pytorch") is not None
     names = [*LAYOUTS, HAND, *[PACKAGE] * installed]
-    parser.add_argument("--only", nargs="*", default=names, help="contenders besides SDPA")
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--only", nargs="*", default=names, help="contenders in addition to SDPA")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     contenders = Contenders(options.tokens)
     errors = check(contenders, [SDPA, *options.only])

@@ -1,10 +1,10 @@
-"""Time the recurrent primitive on one core beside the plain recurrence and fla's naive form.
+"""Compare the recurrent primitive on one core with the plain recurrence and fla's naive form.
 
     python -m benchmarks.recurrent.kernels
 
-The plain recurrence takes the tokens one by one, as does fla's, and autograd differentiates both.
-Answers are held to the recurrence in fp64 before anything is timed; then all take turns. Times are
-those of the process's core. Without fla-core its form is left out.
+The plain recurrence and fla's take tokens one by one, and autograd differentiates both. Results are
+first compared with the recurrence in fp64; then rounds interleave all contenders. Times are CPU
+times of the process. fla's form is measured only if fla-core is installed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from seqpar.linear.maps.decode import decode_step
 from seqpar.linear.spans import SpanStates
 
 RESULTS = Path(__file__).parents[1] / "results"
-LIMIT = 1e-5  # RMS error in fp32, over the RMS of what is expected
-Call = Callable[[], list[Tensor]]  # out, and after a backward the inputs' gradients
+LIMIT = 1e-5  # RMS error in fp32, over the RMS of the expected result
+Call = Callable[[], list[Tensor]]  # returns out, and after a backward the inputs' gradients
 # fla's module and function, and the names of our inputs in its order.
 NAIVE = {
     "scalar_decay": ("simple_gla", "naive_recurrent_simple_gla", "q k v log_decay"),
@@ -59,7 +59,7 @@ def inputs_of(name: str, tokens: int, heads: int, dim: int) -> tuple[Inputs, Ten
 
 
 def ours(name: str, inputs: Inputs, dout: Tensor, backward: bool) -> Call:
-    """Return our call of the aten backend."""
+    """Return a call of our aten backend."""
     this, none = kind(name), np.array([-1])
     spans = SpanStates(np.array([0, inputs.q.shape[1]]), none, none)
     options = RecurrentOptions(inputs.q.shape[3] ** -0.5, "aten")
@@ -77,7 +77,7 @@ def ours(name: str, inputs: Inputs, dout: Tensor, backward: bool) -> Call:
 def differentiated(
     function: Callable[[Inputs], Tensor], inputs: Inputs, dout: Tensor, backward: bool
 ) -> Call:
-    """Return a call of a function of tensors, which autograd differentiates."""
+    """Return a call of a function that autograd differentiates."""
 
     def call() -> list[Tensor]:
         leaves = [None if x is None else x.detach().requires_grad_(backward) for x in inputs]
@@ -101,7 +101,7 @@ def plain(name: str, inputs: Inputs) -> Tensor:
 
 
 def naive(name: str, inputs: Inputs) -> Tensor:
-    """Return out of fla's naive recurrence; all of them scale q by K^−½."""
+    """Return out of fla's naive recurrence, which scales q by K^−½."""
     module, function, order = NAIVE[name]
     found = getattr(importlib.import_module(f"fla.ops.{module}.naive"), function)
     operands = [getattr(inputs, each) for each in order.split()]

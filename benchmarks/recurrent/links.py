@@ -1,11 +1,11 @@
-"""What does recurrent attention cost on links of a known rate?
+"""Measure the cost of recurrent attention on links of a known rate.
 
     python -m benchmarks.recurrent.links
 
-Two hosts, which are network namespaces (`benchmarks/network/emulated.py`), with a rank and a core
-each. A step runs whole, with nothing sent, and with nothing computed, in turns (`seqpar.exposure`):
-the figure is the first time over the second, a median over rounds. Results are first held to those
-of one process in fp64. Needs root, ip and tc.
+Two hosts, which are network namespaces (`benchmarks/network/emulated.py`), have one rank and one
+core each. Runs of the whole step, without messages, and without compute alternate
+(`seqpar.exposure`). The figure is the whole step's time over the time without messages, a median
+over rounds. Results are first compared with one process in fp64. Needs root, ip and tc.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from benchmarks.recurrent.ranks import LAYOUTS, PASSES, RANKS, Call
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.profile import harness
 
-KIND, CHECKED = "gated_delta", (96, 2, 8)  # and the shape whose results are checked
+KIND, CHECKED = "gated_delta", (96, 2, 8)  # and the shape of the check
 Shape = tuple[int, int, int]  # tokens of all ranks, heads, and their size
 Row = dict[str, Any]
 
 
 def error(transport: str) -> float:
-    """Return the largest RMS error of this rank's results, over the RMS of what they should be."""
+    """Return the largest RMS error of this rank's results, over the RMS of the expected results."""
     exact = Call(-1, KIND, transport, CHECKED).prepare(True, exact=True)()
     mine = Call(dist.get_rank(), KIND, transport, CHECKED)
     return harness.worst_error(mine.prepare(True)(), [x[:, mine.index] for x in exact])
@@ -43,10 +43,10 @@ def timed(transport: str, shape: Shape, backward: bool, rounds: int) -> Row:
 
 
 def measure(network: Network, shapes: list[Shape], rounds: int) -> list[Row]:
-    """Return a row for each transport, shape and pass, after holding results to one process."""
+    """Return a row for each transport, shape and pass, after a comparison with one process."""
     for transport in LAYOUTS:
         if not max(errors := network(error, transport)) <= LIMIT:
-            raise SystemExit(f"{transport} is wrong: {errors}; nothing was timed")
+            raise SystemExit(f"{transport} has wrong results: {errors}; no times were measured")
     rows = []
     for shape, (backward, passes), transport in itertools.product(shapes, PASSES.items(), LAYOUTS):
         found = network(timed, transport, shape, backward, rounds)
@@ -56,9 +56,9 @@ def measure(network: Network, shapes: list[Shape], rounds: int) -> list[Row]:
         row["ratio"] = row["total"] / row["without_communication"]
         rows.append(row)
         print(
-            f"{shape[0] // RANKS:6} tokens a rank, {passes:16} {transport:10} "
+            f"{shape[0] // RANKS:6} tokens per rank, {passes:16} {transport:10} "
             f"{row['total'] * 1e3:7.0f} ms, {row['ratio']:.2f} × without communication, "
-            f"{row['communication'] * 1e3:.0f} ms of communication alone, "
+            f"{row['communication'] * 1e3:.0f} ms of communication, "
             f"{row['bytes'] / 2**20:.1f} MiB",
             flush=True,
         )
@@ -73,9 +73,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 4096], help="a rank")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--rate", type=int, default=200, help="Mbit/s of the link")
+    parser.add_argument("--rate", type=int, default=200, help="rate of the link, Mbit/s")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
     shapes = [(RANKS * tokens, options.heads, options.dim) for tokens in options.tokens]
     before = harness.canary()

@@ -1,11 +1,11 @@
-"""Is recurrent attention on the ranks of this machine as fast as in one process?
+"""Compare recurrent attention on this machine's ranks with one process.
 
     python -m benchmarks.recurrent.ranks
 
 2 ranks × 1 thread against one process × 2 threads of the same module and backend, one document.
-Both stand ready in processes of their own and take turns, round after round; the figure is the
-ratio of medians. Results are first held to those of one process in fp64. A run during which the
-machine was unsteady writes nothing: run it again.
+Both run in separate processes, and rounds interleave them; the figure is the ratio of medians.
+Results are first compared with one process in fp64. If the machine was unsteady, a run writes no
+results: run it again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Call:
 
 
 def serve(rank: int, threads: int, store: str, pipe: Connection) -> None:
-    """Time or check what it is told to, in a process of its own."""
+    """Run a process that checks and times on request."""
     torch.set_num_threads(threads)
     if rank >= 0:
         where = dist.FileStore(store, RANKS)
@@ -102,14 +102,14 @@ class Contenders:
             self._pipes.append(ours)
 
     def ask(self, alone: bool, task: Any) -> list[Any]:
-        """Return the answers of one process, or of the ranks."""
+        """Return the answers of the single process, or of the ranks."""
         asked = self._pipes[:1] if alone else self._pipes[1:]
         for pipe in asked:
             pipe.send(task)
         return [pipe.recv() for pipe in asked]
 
     def error(self, alone: bool, *call: Any) -> float:
-        """Return the largest RMS error over the RMS of what one process returns in fp64."""
+        """Return the largest RMS error over the RMS of one process's results in fp64."""
         _, exact = self.ask(True, (*call, True, True))[0]
         whole = [torch.empty_like(x) for x in exact]
         for index, parts in self.ask(alone, (*call, True, False)):
@@ -118,7 +118,7 @@ class Contenders:
         return harness.worst_error(whole, exact)
 
     def end(self) -> None:
-        """Let all processes end, which write into the folder until they do."""
+        """End all processes, which write into the folder until then."""
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
@@ -132,13 +132,13 @@ def measure(
     call = kind, transport, shape
     errors = {name: contenders.error(name == "alone", *call) for name in ("alone", "ranks")}
     if not max(errors.values()) <= LIMIT:
-        raise SystemExit(f"{kind}, {transport} is wrong: {errors}; nothing was timed")
+        raise SystemExit(f"{kind}, {transport} has wrong results: {errors}; no times were measured")
     rows = []
     for backward, passes in PASSES.items():
         seconds: dict[str, list[float]] = {"alone": [], "ranks": []}
         for i in range(rounds):
             for name in ("alone", "ranks") if i % 2 else ("ranks", "alone"):
-                time.sleep(0.05)  # the threads of the one before may spin a while
+                time.sleep(0.05)  # threads of the previous contender may still spin
                 found = contenders.ask(name == "alone", (*call, backward, None))
                 seconds[name].append(max(found))
         medians = {name: statistics.median(each) for name, each in seconds.items()}
@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
     shape = options.tokens, options.heads, options.dim
     with tempfile.TemporaryDirectory() as folder:

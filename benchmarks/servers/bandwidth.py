@@ -1,7 +1,7 @@
-"""Payloads between two processes: our transports beside NIXL alone and pyzmq alone.
+"""Compare payloads between two processes, by our transports, by plain NIXL and by plain pyzmq.
 
-One payload follows another: the next one is sent when the last one is there. Each way to send has a
-process that receives, and all of them stand ready and take turns.
+The next payload is sent after the last one has arrived. Each way to send has its own receiving
+process, and rounds interleave all ways.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Way(NamedTuple):
-    """A way to send: what sends one payload, and the process that looks for it, if that spins."""
+    """A way to send: a function that sends one payload, and the receiving process, if it spins."""
 
     send: Callable[[Bytes], None]
     spinning: Peer | None = None
@@ -39,13 +39,13 @@ class Way(NamedTuple):
 MIB = 2**20
 SIZES = [2**16, MIB, 8 * MIB, 64 * MIB]
 PEERS = {"nixl": "NIXL alone", "zmq": "pyzmq alone"}
-BYTES = 128 * MIB  # of a turn, at least
-MOST = 64  # payloads of a turn
+BYTES = 128 * MIB  # the least bytes per round
+MOST = 64  # payloads per round
 _PATIENCE = 60.0  # seconds
 
 
 def measure(rounds: int, begin: Callable[[str], None]) -> list[Row]:
-    """Return a row for each size: bytes a second of each way, and ratios of ours to its peer."""
+    """Return a row for each size: bytes per second of each way, and ratios of ours to its peer."""
     rows = []
     with ExitStack() as stack:
         ways = {"pyzmq alone": bare_zmq, "zmq": frames}
@@ -61,13 +61,13 @@ def measure(rounds: int, begin: Callable[[str], None]) -> list[Row]:
             for turn in range(rounds + 1):
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     rates[name].append(_rate(sends[name], data))
-            rates = {name: found[1:] for name, found in rates.items()}  # the first turn warms up
+            rates = {name: found[1:] for name, found in rates.items()}  # the first round warms up
             rows.append({"size": size, "rates": rates, "of_peer": _ratios(rates)})
     return rows
 
 
 def memory(size: int) -> Bytes:
-    """Return so many bytes of memory, aligned as a tensor's is."""
+    """Return `size` bytes of memory, aligned like a tensor."""
     found = np.zeros(size + ALIGNMENT, np.uint8)
     skipped = -found.ctypes.data % ALIGNMENT
     return found[skipped : skipped + size]
@@ -88,7 +88,7 @@ def _rate(way: Way, data: Bytes) -> float:
 
 
 def _spin(pipe: Any, poll: Callable[[], object]) -> None:
-    """Look for writes, as a NIXL agent must, from each word to go until the next to rest."""
+    """Poll for writes, as a NIXL agent must, from each start message until the next stop."""
     while True:
         pipe.recv()
         while not pipe.poll():
@@ -98,7 +98,7 @@ def _spin(pipe: Any, poll: Callable[[], object]) -> None:
 
 
 def _ratios(rates: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median over rounds of ours over its peer's, in the same round."""
+    """Return the median over rounds of our rate over the peer's in the same round."""
     return {
         name: statistics.median(x / y for x, y in zip(rates[name], rates[peer], strict=True))
         for name, peer in PEERS.items()
@@ -121,7 +121,7 @@ def table(rows: Sequence[Row]) -> str:
 
 @contextmanager
 def bare_zmq() -> Iterator[Way]:
-    """Send by pyzmq, without copies; the receiver says when a payload is there."""
+    """Send by pyzmq, without copies; the receiver reports each payload."""
     with folder() as sockets, zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         address = f"ipc://{sockets}/s"
         with Peer(_bare_zmq_receiver, address) as peer:
@@ -148,7 +148,7 @@ def _bare_zmq_receiver(pipe: Any, address: str) -> None:
 
 @contextmanager
 def frames() -> Iterator[Way]:
-    """Send by our sockets and ZeroMQ's transport, to a socket as a server has it."""
+    """Send by our sockets and ZeroMQ's transport, to a socket like a server's."""
     with folder() as sockets, zmq.Context() as context:
         address = f"ipc://{sockets}/s"
         with Peer(_frames_receiver, address) as peer:
@@ -177,13 +177,13 @@ def _frames_receiver(pipe: Any, address: str) -> None:
         if (received := bound.receive()) is not None:
             peer, (_, frame) = received
             transport.read(peer, [frame], [len(frame)], None)
-            del received, frame  # its memory is used for the next one
+            del received, frame  # its memory is reused for the next payload
             bound.send(peer, [b"there"])
 
 
 @contextmanager
 def bare_nixl() -> Iterator[Way]:
-    """Write from registered memory to registered memory, by a transfer that is prepared once."""
+    """Write from registered memory to registered memory, by one prepared transfer."""
     from nixl._api import nixl_agent, nixl_agent_config  # quiet, since `available` was called
 
     agent = nixl_agent(f"bench-{own_name()}", nixl_agent_config(enable_prog_thread=False))

@@ -1,4 +1,4 @@
-"""A step of decoding whose keys and values a server holds, beside sending them with each step."""
+"""Compare steps of decoding with keys and values on a server, and sent with each step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 Row = dict[str, Any]
 LENGTHS = 2**12, 2**16  # tokens of the sequence
-STEPS = 10  # of a round
-_TOLERANCE = 1e-2  # of outputs rounded to bf16, which were summed in another order
+STEPS = 10  # per round
+_TOLERANCE = 1e-2  # for bf16 outputs, which are summed in different orders
 
 
 def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> list[Row]:
-    """Return seconds and bytes of a step against each length, held and sent."""
+    """Return seconds and bytes of a step for each length, with held and with sent keys."""
     with servers(transport) as (server,), connect([server.address], transport) as pool:
         found = []
         for length in LENGTHS:
@@ -35,9 +35,9 @@ def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> list[R
 
 
 def compared(pool: ServerPool, length: int, rounds: int) -> Row:
-    """Return seconds and bytes of a step on one server, the two ways in turn.
+    """Return seconds and bytes of a step on one server, alternating between the two ways.
 
-    All steps are that of the last token, which is dropped again in between.
+    Each step repeats the last token, which is dropped after it.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -59,7 +59,7 @@ def compared(pool: ServerPool, length: int, rounds: int) -> Row:
         ways["held"] = held
         first, second = (way() for way in ways.values())
         if not torch.allclose(first, second, atol=_TOLERANCE, rtol=_TOLERANCE):
-            raise SystemExit("an answer is wrong: nothing was timed")
+            raise SystemExit("an answer is wrong: no times were measured")
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, way in ways.items():
@@ -77,7 +77,7 @@ def compared(pool: ServerPool, length: int, rounds: int) -> Row:
 
 
 def _request(q: Tensor, k: Tensor, v: Tensor) -> Request:
-    """Return the step as a task, with all that it needs."""
+    """Return the step as a task with its keys and values."""
     length = k.shape[1]
     rows = np.array([[0, 1]]), np.array([[0, length]]), np.array([[-length, 0]])
     positions = (np.array([length - 1], np.int32), np.arange(length, dtype=np.int32))

@@ -1,10 +1,11 @@
-"""How much longer does an honest client wait while other keys keep a server busy?
+"""Measure the latency of an honest client while other keys keep a server busy.
 
-One server with keys computes tasks of one size. An honest client sends one task after another, and
-its latency is measured alone, while one hostile key has many connections with many requests each,
-and while other keys, with a connection each, always have tasks in flight. Keys take turns, so the
-latency should be at most three times the client's own beside a hostile key, and n + 1 times beside
-n busy keys. Answers are checked first, bit for bit. All states take turns in each round.
+One server with keys computes tasks of one size. An honest client sends one task after another. Its
+latency is measured without other clients, while one hostile key has many connections with many
+requests each, and while other keys, with one connection each, always have tasks in flight. A server
+serves keys in turn, so the latency should be at most three times the client's own with a hostile
+key, and n + 1 times with n busy keys. Answers are first checked bit for bit. Each round interleaves
+all states.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack
 
 Row = dict[str, Any]
-TOKENS, DEPTH = 512, 4  # of a task; tasks that a busy key has in flight
-CONNECTIONS = 120  # of the hostile key, each with DEPTH tasks; it gets no more leases
+TOKENS, DEPTH = 512, 4  # tokens of a task; tasks that a busy key has in flight
+CONNECTIONS = 120  # of the hostile key, with DEPTH tasks each; the server gives it no more leases
 BUSY = (1, 2, 4)  # keys
-_SETTLING = 0.2  # seconds of a turn before latencies count
+_SETTLING = 0.2  # seconds until latencies count
 
 
 def keys_for(path: Path, clients: int) -> tuple[Path, list[Path]]:
-    """Make keys of a server and of clients that it trusts; return all folders."""
+    """Make the keys of a server and of trusted clients. Returns all folders."""
     server = path / "server"
     generate(server)
     found = []
@@ -54,7 +55,7 @@ def keys_for(path: Path, clients: int) -> tuple[Path, list[Path]]:
 
 
 def honest(pipe: Any, address: str, keys: Path) -> None:
-    """Say the latencies of tasks, one after another, between two times."""
+    """Send the latencies of consecutive tasks between two times."""
     request = task(TOKENS)
     with connect([address], "zmq", keys=keys, depth=1) as pool:
         check(pool, [request])
@@ -90,7 +91,7 @@ def busy(pipe: Any, address: str, keys: Path) -> None:
 
 
 class Connection:
-    """A connection of the hostile key, which speaks the protocol itself."""
+    """A connection of the hostile key, which implements the protocol itself."""
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: Path) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -106,7 +107,7 @@ class Connection:
         self._generation, self._secret = welcome.generation, welcome.secret
 
     def ask(self) -> None:
-        """Send a task, and something that is no message."""
+        """Send a task, and bytes that are not a message."""
         self._number += 1
         header = self._packed.numbered(self._generation, self._number)
         data = protocol.encode(header, self._secret)
@@ -114,16 +115,16 @@ class Connection:
         self.socket.send(b"no message")
 
     def ping(self) -> None:
-        """Keep the lease."""
+        """Renew the lease."""
         self.socket.send(protocol.encode(protocol.Ping(self._generation), self._secret))
 
     def answered(self) -> bool:
-        """Read a message; return whether a task is no longer in flight."""
+        """Read a message. Returns whether a task has ended."""
         return isinstance(self._receive(), protocol.Result | protocol.Failed | protocol.Busy)
 
     def _receive(self) -> protocol.Message:
         if not self.socket.poll(int(1000 * LIMIT)):
-            raise SystemExit("the server says nothing")
+            raise SystemExit("the server does not answer")
         data = self.socket.recv()
         for _ in range(protocol.frames_after(data)):
             self.socket.recv()
@@ -168,7 +169,7 @@ def hostile(pipe: Any, address: str, keys: Path) -> None:
 
 
 def measure(rounds: int, seconds: float, begin: Callable[[str], None]) -> list[Row]:
-    """Return the honest client's median latency in each state, over its own of the same round."""
+    """Return the honest client's median latency in each state, over its own in the same round."""
     with ExitStack() as stack:
         path = Path(stack.enter_context(folder()))
         server_keys, keys = keys_for(path, 2 + max(BUSY))
@@ -220,8 +221,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="seconds of each state in a round"
+    )
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = harness.canary()

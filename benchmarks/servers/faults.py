@@ -1,6 +1,6 @@
-"""A pool whose servers fail: what is lost, how soon it goes on, and what slow servers cost.
+"""Measure a pool's recovery from faults of servers, and the cost of slow servers.
 
-Computes are sleeps here, since four servers cannot compute at the same time on two cores.
+Computes are sleeps here, since four servers cannot compute simultaneously on two cores.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ Row = dict[str, Any]
 TOKENS, DEPTH = 16, 4
 REQUEST = 1.0  # seconds, the deadline of a request
 DEADLINES = {"connect": 0.5, "request": REQUEST, "hedge": 20.0, "give_up": 40.0}
-SECONDS, SLOWER = 0.01, 10  # of a task's compute, and how many times that of a slow server
+SECONDS, SLOWER = 0.01, 10  # of a task's compute; a slow server takes SLOWER times as long
 STEP = 32  # tasks
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-SLOW = {"none": 0.0, "always": 1.0, "one call in 20": 0.05}  # how often one server of four is slow
+# The share of slow calls of one server of four.
+SLOW = {"none": 0.0, "always": 1.0, "one call in 20": 0.05}
 
 
 def sleep(slow: float, _: Any) -> None:
-    """Let computes of this process take as long as said, and that share of calls far longer."""
+    """Replace this process's computes by sleeps, with this share of long ones."""
     chance = random.Random(0)
 
     def slept(requests: Any, device: Any) -> Any:
@@ -43,10 +44,10 @@ def sleep(slow: float, _: Any) -> None:
 
 
 def failover(transport: str, rounds: int, begin: Callable[[str], None]) -> list[Row]:
-    """Return, for each fault of one of three servers, the tasks lost, and seconds to recover.
+    """Return, for each fault of one of three servers, the lost tasks, and seconds to recover.
 
-    Tasks are submitted all the while. Lost is what was tried again; it has recovered when all that
-    was submitted before the fault has been answered.
+    Tasks are submitted all the time. Lost tasks are those that were tried again. The pool has
+    recovered when all tasks from before the fault have been answered.
     """
     rows = []
     for fault, number in FAULTS.items():
@@ -83,9 +84,9 @@ def _fault(transport: str, number: signal.Signals) -> tuple[int, float]:
 
 
 def hedging(transport: str, steps: int, begin: Callable[[str], None]) -> list[Row]:
-    """Return the seconds of steps on four servers of which one is slow, hedged and not.
+    """Return the seconds of steps on four servers, one of them slow, with and without hedging.
 
-    A step submits tasks at once and waits for all.
+    A step submits all its tasks, then waits for all.
     """
     rows = []
     for often, slow in SLOW.items():
@@ -131,7 +132,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw how long steps took, from the shortest to the longest."""
+    """Draw the sorted times of steps."""
     for row in rows:
         times = np.sort(row["seconds"]) * 1e3
         dash = "-" if row["steps"] == "hedged" else ":"

@@ -1,7 +1,7 @@
-"""What a server adds to a short task, and where that time goes.
+"""Measure the time that a server adds to a short task, stage by stage.
 
-A task is computed in this process and by a server in turn. Both take their clock's stamps as a task
-passes, from a clock that all processes of a machine share, so that the stages add up to the whole.
+This process and a server compute a task alternately. Both record when a task reaches each stage, by
+a clock that all processes of a machine share, so the stages add up to the whole time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from seqpar.servers.server.compute import compute
 
 Row = dict[str, Any]
 TOKENS = 128
-TURNS = 50  # tasks of a round, each computed here and there
-# What is done between two stamps: the first one's name.
+TURNS = 50  # tasks per round, each computed here and by the server
+# The stage that begins with a stamp of this name.
 STAGES = {
     "submitted": "client: make the message",
     "packed": "client: wake its thread",
@@ -49,21 +49,21 @@ SERVER = {
 
 
 class Stamps(dict[str, float]):
-    """When a task passed where, by the clock that all processes share."""
+    """The times at which a task reached each stage, by the clock that all processes share."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without stamps."""
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def watch(self, places: dict[str, tuple[Any, str, bool]]) -> None:
-        """Stamp calls of functions: before them, or behind."""
+        """Record calls of functions, before or after them."""
         for name, (owner, function, before) in places.items():
             original = getattr(owner, function)
             self._replaced.append((owner, function, original))
             setattr(owner, function, self._stamped(original, name, before))
 
     def restore(self) -> None:
-        """Stamp them no more."""
+        """Restore the functions."""
         while self._replaced:
             setattr(*self._replaced.pop())
 
@@ -80,7 +80,7 @@ class Stamps(dict[str, float]):
 
 
 def report(pipe: Any) -> None:
-    """Let a server say, after each answer, when its task passed where."""
+    """Make a server send its stamps of a task after each answer."""
     stamps = Stamps()
     stamps.watch(SERVER)
     progress = answers.Answers.progress
@@ -95,7 +95,7 @@ def report(pipe: Any) -> None:
 
 
 def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> Row:
-    """Return the seconds of a task here and there, what the server adds, and the stages."""
+    """Return the seconds of a task here and on the server, their difference, and the stages."""
     request, cpu = task(TOKENS), torch.device("cpu")
     with servers(transport, [None, report]) as (plain, watched):
         with connect([plain.address], transport) as pool:
@@ -111,7 +111,7 @@ def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> Row:
                     middle = time.perf_counter()
                     pool.submit(request).result(LIMIT)
                     found.append((middle - start, time.perf_counter() - middle))
-                if turn:  # the first one warms up
+                if turn:  # the first round warms up
                     here.append(statistics.median(x for x, _ in found))
                     there.append(statistics.median(x for _, x in found))
         stamps = _stamps(watched, transport, rounds * TURNS)
@@ -128,7 +128,7 @@ def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> Row:
 
 
 def _stamps(watched: Any, transport: str, times: int) -> list[dict[str, float]]:
-    """Return the stamps of so many tasks that a server which is watched computes."""
+    """Return the stamps of `times` tasks on a watched server."""
     stamps, request, found = Stamps(), task(TOKENS), []
     stamps.watch(CLIENT)
     try:
@@ -155,7 +155,7 @@ def _stages(stamps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table of what a server adds, and one of the stages."""
+    """Return a table of the added time, and one of the stages."""
     lines = ["| transport | here, µs | there, µs | added, µs |", "|---|---|---|---|"]
     for row in rows:
         cells = " | ".join(f"{1e6 * row[name]:.0f}" for name in ("here", "there", "added"))
@@ -170,7 +170,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw the stages of a task, one behind the other."""
+    """Draw the stages of a task, one after another."""
     for i, row in enumerate(rows):
         left = 0.0
         for j, (stage, seconds) in enumerate(row["stages"].items()):

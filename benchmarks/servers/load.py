@@ -1,4 +1,4 @@
-"""One server under load: by 1, 4 and 32 clients, how busy it is, and what memory it keeps."""
+"""Measure a server under load from 1, 4 and 32 clients: throughput, busy time and memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from seqpar.servers.wire.request import Request
 
 Row = dict[str, Any]
 CLIENTS = [1, 4, 32]
-TOKENS, DEPTH = 512, 4  # of a task; tasks that each client has in flight
-FEW = 100  # requests, after which memory is compared with that after many
+TOKENS, DEPTH = 512, 4  # tokens of a task; tasks that each client has in flight
+FEW = 100  # requests before the first measurement of memory
 SHAPES = [16, 24, 32, 48, 64, 96, 128]  # tokens of those requests
-_PAUSE = 0.5  # seconds from the word to begin until clients are counted
+_PAUSE = 0.5  # seconds from the start message until tasks are counted
 
 
 def throughput(
     transport: str, rounds: int, seconds: float, begin: Callable[[str], None]
 ) -> list[Row]:
-    """Return, for each number of clients, tasks a second, and the server's share of computing.
+    """Return, for each number of clients, tasks per second, and the server's share of computing.
 
-    All clients of all numbers are connected from the start; those whose turn it is submit.
+    All clients are connected from the start; only the current number of them submits.
     """
     with servers(transport) as (server,), ExitStack() as stack:
         clients = [
@@ -59,12 +59,12 @@ def throughput(
 
 
 def _fairness(tasks: Sequence[int]) -> float:
-    """Return what the client with the fewest tasks got, over the mean."""
+    """Return the fewest tasks of a client over the mean."""
     return min(tasks) / max(1.0, statistics.mean(tasks))
 
 
 def _turn(server: Server, clients: Sequence[Peer], seconds: float) -> Row:
-    """Let some clients submit for so many seconds; return how many tasks each got answers to."""
+    """Run clients for this time. Returns each client's number of answered tasks."""
     start = time.monotonic() + _PAUSE
     for client in clients:
         client.pipe.send((start, start + seconds))
@@ -77,7 +77,7 @@ def _turn(server: Server, clients: Sequence[Peer], seconds: float) -> Row:
 
 
 def _client(pipe: Any, address: str, transport: str, seed: int) -> None:
-    """Submit tasks when told to, and say how many were answered in that time."""
+    """Submit tasks on request, and send the number of answers in that time."""
     request = task(TOKENS, seed)
     with connect([address], transport, depth=DEPTH) as pool:
         check(pool, [request])
@@ -91,7 +91,7 @@ def _client(pipe: Any, address: str, transport: str, seed: int) -> None:
 
 
 def _answers(pool: ServerPool, request: Request, stop: float) -> Iterator[float]:
-    """Keep tasks in flight until a time; yield when each has been answered."""
+    """Keep tasks in flight until a time. Yields the time of each answer."""
     flying = deque(pool.submit(request) for _ in range(DEPTH))
     while flying:
         flying.popleft().result(LIMIT)
@@ -127,7 +127,7 @@ def _ask(pool: ServerPool, requests: Sequence[Request], count: int) -> None:
 
 
 def _resident(server: Server) -> int:
-    """Return how many bytes of memory a server's process has."""
+    """Return the resident bytes of a server's process."""
     lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     (found,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
     return found
@@ -147,7 +147,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw tasks a second of each number of clients, over one client's."""
+    """Draw tasks per second of each number of clients, over one client's."""
     for name in dict.fromkeys(row["transport"] for row in rows):
         some = [row for row in rows if row["transport"] == name]
         places = range(len(some))

@@ -1,4 +1,4 @@
-"""Attention servers and what talks to them, each a process of its own, and tasks for them."""
+"""Processes of attention servers and their peers, and tasks for servers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from seqpar.servers.wire.protocol import Status
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.call_options import CallOptions
 
-PROCESSES = multiprocessing.get_context("forkserver")  # what it imports is imported once for all
+PROCESSES = multiprocessing.get_context("forkserver")  # its imports happen once for all processes
 PROCESSES.set_forkserver_preload([__name__])
-LIMIT = 60.0  # seconds for what takes a moment
+LIMIT = 60.0  # seconds to wait for fast actions
 HEADS, KV_HEADS, DIM, DTYPE = 8, 2, 64, torch.bfloat16
 
 
 class Peer:
-    """A process that runs `function(pipe, *arguments)`; it is killed in the end."""
+    """A process that runs `function(pipe, *arguments)`, and is killed at the end."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Start it."""
+        """Start the process."""
         self.pipe, theirs = PROCESSES.Pipe()
         self.process = PROCESSES.Process(
             target=_run, args=(function, theirs, *arguments), daemon=True
@@ -44,13 +44,13 @@ class Peer:
         theirs.close()
 
     def hear(self) -> Any:
-        """Return what it says next."""
+        """Return the next message."""
         if not self.pipe.poll(LIMIT):
-            raise TimeoutError("a process says nothing")
+            raise TimeoutError("a process does not answer")
         return self.pipe.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         os.kill(self.process.pid or 0, number)
 
     def __enter__(self) -> Self:
@@ -62,10 +62,10 @@ class Peer:
 
 
 class Server(Peer):
-    """What `python -m seqpar serve` runs, with one thread that computes.
+    """The process of `python -m seqpar serve`, with one computing thread.
 
     Attributes:
-        address: where it serves.
+        address: its address.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Server(Peer):
         change: Callable[[Any], None] | None = None,
         keys: Path | None = None,
     ) -> None:
-        """Start it, with the keys in a folder if one is given.
+        """Start the server, with the keys in a folder if one is given.
 
-        `change`, given a pipe to this process, may first change it.
+        `change`, a function of a pipe to this process, can first patch the server's process.
         """
         super().__init__(_serve, address, transport, change, keys)
         self.address = address
 
     def status(self, keys: Path | None = None) -> Status:
-        """Return how it does; `keys` is the folder of a client's."""
+        """Return the server's status. `keys` is a client's folder of keys."""
         return ask(self.address, keys, LIMIT)
 
 
@@ -112,7 +112,7 @@ def _serve(
 
 @contextmanager
 def folder() -> Iterator[str]:
-    """Give a folder for sockets, whose path is short enough for them."""
+    """Yield a folder with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="seqpar-") as found:
         yield found
 
@@ -121,7 +121,7 @@ def folder() -> Iterator[str]:
 def servers(
     transport: str, changes: Sequence[Callable[[Any], None] | None] = (None,)
 ) -> Iterator[list[Server]]:
-    """Give servers that are ready, one for each of the changes."""
+    """Yield ready servers, one for each of the changes."""
     with folder() as sockets, ExitStack() as stack:
         found = [
             stack.enter_context(Server(f"ipc://{sockets}/{i}", transport, change))
@@ -133,7 +133,7 @@ def servers(
 
 
 def connect(addresses: Sequence[str], transport: str, **options: Any) -> ServerPool:
-    """Return a pool that is connected to all of its servers by this transport."""
+    """Return a pool that is connected to all servers by this transport."""
     pool = ServerPool.connect(addresses, transports=[transport], home=False, **options)
     end = time.monotonic() + LIMIT
     while not all(x.transport == transport for x in pool.report().servers[:-1]):
@@ -144,7 +144,7 @@ def connect(addresses: Sequence[str], transport: str, **options: Any) -> ServerP
 
 
 def task(tokens: int, seed: int = 0) -> Request:
-    """Return causal attention of one document, all of it in one task."""
+    """Return causal attention of one document as one task."""
     random = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, tokens, heads, DIM, generator=random).to(DTYPE)
@@ -157,9 +157,9 @@ def task(tokens: int, seed: int = 0) -> Request:
 
 
 def check(pool: ServerPool, requests: Sequence[Request]) -> None:
-    """End the program if an answer has other bits than what this process computes."""
+    """Exit if an answer has different bits than this process's result."""
     futures = [pool.submit(request) for request in requests]
     for request, future in zip(requests, futures, strict=True):
         expected = compute([request], request.q.device)[0]
         if not all(map(torch.equal, future.result(LIMIT), expected)):
-            raise SystemExit("an answer is wrong: nothing was timed")
+            raise SystemExit("an answer is wrong: no times were measured")

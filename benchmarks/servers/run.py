@@ -1,16 +1,16 @@
-"""How near do attention servers come to what they stand on, and what do their faults cost?
+"""Measure attention servers: bandwidth, latency, load, memory, faults and decoding.
 
-On this machine, with servers and clients as processes of their own, connected through Unix sockets:
+On this machine, with servers and clients in separate processes, connected through Unix sockets:
 
-- payloads of 64 KiB to 64 MiB by our transports, beside NIXL alone and pyzmq alone;
-- what a server adds to a task of 128 tokens, beside computing it here, and where that goes;
-- tasks a second of 1, 4 and 32 clients of one server, and how busy it is;
+- payloads of 64 KiB to 64 MiB by our transports, compared with plain NIXL and plain pyzmq;
+- the time that a server adds to a task of 128 tokens, stage by stage;
+- tasks per second of 1, 4 and 32 clients of one server, and its busy time;
 - its memory after 100 and after 10,000 requests;
-- what is lost, and until when, if a server is killed or stopped;
-- a step of decoding whose keys and values a server holds, beside sending them;
-- the 99th percentile of steps on four servers of which one is ten times as slow.
+- lost tasks and time of recovery if a server is killed or stopped;
+- a step of decoding with keys and values on a server, compared with sending them;
+- the 99th percentile of steps on four servers, one of them ten times as slow.
 
-Answers are checked first, bit for bit. Those that are compared take turns.
+Answers are first checked bit for bit. Rounds interleave the contenders of a comparison.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MICROSECOND, MEBIBYTE = 1e-6, 2**20
 
 
 def measured(options: argparse.Namespace, begin: Callable[[str], None]) -> Row:
-    """Return what was found, by question."""
+    """Return the results by question."""
     transports = ["zmq", *(["nixl"] if available() else [])]
     rounds, results = options.rounds, dict[str, Any]()
     for question in options.only:
@@ -57,7 +57,7 @@ def measured(options: argparse.Namespace, begin: Callable[[str], None]) -> Row:
 
 
 def _points(options: argparse.Namespace) -> int:
-    """Return how many points progress is told of."""
+    """Return the number of progress reports."""
     rounds, ends = options.rounds, 2 if available() else 1
     points = {
         "bandwidth": len(bandwidth.SIZES),
@@ -72,7 +72,7 @@ def _points(options: argparse.Namespace) -> int:
 
 
 def targets(results: Row) -> list[Row]:
-    """Return what is aimed at, beside the figure that was found."""
+    """Return the targets, with the measured figures."""
     rows = []
 
     def add(what: str, found: float, bound: str, limit: float) -> None:
@@ -147,11 +147,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn of clients")
-    parser.add_argument("--steps", type=int, default=200, help="of which percentiles are taken")
-    parser.add_argument("--requests", type=int, default=10_000, help="until memory is compared")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds of each number of clients in a round"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="steps for percentiles")
+    parser.add_argument(
+        "--requests", type=int, default=10_000, help="requests until memory is compared"
+    )
     parser.add_argument("--only", nargs="*", choices=QUESTIONS, default=QUESTIONS)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = harness.canary()
@@ -169,7 +173,7 @@ def main() -> int:
 
 
 def plot(results: Row, path: Path) -> None:
-    """Draw a panel for each question that is more than a number."""
+    """Draw one panel for each question with several figures."""
     figure, axes = harness.pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
     bandwidth.plot(axes[0, 0], results["bandwidth"])
     latency.plot(axes[0, 1], results["latency"])

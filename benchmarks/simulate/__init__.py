@@ -1,1 +1,1 @@
-"""Are steps simulated right?"""
+"""Compare simulated steps with measured ones."""

@@ -1,11 +1,11 @@
-"""Is the strategy that is chosen by simulation the fastest one, or nearly?
+"""Compare the strategy that simulation chooses with the fastest strategy.
 
-In 100 random settings every strategy is measured, and simulated: on 2 and 4 ranks of this machine's
-cores, and on emulated links, where computes sleep. Device and links are measured first; no figure
-of a step enters a simulation. What counts is how much longer the choice takes, as measured, than
-the fastest: the choice by prediction alone, and that of `make_attention("auto", ...)`, which
-measures what predictions cannot tell apart. What it measures is apart from what it is judged by.
-Settings that have been measured are kept: the next start goes on behind them.
+In 100 random settings every strategy is measured and simulated: on 2 and 4 ranks of this machine's
+cores, and on emulated links, where computes sleep. Device and links are measured first; no time of
+a step enters a simulation. Two choices are compared with the fastest by their measured times: the
+choice by prediction, and the choice of `make_attention("auto", ...)`, which measures strategies
+with close predictions. Its measurements are separate from those of the comparison. Measured
+settings are kept: the next start continues after them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ from seqpar.simulate.candidates import Candidate, candidates
 from seqpar.simulate.error_model import error_of
 
 Row = dict[str, Any]
-NEAR = 0.05  # by how much a choice may take longer than the fastest
+NEAR = 0.05  # additional time of a good choice, over the fastest
 
 
 def measured(
     network: Network, setting: Setting, found: list[Candidate], rounds: int
 ) -> dict[str, list[float]]:
-    """Return each candidate's seconds, those of the slowest rank; end if one is wrong."""
+    """Return each candidate's seconds on the slowest rank. Exits if a result is wrong."""
     small = tuple(min(x, 60) for x in setting.lengths)
     answers = network(errors, setting._replace(lengths=small, pair_seconds=0.0), found)
     for candidate, wrong in zip(found, zip(*answers, strict=True), strict=True):
         if max(wrong) > TOLERANCE:
-            raise SystemExit(f"{candidate} is wrong by {max(wrong):.1e}: nothing was timed")
+            raise SystemExit(
+                f"{candidate} has an error of {max(wrong):.1e}: no times were measured"
+            )
     ranks = network(seconds, setting, found, rounds)
     times = [list(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)]
     return {str(candidate): each for candidate, each in zip(found, times, strict=True)}
@@ -65,7 +67,7 @@ def predicted(setting: Setting, cluster: Cluster, link: Link) -> Choice:
 
 
 def judged(row: Row, cluster: Cluster) -> Row:
-    """Return a setting's measured medians and simulated seconds, and what choices cost."""
+    """Return a setting's measured medians, simulated seconds, and the cost of the choices."""
     setting = Setting(**row["setting"] | {"lengths": tuple(row["setting"]["lengths"])})
     choice = predicted(setting, cluster, Link(**row["link"]))
     simulated = {str(x.candidate): x.seconds for x in choice.ranked}
@@ -87,9 +89,9 @@ def judged(row: Row, cluster: Cluster) -> Row:
 
 
 def fraction(results: list[Row], strategy: str) -> tuple[float, int]:
-    """Return in what share of settings one strategy is near the fastest.
+    """Return the share of settings in which a strategy is near the fastest.
 
-    Beside it stands of how many: those in which the strategy was measured.
+    The second number counts the settings in which the strategy was measured.
     """
     near = [
         x["measured"][strategy] <= (1 + NEAR) * x["measured"][x["best"]]
@@ -100,10 +102,10 @@ def fraction(results: list[Row], strategy: str) -> tuple[float, int]:
 
 
 def same_code(results: list[Row]) -> tuple[float, int]:
-    """Return in what share of settings two strategies that run the same code are near each other.
+    """Return the share of settings in which two strategies with the same code are close.
 
-    So are Ring and AllGather on two ranks: how often a choice can be seen to be right ends there.
-    Beside it stands of how many settings.
+    Ring and AllGather on two ranks are such strategies. Noise keeps measured choices from being
+    right more often than that. The second number counts the settings.
     """
     measured = [x["measured"] for x in results if x["ranks"] == 2]
     pairs = [sorted((x["ring"], x["all_gather"])) for x in measured]
@@ -112,7 +114,7 @@ def same_code(results: list[Row]) -> tuple[float, int]:
 
 
 def costs(losses: list[float]) -> Row:
-    """Return how often choices are near the fastest, or are it, and what they cost."""
+    """Return the shares of choices that are near the fastest or the fastest, and their cost."""
     return {
         "near": sum(x <= NEAR for x in losses) / len(losses),
         "fastest": sum(x == 0 for x in losses) / len(losses),
@@ -122,7 +124,7 @@ def costs(losses: list[float]) -> Row:
 
 
 def summary(results: list[Row]) -> Row:
-    """Return how good the choices are, and by how much simulated seconds are off."""
+    """Return the quality of the choices, and the error of simulated seconds."""
     errors = [
         x["simulated"][name] / seconds - 1
         for x in results
@@ -168,7 +170,7 @@ def table(found: Row) -> str:
 
 
 def plot(results: list[Row], path: Path) -> None:
-    """Draw how much longer than the fastest the choice and each strategy take, in order."""
+    """Draw the sorted additional times of the choice and of each strategy over the fastest."""
     figure, axis = harness.pyplot().subplots(figsize=(9, 4.5), layout="constrained")
     names = sorted({name for x in results for name in x["measured"]})
     shown = {"auto": [x["auto_loss"] for x in results]}
@@ -188,7 +190,7 @@ def plot(results: list[Row], path: Path) -> None:
 
 
 def groups(left: list[Setting]) -> list[tuple[tuple[int, int], list[Setting]]]:
-    """Return settings by ranks and rate: those of a group run on the same processes."""
+    """Return settings by ranks and rate. The settings of a group run on the same processes."""
 
     def key(setting: Setting) -> tuple[int, int]:
         return setting.ranks, setting.rate_mbit
@@ -197,7 +199,7 @@ def groups(left: list[Setting]) -> list[tuple[tuple[int, int], list[Setting]]]:
 
 
 def run(left: list[Setting], cluster: Cluster, rounds: int, stop: float, keep: Any) -> bool:
-    """Measure what is left, and `keep(row)` each; return whether all is, by the time to stop."""
+    """Measure settings until `stop`, and `keep` each row. Returns whether all are done."""
     for (ranks, rate), part in groups(left):
         if time.monotonic() > stop:
             return False
@@ -221,17 +223,21 @@ def run(left: list[Setting], cluster: Cluster, rounds: int, stop: float, keep: A
 
 
 def main() -> int:
-    """Measure what is left; simulate all settings that have been measured, print and write."""
+    """Measure the remaining settings, simulate all measured ones, print and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--settings", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the first; others follow it")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first setting; others follow it"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=420, help="begin no setting after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=420, help="begin no setting after this time"
+    )
     parser.add_argument("--tokens", type=int, nargs=2, default=(2048, 16384), help="from, to")
-    parser.add_argument("--no-links", action="store_true", help="on cores alone, without root")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="for the result files")
+    parser.add_argument("--no-links", action="store_true", help="only on cores, without root")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result files")
     options = parser.parse_args()
     if not options.no_links and (missing := lacking()):
         parser.error(f"links need {missing}: try --no-links")
@@ -259,10 +265,11 @@ def main() -> int:
         setting = Setting(**row["setting"])
         both = ((found[x], found[y]) for x, y in (("auto", "auto_loss"), ("chosen", "loss")))
         auto, alone = (f"{name}, {loss:+.1%}" for name, loss in both)
-        print(f"{setting}: {auto}; by prediction alone {alone}", flush=True)
+        print(f"{setting}: {auto}; by prediction {alone}", flush=True)
 
     complete = run(left, cluster, options.rounds, stop, keep)
-    drift = harness.check_canary(before, harness.canary())  # or nothing of this start is kept
+    # After a drift, this raises, and no setting of this start is kept.
+    drift = harness.check_canary(before, harness.canary())
     known["rows"] += [row | {"canary_drift": drift} for row in new]
     results = [judged(row, cluster) for row in known["rows"]]
     known.pop("environment", None)

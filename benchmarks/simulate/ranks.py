@@ -1,4 +1,4 @@
-"""What ranks run, and what is simulated of it: the same code, with data or without."""
+"""The code that ranks run with data, and that simulation records without data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from seqpar.costs.profile import harness
 
 DIM = 64
 _BEYOND_CACHES = 2**26  # bytes
-_BESIDE = 2**15  # bytes of a message, beside which a rank computes a small call of attention
+_BESIDE = 2**15  # bytes of a message during which a rank computes a small call of attention
 
 
 class Cell(NamedTuple):
@@ -31,12 +31,12 @@ class Cell(NamedTuple):
 
     Attributes:
         where: "cores", or on emulated "links".
-        ranks: how many.
+        ranks: the number of ranks.
         strategy: its name.
-        layout: the name of the method that makes it.
+        layout: the name of the `Layout` method.
         lengths: of the documents.
         heads: of queries, keys and values.
-        pair_seconds: how long a compute sleeps for each pair and head; 0: it computes.
+        pair_seconds: sleep per pair and head instead of computing; 0: compute.
     """
 
     where: str
@@ -80,7 +80,7 @@ def step(cell: Cell, attn: nn.Module, rank: int, device: str) -> Callable[[], li
 
 
 def code(cell: Cell) -> Callable[[Comm], object]:
-    """Return what `simulate.record` takes."""
+    """Return the function for `simulate.record`."""
 
     def run(comm: Comm) -> None:
         step(cell, seqpar.make_attention(cell.strategy, comm), comm.rank, "meta")()
@@ -89,7 +89,7 @@ def code(cell: Cell) -> Callable[[Comm], object]:
 
 
 def error(cell: Cell) -> float:
-    """Return the largest RMS error of this rank's results, over the RMS of what they should be."""
+    """Return the largest RMS error of this rank's results, over the RMS of the expected results."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(4, sum(cell.lengths), cell.heads, DIM, generator=generator).double()
     *leaves, dout = (x.requires_grad_() for x in whole.unbind())
@@ -103,7 +103,7 @@ def error(cell: Cell) -> float:
 
 
 def seconds(cell: Cell, rounds: int) -> list[float]:
-    """Return this rank's seconds from a barrier to its end, round by round."""
+    """Return this rank's seconds from a barrier to the end of a step, per round."""
     torch.set_num_threads(1)
     run, times = step(cell, module(cell.strategy), dist.get_rank(), "cpu"), []
     sleeping: AbstractContextManager[None] = nullcontext()
@@ -121,12 +121,12 @@ def seconds(cell: Cell, rounds: int) -> list[float]:
 def exchanges(
     sizes: Sequence[int], rounds: int, peers: int = 1, computing: bool = False
 ) -> list[float]:
-    """Return the median seconds of a message of each size, one to each of the next `peers` at once.
+    """Return the median seconds of messages of each size, one to each of the next `peers` ranks.
 
-    As in a step messages are not in any cache: they lie behind one another in memory. With
-    `computing` ranks compute until their messages have arrived, and a time is that of the cores
-    which send one message and receive another one. Otherwise it is the clock's, of each of those
-    that are under way at once.
+    As in a step, messages are not in a cache, because they follow one another in memory. With
+    `computing`, ranks compute until their messages have arrived, and the time is the CPU time to
+    send one message and receive another. Otherwise it is the wall-clock time of each simultaneous
+    message.
     """
     torch.set_num_threads(1)
     comm, found = Comm.of(dist.group.WORLD), []

@@ -1,4 +1,4 @@
-"""Random settings of attention, and what ranks run of them."""
+"""Random settings of attention, and the steps that ranks run."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import Candidate
 from seqpar.softmax.module import Attention
 
-RATES = (400, 800, 1600)  # Mbit/s of an emulated link of each rank to a switch
-ROW_BYTES = 2**21  # of a rank's queries, at most
-PAIRS = 2**23  # that see each other on a rank, times heads and dim / 64, at most
-SECONDS, MOST_ROUNDS = 4.0, 40  # that rounds may take, unless that is fewer than asked for
-RATIOS = 0.1, 4.0  # of a forward's computing on links, as multiples of sending keys and values
+RATES = (400, 800, 1600)  # Mbit/s of a rank's emulated link to a switch
+ROW_BYTES = 2**21  # the most bytes of a rank's queries
+PAIRS = 2**23  # the most pairs of the mask on a rank, times heads and dim / 64
+SECONDS, MOST_ROUNDS = 4.0, 40  # limits of all rounds, beyond the requested number
+RATIOS = 0.1, 4.0  # a forward's compute on links, over the time to send keys and values
 
 
 class Setting(NamedTuple):
     """A setting: attention in fp32, forward and backward.
 
     Attributes:
-        seed: what it was drawn with.
-        ranks: how many.
-        rate_mbit: of emulated links; 0: there are none, but cores.
+        seed: the seed of the draw.
+        ranks: the number of ranks.
+        rate_mbit: the rate of emulated links; 0: cores without links.
         layout: "zigzag" or "contiguous".
         lengths: of the documents.
         heads, kv_heads, dim: of queries, of keys and values.
-        window: keys that a query sees, or 0 for all before it.
-        pair_seconds: how long a compute sleeps for each pair and head; 0: it computes.
+        window: keys that a query attends to, or 0 for all earlier keys.
+        pair_seconds: sleep per pair and head instead of computing; 0: compute.
     """
 
     seed: int
@@ -63,17 +63,17 @@ class Setting(NamedTuple):
 
     @property
     def shape(self) -> OperandShape:
-        """The shape of its operands."""
+        """The shape of the operands."""
         return OperandShape(torch.float32, 1, self.heads, self.kv_heads, self.dim, self.dim)
 
     @property
     def call(self) -> dict[str, Any]:
-        """What a call takes beside tensors and the layout."""
+        """The arguments of a call, without tensors and layout."""
         return {"causal": True, "window_size": (self.window - 1 if self.window else -1, -1)}
 
     @property
     def pairs(self) -> float:
-        """How many pairs see each other, of each rank on average, in a head."""
+        """The mean number of pairs of the mask per rank and head."""
         lengths = np.array(self.lengths, float)
         seen = np.minimum(lengths, self.window or np.inf)
         return float((lengths * seen - seen**2 / 2).sum() / self.ranks)
@@ -87,10 +87,10 @@ class Setting(NamedTuple):
 
 
 def drawn(seed: int, smallest: int = 2048, largest: int = 16384, links: bool = True) -> Setting:
-    """Draw a setting of 2 or 4 ranks and so many tokens, uniform in their logarithm.
+    """Draw a setting of 2 or 4 ranks, with tokens uniform in their logarithm.
 
-    Half of the settings have one document, a quarter a window, and half are on links. What would
-    take a rank too long is drawn again, from the same generator.
+    Half of the settings have one document, a quarter a window, and half are on links. Settings that
+    would take too long are drawn again, from the same generator.
     """
     generator = np.random.default_rng(seed)
     while True:
@@ -119,7 +119,7 @@ def drawn(seed: int, smallest: int = 2048, largest: int = 16384, links: bool = T
 
 
 class Step:
-    """A rank's step of a setting, through any candidate."""
+    """A rank's step of a setting, with any candidate."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._layout = setting, setting.made()
@@ -141,13 +141,13 @@ class Step:
         return out
 
     def measured(self, choice: Choice, error: float) -> Choice:
-        """Return a choice as `make_attention("auto", ...)` measures it."""
+        """Return a choice measured like in `make_attention("auto", ...)`."""
         comm, operands = Comm.of(dist.group.WORLD), tuple(self._operands)
         module = functools.cache(lambda candidate: candidate.make(comm))
         return measured(choice, error, module, self._forward, operands, comm, True)
 
     def expected(self) -> list[Tensor]:
-        """Return what it should return, by one process in fp64."""
+        """Return the expected results, from one process in fp64."""
         q, k, v, dout = (x.double().requires_grad_() for x in self._whole)
         parts = []
         split = (x.transpose(0, 1).split(self._setting.lengths, 1) for x in (q, k, v))
@@ -162,16 +162,16 @@ class Step:
 
 
 def errors(setting: Setting, found: list[Candidate]) -> list[float]:
-    """Return the largest relative RMS error of this rank's results, of each candidate."""
+    """Return each candidate's largest relative RMS error on this rank."""
     step = Step(setting)
     return [harness.worst_error(step(each), step.expected()) for each in found]
 
 
 def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[float]]:
-    """Return this rank's seconds of each candidate, which take turns, round by round.
+    """Return this rank's seconds of each candidate, in interleaved rounds.
 
-    There are at least so many rounds, and more of short steps, whose seconds vary more. Each round
-    has another order, since what a step takes also depends on the one before it.
+    There are at least `rounds` rounds, and more for short steps, whose times vary more. Each round
+    has another order, since a step's time also depends on the previous step.
     """
     torch.set_num_threads(1)
     step, orders = Step(setting), np.random.default_rng(setting.seed)
@@ -187,21 +187,21 @@ def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[
 
     with computes(setting):
         once = torch.tensor(sum(turns()))
-        dist.broadcast(once, 0)  # all ranks have as many rounds
+        dist.broadcast(once, 0)  # the same number of rounds on all ranks
         count = max(rounds, min(MOST_ROUNDS, int(SECONDS / float(once))))
         times = [turns() for _ in range(count)]
     return [list(each) for each in zip(*times, strict=True)]
 
 
 def tuned(setting: Setting, choice: Choice, error: float) -> Choice:
-    """Return a choice of which what predictions cannot tell apart has been measured."""
+    """Return a choice after candidates with close predictions were measured."""
     torch.set_num_threads(1)
     with computes(setting):
         return Step(setting).measured(choice, error)
 
 
 def computes(setting: Setting) -> AbstractContextManager[None]:
-    """Return the context in which computes sleep, in a setting where they do."""
+    """Return a context that replaces computes by sleeps, if the setting has sleeps."""
     if not setting.pair_seconds:
         return nullcontext()
     return hooks.set(replace_compute=lambda area: time.sleep(area * setting.pair_seconds))

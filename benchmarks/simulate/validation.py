@@ -1,10 +1,9 @@
-"""Do steps take as long as they are simulated to take?
+"""Compare the times of steps with their simulations.
 
 Attention of each strategy, forward and backward, on 1, 2 and 4 ranks of this machine's cores, and
-on 2 and 4 ranks behind a switch of emulated links, where computes sleep. Device and links are
-measured first; no figure of a step enters its simulation. What runs and what is recorded is the
-same code. Four ranks on two cores take turns as the operating system has it, and in the simulation
-they share the cores.
+on 2 and 4 ranks on a switch of emulated links, where computes sleep. Device and links are measured
+first; no time of a step enters its simulation. The same code is run and recorded. Four ranks on two
+cores share them by the operating system's schedule, and equally in the simulation.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ LAYOUTS = ("zigzag", "contiguous")
 SIZES = {"cores": [2**i for i in range(16, 24)], "links": [2**i for i in range(19, 24)]}
 RATE = 400  # Mbit/s of an emulated link
 TOLERANCE = 1e-4  # of results in fp32, relative
-COMPUTES = (0.5, 1.5)  # of a step on links, as multiples of what Ring sends in a hop
+COMPUTES = (0.5, 1.5)  # of a step on links, over the time of a hop of Ring
 
 
 def cells(tokens: int) -> list[Cell]:
-    """Return what is measured: on cores, and then on links."""
+    """Return the cells: first on cores, then on links."""
     found = []
     for n in (tokens, 2 * tokens):
         found.append(Cell("cores", 1, "ring", "zigzag", (n,), 4))
@@ -53,7 +52,7 @@ def cells(tokens: int) -> list[Cell]:
             found.append(Cell("cores", ranks, strategy, "zigzag", (n,), 4))
             found.append(Cell("cores", ranks, strategy, "zigzag", (n // 2, n // 4, n // 4), 4))
         found.append(Cell("cores", ranks, "ring", "contiguous", (n,), 4))
-    hop = tokens * 8 * 2 * 64 * 4 * 8 / (RATE * 1e6)  # seconds, of 8 heads of keys and values
+    hop = tokens * 8 * 2 * 64 * 4 * 8 / (RATE * 1e6)  # seconds to send 8 heads of keys and values
     for ranks in (2, 4):
         for strategy in STRATEGIES:
             for ratio in COMPUTES:
@@ -63,14 +62,14 @@ def cells(tokens: int) -> list[Cell]:
 
 
 def fit(sizes: list[int], times: list[float]) -> tuple[float, float]:
-    """Return the seconds of a message however small it is, and those of a byte."""
+    """Return the seconds per message, and per byte."""
     x, y = np.array(sizes, float), np.array(times)
     each, once = np.polyfit(x, y, 1, w=1 / y)
     return max(0.0, float(once)), float(each)
 
 
 def asleep(pair_seconds: float, device: Device) -> Any:
-    """Return the seconds of computes: asleep so long for each pair and head, or the device's."""
+    """Return the costs of computes: sleeps per pair and head, or the device's costs."""
 
     def priced(found: list[Compute]) -> dict[int, float]:
         if not pair_seconds:
@@ -82,7 +81,7 @@ def asleep(pair_seconds: float, device: Device) -> Any:
 
 
 def joined(network: Network, where: str, ranks: int, rounds: int) -> Link:
-    """Return the link between ranks, of which exchanges are measured."""
+    """Return the measured link between ranks."""
     sizes = SIZES[where]
     if where == "cores":  # each end of a message takes a core
         once, each = fit(sizes, mean(network(exchanges, sizes, rounds, 1, True)))
@@ -93,7 +92,7 @@ def joined(network: Network, where: str, ranks: int, rounds: int) -> Link:
 
 
 def mean(ranks: list[list[float]]) -> list[float]:
-    """Return the mean over ranks of each of their figures."""
+    """Return the means over ranks."""
     return [statistics.mean(x) for x in zip(*ranks, strict=True)]
 
 
@@ -106,7 +105,7 @@ def linked(cluster: Cluster, where: str, ranks: int, link: Link) -> Cluster:
 
 
 def simulated(cell: Cell, cluster: Cluster) -> float:
-    """Return the seconds of a cell's step as they are simulated."""
+    """Return the simulated seconds of a cell's step."""
     programs = simulate.record(code(cell), cell.ranks, ordered=False)
     return simulate.play(
         programs, cluster, pricing=asleep(cell.pair_seconds, cluster.device)
@@ -114,7 +113,7 @@ def simulated(cell: Cell, cluster: Cluster) -> float:
 
 
 def measured(network: Network, cell: Cell, rounds: int) -> Row:
-    """Return what a cell's steps took: each as long as its slowest rank."""
+    """Return the seconds of a cell's steps, each on its slowest rank."""
     answers = network(seconds, cell, rounds)
     times = [max(each) for each in zip(*answers, strict=True)]
     middle = statistics.median(times)
@@ -123,14 +122,14 @@ def measured(network: Network, cell: Cell, rounds: int) -> Row:
 
 
 def check(network: Network, cell: Cell) -> None:
-    """End the program if a strategy's results are wrong."""
+    """Exit if a strategy's results are wrong."""
     small = cell._replace(lengths=(150, 90), pair_seconds=0.0)
     if (wrong := max(network(error, small))) > TOLERANCE:
-        raise SystemExit(f"{cell.strategy} is wrong by {wrong:.1e}: nothing was timed")
+        raise SystemExit(f"{cell.strategy} has an error of {wrong:.1e}: no times were measured")
 
 
 def profiled(cores: int, rounds: int) -> Cluster:
-    """Return this machine, measured while so many of its cores compute: they share its memory."""
+    """Return this machine, measured while `cores` cores compute, because they share its memory."""
     with Network("loopback", cores, timeout=600) as network:
         found = network(machine.profile, rounds)[0]
         found["rates"]["operators"] = [1 / x for x in network(operator_seconds)]
@@ -140,7 +139,7 @@ def profiled(cores: int, rounds: int) -> Cluster:
 def on_ranks(
     where: str, ranks: int, part: list[Cell], cluster: Cluster, options: argparse.Namespace
 ) -> list[Row]:
-    """Return a row for each cell of some ranks, with the links that were measured there."""
+    """Return a row for each cell of these ranks, with the links measured there."""
     kind, rate = ("switch", RATE) if where == "links" else ("loopback", 0)
     rows = []
     with Network(kind, ranks, rate, timeout=300) as network:
@@ -180,7 +179,7 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw simulated over measured seconds, with the quartiles of what was measured."""
+    """Draw simulated over measured seconds, with the quartiles of measured seconds."""
     figure, axis = harness.pyplot().subplots(figsize=(9, 4.5), layout="constrained")
     axis.axhspan(0.95, 1.05, color="0.92")
     axis.axhline(1, color="0.6", linewidth=0.8)
@@ -198,14 +197,14 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> int:
-    """Measure the device and the links, then steps; simulate these, print and write."""
+    """Measure the device, links and steps; simulate the steps, print and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=2048, help="a rank")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--places", nargs="*", default=["cores", "links"])
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
+    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
     options = parser.parse_args()
     if "links" in options.places and (missing := lacking()):
         parser.error(f"links need {missing}: try --places cores")
@@ -228,7 +227,10 @@ def main() -> int:
         profiles = {cores: x.measured for cores, x in clusters.items()}
         path = harness.write(RESULTS, "simulate", results | {"profiles": profiles})
         plot(rows, path.with_suffix(".png"))
-        if {row["where"] for row in rows} == {"cores", "links"}:  # what error bars are made of
+        if {row["where"] for row in rows} == {
+            "cores",
+            "links",
+        }:  # the error bars of predictions need both
             Path(error_model.__file__).with_name(error_model.FILE).write_text(
                 json.dumps(error_model.by_place(rows), indent=1) + "\n"
             )

@@ -1,4 +1,4 @@
-"""Check that attention servers answer right."""
+"""Check that attention servers compute correct results."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from seqpar.servers.wire.protocol import ProtocolError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
     parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
     parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
-    parser.add_argument("--transports", nargs="+", choices=["zmq", "nixl"], help="to be checked")
-    parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds of connecting")
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=["zmq", "nixl"],
+        help="transports to check; default: all that both sides have",
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, default=5.0, help="seconds to wait for a connection"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line a server and transport; return 1 if any is wrong."""
+    """Print one line per server and transport. Returns 1 if a check fails."""
     torch.set_num_threads(1)
     failed = False
     for address in arguments.addresses:
         for transport in arguments.transports or _offered(address, arguments):
             found = check(address, transport, arguments.keys, arguments.timeout)
             failed |= bool(found.error)
-            said = found.error or (
-                f"right, {'the same bits as' if found.same_bits else 'rounded otherwise than'} here"
+            text = found.error or (
+                f"correct, {'same bits as' if found.same_bits else 'rounded differently than'} here"
                 f", {found.seconds * 1e3:.2f} ms, {found.bytes_per_second / 1e9:.2f} GB/s"
             )
-            print(f"{address}  {transport}  {said}")
+            print(f"{address}  {transport}  {text}")
     return int(failed)
 
 
@@ -44,5 +50,5 @@ def _offered(address: str, arguments: argparse.Namespace) -> Sequence[str]:
     try:
         theirs = ask(address, arguments.keys, arguments.timeout).transports
     except (TimeoutError, ProtocolError):
-        return ["zmq"]  # the check says what is wrong
+        return ["zmq"]  # its check fails with the reason
     return [name for name in transports_of(None) if name in theirs]

@@ -1,4 +1,4 @@
-"""Make keys of attention servers."""
+"""Make the keys of attention servers and their clients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from seqpar.servers.transport.curve_keys import generate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
     parser.add_argument("folder", metavar="DIR")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the keys, and say where they are needed."""
+    """Make the keys, and print which files a server and a client need."""
     if not arguments.folder:
-        raise ValueError("folder must be one, got ''")  # which would be the working directory
+        raise ValueError("folder must be one, got ''")  # an empty path is the working directory
     for file in generate(Path(arguments.folder)):
         print(file)
-    print("a server needs server.* and trusted/, a client client.* and server.public")
+    print("a server needs server.* and trusted/; a client needs client.* and server.public")
     return 0

@@ -1,4 +1,4 @@
-"""Serve attention: the command of an attention server."""
+"""Run an attention server."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from seqpar.servers.wire.limits import Limits
 
 _THREAD_SWITCH_SECONDS = 0.0005  # a computing thread delays the reading thread by at most this
 _MAX_THREADS = 4096
-_LOG_SECONDS = 60.0  # between two lines where a line cannot be overwritten
+_LOG_SECONDS = 60.0  # between lines of a log, where a line cannot be overwritten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
     parser.add_argument("--bind", required=True, help="ipc:///PATH or tcp://HOST:PORT (* is any)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--max-tokens", type=int, help="rows that a request may have")
-    parser.add_argument("--max-bytes", type=int, help="bytes that a request may have")
+    parser.add_argument("--max-tokens", type=int, help="the most rows in a request")
+    parser.add_argument("--max-bytes", type=int, help="the most bytes in a request")
     parser.add_argument(
-        "--cache-bytes", type=int, help="that keys and values of clients may take in all"
+        "--cache-bytes", type=int, help="the most bytes of all clients' keys and values"
     )
     parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
     parser.add_argument(
-        "--transports", nargs="+", choices=["zmq", "nixl"], help="that are offered to clients"
+        "--transports", nargs="+", choices=["zmq", "nixl"], help="transports to offer to clients"
     )
     parser.add_argument(
-        "--metrics", metavar="[HOST:]PORT", help="for Prometheus; the host is 127.0.0.1"
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="where to serve Prometheus metrics; default host: 127.0.0.1",
     )
-    parser.add_argument("--threads", type=int, help="of computing on a CPU")
+    parser.add_argument("--threads", type=int, help="threads that compute on a CPU")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT, and then answer what is there."""
+    """Serve until SIGTERM or SIGINT, then answer the remaining requests."""
     if arguments.threads is not None:
         torch.set_num_threads(as_int("threads", arguments.threads, 1, _MAX_THREADS))
     if arguments.device.partition(":")[0] == "meta":
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             publish(server.status, *place)
         except ValueError:
             server.stop()
-            server.run()  # which frees what it has bound
+            server.run()  # a stopped server only frees its sockets
             raise
     print(f"serving at {server.address} on {server.device}", flush=True)
     serve(server, LiveLine(server))
@@ -79,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _place(text: str) -> tuple[int, str]:
-    """Return the port and the host that metrics are served at."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16):
         raise ValueError(f"metrics must be PORT or HOST:PORT, got {shown(text)}")
@@ -87,9 +87,9 @@ def _place(text: str) -> tuple[int, str]:
 
 
 def serve(server: Server, line: LiveLine | None = None) -> None:
-    """Run a server until a signal tells it to end: a second SIGINT does so at once.
+    """Run a server until SIGTERM or SIGINT; a second SIGINT ends the process immediately.
 
-    It may have as many files, of which connections are some, as this process may ask for.
+    Connections count as open files, so the limit of open files is first raised as far as allowed.
     """
 
     def end(number: int, frame: object) -> None:
@@ -106,7 +106,7 @@ def serve(server: Server, line: LiveLine | None = None) -> None:
 
 
 class LiveLine:
-    """Says each moment what a server does; where that is no terminal, once a minute."""
+    """Prints a server's load: each second on a terminal, otherwise once per minute."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -114,7 +114,6 @@ class LiveLine:
         self._last, self._time = server.status(), time.monotonic()
 
     def __call__(self) -> None:
-        """Say it."""
         now = time.monotonic()
         if now - self._time < (1.0 if self._live else _LOG_SECONDS):
             return
@@ -130,7 +129,7 @@ class LiveLine:
             f"{status.waiting} waiting  {refused / max(1, tasks + refused):.0%} refused  "
             f"{busy:.0%} busy"
         )
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # stderr was closed
             print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n",
                   file=sys.stderr, flush=True)  # fmt: skip
         self._last, self._time = status, now

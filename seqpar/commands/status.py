@@ -1,4 +1,4 @@
-"""Say how attention servers do."""
+"""Show the load and state of attention servers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from seqpar.servers.wire.protocol import ProtocolError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
     parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
     parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
-    parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds for each server")
+    parser.add_argument(
+        "--timeout", type=seconds, default=5.0, help="seconds to wait for each server"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table; return 1 if a server does not answer."""
+    """Print a table of servers. Returns 1 if a server does not answer."""
     heading = ["address", "clients", "tasks", "tokens", "GB", "waiting", "refused", "busy"]
     heading += ["caches", "GB of caches", "state"]
     rows, failed = [heading], False

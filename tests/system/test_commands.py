@@ -42,7 +42,7 @@ def test_the_commands(tmp_path):
     try:
         assert server.stdout.readline() == f"serving at {address} on cpu\n"
         code, text = said("check", address)
-        assert code == 0 and text.count("right, the same bits as here") == 1 + available()
+        assert code == 0 and text.count("correct, same bits as here") == 1 + available()
         with connect(address, home=False) as pool, seqpar.ServerCache(pool, 9) as cache:
             cache.put(0, *torch.zeros(2, 9, 1, 32).unbind())
             code, text = said("status", address, f"ipc://{tmp_path}/none", "--timeout", "1")
