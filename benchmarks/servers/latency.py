@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.servers.processes import LIMIT, check, connect, servers, task
-from seqpar.servers.pool import link, work
+from seqpar.servers.pool import connection
 from seqpar.servers.server import answers, server, worker
 from seqpar.servers.server.compute import compute
 
@@ -35,10 +35,10 @@ STAGES = {
     "read": "client: wake the caller",
 }
 CLIENT = {
-    "packed": (work, "pack", False),
-    "sending": (link.ServerLink, "start", True),
-    "received": (link, "unpack_result", True),
-    "read": (link, "unpack_result", False),
+    "packed": (connection, "pack", False),
+    "sending": (connection.ServerConnection, "start", True),
+    "received": (connection, "unpack_result", True),
+    "read": (connection, "unpack_result", False),
 }
 SERVER = {
     "arrived": (server.Server, "_task", True),

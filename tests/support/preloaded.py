@@ -6,7 +6,7 @@ import importlib
 
 SLOW = [
     *("torch._dynamo", "matplotlib.figure", "triton", "zmq.auth.thread"),
-    *("seqpar.commands.serve", "seqpar.servers.pool.pool", "seqpar.servers.pool.connecting"),
+    *("seqpar.commands.serve", "seqpar.servers.pool.pool", "seqpar.servers.pool.dispatcher"),
     *("tests.support.cases", "tests.support.linear_cases"),
 ]
 for name in SLOW:

@@ -73,7 +73,7 @@ class Fleet:
 
 def found(pool, server):
     """What a pool's report says of a server, or None."""
-    pool._discovery.look()  # it would look within two seconds
+    pool._dispatcher.discovery.look()  # it would look within two seconds
     return next((x for x in pool.report().servers if x.address == server.address), None)
 
 

@@ -142,7 +142,7 @@ def test_dying_servers_change_no_bit_of_a_step(tmp_path, transport):
 
 def server_has_tasks(pool, address):
     """Whether a server owes an answer."""
-    return any(link.address == address and link.attempts for link in pool._dispatcher._links)
+    return any(link.address == address and link.attempts for link in pool._dispatcher.servers)
 
 
 def test_sigterm_drains(tmp_path):

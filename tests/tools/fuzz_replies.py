@@ -24,7 +24,7 @@ import torch
 import zmq
 
 from seqpar import ServersError
-from seqpar.servers.pool import dispatcher, link
+from seqpar.servers.pool import connection, dispatcher
 from seqpar.servers.wire import protocol
 from tests.support.changed import changed
 from tests.support.requests import random_request
@@ -191,8 +191,8 @@ def fuzz_replies(seed, replies, say=lambda done: None):
     random = np.random.default_rng((seed, 1))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(changed(link, _RETRY=0.002, _MAX_RETRY=0.01))
-        stack.enter_context(changed(dispatcher, _BEAT=0.002))
+        stack.enter_context(changed(connection, _RETRY_SECONDS=0.002, _MAX_RETRY_SECONDS=0.01))
+        stack.enter_context(changed(dispatcher, _BEAT_SECONDS=0.002))
         server = stack.enter_context(running(f"ipc://{folder}/s"))
         context = stack.enter_context(zmq.Context())
         relay = Relay(context, server.address, random)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seqpar.servers.cache.recomputed_rows import Rebuilt
-from seqpar.servers.pool.cache_requests import Steps
-from seqpar.servers.pool.work import Answer, CachePlace
+from seqpar.servers.pool.cache_requests import CacheRequests
+from seqpar.servers.pool.connection import Answer, CachePlace
 from seqpar.servers.wire.codec import pack_step
 from seqpar.servers.wire.errors import ServersError, StepLostError
 from seqpar.servers.wire.pages import Pages, Seen
@@ -67,7 +67,7 @@ class SegmentServers:
         closed: whether the cache was closed, and servers hold nothing for it any more.
     """
 
-    steps: Steps
+    steps: CacheRequests
     placed: dict[int, CachePlace] = field(default_factory=dict)
     avoided: dict[str, float] = field(default_factory=dict)
     closed: bool = False

@@ -79,7 +79,7 @@ class ServerCache:
             SegmentServers,  # which needs the packages of a pool
         )
 
-        steps = pool.dispatcher().steps
+        steps = pool.dispatcher().cache_requests
         if steps.sample:
             raise ValueError(f"pool must have sample=0: caches are not checked, got {steps.sample}")
         if not (rebuild is None or callable(rebuild)):

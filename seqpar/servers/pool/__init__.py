@@ -1,5 +1,6 @@
-"""A trainer's side of its attention servers: which server computes which task, and what happens
-when one fails.
+"""A trainer's side of its attention servers: it chooses a server for each task and replaces servers
+that fail.
 
-Start with `pool.py`, then `dispatcher.py`, which sends tasks and collects results.
+Start with `pool.py`, the public class. A request goes from there to `dispatcher.py`, which owns the
+thread; `known_servers.py` chooses a server; `connection.py` talks to it.
 """

@@ -1,4 +1,4 @@
-"""Where servers are found: addresses, files of addresses, and names with many addresses."""
+"""Finds the servers of a pool: listed addresses, files of addresses, and DNS names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from seqpar.core.arguments import shown
 from seqpar.servers.transport.addresses import check_peer, is_local
 
-_INTERVAL = 2.0  # seconds
+_INTERVAL_SECONDS = 2.0
 
 
 def parse(addresses: object) -> list[str]:
-    """Return what was given as a list, or raise a ValueError that names `addresses`."""
+    """Return the argument `addresses` as a list; raise a ValueError if one is malformed."""
     if isinstance(addresses, str):
         addresses = [addresses]
     if not isinstance(addresses, Sequence) or not addresses:
@@ -27,50 +27,55 @@ def parse(addresses: object) -> list[str]:
 
 
 def expand(addresses: Sequence[str]) -> list[str] | None:
-    """Return the servers' addresses now, each once, or None if they cannot be said."""
-    found: list[str] = []
+    """Return the servers' current addresses without duplicates, or None if a lookup fails."""
+    servers: list[str] = []
     try:
         for address in addresses:
             if address.startswith("file://"):
                 lines = Path(address.removeprefix("file://")).read_text().split()
-                found += [check_peer("addresses", line) for line in lines]
+                servers += [check_peer("addresses", line) for line in lines]
             elif address.startswith("dns://"):
                 host, port = address.removeprefix("dns://").rsplit(":", 1)
                 infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
                 hosts = sorted({str(info[4][0]) for info in infos})
-                found += [f"tcp://[{x}]:{port}" if ":" in x else f"tcp://{x}:{port}" for x in hosts]
+                servers += [
+                    f"tcp://[{x}]:{port}" if ":" in x else f"tcp://{x}:{port}" for x in hosts
+                ]
             else:
-                found.append(address)
+                servers.append(address)
     except (OSError, ValueError):
         return None
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(servers))
 
 
 class Discovery(threading.Thread):
-    """Looks again and again where servers are, and says so when that has changed."""
+    """Looks up the servers' addresses every 2 s and reports changes."""
 
     def __init__(
-        self, addresses: Sequence[str], has_keys: bool, say: Callable[[Sequence[str]], None]
+        self,
+        addresses: Sequence[str],
+        has_keys: bool,
+        on_change: Callable[[Sequence[str]], None],
     ) -> None:
         super().__init__(name="seqpar-discovery", daemon=True)
-        self._addresses, self._has_keys, self._say = addresses, has_keys, say
+        self._addresses, self._has_keys, self._on_change = addresses, has_keys, on_change
         self._last: list[str] | None = None
         self._ended = threading.Event()
         self.look()
 
     def look(self) -> None:
-        """Look once; without keys, addresses that leave this machine are left out."""
-        found = expand(self._addresses)
-        if found is not None and not self._has_keys:
-            found = [address for address in found if is_local(address)]
-        if found is not None and found != self._last:
-            self._last = found
-            self._say(found)
+        """Look once. A failed lookup changes nothing."""
+        servers = expand(self._addresses)
+        if servers is not None and not self._has_keys:
+            # A file or a name must not send payloads off this machine without keys.
+            servers = [address for address in servers if is_local(address)]
+        if servers is not None and servers != self._last:
+            self._last = servers
+            self._on_change(servers)
 
     def run(self) -> None:
-        while not self._ended.wait(_INTERVAL):
+        while not self._ended.wait(_INTERVAL_SECONDS):
             self.look()
 
     def end(self) -> None:
-        """End the thread."""
         self._ended.set()

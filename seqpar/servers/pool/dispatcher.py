@@ -1,310 +1,439 @@
-"""The thread of a pool: it sends tasks to servers, and sees that each gets one result."""
+"""The thread of a pool. It sends tasks to servers and gives each task one result."""
 
 from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import zmq
 from torch import Tensor
 
-from seqpar.servers.pool.cache_requests import Steps
-from seqpar.servers.pool.hedging import Hedging
+from seqpar.servers.pool.cache_requests import CacheRequests
+from seqpar.servers.pool.connection import (
+    Answer,
+    Attempt,
+    PendingWork,
+    PoolEndpoint,
+    ServerConnection,
+)
+from seqpar.servers.pool.discovery import Discovery, parse
 from seqpar.servers.pool.inbox import Inbox
-from seqpar.servers.pool.link import ServerLink
-from seqpar.servers.pool.links import Links
-from seqpar.servers.pool.local_worker import Home
+from seqpar.servers.pool.known_servers import KnownServers
+from seqpar.servers.pool.local_worker import LocalWorker
 from seqpar.servers.pool.report import PoolReport
-from seqpar.servers.pool.work import Answer, Attempt, PendingWork
+from seqpar.servers.transport.addresses import check_keys
+from seqpar.servers.transport.choose import make_ends, own_name, transports_of
+from seqpar.servers.transport.curve_keys import client_keys
 from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.errors import ServersError
-from seqpar.servers.wire.limits import Deadlines
+from seqpar.servers.wire.limits import PoolOptions
 from seqpar.servers.wire.payload import RequestError
 from seqpar.servers.wire.protocol import ProtocolError
 from seqpar.servers.wire.request import Request
 
-_BEAT, _IDLE_BEAT = 0.02, 0.1  # seconds between two looks at deadlines
-_WRONG = "its answer was wrong"
-_MOST_FAILURES = 3  # of a task; then it is computed at home
+_BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1  # between two looks at deadlines
+_MAX_FAILURES = 3  # of a task, where this process does not compute
+_WRONG_ANSWER = "its answer was wrong"
+
+
+def start_dispatcher(
+    addresses: str | Sequence[str],
+    keys: Path | None,
+    transports: Sequence[str] | None,
+    options: PoolOptions,
+) -> Dispatcher:
+    """Start the threads of a pool; wait for a ready server, at most `connect` seconds.
+
+    Raises:
+        ValueError: if an argument of `ServerPool.connect` is wrong.
+    """
+    listed = parse(addresses)
+    names = transports_of(transports)
+    curve_keys = None if keys is None else client_keys(keys)
+    for i, address in enumerate(listed):
+        if not address.startswith("file://"):
+            check_keys(f"addresses[{i}]", address.replace("dns://", "tcp://"), curve_keys)
+    name, writes_afar = own_name(), transports is not None
+    seconds = options.deadlines.connect
+    endpoint = PoolEndpoint(name, curve_keys, make_ends(names, name), seconds, writes_afar)
+    dispatcher = Dispatcher(KnownServers(endpoint, options.depth), options)
+    discovery = Discovery(listed, curve_keys is not None, dispatcher.serve_at)
+    dispatcher.discovery = discovery
+    dispatcher.start()
+    if any(address.startswith(("file://", "dns://")) for address in listed):
+        discovery.start()
+    dispatcher.servers.wait_for_any(seconds)
+    return dispatcher
 
 
 class Dispatcher(threading.Thread):
-    """Owns the links to servers; other threads hand it work by `submit`.
+    """Sends the tasks that other threads `submit`, and makes all calls of the connections.
 
     Attributes:
-        steps: those of caches.
+        options: of the pool.
+        servers: the connections to servers.
+        local_worker: computes tasks in this process.
+        inbox: work and calls from other threads.
+        cache_requests: the steps of caches.
+        discovery: watches for servers that join or leave.
     """
 
-    def __init__(
-        self, links: Links, deadlines: Deadlines, hedging: Hedging, home_depth: int, sample: int
-    ) -> None:
-        """`home_depth` and `sample` are as in `ServerPool.connect`; −1: there is no home."""
+    discovery: Discovery | None = None
+
+    def __init__(self, servers: KnownServers, options: PoolOptions) -> None:
         super().__init__(name="seqpar-pool", daemon=True)
-        self._links, self._deadlines, self._hedging = links, deadlines, hedging
-        self._has_home, self._sample = home_depth >= 0, sample
-        self._inbox = Inbox()
-        links.poller.register(self._inbox.wakeup.fd, zmq.POLLIN)
-        self._home = Home(self._inbox.wakeup.set, home_depth)
-        given = deadlines, self._has_home, sample
-        self.steps = Steps(links, self._inbox, self._home, *given, self._send, self._give_up)
-        self._works: list[PendingWork] = []  # without a result
-        self._pending: deque[PendingWork] = deque()  # of these, tasks that wait for a server
-        self._retried = self._hedged = self._wasted = 0
-        self._progress = 0.0  # when the last result came
+        self.options = options
+        self.servers = servers
+        self.inbox = Inbox()
+        self.local_worker = LocalWorker(self.inbox.wakeup.set, options.home_depth)
+        self.cache_requests = CacheRequests(
+            options, servers, self.inbox, self.local_worker, self._send, self._give_up
+        )
+        self._poller = servers.endpoint.poller
+        self._poller.register(self.inbox.wakeup.fd, zmq.POLLIN)
+        self._stragglers = StragglerDetector(options.hedge_quantile)
+        self._unfinished: list[PendingWork] = []  # tasks and steps
+        self._unsent: deque[PendingWork] = deque()  # tasks that wait for a server
+        self._last_commit = 0.0
+        self._retried = 0
+        self._hedged = 0
+        self._wasted = 0
+
+    # --- Calls from other threads ---
 
     def submit(self, request: Request) -> Answer:
-        """Let a task be computed, and return its future."""
         work = PendingWork.of(request)
-        self._inbox.put(work)
+        self.inbox.put(work)
         return work.future
 
     def serve_at(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on, and no others."""
-        self._inbox.call(partial(self._use, tuple(addresses)))
-        self._inbox.wakeup.set()
+        self.inbox.call(partial(self._use, tuple(addresses)))
+        self.inbox.wakeup.set()
+
+    def report(self) -> PoolReport:
+        waiting = len(self._unfinished) + len(self.inbox.works)
+        counts = self._retried, self._hedged, self._wasted, waiting
+        return PoolReport.of(list(self.servers), self.local_worker, *counts)
 
     def close(self) -> None:
-        """Leave all servers, and end; tasks without a result raise.
-
-        A callback of a future runs in this thread, so there it only tells the thread to end.
-        """
-        self._inbox.end("the pool was closed")
+        """Leave all servers and end. Tasks without a result raise."""
+        if self.discovery is not None:
+            self.discovery.end()
+        self.inbox.end("the pool was closed")
+        # A callback of a future runs in this thread, which cannot wait for itself.
         if threading.current_thread() is not self:
             self.join()
 
-    def report(self) -> PoolReport:
-        """Return where tasks were computed; any thread may ask."""
-        counts = self._retried, self._hedged, self._wasted
-        waiting = len(self._works) + len(self._inbox.works)
-        return PoolReport.of(list(self._links), self._home, *counts, waiting)
+    # --- The loop ---
 
     def run(self) -> None:
-        beat = 0.0
+        next_beat = 0.0
         try:
-            while self._inbox.ended is None:
-                patience = self._links.patience(_BEAT if self._works else _IDLE_BEAT)
-                ready = {key for key, _ in self._links.poller.poll(patience)}
-                if self._inbox.wakeup.fd in ready:
-                    self._inbox.wakeup.clear()
-                self._take_in()
-                for transport in self._links.transports.values():
-                    for lane, written in transport.poll():
-                        lane.arrived.append(written)
-                for link in self._links:
-                    self._attend_to(link, ready)
+            while self.inbox.ended is None:
+                most = _BEAT_SECONDS if self._unfinished else _IDLE_BEAT_SECONDS
+                ready = {key for key, _ in self._poller.poll(self.servers.poll_milliseconds(most))}
+                if self.inbox.wakeup.fd in ready:
+                    self.inbox.wakeup.clear()
+                self._take_from_inbox()
+                self._take_from_local_worker()
+                for transport in self.servers.endpoint.transports.values():
+                    for connection, message in transport.poll():
+                        connection.take_written(message)
+                for connection in self.servers:
+                    self._serve_connection(connection, ready)
                 now = time.monotonic()
-                if now >= beat:
-                    beat = now + _BEAT
+                if now >= next_beat:
+                    next_beat = now + _BEAT_SECONDS
                     self._beat(now)
                 self._assign(now)
-        except Exception as error:  # nobody shall wait for ever
-            self._inbox.end(f"the pool has failed: {type(error).__name__}: {error}")
+        except Exception as error:  # callers must not wait forever
+            self.inbox.end(f"the pool has failed: {type(error).__name__}: {error}")
             raise
         finally:
-            for work in [*self._works, *self._inbox.works]:
-                self._give_up(work, ServersError(str(self._inbox.ended)))
-            self._links.close()
-            self._home.close()
-            self._inbox.wakeup.close()
+            for work in [*self._unfinished, *self.inbox.works]:
+                self._give_up(work, ServersError(str(self.inbox.ended)))
+            self.servers.close()
+            self.local_worker.close()
+            self.inbox.wakeup.close()
 
-    def _take_in(self) -> None:
-        while self._inbox.works:
-            work = self._inbox.works.popleft()
-            self._works.append(work)
+    def _take_from_inbox(self) -> None:
+        while self.inbox.works:
+            work = self.inbox.works.popleft()
+            self._unfinished.append(work)
             if work.place is None:
-                self._pending.append(work)
+                self._unsent.append(work)
             else:
-                self.steps.wait(work)
-        while self._inbox.calls:
-            self._inbox.calls.popleft()()
-        while self._home.examined:
-            attempt, tensors, right = self._home.examined.popleft()
-            if right:
+                self.cache_requests.wait(work)
+        while self.inbox.calls:
+            self.inbox.calls.popleft()()
+
+    def _take_from_local_worker(self) -> None:
+        while self.local_worker.examined:
+            attempt, tensors, is_right = self.local_worker.examined.popleft()
+            if is_right:
                 self._accept(attempt, tensors)
-            else:
-                for owed in self._links.distrust(attempt.address, _WRONG):
-                    self._failed(owed, _WRONG, blame=False)
-                self._failed(attempt, _WRONG)
-        while (done := self._home.finished()) is not None:
-            work, outcome = done
+                continue
+            # The address may have been dropped and listed again since: distrust its newest server.
+            if (connection := self.servers.get(attempt.connection.address)) is not None:
+                for unanswered in connection.distrust(_WRONG_ANSWER):
+                    self._retry(unanswered, _WRONG_ANSWER, blame=False)
+            self._retry(attempt, _WRONG_ANSWER)
+        while (finished := self.local_worker.finished()) is not None:
+            work, outcome = finished
             if isinstance(outcome, Exception):
                 self._give_up(work, outcome)
             elif outcome is not None:
-                self._commit(work, outcome, partial(self._home.count, work.cost))
+                self._commit(work, outcome, partial(self.local_worker.count, work.cost))
 
     def _use(self, addresses: Sequence[str]) -> None:
-        for link in self._links.use(addresses):
-            self._lose(link, "it is no longer listed")
-            link.close()
+        for connection in self.servers.use(addresses):
+            self._lose(connection, "it is no longer listed")
+            connection.close()
 
-    def _attend_to(self, link: ServerLink, ready: set[Any]) -> None:
-        """Deal with all that has arrived from a server, and with what is on its way to it."""
+    def _serve_connection(self, connection: ServerConnection, ready: Set[object]) -> None:
+        """Handle what has arrived from a server, and continue to send."""
+        readable = connection.is_readable(ready)
         reason = None
-        ended = any(monitor in ready for _, monitor in link.sockets)
-        readable = ended or any(socket in ready for socket, _ in link.sockets)  # what came before
         try:
-            while (found := link.receive(readable)) is not None:
-                self._answered(link, *found)
+            while (arrived := connection.receive(readable)) is not None:
+                self._handle_answer(connection, *arrived)
         except ProtocolError as error:
             reason = str(error)
-        if reason is None and ended:
-            reason = link.broken()
+        # Messages that arrived before a disconnection were handled above.
+        if reason is None and connection.has_events(ready):
+            reason = connection.broken()
         if reason is None:
-            reason = link.progress()
+            reason = connection.progress()
         if reason is not None:
-            self._lose(link, reason)
+            self._lose(connection, reason)
         if readable or reason is not None:
-            self._links.say_changed()
+            self.servers.notify_changed()
 
-    def _lose(self, link: ServerLink, reason: str) -> None:
-        for attempt in link.lose(reason):
-            self._failed(attempt, reason, blame=False)
+    def _lose(self, connection: ServerConnection, reason: str) -> None:
+        for attempt in connection.lose(reason):
+            self._retry(attempt, reason, blame=False)
 
-    def _answered(self, link: ServerLink, message: protocol.Message, frames: list[Any]) -> None:
-        attempt = link.attempts.get(getattr(message, "request", -1))
+    # --- Answers ---
+
+    def _handle_answer(
+        self, connection: ServerConnection, message: protocol.Message, frames: list[Any]
+    ) -> None:
+        attempt = connection.attempts.get(getattr(message, "request", -1))
         if attempt is None:
-            return  # of an attempt that was answered before
+            return  # it was answered before
         now = time.monotonic()
         if isinstance(message, protocol.Result):
-            try:
-                tensors = link.finish_with(attempt, message, frames)
-            except (RequestError, TransportError) as error:
-                self._failed(attempt, str(error))
-                return
-            if attempt.work.place is None:  # of tasks alone it is known what they cost
-                link.count(attempt, now)
-                self._hedging.count(attempt.work.cost, now - attempt.started)
-            if self._sample and not attempt.work.settled:
-                self._home.examine(attempt, tensors, self._sample)
-            else:
-                self._accept(attempt, tensors)
+            self._handle_result(connection, attempt, message, frames)
             return
-        link.finish(attempt)
+        connection.finish(attempt)
         if isinstance(message, protocol.Busy):
-            link.block(message.after, now)
-            self._failed(attempt, "it is busy", blame=False)
+            connection.block(message.after, now)
+            self._retry(attempt, "it is busy", blame=False)
         elif isinstance(message, protocol.Failed):
-            self._failed(attempt, message.reason)
+            self._retry(attempt, message.reason)
         elif isinstance(message, protocol.Lost):
-            self._failed(attempt, "it has lost the cache")
+            self._retry(attempt, "it has lost the cache")
+
+    def _handle_result(
+        self,
+        connection: ServerConnection,
+        attempt: Attempt,
+        result: protocol.Result,
+        frames: list[Any],
+    ) -> None:
+        now, work = time.monotonic(), attempt.work
+        try:
+            tensors = connection.take_result(attempt, result, frames)
+        except (RequestError, TransportError) as error:
+            self._retry(attempt, str(error))
+            return
+        if work.place is None:  # the cost of a step does not predict its time
+            connection.count(attempt, now)
+            self._stragglers.count(work.cost, now - attempt.started)
+        if self.options.sample and not work.settled:
+            self.local_worker.examine(attempt, tensors, self.options.sample)
+        else:
+            self._accept(attempt, tensors)
 
     def _accept(self, attempt: Attempt, tensors: Sequence[Tensor]) -> None:
-        """Use a server's result, if it is the first one."""
-        if not self._commit(attempt.work, tensors, partial(self._links.credit, attempt)):
+        credit = partial(attempt.connection.credit, attempt.work)
+        if not self._commit(attempt.work, tensors, credit):
             self._wasted += 1
 
-    def _failed(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
-        """Let a task be tried again, unless another attempt goes on, or nobody waits for it."""
+    def _commit(
+        self, work: PendingWork, tensors: Sequence[Tensor], count: Callable[[], None]
+    ) -> bool:
+        """Resolve a task's future, and count its result; return False if it was settled before."""
+        work.cancel_attempts()
+        if work.settled or not work.future.set_running_or_notify_cancel():
+            return False
+        self._unfinished.remove(work)
+        self._last_commit = time.monotonic()
+        count()
+        work.future.set_result(tuple(x.to(work.device) for x in tensors))
+        return True
+
+    def _retry(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
+        """Try a failed attempt's task again, unless another attempt is in progress."""
         work = attempt.work
-        work.reason = f"{attempt.address}: {reason}"
+        work.reason = f"{attempt.connection.address}: {reason}"
         if blame:
-            work.avoid.add(attempt.address)
+            work.avoid.add(attempt.connection.address)
             work.failures += 1
         if work.settled or attempt.late or any(not x.late for x in work.attempts):
             return
         self._retried += 1
         if work.place is None:
-            self._pending.appendleft(work)
+            self._unsent.appendleft(work)
         elif blame:
-            self.steps.lose(work)
+            self.cache_requests.lose(work)
         else:
-            self.steps.wait(work)
-
-    def _commit(
-        self, work: PendingWork, tensors: Sequence[Tensor], count: Callable[[], None]
-    ) -> bool:
-        """Count a task's result and give it to who waits, unless the task has one."""
-        self._links.cancel_all(work)
-        if work.settled or not work.future.set_running_or_notify_cancel():
-            return False
-        self._works.remove(work)
-        self._progress = time.monotonic()
-        count()
-        work.future.set_result(tuple(x.to(work.device) for x in tensors))
-        return True
+            self.cache_requests.wait(work)
 
     def _give_up(self, work: PendingWork, error: BaseException) -> None:
+        """Raise an error from a task's future."""
         if not work.settled and work.future.set_running_or_notify_cancel():
             work.future.set_exception(error)
-        if work in self._works:
-            self._works.remove(work)
+        if work in self._unfinished:
+            self._unfinished.remove(work)
+
+    # --- Sending ---
 
     def _assign(self, now: float) -> None:
-        """Send waiting tasks, the first one first, each to the server that has it done soonest."""
-        self.steps.assign(now)
+        """Send waiting tasks in order, each to the server that should finish it first."""
+        self.cache_requests.assign(now)
         waiting: deque[PendingWork] = deque()
-        while self._pending:
-            work = self._pending.popleft()
+        while self._unsent:
+            work = self._unsent.popleft()
             if work.settled:
                 continue
-            if not self._links.any_able(work) and self._leave_servers(work):
+            if not self.servers.any_able(work) and self._leave_servers(work):
                 continue
-            if self._home.helps(work, self._links):
-                self._home.take(work)
-            elif (link := self._links.choose(work, now)) is not None:
-                self._send(work, link)
+            if self.local_worker.helps(work, self.servers):
+                self.local_worker.take(work)
+            elif (connection := self.servers.choose(work, now)) is not None:
+                self._send(work, connection)
             else:
                 waiting.append(work)
-                if not self._links.any_free(now):
+                if not self.servers.any_free(now):
                     break
-        waiting.extend(self._pending)
-        self._pending = waiting
+        waiting.extend(self._unsent)
+        self._unsent = waiting
 
-    def _send(self, work: PendingWork, link: ServerLink) -> None:
-        link.start(work)
-        if (reason := link.progress()) is not None:
-            self._lose(link, reason)
+    def _send(self, work: PendingWork, connection: ServerConnection) -> None:
+        connection.start(work)
+        if (reason := connection.progress()) is not None:
+            self._lose(connection, reason)
 
     def _leave_servers(self, work: PendingWork) -> bool:
-        """Compute a task at home, or fail it; False if servers are to be asked again."""
-        if self._has_home:
-            self._home.take(work)
-        elif work.failures >= _MOST_FAILURES:
+        """Compute a task in this process or fail it; return False to try all servers again."""
+        if self.options.has_home:
+            self.local_worker.take(work)
+        elif work.failures >= _MAX_FAILURES:
             self._give_up(work, ServersError(f"no server computed a task: {work.reason}"))
         else:
             work.avoid.clear()
             return False
         return True
 
-    def _beat(self, now: float) -> None:
-        """Look at all deadlines."""
-        for link in self._links:
-            if (reason := link.beat(now)) is not None:
-                self._lose(link, reason)
-        deadlines = self._deadlines
-        for work in list(self._works):
-            waited = now - max(work.submitted, self._progress)
-            if waited > deadlines.hedge:
-                waited -= self._links.allowance(work)
-            if work.settled:  # cancelled
-                self._works.remove(work)
-            elif work.place is not None:
-                self.steps.look_at(work, now)
-            elif waited > deadlines.give_up:
-                reason = f"a task has no result after {waited:.0f} s: {work.reason}"
-                self._give_up(work, ServersError(reason))
-            elif waited > deadlines.hedge and self._has_home and not work.at_home:
-                self._home.take(work)
-            else:
-                self._look_at(work, now)
+    # --- Deadlines ---
 
-    def _look_at(self, work: PendingWork, now: float) -> None:
-        """Give up attempts that are late, and ask a second server where one takes long."""
-        if self._links.end_late(work, now, self._deadlines.request):
-            self._retried += 1
-            self._pending.appendleft(work)
-        if work.hedged or len(work.attempts) != 1 or work.at_home or self._pending:
+    def _beat(self, now: float) -> None:
+        for connection in self.servers:
+            if (reason := connection.beat(now)) is not None:
+                self._lose(connection, reason)
+        for work in list(self._unfinished):
+            self._check_deadlines(work, now)
+
+    def _check_deadlines(self, work: PendingWork, now: float) -> None:
+        deadlines = self.options.deadlines
+        waited = now - max(work.submitted, self._last_commit)
+        if waited > deadlines.hedge:
+            waited -= self.servers.allowance(work)
+        if work.settled:  # cancelled
+            self._unfinished.remove(work)
+        elif work.place is not None:
+            self.cache_requests.check_deadline(work, now)
+        elif waited > deadlines.give_up:
+            reason = f"a task has no result after {waited:.0f} s: {work.reason}"
+            self._give_up(work, ServersError(reason))
+        elif waited > deadlines.hedge and self.options.has_home and not work.at_home:
+            self.local_worker.take(work)
+        else:
+            if self._end_late_attempts(work, now):
+                self._retried += 1
+                self._unsent.appendleft(work)
+            self._hedge(work, now)
+
+    def _end_late_attempts(self, work: PendingWork, now: float) -> bool:
+        """Give up attempts that have waited too long; return whether this ended the last one."""
+        any_ended = False
+        for attempt in work.attempts:
+            connection = attempt.connection
+            limit = self.options.deadlines.request + connection.allowance
+            if not attempt.late and connection.waited(attempt, now) > limit:
+                connection.cancel(attempt)
+                any_ended = True
+                work.avoid.add(connection.address)
+                work.reason = f"{connection.address}: no answer within {limit:.3g} s"
+        return any_ended and all(attempt.late for attempt in work.attempts)
+
+    def _hedge(self, work: PendingWork, now: float) -> None:
+        """Ask a second, idle server for a task that takes unusually long."""
+        if work.hedged or len(work.attempts) != 1 or work.at_home or self._unsent:
             return
         (attempt,) = work.attempts
-        seconds = now - attempt.started - self._links.allowance(work)
-        if not attempt.late and self._hedging.is_late(work.cost, seconds):
-            link = self._links.choose(work, now, but=attempt.address)
-            if link is not None and not link.attempts:
-                work.hedged = True
-                self._hedged += 1
-                self._send(work, link)
+        seconds = now - attempt.started - self.servers.allowance(work)
+        if attempt.late or not self._stragglers.is_late(work.cost, seconds):
+            return
+        connection = self.servers.choose(work, now, but=attempt.connection.address)
+        if connection is not None and not connection.attempts:
+            work.hedged = True
+            self._hedged += 1
+            self._send(work, connection)
+
+
+class StragglerDetector:
+    """Finds tasks that take `factor` times as long as a quantile of the last 256 tasks.
+
+    Durations are compared per unit of work plus a constant. The time of a task without work is not
+    known, so the constant is the median work.
+    """
+
+    _KEPT_TASKS = 256
+    _MIN_TASKS = 20
+    _MIN_SECONDS = 0.02  # a shorter task is never late
+
+    def __init__(self, quantile: float, factor: float = 1.5) -> None:
+        self._quantile, self._factor = quantile, factor
+        self._tasks: deque[tuple[int, float]] = deque()  # (work, pace), the oldest first
+        self._sorted_work: list[int] = []
+        self._sorted_pace: list[float] = []
+
+    def count(self, work: int, seconds: float) -> None:
+        """Count a task that has ended."""
+        if len(self._tasks) >= self._KEPT_TASKS:
+            old_work, old_pace = self._tasks.popleft()
+            del self._sorted_work[bisect_left(self._sorted_work, old_work)]
+            del self._sorted_pace[bisect_left(self._sorted_pace, old_pace)]
+        insort(self._sorted_work, work)
+        pace = seconds / (work + self._constant())
+        insort(self._sorted_pace, pace)
+        self._tasks.append((work, pace))
+
+    def is_late(self, work: int, seconds: float) -> bool:
+        if len(self._tasks) < self._MIN_TASKS or seconds < self._MIN_SECONDS:
+            return False
+        usual = self._sorted_pace[int(self._quantile * (len(self._sorted_pace) - 1))]
+        return seconds > self._factor * usual * (work + self._constant())
+
+    def _constant(self) -> int:
+        return 1 + self._sorted_work[len(self._sorted_work) // 2]

@@ -1,4 +1,4 @@
-"""What other threads hand to the thread of a pool."""
+"""The queue through which other threads hand work to a pool's thread."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from seqpar.servers.pool.work import PendingWork
+from seqpar.servers.pool.connection import PendingWork
 from seqpar.servers.transport.wakeup import Wakeup
 from seqpar.servers.wire.errors import ServersError
 
 
 class Inbox:
-    """Works to be computed, and calls to be made; any thread may hand them over.
+    """Work and calls that any thread hands to the pool's thread.
 
     Attributes:
-        works, calls: what was handed over, for the pool's thread to take.
-        wakeup: what wakes it.
-        ended: why nothing more is taken, or None.
+        works, calls: not yet taken by the pool's thread.
+        wakeup: wakes the pool's thread.
+        ended: why the inbox accepts nothing more, or None.
     """
 
     def __init__(self) -> None:
         self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
-        self.wakeup, self.ended = Wakeup(), None
+        self.wakeup = Wakeup()
+        self.ended: str | None = None
         self._lock = threading.Lock()
 
-    ended: str | None
-
     def put(self, work: PendingWork) -> None:
-        """Have a task or a step computed."""
         with self._lock:
             if self.ended is not None:
                 raise ServersError(self.ended)
@@ -37,14 +35,12 @@ class Inbox:
         self.wakeup.set()
 
     def call(self, call: Callable[[], None]) -> None:
-        """Have a call made, soon: the thread is not woken.
-
-        This takes no lock, since the garbage collector calls it too, at any moment.
-        """
+        """Have the pool's thread make a call the next time that it wakes up."""
+        # No lock: the garbage collector may call this at any moment, even while it is held.
         self.calls.append(call)
 
     def end(self, reason: str) -> None:
-        """Take nothing more, for this reason unless there was one before."""
+        """Accept nothing more. The first reason is kept."""
         with self._lock:
             self.ended = self.ended or reason
         self.wakeup.set()

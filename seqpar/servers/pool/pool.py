@@ -1,4 +1,4 @@
-"""Many attention servers as one: what users connect to, and what strategies submit tasks to."""
+"""The public class that connects to attention servers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import as_bool, as_float, as_int, as_path, shown
 from seqpar.servers.pool.report import PoolReport
 from seqpar.servers.wire.errors import ServersError
-from seqpar.servers.wire.limits import Deadlines
+from seqpar.servers.wire.limits import Deadlines, PoolOptions
 from seqpar.servers.wire.request import Request
 
 if TYPE_CHECKING:
-    from seqpar.servers.pool.discovery import Discovery
     from seqpar.servers.pool.dispatcher import Dispatcher
 
-_numbers = count(1)  # of this process's pools
+_pool_numbers = count(1)
 
 
-class _Alone(Comm):
+class _OnlyRank(Comm):
     """A trainer as the only rank of a group."""
 
     @property
@@ -35,21 +34,20 @@ class _Alone(Comm):
 
 
 class ServerPool:
-    """Attention servers that compute tasks, whichever of them are there.
+    """Attention servers that compute tasks for this process. Make one with `connect`.
 
-    Made by `connect`. Servers may die, hang, slow down, leave and join: a task goes to another
-    server, or is computed in this process where none is left, and has the same result, bit for bit,
-    if they compute on the same hardware, on a CPU with the same number of threads. Close it, or use
-    it as a context.
+    Servers may die, hang, slow down, leave and join: a task then goes to another server, or this
+    process computes it if no server can. The result has the same bits if the servers have the same
+    hardware and, on CPUs, the same number of threads. Close the pool or use it as a context.
 
     Attributes:
-        comm: this process, which is home of all of its tokens, as the only rank of a group.
+        comm: this process as the only rank of a group; it stores all tokens.
     """
 
-    def __init__(self, dispatcher: Dispatcher, discovery: Discovery) -> None:
-        self._dispatcher, self._discovery = dispatcher, discovery
-        self._name, self._process = f"pool {next(_numbers)}", os.getpid()
-        self.comm: Comm = _Alone(self._name, 0, 1)
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._name, self._process = f"pool {next(_pool_numbers)}", os.getpid()
+        self.comm: Comm = _OnlyRank(self._name, 0, 1)
 
     @classmethod
     def connect(
@@ -65,79 +63,82 @@ class ServerPool:
         home_depth: int = 1,
         sample: int = 0,
     ) -> ServerPool:
-        """Connect to servers, and wait until one is ready, or the deadline of connecting is over.
+        """Connect to servers; wait until one is ready, at most the deadline `connect`.
 
         Args:
-            addresses: of the servers, each ipc://PATH or tcp://HOST:PORT, or one that stands for
-                many: file://PATH of a file that has an address a line, or dns://NAME:PORT of a name
-                with many addresses. Both are looked at again every few seconds.
-            keys: the folder with this client's keys, which addresses elsewhere than on this machine
-                need.
-            transports: of payloads, the preferred one first; a server chooses among those it has.
-                "zmq" is always there. "nixl" needs its package and trusts its peers; by default it
-                is offered over Unix sockets alone.
-            deadlines: seconds, by the names of `seqpar.servers.wire.limits.Deadlines`, as
-                {"request": 10}; the others keep their defaults, and all must be in order.
-            hedge_quantile: a task that takes half as long again as this share of all tasks goes to
-                a second server, and the first answer counts.
-            depth: how many tasks a server has at once.
-            home: whether tasks that no server computes are computed in this process; else their
+            addresses: one or more addresses. ipc://PATH and tcp://HOST:PORT are one server each.
+                file://PATH (a file with one address per line) and dns://NAME:PORT are looked up
+                again every 2 s, so servers can join and leave.
+            keys: the folder with this client's keys. Servers on other machines require keys.
+            transports: transports of payloads, the preferred one first; the server chooses among
+                those that it has. "zmq" always works. "nixl" needs its package and trusts its
+                peers; by default it is offered only over Unix sockets.
+            deadlines: seconds by name, such as {"request": 10}; the names and defaults are those of
+                `seqpar.servers.wire.limits.Deadlines`. All deadlines must be in ascending order.
+            hedge_quantile: a task that takes 1.5 times as long as this share of all tasks is also
+                sent to a second server, and the first answer counts.
+            depth: the number of tasks that a server has at a time.
+            home: whether this process computes tasks that no server computes. Otherwise their
                 futures raise a ServersError.
-            home_depth: how many tasks this process has at once while servers are there, of those
-                that it has done sooner than any of them. 0: it computes just what no server does.
-            sample: how many rows of each server's result are computed again in this process. A
-                server whose answer is wrong is used no more.
+            home_depth: the number of tasks that this process computes at a time while servers are
+                ready, each because it finishes the task sooner than they would. With 0 it computes
+                only tasks that no server computes.
+            sample: the number of rows of each server's result that this process computes again. A
+                server whose answer is wrong is not used again.
 
         Raises:
-            ValueError: an argument is wrong; it is named.
-            ImportError: the packages of the extra `serve` are not installed.
+            ValueError: if an argument is wrong; the message names it.
+            ImportError: if the packages of the extra `serve` are not installed.
         """
         quantile = as_float("hedge_quantile", hedge_quantile)
         if not 0 < quantile <= 1:
             raise ValueError(f"hedge_quantile must be above 0, and at most 1, got {quantile}")
         depth = as_int("depth", depth, 1, 1024)
         sample, home_depth = as_int("sample", sample, 0), as_int("home_depth", home_depth, 0, 1024)
-        at_home = home_depth if as_bool("home", home) else -1
+        has_home = as_bool("home", home)
         folder = None if keys is None else as_path("keys", keys)
         try:
             within = Deadlines(**(deadlines or {}))
         except TypeError:
             known = [field.name for field in fields(Deadlines)]
             raise ValueError(f"deadlines must be among {known}, got {shown(deadlines)}") from None
+        options = PoolOptions(
+            within, quantile, depth, has_home, home_depth if has_home else 0, sample
+        )
         try:
-            from seqpar.servers.pool.connecting import connect
+            from seqpar.servers.pool.dispatcher import start_dispatcher
         except ImportError as error:
             how = "pip install 'seqpar[serve]'"
             raise ImportError(f"attention servers need {error.name}: {how}") from error
-        return cls(
-            *connect(addresses, folder, transports, within, quantile, depth, at_home, sample)
-        )
+        return cls(start_dispatcher(addresses, folder, transports, options))
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
-        """Have a task computed; return its result's future.
+        """Submit a task, and return the future of its result.
 
-        The result is (out, lse) of a forward, (dq, dk, dv) of a backward, on the request's device.
-        Its tensors must not change before the future is done. The future raises a ServersError if
-        the deadline is over, and what computing raised at home. A wrong argument raises a
-        ValueError that names it.
+        The result is (out, lse) of a forward pass or (dq, dk, dv) of a backward pass, on the
+        request's device. Do not change the request's tensors before the future is done. The future
+        raises a ServersError after the deadline `give_up`, or the error of computing the task in
+        this process.
+
+        Raises:
+            ValueError: if `request` is not a Request.
         """
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         return self.dispatcher().submit(request)
 
     def dispatcher(self) -> Dispatcher:
-        """Return what has tasks computed, for what is built on it; in this process alone."""
+        """Return the object that runs tasks; raise a ServersError in a forked process."""
         if os.getpid() != self._process:
             raise ServersError("the pool is another process's: connect in this one")
         return self._dispatcher
 
     def report(self) -> PoolReport:
-        """Return where tasks were computed since the pool was made; printed, it is a table."""
+        """Return where tasks were computed since the pool was made. It prints as a table."""
         return self._dispatcher.report()
 
     def close(self) -> None:
         """Leave all servers. The futures of tasks without a result raise."""
-        self._discovery.end()
         self._dispatcher.close()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a pool says of where attention was computed."""
+"""A pool's report of where its attention was computed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from seqpar.servers.pool.link import ServerLink
-    from seqpar.servers.pool.local_worker import Home
+    from seqpar.servers.pool.connection import ServerConnection
+    from seqpar.servers.pool.local_worker import LocalWorker
 
 HOME = "home"
 
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What a pool has had of one server, or, where the address is "home", of its own process.
+    """One server of a pool, or this process, whose address and state are "home".
 
     Attributes:
-        address: the server's.
-        state: "ready", "connecting", "draining" or "refused"; "home" of the own process.
-        transport: by which its payloads travel, or "".
-        device: what it computes on, as far as bits depend on it, or "" if that is not known.
+        address: of the server.
+        state: "ready", "connecting", "draining", "refused" or "home".
+        transport: the transport of its payloads, or "".
+        device: the part of its hardware that bits depend on, or "" if that is not known.
         reason: why it is not ready, or "".
-        tasks: how many results of it were used.
-        share: its part of all work whose results were used, from 0 to 1.
+        tasks: the number of its results that were used.
+        share: its share of all work, from 0 to 1.
         lost: how often the connection was lost.
     """
 
@@ -40,13 +40,13 @@ class ServerReport:
 
 @dataclass(frozen=True)
 class PoolReport:
-    """Where a pool's attention was computed, since it was made.
+    """Where a pool's attention was computed since the pool was made.
 
     Attributes:
-        servers: one entry a server, and the last for home.
-        retried: attempts that failed, or were given up, and went elsewhere.
-        hedged: tasks for which a second server was asked.
-        wasted: results that came second.
+        servers: one entry per server; the last one is this process.
+        retried: attempts that failed or were given up, and were repeated elsewhere.
+        hedged: tasks that were also sent to a second server.
+        wasted: results that arrived second.
         waiting: tasks without a result.
     """
 
@@ -59,22 +59,24 @@ class PoolReport:
     @classmethod
     def of(
         cls,
-        links: Sequence[ServerLink],
-        home: Home,
+        servers: Sequence[ServerConnection],
+        local_worker: LocalWorker,
         retried: int,
         hedged: int,
         wasted: int,
         waiting: int,
     ) -> PoolReport:
-        """Make it from what links and home have counted."""
-        total = max(1, sum(x.work for x in links) + home.work)
+        total = max(1, sum(x.work for x in servers) + local_worker.work)
         rows = [
             ServerReport(
                 x.address, x.state, x.transport, x.device, x.reason, x.tasks, x.work / total, x.lost
             )
-            for x in links
+            for x in servers
         ]
-        rows.append(ServerReport(HOME, HOME, "", home.device, "", home.tasks, home.work / total, 0))
+        share = local_worker.work / total
+        rows.append(
+            ServerReport(HOME, HOME, "", local_worker.device, "", local_worker.tasks, share, 0)
+        )
         return cls(tuple(rows), retried, hedged, wasted, waiting)
 
     def __str__(self) -> str:

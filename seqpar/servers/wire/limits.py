@@ -81,6 +81,22 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
+class PoolOptions:
+    """The checked options of `ServerPool.connect`.
+
+    Attributes:
+        has_home: the option `home`; if it is False, `home_depth` is 0.
+    """
+
+    deadlines: Deadlines
+    hedge_quantile: float
+    depth: int
+    has_home: bool
+    home_depth: int
+    sample: int
+
+
+@dataclass(frozen=True)
 class ServerDeadlines:
     """How long a server waits for a client, in seconds.
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import zmq
 
-from seqpar.servers.pool import link
+from seqpar.servers.pool import connection
 from seqpar.servers.wire.payload import Payload
 from seqpar.servers.wire.protocol import Hello, Pong, decode, encode
 from tests.support.servers import connect
@@ -30,7 +30,7 @@ def test_a_client_that_compares_no_checksums_is_found(monkeypatch):
 
 def test_a_handshake_without_an_answer_is_repeated(monkeypatch):
     """The answer may have been lost on its way, by a proxy or by a server that was stopped."""
-    monkeypatch.setattr(link, "_SILENCE", 0.1)
+    monkeypatch.setattr(connection, "_MIN_SILENCE_SECONDS", 0.1)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.linger = 0
         port = server.bind_to_random_port("tcp://127.0.0.1")

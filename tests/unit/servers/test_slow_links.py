@@ -15,7 +15,7 @@ import zmq
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Slices
 from seqpar.servers.check import payload
-from seqpar.servers.pool.link import ServerLink
+from seqpar.servers.pool.connection import ServerConnection
 from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.transport.zeromq import pieces
@@ -284,14 +284,14 @@ def test_results_are_signs_of_life_themselves(server):
 
 
 def test_the_second_connection_is_optional(tmp_path, monkeypatch):
-    dial, count = ServerLink._dial, itertools.count()
+    dial, count = ServerConnection._dial, itertools.count()
 
     def nowhere(link):
         if next(count):
             monkeypatch.setattr(link, "address", f"ipc://{tmp_path}/nothing")
         return dial(link)
 
-    monkeypatch.setattr(ServerLink, "_dial", nowhere)
+    monkeypatch.setattr(ServerConnection, "_dial", nowhere)
     with (
         running(f"ipc://{tmp_path}/s", deadlines=SHORT) as server,
         connect(server.address, home=False),
@@ -390,10 +390,10 @@ def test_pieces_of_unknown_parts_are_refused():
 
 def test_deadlines_depend_on_bytes_and_the_measured_rate(tmp_path):
     with running(f"ipc://{tmp_path}/s") as server, connect(server.address, home=False) as pool:
-        (link,) = pool._dispatcher._links
+        (link,) = pool._dispatcher.servers
         packed = pack(large_payload())
         nbytes = packed.form.request.room + packed.form.result.room
-        before, start = link._bytes_per_second, link.start
+        before, start = link._session.bytes_per_second, link.start
         seen = []
         link.start = lambda work: (start(work), seen.append(link.allowance))[0]
         for _ in range(2):
@@ -402,4 +402,4 @@ def test_deadlines_depend_on_bytes_and_the_measured_rate(tmp_path):
             least = nbytes / (time.monotonic() - begun)
             wait_until(lambda: not link.attempts)
         assert before == 0.0 and seen[0] == 2 * nbytes / LEAST_RATE
-        assert seen[1] < seen[0] and link._bytes_per_second >= least and not link.allowance
+        assert seen[1] < seen[0] and link._session.bytes_per_second >= least and not link.allowance

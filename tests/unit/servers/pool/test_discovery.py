@@ -33,7 +33,7 @@ def test_joining_servers_work_and_leaving_ones_finish(addresses, tmp_path):
         assert all_right(pool) and tasks(pool) == [12, 0]
         with running(addresses[1]):
             listed.write_text("\n".join(addresses[:2]))
-            pool._discovery.look()
+            pool._dispatcher.discovery.look()
             wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
             while min(tasks(pool)[:2]) < 13:
                 assert all_right(pool)
@@ -42,10 +42,10 @@ def test_joining_servers_work_and_leaving_ones_finish(addresses, tmp_path):
             wait_until(lambda: pool.report().servers[0].state == "connecting")
             assert all_right(pool)
         listed.write_text("garbage")  # somebody is writing it
-        pool._discovery.look()
+        pool._dispatcher.discovery.look()
         assert len(pool.report().servers) == 3
         listed.write_text(addresses[1])
-        pool._discovery.look()
+        pool._dispatcher.discovery.look()
         wait_until(lambda: len(pool.report().servers) == 2)
 
 

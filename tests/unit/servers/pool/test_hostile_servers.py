@@ -76,7 +76,7 @@ def hostile(answer=lambda task: (Pong(1, 0, 0),), welcome=WELCOME):
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e9])
 def test_a_busy_server_is_asked_again_soon(monkeypatch, seconds):
-    monkeypatch.setattr("seqpar.servers.pool.link._MAX_BUSY", 0.05)
+    monkeypatch.setattr("seqpar.servers.pool.connection._MAX_BUSY_SECONDS", 0.05)
     with (
         hostile(lambda task: (Busy(1, task.request, seconds),)) as server,
         connect(server.address) as pool,
@@ -88,7 +88,7 @@ def test_a_busy_server_is_asked_again_soon(monkeypatch, seconds):
 
 @pytest.mark.parametrize("seconds", [0.0, -1e9, -math.inf])
 def test_a_busy_server_is_not_flooded(monkeypatch, seconds):
-    monkeypatch.setattr("seqpar.servers.pool.link._MIN_BUSY", 60.0)
+    monkeypatch.setattr("seqpar.servers.pool.connection._MIN_BUSY_SECONDS", 60.0)
     with (
         hostile(lambda task: (Busy(1, task.request, seconds),)) as server,
         connect(server.address) as pool,

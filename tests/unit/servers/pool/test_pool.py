@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from seqpar.servers.pool import local_worker
-from seqpar.servers.pool.hedging import Hedging
+from seqpar.servers.pool.dispatcher import StragglerDetector
 from seqpar.servers.server import compute as computing
 from seqpar.servers.server import server as server_module
 from seqpar.servers.server import worker
@@ -85,7 +85,7 @@ def test_many_trainers_at_once_on_two_servers(addresses, transports):
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_a_payload_above_an_arena_travels_as_frames(addresses, transports, monkeypatch):
-    monkeypatch.setattr("seqpar.servers.pool.payload_channel._ROOM", 2**14)
+    monkeypatch.setattr("seqpar.servers.pool.connection._MAX_ARENA_BYTES", 2**14)
     small, large = random_request(0, 8, 8), random_request(1, 300, 300)
     with (
         running(addresses[0], transports=transports),
@@ -330,14 +330,14 @@ def test_closing_ends_what_waits(addresses, monkeypatch):
 
 
 def test_hedging_compares_tasks_of_any_size():
-    hedging = Hedging(0.9)
+    stragglers = StragglerDetector(0.9)
     for i in range(19):
-        hedging.count(100 * (1 + i % 2), 0.1 * (1 + i % 2))
-    assert not hedging.is_late(100, 99.0)  # too few to say
+        stragglers.count(100 * (1 + i % 2), 0.1 * (1 + i % 2))
+    assert not stragglers.is_late(100, 99.0)  # too few to say
     for i in range(1000):
-        hedging.count(100 * (1 + i % 2), 0.1 * (1 + i % 2))
-    assert hedging.is_late(100, 0.3) and not hedging.is_late(200, 0.2)
-    assert len(hedging._pace) == len(hedging._work) == 256
+        stragglers.count(100 * (1 + i % 2), 0.1 * (1 + i % 2))
+    assert stragglers.is_late(100, 0.3) and not stragglers.is_late(200, 0.2)
+    assert len(stragglers._sorted_pace) == len(stragglers._sorted_work) == 256
 
 
 def test_requests_that_no_server_takes_are_refused(addresses):

@@ -1,0 +1,647 @@
+"""A pool's connection to one server, and the tasks and cache steps that it sends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import zmq
+from torch import Tensor
+
+from seqpar.servers.server.leases import library_version
+from seqpar.servers.transport.addresses import is_own
+from seqpar.servers.transport.client_socket import DialledSocket
+from seqpar.servers.transport.curve_keys import CurveKeys
+from seqpar.servers.transport.zeromq import (
+    WATCHING,
+    Frames,
+    Reach,
+    Sending,
+    Transport,
+    TransportError,
+    pieces,
+)
+from seqpar.servers.wire import protocol
+from seqpar.servers.wire.arena import Arena
+from seqpar.servers.wire.codec import Packed, pack, unpack_result
+from seqpar.servers.wire.header import DTYPES
+from seqpar.servers.wire.limits import LEAST_RATE, PIECE_BYTES
+from seqpar.servers.wire.protocol import SECRET_BYTES, Message, TransportName, decode, encode
+from seqpar.servers.wire.request import Request
+
+Answer = Future[tuple[Tensor, ...]]
+State = Literal["connecting", "ready", "draining", "refused"]
+
+_MAX_SOCKETS = 2**12  # of ZeroMQ's; a server needs six
+_MAX_ARENA_BYTES = 2**26  # per server, for results that the server writes directly
+_RETRY_SECONDS = 0.2  # before another handshake; doubles up to the next line's limit
+_MAX_RETRY_SECONDS, _MAX_UNIX_RETRY_SECONDS = 5.0, 0.4
+_MIN_SILENCE_SECONDS = 1.0  # a live server gives four signs of life in this time
+_PULSE_SECONDS = 0.1  # between two signs of life on the second socket
+_MAIN_PING_SECONDS = 0.25  # between two on the first; a server ends silent connections
+_RATE_SMOOTHING = 0.3  # weight of the last result in a server's rate
+_MIN_BUSY_SECONDS, _MAX_BUSY_SECONDS = 0.01, 5.0  # before a busy server is asked again
+_PAYLOAD_MARGIN = 2.0  # times the seconds that payloads should need
+_BANDWIDTH_FADING = 0.8  # of the measured bytes per second, with each result
+_PIECE_SECONDS = 0.25  # that one frame of a payload should need
+
+
+class CachePlace(NamedTuple):
+    """The server and lease under which a cache is stored.
+
+    Attributes:
+        address: of the server.
+        generation: of the lease. A server that was restarted grants another one.
+        tokens, bytes: the largest request that the server accepts.
+    """
+
+    address: str
+    generation: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(eq=False)
+class PendingWork:
+    """A task or a cache step without a result.
+
+    Attributes:
+        request: the task; None for a cache step.
+        packed: the message that is sent.
+        device: where the result is returned.
+        cost: its work, in the unit of `Request.work`.
+        place: for a cache step, the only place where it can be computed; None for a task.
+        future: resolved by the first answer.
+        submitted: when it was submitted, on the monotonic clock.
+        attempts: attempts that the servers may still answer.
+        avoid: addresses of the servers that failed to compute it.
+        failures: the number of attempts that servers failed.
+        reason: why the last attempt failed.
+        hedged: whether a second server was asked while the first was still computing.
+        at_home: whether this process computes it or has computed it.
+        passing: seconds that payloads of an ended attempt may have spent on the network.
+    """
+
+    request: Request | None
+    packed: Packed
+    device: torch.device
+    cost: int
+    place: CachePlace | None = None
+    future: Answer = field(default_factory=Future)
+    submitted: float = field(default_factory=time.monotonic)
+    attempts: list[Attempt] = field(default_factory=list)
+    avoid: set[str] = field(default_factory=set)
+    failures: int = 0
+    reason: str = "no server was ready"
+    hedged: bool = False
+    at_home: bool = False
+    passing: float = 0.0
+
+    @classmethod
+    def of(cls, request: Request) -> PendingWork:
+        """Pack a task. This takes a while, so the caller's thread does it."""
+        return cls(request, pack(request), request.q.device, request.work)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has a result or was cancelled."""
+        return self.future.done()
+
+    def cancel_attempts(self) -> None:
+        """Tell servers that the attempts in progress are no longer needed."""
+        for attempt in self.attempts:
+            if not attempt.late:
+                attempt.connection.cancel(attempt)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """A task or step that was sent to one server.
+
+    Attributes:
+        number: the request number on this connection.
+        place, result_place: offsets in the server's arena and in ours, or None for frames.
+        started: when it was sent, on the monotonic clock.
+        late: whether it was given up. The server may still answer, and its places stay taken.
+    """
+
+    work: PendingWork
+    connection: ServerConnection
+    number: int
+    place: int | None = None
+    result_place: int | None = None
+    started: float = field(default_factory=time.monotonic)
+    late: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the request and of its result."""
+        form = self.work.packed.form
+        return form.request.room + form.result.room
+
+
+@dataclass(eq=False)
+class PoolEndpoint:
+    """What the connections of a pool share.
+
+    Attributes:
+        name: of this pool, unique among all processes.
+        keys: the client's keys, or None.
+        transports: this process's end of each transport, the preferred one first.
+        connect_seconds: the deadline of a handshake, and of a server's sign of life.
+        writes_afar: whether one-sided writes may leave Unix sockets.
+    """
+
+    name: str
+    keys: CurveKeys | None
+    transports: dict[TransportName, Transport]
+    connect_seconds: float
+    writes_afar: bool
+    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
+    poller: zmq.Poller = field(default_factory=zmq.Poller)
+
+    def __post_init__(self) -> None:
+        self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+
+    def transports_to(self, address: str) -> dict[TransportName, Transport]:
+        transports = dict(self.transports)
+        if not (self.writes_afar or is_own(address)):
+            transports.pop("nixl", None)
+        return transports
+
+    def close(self) -> None:
+        for transport in self.transports.values():
+            transport.shutdown()
+        self.context.term()
+
+
+@dataclass(eq=False)
+class _Session:
+    """State that begins with a handshake and ends when the connection is lost.
+
+    Attributes:
+        transport: carries payloads; frames until the server's welcome names another one.
+        own_arena, server_arena: the memory that each side lets the other write to.
+        generation, credits, max_tokens, max_bytes, secret: of the server's welcome.
+        bytes_per_second: the measured rate of payloads.
+        sendings: payloads on their way.
+        written: messages that the server wrote directly, not yet read.
+        last_was_brief: whether the last result took so little time that the server now looks for
+            our next write without being woken.
+        look_until: until when this side looks for a direct reply without being woken.
+        server_looks_until: until when the server looks for a direct request without being woken.
+    """
+
+    transport: Transport
+    own_arena: Arena = field(default_factory=lambda: Arena(0))
+    server_arena: Arena = field(default_factory=lambda: Arena(0))
+    generation: int = 0
+    credits: int = 0
+    max_tokens: int = 0
+    max_bytes: int = 0
+    secret: bytes = bytes(SECRET_BYTES)
+    bytes_per_second: float = 0.0
+    sendings: list[Sending] = field(default_factory=list)
+    written: deque[bytes] = field(default_factory=deque)
+    last_was_brief: bool = False
+    look_until: float = 0.0
+    server_looks_until: float = 0.0
+
+
+class ServerConnection:
+    """A pool's connection to one server: its sockets, its payloads, and whether it is alive.
+
+    Control messages travel through ZeroMQ. Tensors travel by one-sided writes if both sides have
+    NIXL, otherwise as frames of the same socket. A second socket carries nothing but signs of life,
+    so these never wait for a payload. A connection that is lost is made again after a pause.
+
+    Not thread-safe: the pool's thread makes every call.
+
+    Attributes:
+        state: "ready" if the server accepts tasks; "connecting" also after the connection was lost.
+        reason: why the server is not ready, or "".
+        device: the server's hardware, as `hardware_of` describes it.
+        attempts: what the server has not answered yet, by request number.
+        rate: work per second that the server computes, or None before its first result.
+        blocked_until: when the server may be asked again after a busy reply.
+        last_result: when its last result arrived, on the monotonic clock.
+        tasks, work: results that were used, and their work.
+        cache_room: bytes that are free for caches, as the server last reported.
+        lost: how often the connection was lost.
+    """
+
+    def __init__(self, address: str, endpoint: PoolEndpoint) -> None:
+        self.address = address
+        self.state: State = "connecting"
+        self.reason = "it has not answered yet"
+        self.device = ""
+        self.attempts: dict[int, Attempt] = {}
+        self.rate: float | None = None
+        self.blocked_until = 0.0
+        self.last_result = 0.0
+        self.tasks = 0
+        self.work = 0
+        self.lost = 0
+        self.cache_room = 0
+        self._endpoint = endpoint
+        self._transports = endpoint.transports_to(address)
+        self._frames = Frames()
+        self._session = _Session(self._frames)
+        self._last_number = 0
+        self._silence_seconds = max(endpoint.connect_seconds, _MIN_SILENCE_SECONDS)
+        self._retry_seconds = _RETRY_SECONDS
+        self._next_handshake = math.inf
+        self._next_pulse = 0.0
+        self._next_main_ping = 0.0
+        self._heard = 0.0
+        self._opened = 0.0
+        self._main: DialledSocket | None = None
+        self._pulse: DialledSocket | None = None
+        self._pulse_answers = False
+        self._open()
+
+    # --- What the pool asks when it chooses a server ---
+
+    @property
+    def is_welcome(self) -> bool:
+        """Whether the server has granted a lease that still holds."""
+        return self.state in ("ready", "draining")
+
+    @property
+    def transport(self) -> str:
+        """The name of the payloads' transport, or "" without a lease."""
+        return self._session.transport.name if self.is_welcome else ""
+
+    @property
+    def place(self) -> CachePlace | None:
+        """Where a new cache would be, or None if the server accepts none."""
+        session = self._session
+        if self.state != "ready":
+            return None
+        return CachePlace(self.address, session.generation, session.max_tokens, session.max_bytes)
+
+    @property
+    def outstanding(self) -> int:
+        """Work that the server has not answered yet."""
+        return sum(attempt.work.cost for attempt in self.attempts.values())
+
+    @property
+    def allowance(self) -> float:
+        """Seconds by which payloads on the network extend the deadlines of this server's tasks."""
+        nbytes = sum(attempt.payload_bytes for attempt in self.attempts.values())
+        return _PAYLOAD_MARGIN * nbytes / max(self._session.bytes_per_second, LEAST_RATE)
+
+    def is_free(self, depth: int, now: float) -> bool:
+        """Return whether the server accepts another task now, with at most `depth` at a time."""
+        most = min(depth, self._session.credits)
+        return self.state == "ready" and len(self.attempts) < most and now >= self.blocked_until
+
+    def accepts(self, work: PendingWork) -> bool:
+        """Return whether a task is within the server's caps."""
+        header, form = work.packed.header, work.packed.form
+        rows = header.batch * max(header.q_rows, header.k_rows)
+        nbytes = max(form.request.room, form.result.room)
+        return rows <= self._session.max_tokens and nbytes <= self._session.max_bytes
+
+    def waited(self, attempt: Attempt, now: float) -> float:
+        """Return the seconds since the server got an attempt or answered another one."""
+        return now - max(attempt.started, self.last_result)
+
+    def needs_polling(self, now: float) -> bool:
+        """Return whether a one-sided write is in progress or may arrive without waking us."""
+        session = self._session
+        return bool(session.sendings) or (bool(self.attempts) and now < session.look_until)
+
+    # --- Requests and results ---
+
+    def start(self, work: PendingWork) -> None:
+        """Begin to send a task or step; `progress` continues."""
+        session = self._session
+        self._last_number += 1
+        attempt = Attempt(work, self, self._last_number)
+        self.attempts[attempt.number] = attempt
+        transport: Transport = self._frames
+        if session.transport.name != "zmq" and self._take_room(attempt):
+            transport = session.transport
+        watching = WATCHING if session.last_was_brief else 0.0
+        session.look_until = attempt.started + watching
+        header = work.packed.numbered(
+            session.generation, attempt.number, attempt.place, attempt.result_place, watching
+        )
+        message = encode(header, session.secret)
+        deadline = attempt.started + self._endpoint.connect_seconds + self.allowance
+        sending = transport.begin(self, message, work.packed.parts, attempt.place, deadline)
+        piece = max(PIECE_BYTES, int(_PIECE_SECONDS * session.bytes_per_second))
+        sending.frames = pieces(sending.frames, piece)
+        session.sendings.append(sending)
+        work.attempts.append(attempt)
+
+    def progress(self) -> str | None:
+        """Continue to send payloads; return why the connection is broken, or None."""
+        session = self._session
+        broken = None
+        moving = []
+        for sending in session.sendings:
+            session.transport.progress(sending)
+            frames: list[Any] = []
+            if sending.moving:
+                moving.append(sending)
+                frames = sending.meanwhile()
+            elif sending.error is not None:
+                broken = sending.error
+            else:
+                frames = sending.following(session.server_looks_until)
+            if frames and self._main is not None:
+                broken = self._main.send(frames) or broken
+        session.sendings = moving
+        return broken
+
+    def take_result(
+        self, attempt: Attempt, result: protocol.Result, frames: Sequence[Any]
+    ) -> list[Tensor]:
+        """Return copies of a result's tensors and finish the attempt.
+
+        Raises:
+            RequestError, TransportError: if the payload is damaged or not where it should be.
+        """
+        session, payload = self._session, attempt.work.packed.form.result
+        session.last_was_brief = result.watching > 0
+        session.server_looks_until = time.monotonic() + result.watching
+        transport = self._frames if attempt.result_place is None else session.transport
+        try:
+            buffers = transport.read(self, frames, payload.sizes, attempt.result_place)
+            self._measure_bandwidth(attempt, result.seconds)
+            return unpack_result(payload, buffers, result.checksum)
+        finally:
+            self.finish(attempt)
+
+    def finish(self, attempt: Attempt) -> None:
+        """Forget an attempt that was answered, and free its places."""
+        passing = min(time.monotonic() - attempt.started, self.allowance)
+        attempt.work.passing = max(attempt.work.passing, passing)
+        if self.attempts.pop(attempt.number, None) is not None:
+            attempt.work.attempts.remove(attempt)
+            if attempt.place is not None and attempt.result_place is not None:
+                self._session.server_arena.give(attempt.place)
+                self._session.own_arena.give(attempt.result_place)
+
+    def count(self, attempt: Attempt, now: float) -> None:
+        """Update the server's rate after a result."""
+        work = attempt.work.cost
+        seconds = max(1e-6, now - max(attempt.started, self.last_result))
+        rate = max(work, 1) / seconds
+        before = rate if self.rate is None else self.rate
+        self.rate = before + _RATE_SMOOTHING * (rate - before)
+        self.last_result = now
+
+    def credit(self, work: PendingWork) -> None:
+        """Count a result that was used."""
+        self.tasks += 1
+        self.work += work.cost
+
+    def block(self, seconds: float, now: float) -> None:
+        """Leave a busy server in peace for the seconds that it names, from 0.01 to 5."""
+        # The comparison is false for NaN, which then counts as the maximum.
+        sensible = seconds if seconds < _MAX_BUSY_SECONDS else _MAX_BUSY_SECONDS
+        self.blocked_until = now + max(_MIN_BUSY_SECONDS, sensible)
+
+    def cancel(self, attempt: Attempt) -> None:
+        """Give up an attempt, and tell the server."""
+        attempt.late = True
+        self._send(protocol.Cancel(self._session.generation, attempt.number))
+
+    def forget(self, cache: int) -> None:
+        """Tell the server that a cache is no longer needed."""
+        self._send(protocol.Free(self._session.generation, cache))
+
+    def _take_room(self, attempt: Attempt) -> bool:
+        """Take room for a payload and for its result, or for neither."""
+        form, session = attempt.work.packed.form, self._session
+        place = session.server_arena.take(form.request.room)
+        if place is None:
+            return False
+        result_place = session.own_arena.take(form.result.room)
+        if result_place is None:
+            session.server_arena.give(place)
+            return False
+        attempt.place, attempt.result_place = place, result_place
+        return True
+
+    def _measure_bandwidth(self, attempt: Attempt, computing: float) -> None:
+        """Payloads pass at least as fast as this attempt's, without the server's computing."""
+        seconds = max(1e-3, time.monotonic() - attempt.started - computing)
+        faded = _BANDWIDTH_FADING * self._session.bytes_per_second
+        self._session.bytes_per_second = max(attempt.payload_bytes / seconds, faded)
+
+    # --- Messages from the server ---
+
+    def is_readable(self, ready: Set[object]) -> bool:
+        """Return whether a poll that returned `ready` found something to read."""
+        sockets = [x for x in (self._main, self._pulse) if x is not None]
+        return self.has_events(ready) or any(x.socket in ready for x in sockets)
+
+    def has_events(self, ready: Set[object]) -> bool:
+        """Return whether a poll found connections or disconnections."""
+        return any(x.monitor in ready for x in (self._main, self._pulse) if x is not None)
+
+    def take_written(self, message: bytes) -> None:
+        """Accept a message that the server wrote directly."""
+        self._session.written.append(message)
+
+    def receive(self, readable: bool) -> tuple[Message, list[Any]] | None:
+        """Return the next message for the pool and its frames, or None.
+
+        Handles messages about the connection itself. The socket is read only if it is readable.
+
+        Raises:
+            ProtocolError: if the connection must be given up.
+        """
+        if readable:
+            self._read_pulse()
+        while (arrived := self._next(readable)) is not None:
+            head, *frames = arrived
+            message = decode(head)
+            self._heard = time.monotonic()
+            if isinstance(message, protocol.Welcome | protocol.Refused) and self.is_welcome:
+                raise protocol.ProtocolError("it answered the handshake a second time")
+            if isinstance(message, protocol.Welcome):
+                self._welcome(message)
+            elif isinstance(message, protocol.Refused):
+                self._refuse(message.reason)
+            elif isinstance(message, protocol.Knock):
+                if message.under_way:
+                    self._session.transport.hurry()
+            elif isinstance(message, protocol.Stale | protocol.Malformed):
+                raise protocol.ProtocolError("it no longer knows this client")
+            elif getattr(message, "generation", None) != self._session.generation:
+                continue  # it belongs to an earlier lease
+            elif isinstance(message, protocol.Draining):
+                self.state, self.reason = "draining", "it is about to leave"
+            elif isinstance(message, protocol.Pong):
+                self.cache_room = message.cache_room
+            else:
+                return message, frames
+        return None
+
+    def _next(self, readable: bool) -> list[Any] | None:
+        if self._session.written:
+            return [self._session.written.popleft()]
+        return self._main.receive() if readable and self._main is not None else None
+
+    def _read_pulse(self) -> None:
+        """Read answers to the signs of life on the second socket."""
+        while self._pulse is not None and (frames := self._pulse.receive()) is not None:
+            message = decode(frames[0])
+            generation = self._session.generation
+            if isinstance(message, protocol.Pong) and message.generation == generation:
+                self._pulse_answers = True
+                self._heard = time.monotonic()
+                self.cache_room = message.cache_room
+            else:
+                # A proxy may connect each socket to another server, which then answers "Stale" or
+                # nothing. Signs of life then stay on the first socket.
+                self._end_pulse()
+
+    # --- Handshake and liveness ---
+
+    def beat(self, now: float) -> str | None:
+        """Give a sign of life or shake hands again; return why the connection is broken."""
+        if now >= self._next_handshake:
+            self._open()
+        elif self.state == "connecting" and self._main is not None:
+            if (fault := self._main.connect()) is not None:
+                self.reason = fault
+            elif now - self._opened > self._silence_seconds:  # the answer may have been lost
+                self.reason = "it has not answered the handshake"
+                self._open()
+        elif self.is_welcome:
+            heard = self._heard if self._main is None else max(self._heard, self._main.heard)
+            if now - heard > self._silence_seconds:
+                return f"it has said nothing for {now - heard:.1f} s"
+            if now >= self._next_pulse:
+                self._next_pulse = now + _PULSE_SECONDS
+                self._give_sign_of_life(now)
+        return None
+
+    def broken(self) -> str | None:
+        """Return why the connection was lost, or None."""
+        if self._pulse is not None and self._pulse.broken() is not None:
+            self._end_pulse()
+        return None if self._main is None else self._main.broken()
+
+    def lose(self, reason: str) -> list[Attempt]:
+        """Drop the connection, to be made again soon; return the attempts without an answer."""
+        self.lost += self.is_welcome
+        self.state, self.reason = "connecting", reason
+        unanswered = list(self.attempts.values())
+        for attempt in unanswered:
+            self.finish(attempt)
+        self._shut()
+        self._next_handshake = time.monotonic() + self._retry_seconds
+        most = _MAX_UNIX_RETRY_SECONDS if is_own(self.address) else _MAX_RETRY_SECONDS
+        self._retry_seconds = min(2 * self._retry_seconds, most)
+        return unanswered
+
+    def distrust(self, reason: str) -> list[Attempt]:
+        """Drop the connection for good; return the attempts without an answer."""
+        unanswered = self.lose(reason)
+        self.state, self._next_handshake = "refused", math.inf
+        return unanswered
+
+    def close(self) -> None:
+        """Leave the server."""
+        if self.is_welcome:
+            self._send(protocol.Goodbye(self._session.generation))
+        self._shut(linger=100)
+
+    def _open(self) -> None:
+        """Connect, and ask for a lease."""
+        self._shut()
+        self._next_handshake = math.inf
+        self._heard = self._opened = time.monotonic()
+        self._main = self._dial()
+        reach = Reach()
+        names: list[TransportName] = []
+        for name, transport in self._transports.items():
+            reach = transport.open(self, transport.share(_MAX_ARENA_BYTES))
+            if reach.arena or name == "zmq":
+                names.append(name)
+            if reach.arena:
+                break
+        self._session.own_arena = Arena(reach.arena)
+        hello = protocol.Hello(
+            library=library_version(),
+            client=self._endpoint.name,
+            transports=list(dict.fromkeys([*names, "zmq"])),
+            dtypes=list(DTYPES),
+            arena=reach.arena,
+            offer=reach.offer,
+            base=reach.base,
+        )
+        self._send(hello)
+
+    def _dial(self) -> DialledSocket:
+        shared = self._endpoint
+        return DialledSocket(
+            shared.context, shared.poller, self.address, shared.keys, shared.connect_seconds
+        )
+
+    def _welcome(self, welcome: protocol.Welcome) -> None:
+        if not welcome.credits:
+            raise protocol.ProtocolError("it takes no requests: its welcome gives no credits")
+        session = self._session
+        session.generation, session.secret = welcome.generation, welcome.secret
+        session.credits = welcome.credits
+        session.max_tokens, session.max_bytes = welcome.tokens, welcome.bytes
+        session.server_arena = Arena(welcome.arena)
+        session.transport = self._transports.get(welcome.transport, self._frames)
+        try:
+            reach = Reach(welcome.arena, welcome.base, welcome.offer)
+            session.transport.connect(self, reach)
+        except TransportError:
+            session.transport = self._frames
+        self.device, self.cache_room = welcome.device, welcome.cache_room
+        self._end_pulse()
+        self._pulse = self._dial()
+        self.state, self.reason = "ready", ""
+        self._retry_seconds = _RETRY_SECONDS
+        self.last_result, self.blocked_until = time.monotonic(), 0.0
+
+    def _refuse(self, reason: str) -> None:
+        self.state, self.reason = "refused", reason
+        self._next_handshake = time.monotonic() + _MAX_RETRY_SECONDS
+
+    def _give_sign_of_life(self, now: float) -> None:
+        ping = protocol.Ping(self._session.generation)
+        data = encode(ping, self._session.secret)
+        if self._pulse is not None and self._pulse.send([data]) is not None:
+            self._end_pulse()
+        if not self._pulse_answers or now >= self._next_main_ping:
+            self._next_main_ping = now + _MAIN_PING_SECONDS
+            self._send(ping)
+
+    def _send(self, message: Message) -> None:
+        data = encode(message, self._session.secret)
+        if self._main is not None and self._main.send([data]) is not None:
+            self._heard = -math.inf  # a server that accepts nothing counts as silent
+
+    def _end_pulse(self) -> None:
+        self._pulse_answers = False
+        if self._pulse is not None:
+            self._pulse.close(0)
+            self._pulse = None
+
+    def _shut(self, linger: int = 0) -> None:
+        for transport in self._transports.values():
+            transport.close(self)
+        self._session = _Session(self._frames)
+        self._end_pulse()
+        if self._main is not None:
+            self._main.close(linger)
+            self._main = None
