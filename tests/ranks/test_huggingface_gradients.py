@@ -495,6 +495,88 @@ def test_fsdp_that_does_not_average_is_refused(pool):
         assert "FSDP must average gradients over all ranks of the group" in told
 
 
+TERMS = {  # of outputs; each is 0 for a row of zeros
+    "the sum of logits": lambda o, _: o.logits.sum() / 9,
+    "squares of logits": lambda o, _: o.logits.square().sum(),
+    "hidden states": lambda o, _: sum(x.abs().sum() for x in o.hidden_states) / 9,
+    "a head on hidden states": lambda o, model: model.lm_head(o.hidden_states[-1]).abs().sum(),
+    "two terms and the loss": lambda o, _: o.logits.sum() / 9 + o.hidden_states[1].square().sum(),
+}
+CALLS = ("plain", "a checkpoint around the call", "a reentrant checkpoint around the call")
+
+
+def terms(model, outer, term, way, sp=None):
+    """The loss of a term of two calls' outputs, and its gradients; one backward follows both.
+
+    On one process, tokens of padding are taken out of outputs.
+    """
+
+    def outputs_of(batch):
+        outputs = outer(**batch, output_hidden_states=True)
+        if sp is not None:
+            return outputs
+        kept = hf.real(batch)
+        outputs["logits"] = outputs.logits[kept]
+        outputs["hidden_states"] = tuple(x[kept] for x in outputs.hidden_states)
+        return outputs
+
+    def value(batch):
+        outputs = outputs_of(batch)
+        local = TERMS[term](outputs, model)
+        total = local if sp is None else sp.total(local)
+        return total + outputs.loss if term == "two terms and the loss" else total
+
+    def call(batch):
+        batch = batch if sp is None else sp.shard(batch)
+        if way == "plain":
+            return value(batch)
+        started = torch.ones((), requires_grad=True)  # reentrant ones need it
+        reentrant = way.startswith("a reentrant")
+        return checkpoint(lambda one: value(batch) * one, started, use_reentrant=reentrant)
+
+    batches = [hf.batch(kind, columns=21) for kind in ("padded", "left")]  # 35 tokens each
+    first, second = map(call, batches)
+    loss = first + 2 * second
+    loss.backward()
+    grads = {n: whole(x.grad) for n, x in model.named_parameters() if x.grad is not None}
+    return loss.detach(), grads
+
+
+def with_terms(group, cells):
+    results = []
+    for wrapper, term, way in cells:
+        model = build("llama")
+        sp = huggingface.enable(model, group)
+        results.append(terms(model, wrap(model, group, wrapper), term, way, sp))
+        sp.disable()
+    return results
+
+
+def assert_terms_are_right(pool, cells):
+    for cell, *results in zip(cells, *pool(2, with_terms, cells), strict=True):
+        model = build("llama")
+        loss, expected = terms(model, model, *cell[1:])
+        for total, found in results:
+            torch.testing.assert_close(total, loss, rtol=1e-5, atol=1e-5, msg=str(cell))
+            for name, x in found.items():
+                right = expected.get(name, torch.zeros_like(x))  # DDP has zeros for None
+                close = {"rtol": 0, "atol": 2e-5 * max(float(right.abs().max()), 1e-3)}
+                torch.testing.assert_close(x, right, **close, msg=f"{cell} {name}")
+            assert expected.keys() <= found.keys()
+
+
+@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2", "FSDP2 on layers"])
+def test_repeated_calls_and_terms_of_outputs_are_right(pool, wrapper):
+    skipped = ("a head on hidden states",) if wrapper in ("DDP", "FSDP2") else ()
+    assert_terms_are_right(pool, [(wrapper, x, "plain") for x in TERMS if x not in skipped])
+
+
+@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2", "FSDP2 on layers"])
+def test_checkpoints_around_calls_are_right(pool, wrapper):
+    cells = [(wrapper, term, way) for term in [*TERMS][:3] for way in CALLS[1:]]
+    assert_terms_are_right(pool, cells)
+
+
 class Engine(torch.nn.Module):
     """A stand-in for DeepSpeed's engine."""
 

@@ -34,7 +34,7 @@ from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.generate.generating import Generation
 from seqpar.integrations.huggingface.loss.gradients import ModelGradients
 from seqpar.integrations.huggingface.loss.losses import losses_of, router_faults
-from seqpar.integrations.huggingface.loss.outputs import mark, unshard
+from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, unshard
 from seqpar.integrations.huggingface.model.code import computes_itself
 from seqpar.integrations.huggingface.model.configs import OwnConfigs, inner_model
 from seqpar.integrations.huggingface.model.layers import (
@@ -307,7 +307,8 @@ class SequenceParallel(EnabledModel):
         total = self._gradients.total_of_model
         losses = losses_of(self.inner, call, outputs, self.comm, total)
         self._gradients.check_outputs(outputs)
-        outputs = self._gradients.watched(outputs)
+        mark(outputs, call.sharding)
+        outputs = self._gradients.watched(clear_padding(outputs))
         if losses:
             outputs = type(outputs)(**{**losses, **outputs, **losses})
         mark(outputs, call.sharding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ class Side:
         index: (T_local,) the place of this rank's tokens among the B·S of all rows; −1 is padding
             that the layout adds.
         last_position: the greatest position on any rank.
+        padding: how many of this rank's tokens, the last ones, are padding that the layout adds.
     """
 
     documents: BatchDocuments
@@ -35,6 +36,7 @@ class Side:
     index: Tensor
     position_ids: Tensor | None
     last_position: int
+    padding: int
     _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
 
     def in_chunks(self, size: int) -> Layout:
@@ -137,8 +139,9 @@ def side_of(
     dim = position_ids.dim() - 2
     whole = position_ids.expand(*position_ids.shape[:dim], rows, columns)
     last = int(whole.max())  # padding included: models that scale by it include padding
-    side = Side(documents, layout, index, None, last)
-    return Side(documents, layout, index, side.take(whole, dim=dim), last)
+    padding = int(layout.padding(rank).sum())
+    side = Side(documents, layout, index, None, last, padding)
+    return replace(side, position_ids=side.take(whole, dim=dim))
 
 
 def note_tokens(x: Tensor, side: Side) -> None:

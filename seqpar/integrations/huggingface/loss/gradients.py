@@ -37,6 +37,10 @@ _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
     "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
 )
+_REENTRANT = (
+    "use_reentrant must be False for a checkpoint around the model's call: autograd's graph does "
+    "not show that a loss depends on the outputs"
+)
 
 Place = tuple[nn.Module, str, Tensor]  # a module, a parameter's name in it, the parameter
 
@@ -75,7 +79,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: ModelGradients) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.gradients = gradients
+        ctx.gradients, ctx.recomputed = gradients, in_backward()
         return x.detach()
 
     @staticmethod
@@ -147,9 +151,10 @@ class ModelGradients:
         self.end_call()  # in case a call was interrupted
         if not torch.is_grad_enabled() or self.comm.size == 1:
             return
-        self._last = averaging
-        self._forget_backward()  # in case a backward was interrupted
-        self._before_backward = True
+        if not in_backward():
+            self._forget_backward()  # in case a backward was interrupted
+        if self._scale is None:  # otherwise a checkpoint around the call computes it again
+            self._last, self._before_backward = averaging, True
         groups, others = self._grouped()
         for block in list(groups):
             if whole or is_compiled(block):
@@ -210,6 +215,8 @@ class ModelGradients:
     def total(self, local: Tensor) -> Tensor:
         """Return the sum of all ranks' losses; see `SequenceParallel.total`."""
         reached, leaves = _reached([local])
+        if not reached and _in_graph(local, "CheckpointFunctionBackward"):
+            raise ValueError(_REENTRANT)
         averaged = any(_call_of(x).averaged for x in reached) if reached else self._last.averaged
         if leaves and self.comm.size > 1:
             self._check_leaves(leaves, averaged)
@@ -241,7 +248,7 @@ class ModelGradients:
     def check_output(self, node: Any) -> None:
         """Raise a ValueError if an output's gradient does not come from a loss of all ranks."""
         if self._scale is None or node not in self._counted:
-            raise ValueError(_NO_TOTAL)
+            raise ValueError(_REENTRANT if node.recomputed else _NO_TOTAL)
 
     def remove(self) -> None:
         """Stop replacing parameters."""
@@ -514,6 +521,21 @@ def _mark(x: Tensor, call: Averaging) -> None:
 
 def _call_of(node: Any) -> Any:
     return node.metadata.get(_KEY)
+
+
+def _in_graph(x: Tensor, name: str) -> bool:
+    """Return whether a tensor depends on a node of autograd's graph with this name."""
+    nodes = [x.grad_fn]
+    known = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if node is not None and node.name() == name:
+            return True
+        following = () if node is None else (other for other, _ in node.next_functions)
+        new = {other for other in following if other not in known}
+        known |= new
+        nodes += new
+    return False
 
 
 def _reached(tensors: list[Tensor]) -> tuple[list[Any], list[Tensor]]:

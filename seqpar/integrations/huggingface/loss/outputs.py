@@ -1,10 +1,11 @@
-"""Gather a model's outputs from all ranks."""
+"""Gather a model's outputs from all ranks, and clear the rows of padding in them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
@@ -45,6 +46,49 @@ def _mark_whole(outputs: Any) -> None:
     elif isinstance(outputs, list | tuple | Mapping):
         for value in outputs.values() if isinstance(outputs, Mapping) else outputs:
             _mark_whole(value)
+
+
+class _Cleared(torch.autograd.Function):
+    """An output whose last `padding` rows, which the layout added, are zeros without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, padding: int, in_place: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.rows = dim, x.shape[dim] - padding, padding
+        cleared = x.data if in_place else x.detach().clone()
+        cleared.narrow(*ctx.rows).zero_()
+        return cleared
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if gradient is not None:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            gradient.narrow(*ctx.rows).zero_()
+        return gradient, None, None, None
+
+
+def clear_padding(outputs: Any) -> Any:
+    """Return marked outputs with zeros in the rows of padding, which pass no gradient on.
+
+    Logits are cleared in place, because a copy could double a step's memory. No backward needs
+    their rows. Other outputs, such as hidden states, may be inputs of a layer that is recomputed,
+    and are copied.
+    """
+    return _cleared(outputs, "", {})
+
+
+def _cleared(nested: Any, name: str, known: dict[int, Tensor]) -> Any:
+    if isinstance(nested, Mapping):
+        return type(nested)(**{key: _cleared(x, key, known) for key, x in nested.items()})
+    if type(nested) in (list, tuple):
+        return type(nested)(_cleared(x, name, known) for x in nested)
+    side = getattr(nested, KEY, None) if isinstance(nested, Tensor) else None
+    if side is None or not side.padding:
+        return nested
+    if id(nested) not in known:
+        dim = int(_is_of(nested, side))  # otherwise flat
+        known[id(nested)] = _Cleared.apply(nested, dim, side.padding, name == "logits")
+    return known[id(nested)]
 
 
 def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
