@@ -21,11 +21,14 @@ from seqpar.core.torch_private import (
     fsdp2_groups,
     fsdp2_names,
     fsdp2_tensors,
+    gradient_hooks,
     has_hooks,
     returned_by_grad,
 )
 
 _RULE = "must average gradients over all ranks of the group"
+_HOOKS = "torch.distributed.algorithms."
+_OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")  # do not average over all ranks
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Averaging:
     _ddps: list[DistributedDataParallel] = field(default_factory=list)
     _fsdp2: list[Any] = field(default_factory=list)
     _by_ddp: list[Tensor] = field(default_factory=list)
+    _in_no_sync: list[Tensor] = field(default_factory=list)
     _parameters: set[int] = field(default_factory=set)
     _places: set[tuple[int, str]] = field(default_factory=set)
 
@@ -54,6 +58,10 @@ class Averaging:
         if id(parameter) in self._parameters:
             return not has_hooks(parameter)
         return (id(module), name) in self._places
+
+    def left_local(self) -> list[Tensor]:
+        """Return the parameters that a DDP in `no_sync` manages and does not average now."""
+        return [x for x in self._in_no_sync if not has_hooks(x)]
 
     def leaves(self) -> set[int]:
         """Return the ids of tensors whose gradients DDP or FSDP2 average, whoever uses them."""
@@ -106,15 +114,20 @@ class Averaging:
 
     def _add_ddp(self, ddp: DistributedDataParallel, comm: Comm) -> None:
         _check("DDP", dist.get_process_group_ranks(ddp.process_group), comm)
+        _check_hooks("DDP", ddp)
         parameters = ddp_parameters(ddp)
         self._parameters |= {id(x) for x in parameters}
-        self._by_ddp += [x for x in parameters if x.requires_grad]
-        if ddp.require_backward_grad_sync:  # otherwise in no_sync()
+        trained = [x for x in parameters if x.requires_grad]
+        self._by_ddp += trained
+        if ddp.require_backward_grad_sync:
             self._ddps.append(ddp)
+        else:
+            self._in_no_sync += trained
         self.averaged |= bool(self._by_ddp)
 
     def _add_fsdp1(self, fsdp: FullyShardedDataParallel, comm: Comm) -> None:
         _check("FSDP", dist.get_process_group_ranks(fsdp.process_group), comm)
+        _check_hooks("FSDP", fsdp)
         ignored = {id(x) for x in fsdp1_ignored(fsdp)}
         self.averaged = self.flattened = True
         for module, name, x in _places(fsdp.modules()):
@@ -126,6 +139,7 @@ class Averaging:
             self._fsdp2.append(group)
             mesh = group.mesh_info.mesh.mesh.flatten().tolist()
             _check("FSDP", mesh, comm)
+            _check_hooks("FSDP", group)
             divisor = getattr(group, "gradient_divide_factor", None)
             if divisor is not None and divisor != len(mesh):
                 stated = f"set_gradient_divide_factor({divisor}) makes it divide by another number"
@@ -169,6 +183,16 @@ def _check(name: str, averaged: list[int], comm: Comm) -> None:
     if not set(own) <= set(averaged):
         stated = f"it averages over ranks {averaged}, and the group has {own}"
         raise ValueError(f"{name} {_RULE}: {stated}")
+
+
+def _check_hooks(name: str, wrapped: Any) -> None:
+    """Raise a ValueError for a hook that reduces gradients and is not known to average."""
+    for hook in gradient_hooks(wrapped):
+        hook_name = getattr(hook, "__name__", type(hook).__name__)
+        of_torch = str(getattr(hook, "__module__", None)).startswith(_HOOKS)
+        if not of_torch or hook_name in _OTHER_HOOKS:
+            reason = f"its comm hook {hook_name} is not one of torch's hooks that average"
+            raise ValueError(f"{name} {_RULE}: {reason}")
 
 
 def _has_fsdp(model: nn.Module) -> bool:

@@ -360,6 +360,14 @@ def ddp_parameters(ddp: Any) -> list[Any]:
     return cast(list[Any], getattr(ddp, "_module_parameters", list(ddp.module.parameters())))
 
 
+def gradient_hooks(wrapped: Any) -> list[Any]:
+    """Return the users' functions that reduce gradients in the place of DDP or FSDP."""
+    hooks = [hook for hook, _ in getattr(wrapped, "_comm_hooks", ())]  # DDP
+    names = ("_comm_hook", "_all_reduce_hook")  # FSDP1's module, and FSDP2's group
+    hooks += [getattr(wrapped, name, None) for name in names]
+    return [hook for hook in hooks if hook is not None]
+
+
 def check_averaged(ddp: Any) -> None:
     """Raise a RuntimeError if DDP waits for gradients at the end of a backward."""
     _get("torch.nn.parallel.DistributedDataParallel._check_reducer_finalized")(ddp)

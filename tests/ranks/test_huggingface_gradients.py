@@ -5,6 +5,9 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -480,6 +483,115 @@ def test_a_hooks_own_trainable_tensors_are_refused(pool, wrapper):
             assert told[way].keys() == expected.keys()
             for name, x in expected.items():
                 torch.testing.assert_close(told[way][name], x, rtol=1e-4, atol=2e-5)
+
+
+def of_two_models(group, wrappers):
+    """A rank's gradients of one term of two models' logits; `group` is None on one process."""
+    models = [build("llama"), build("tied")]
+    if group is None:
+        outputs = [model(**hf.batch()).logits[hf.real(hf.batch())] for model in models]
+        (outputs[0] - outputs[1]).square().sum().backward()
+    else:
+        sps = [huggingface.enable(model, group) for model in models]
+        outers = [wrap(*pair) for pair in zip(models, (group, group), wrappers, strict=True)]
+        outputs = [
+            outer(**sp.shard(hf.batch())).logits for outer, sp in zip(outers, sps, strict=True)
+        ]
+        sps[0].total((outputs[0] - outputs[1]).square().sum()).backward()
+    return [whole(x.grad) for model in models for x in model.parameters()]
+
+
+@pytest.mark.parametrize("wrappers", [("none", "none"), ("DDP", "none"), ("none", "FSDP2")])
+def test_a_term_of_two_models_is_right(pool, wrappers):
+    expected = of_two_models(None, wrappers)
+    for grads in pool(2, of_two_models, wrappers):
+        for x, right in zip(grads, expected, strict=True):
+            close = {"rtol": 0, "atol": 2e-5 * max(float(right.abs().max()), 1e-3)}
+            torch.testing.assert_close(x, right, **close)
+
+
+def misled(group, wrapper):
+    """What a rank is told of backwards whose gradients would differ from one process's."""
+    told = {}
+    for way in MISLED:
+        model = build("llama")
+        sp = huggingface.enable(model, group)
+        outer = wrap(model, group, wrapper)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        local = sp.shard(hf.batch())
+
+        def call(way=way, sp=sp, outer=outer, local=local, optimizer=optimizer):
+            if way == "scaled by the rank":
+                (outer(**local).loss * (1 + group.rank())).backward()
+            elif way == "a total scaled by the rank":
+                (sp.total(outer(**local).logits.sum()) * (1 + group.rank())).backward()
+            elif way == "logits in a reentrant checkpoint":
+                one = torch.ones((), requires_grad=True)
+                logits = checkpoint(lambda x: outer(**local).logits * x, one, use_reentrant=True)
+                sp.total(logits.sum()).backward()
+            elif way == "a reentrant checkpoint without total":
+                one = torch.ones((), requires_grad=True)
+                logits = checkpoint(lambda x: outer(**local).logits * x, one, use_reentrant=True)
+                logits.sum().backward()
+            elif wrapper == "DDP":
+                with outer.no_sync():
+                    outer(**local).loss.backward()
+                if way == "a backward in no_sync and one after it":
+                    outer(**local).loss.backward()
+                optimizer.step()
+
+        told[way] = hf.refused(call)
+        sp.disable()
+    return told
+
+
+MISLED = {
+    "scaled by the rank": "loss must be multiplied by the same number on all ranks",
+    "a total scaled by the rank": "loss must be multiplied by the same number on all ranks",
+    "logits in a reentrant checkpoint": "use_reentrant must be False for a checkpoint around",
+    "a reentrant checkpoint without total": "use_reentrant must be False for a checkpoint around",
+    "a backward in no_sync": "optimizer must not step: the last backward ran in DDP's no_sync",
+    "a backward in no_sync and one after it": None,
+}
+
+
+@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2 on layers"])
+def test_misleading_backwards_are_refused(pool, wrapper):
+    for told in pool(2, misled, wrapper):
+        for way, text in MISLED.items():
+            if text is None or ("no_sync" in way and wrapper != "DDP"):
+                assert told[way] is None, way
+            else:
+                assert text in (told[way] or "nothing"), way
+
+
+def sums(state, bucket):
+    """A comm hook that sums gradients and does not average them."""
+    work = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+HOOKS = {"sums": sums, "noop_hook": noop_hook, "allreduce_hook": None, "fp16_compress_hook": None}
+
+
+def with_hooks(group):
+    """What a rank is told of each comm hook of DDP."""
+    told = {}
+    for name, hook in HOOKS.items():
+        model = build("llama")
+        sp = huggingface.enable(model, group)
+        outer = wrap(model, group, "DDP")
+        outer.register_comm_hook(group, hook or getattr(default_hooks, name))
+        told[name] = hf.refused(lambda: outer(**sp.shard(hf.batch())).loss.backward())  # noqa: B023
+        sp.disable()
+    return told
+
+
+def test_comm_hooks_that_do_not_average_are_refused(pool):
+    for told in pool(2, with_hooks):
+        for name, hook in HOOKS.items():
+            text = f"DDP must average gradients over all ranks of the group: its comm hook {name}"
+            assert told[name] is None if hook is None else text in told[name]
 
 
 def divided(group):

@@ -93,7 +93,7 @@ class SequenceParallel(EnabledModel):
         )
         check_attention(self, body)
         check_same_weights(self.comm, own_weights(model))
-        self._gradients = ModelGradients(model, self.comm, self._blocks())
+        self._gradients = ModelGradients(model, self.comm, self._blocks(), self.check_ranks)
         self._outer_calls: list[ModelCall | None] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._outside.modules)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from seqpar.comm.averaging import Averaging, like, local_part
 from seqpar.comm.messages.exchange import Comm
@@ -59,6 +61,7 @@ class LossOfRanks(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.gradients, ctx.scale = gradients, comm.size if averaged else 1
         ctx.outputs = outputs
+        ctx.models = dict.fromkeys([gradients, *(x.gradients for x in outputs)])
         parts = comm.all_gather(local.detach().reshape(1).to(comm.device), label="loss")
         return torch.stack(parts).sum().to(local.device).to(local.dtype)
 
@@ -66,7 +69,9 @@ class LossOfRanks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         if gradient is None:  # DDP passes all outputs through one node, unused ones too
             return None, None, None, None
-        ctx.gradients.begin_backward(ctx.scale, ctx.outputs)
+        for gradients in ctx.models:
+            gradients.begin_backward(ctx.scale, ctx.outputs)
+        ctx.gradients.check_scale(gradient)
         return gradient * ctx.scale, None, None, None
 
 
@@ -122,8 +127,10 @@ class ModelGradients:
     users call modules with the model's outputs, their parameters are replaced for that call.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm, blocks: Iterable[nn.Module]) -> None:
-        self.comm = comm
+    def __init__(
+        self, model: nn.Module, comm: Comm, blocks: Iterable[nn.Module], check_ranks: bool
+    ) -> None:
+        self.comm, self._check_ranks = comm, check_ranks
         self._model, self._blocks = model, set(blocks)
         self._last = Averaging()  # who averages, as found in the last call with gradients
         self._in_call = self._in_module = False
@@ -133,6 +140,8 @@ class ModelGradients:
         self._scale: int | None = None  # factor of the loss whose backward is running
         self._before_backward = False  # whether no backward has begun since the last call
         self._counted: set[Any] = set()  # output nodes on which the running loss depends
+        self._left_local: list[Tensor] = []  # have gradients that DDP did not average
+        self._step_hook: RemovableHandle | None = None  # only while there are such gradients
         self._modules = {x for x in model.modules() if x is not model}
         self._handles = [
             x.register_forward_pre_hook(self._enter, with_kwargs=True) for x in self._modules
@@ -220,6 +229,8 @@ class ModelGradients:
         averaged = any(_call_of(x).averaged for x in reached) if reached else self._last.averaged
         if leaves and self.comm.size > 1:
             self._check_leaves(leaves, averaged)
+        if any(x.gradients.comm is not self.comm for x in reached):
+            raise ValueError("loss must be of models that are enabled on the same group")
         return self._total(local, averaged, reached)
 
     def total_of_model(self, local: Tensor) -> Tensor:
@@ -245,6 +256,22 @@ class ModelGradients:
             at_end_of_backward(self._end_backward)
         self._counted.update(outputs)
 
+    def check_scale(self, gradient: Tensor) -> None:
+        """Raise a ValueError on all ranks if their losses are multiplied by different numbers.
+
+        Each rank sends 8 bytes to all others. Without `check_ranks` it sends nothing.
+        """
+        if not self._check_ranks or self.comm.size == 1:
+            return
+        own = gradient.detach().reshape(1).double().to(self.comm.device)
+        factors = torch.cat(self.comm.all_gather(own, label="loss scale"))
+        differ = (factors - factors[0]).abs() > 1e-3 * factors[0].abs()
+        if differ.any():  # not where they are NaN, as a scaler of gradients may make them
+            listed = ", ".join(
+                f"rank {rank} has {x:.6g}" for rank, x in enumerate(factors.tolist())
+            )
+            raise ValueError(f"loss must be multiplied by the same number on all ranks: {listed}")
+
     def check_output(self, node: Any) -> None:
         """Raise a ValueError if an output's gradient does not come from a loss of all ranks."""
         if self._scale is None or node not in self._counted:
@@ -253,6 +280,7 @@ class ModelGradients:
     def remove(self) -> None:
         """Stop replacing parameters."""
         self.end_call()
+        self._note_local_gradients([])
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -286,7 +314,26 @@ class ModelGradients:
 
     def _end_backward(self) -> None:
         self._forget_backward()
+        self._note_local_gradients(self._last.left_local())
         at_end_of_backward(self._last.check_averaged)  # after DDP
+
+    def _note_local_gradients(self, parameters: list[Tensor]) -> None:
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        self._left_local = parameters
+        self._step_hook = (
+            register_optimizer_step_pre_hook(self._before_step) if parameters else None
+        )
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Raise a ValueError if an optimizer steps with gradients that DDP did not average."""
+        left = {id(x) for x in self._left_local if x.grad is not None}
+        if any(id(x) in left for group in optimizer.param_groups for x in group["params"]):
+            reason = (
+                "the last backward ran in DDP's no_sync, and gradients are of one rank's tokens"
+            )
+            way_out = "leave no_sync for the last forward and backward before a step"
+            raise ValueError(f"optimizer must not step: {reason}; {way_out}")
 
     def _forget_backward(self) -> None:
         self._scale = None
