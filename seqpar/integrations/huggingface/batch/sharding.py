@@ -36,7 +36,7 @@ class Side:
     index: Tensor
     position_ids: Tensor | None
     last_position: int
-    padding: int
+    padding: int = 0
     _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
 
     def in_chunks(self, size: int) -> Layout:

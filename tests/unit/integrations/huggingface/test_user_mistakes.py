@@ -69,6 +69,11 @@ def enabled(name, **options):
     return lambda comm, model: huggingface.enable(hf.tiny(name, **options), comm)
 
 
+def scaled_by_rank(comm, model):
+    loss = model(**huggingface.enable(model, comm).shard(hf.batch())).loss
+    (loss * (1 + comm.rank)).backward()
+
+
 MISTAKES = {  # the guide's table of what users see
     "the model must be called with what shard returned": called(lambda x: hf.batch()),
     "position_ids must be those that shard returned": called(lambda x: x | {"position_ids": None}),
@@ -84,6 +89,7 @@ MISTAKES = {  # the guide's table of what users see
     "mixes tokens along the sequence": enabled("MambaForCausalLM", **MAMBA),
     "model must be enabled by seqpar for a sharded batch": in_another_model,
     "the batch must not be sharded for a model of transformers": in_a_model_of_another_kind,
+    "loss must be multiplied by the same number on all ranks": scaled_by_rank,
     "model cannot be pickled while seqpar runs it": pickled,
     "a sharded batch cannot be pickled": batch_pickled,
     "is a copy of one that is enabled": of_a_copy,
