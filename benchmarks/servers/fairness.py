@@ -1,11 +1,11 @@
 """Measure the latency of an honest client while other keys keep a server busy.
 
-One server with keys computes tasks of one size. An honest client sends one task after another. Its
-latency is measured without other clients, while one hostile key has many connections with many
-requests each, and while other keys, with one connection each, always have tasks in flight. A server
-serves keys in turn, so the latency should be at most three times the client's own with a hostile
-key, and n + 1 times with n busy keys. Answers are first checked bit for bit. Each round interleaves
-all states.
+An honest client sends one task after another to a server with keys. Its latency is measured while
+the server is otherwise idle, while a hostile key has many connections with many requests each,
+while a hostile key has tasks with 16 times the work, and while other keys, with one connection
+each, always have tasks of the same size in flight. The latency should be at most three times the
+idle one next to a hostile key, and n + 1 times next to n busy keys. Answers are checked first, bit
+for bit. All states alternate in each round.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from seqpar.servers.server.leases import library_version
 from seqpar.servers.transport.curve_keys import client_keys, generate
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire import protocol
-from seqpar.servers.wire.codec import pack
+from seqpar.servers.wire.codec import Packed, pack
 
 Row = dict[str, Any]
-TOKENS, DEPTH = 512, 4  # tokens of a task; tasks that a busy key has in flight
-CONNECTIONS = 120  # of the hostile key, with DEPTH tasks each; the server gives it no more leases
+TOKENS, DEPTH = 512, 4  # of a task; tasks that a busy key has in flight
+CONNECTIONS = 120  # of the hostile key, each with DEPTH tasks; it gets no more leases
+# The hostile key's tasks: tokens, connections, and tasks per connection.
+MANY_TASKS = TOKENS, CONNECTIONS, DEPTH
+LARGE_TASKS = 4 * TOKENS, 8, 1
 BUSY = (1, 2, 4)  # keys
 _SETTLING = 0.2  # seconds until latencies count
 
@@ -64,7 +67,7 @@ def honest(pipe: Any, address: str, keys: Path) -> None:
             start, stop = pipe.recv()
             time.sleep(max(0.0, start - time.monotonic()))
             found = []
-            while (before := time.monotonic()) < stop:
+            while (before := time.monotonic()) < stop or not found:
                 pool.submit(request).result(LIMIT)
                 if before > start + _SETTLING:
                     found.append(time.monotonic() - before)
@@ -98,7 +101,7 @@ class Connection:
         self.socket.linger = 0
         secure(self.socket, client_keys(keys))
         self.socket.connect(address)
-        self._packed, self._number = pack(task(TOKENS)), 0
+        self._number = 0
         hello = protocol.Hello(library_version(), "hostile", ["zmq"], [])
         self.socket.send(protocol.encode(hello))
         welcome = self._receive()
@@ -106,12 +109,12 @@ class Connection:
             raise SystemExit(f"no lease: {welcome}")
         self._generation, self._secret = welcome.generation, welcome.secret
 
-    def ask(self) -> None:
+    def ask(self, packed: Packed) -> None:
         """Send a task, and bytes that are not a message."""
         self._number += 1
-        header = self._packed.numbered(self._generation, self._number)
+        header = packed.numbered(self._generation, self._number)
         data = protocol.encode(header, self._secret)
-        self.socket.send_multipart([data, *self._packed.parts])
+        self.socket.send_multipart([data, *packed.parts])
         self.socket.send(b"no message")
 
     def ping(self) -> None:
@@ -140,17 +143,20 @@ def hostile(pipe: Any, address: str, keys: Path) -> None:
         poller = zmq.Poller()
         for socket in connections:
             poller.register(socket, zmq.POLLIN)
+        tasks = {tokens: pack(task(tokens)) for tokens, *_ in (MANY_TASKS, LARGE_TASKS)}
+        packed = tasks[TOKENS]
         pipe.send("ready")
         flying = count = 0
         stop, ping = 0.0, 0.0
         while True:
             now = time.monotonic()
             if pipe.poll(0 if flying else 0.01):
-                start, stop = pipe.recv()
+                start, stop, (tokens, number, depth) = pipe.recv()
+                packed = tasks[tokens]
                 time.sleep(max(0.0, start - time.monotonic()))
-                for connection in connections.values():
-                    for _ in range(DEPTH):
-                        connection.ask()
+                for connection in list(connections.values())[:number]:
+                    for _ in range(depth):
+                        connection.ask(packed)
                         flying += 1
                 count = 0
             if now > ping:
@@ -162,7 +168,7 @@ def hostile(pipe: Any, address: str, keys: Path) -> None:
                     flying -= 1
                     count += 1
                     if time.monotonic() < stop:
-                        connections[socket].ask()
+                        connections[socket].ask(packed)
                         flying += 1
                     elif not flying:
                         pipe.send(count)
@@ -180,11 +186,12 @@ def measure(rounds: int, seconds: float, begin: Callable[[str], None]) -> list[R
         others = [stack.enter_context(Peer(busy, server.address, x)) for x in keys[2:]]
         for peer in (measured, attacker, *others):
             peer.hear()
-        states: list[tuple[str, float, list[Peer]]] = [
+        states: list[tuple[str, float, list[tuple[Peer, tuple[Any, ...]]]]] = [
             ("alone", 1.0, []),
-            ("hostile", 3.0, [attacker]),
+            ("hostile", 3.0, [(attacker, (MANY_TASKS,))]),
+            ("hostile, large tasks", 3.0, [(attacker, (LARGE_TASKS,))]),
         ]
-        states += [(f"{n} busy", n + 1.0, others[:n]) for n in BUSY]
+        states += [(f"{n} busy", n + 1.0, [(x, ()) for x in others[:n]]) for n in BUSY]
         found: dict[str, list[float]] = {name: [] for name, *_ in states}
         served: dict[str, list[int]] = {name: [] for name, *_ in states}
         for turn in range(rounds):
@@ -192,10 +199,10 @@ def measure(rounds: int, seconds: float, begin: Callable[[str], None]) -> list[R
             for name, _, peers in states[first:] + states[:first]:
                 begin(f"{name}, round {turn + 1} of {rounds}")
                 start = time.monotonic() + 0.1
-                for peer in (measured, *peers):
-                    peer.pipe.send((start, start + seconds))
+                for peer, tasks in ((measured, ()), *peers):
+                    peer.pipe.send((start, start + seconds, *tasks))
                 found[name].append(statistics.median(measured.hear()))
-                served[name].append(sum(peer.hear() for peer in peers))
+                served[name].append(sum(peer.hear() for peer, _ in peers))
     rows = []
     for name, bound, _ in states:
         ratios = [x / own for x, own in zip(found[name], found["alone"], strict=True)]
@@ -228,13 +235,14 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = harness.canary()
-    with harness.progress(options.rounds * (2 + len(BUSY))) as begin:
+    with harness.progress(options.rounds * (3 + len(BUSY))) as begin:
         rows = measure(options.rounds, options.seconds, begin)
     after = harness.canary()
     print(table(rows))
     drift = harness.check_canary(before, after)
     if not options.no_write:
         shape = {"tokens": TOKENS, "depth": DEPTH, "connections of the hostile key": CONNECTIONS}
+        shape["tokens of large tasks"] = LARGE_TASKS[0]
         harness.write(
             RESULTS, "servers-fairness", {"shape": shape, "canary_drift": drift, "rows": rows}
         )

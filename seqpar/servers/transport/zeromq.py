@@ -21,7 +21,9 @@ from seqpar.servers.wire.limits import MAX_FRAMES, PIECE_BYTES
 from seqpar.servers.wire.protocol import Knock, TransportName, encode
 
 WATCHING = 0.002  # seconds for which a side looks for what is written to it, after what is brief
-_BLOCK = 2**18  # bytes of a payload that is sent as one part
+# Bytes of a payload that is sent as one part. A frame, or a part of a write, costs 5 to 10 µs of
+# both sides together, and copying 200 KiB 5 µs.
+_BLOCK = 2**18
 _SOON = 0.001  # seconds within which a write ends that needs nothing of the peer
 _KNOCK, _UNDER_WAY = encode(Knock()), encode(Knock(under_way=True))
 

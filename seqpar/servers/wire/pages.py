@@ -24,7 +24,9 @@ from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.decode import by_kv_head, by_query_head
 
-_LEAST, _MOST = 2**8, 2**14  # rows of a page; it has as many as all before it, within these
+# Rows of a page. It has the same number of rows as all pages before it, within these limits: 64K
+# tokens take 10 pages, and a short cache uses at least half of its memory.
+_LEAST, _MOST = 2**8, 2**14
 # Slices in which each query sees each key are kept, if few rows do: at most 8 MiB in all.
 _KEPT, _KEPT_ROWS = 64, 64
 
