@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from benchmarks.servers.processes import Peer, folder
 from seqpar.servers.transport.choose import own_name
-from seqpar.servers.transport.client_socket import DialledSocket
+from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.transport.one_sided import OneSided, available
-from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.transport.server_socket import ServerSocket
 from seqpar.servers.transport.zeromq import Frames, Reach, Transport
 from seqpar.servers.wire.arena import ALIGNMENT
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
@@ -154,7 +154,7 @@ def frames() -> Iterator[Way]:
         with Peer(_frames_receiver, address) as peer:
             peer.hear()
             poller, transport = zmq.Poller(), Frames()
-            dialled = DialledSocket(context, poller, address, None, _PATIENCE)
+            dialled = ClientSocket(context, poller, address, None, _PATIENCE)
 
             def send(data: Bytes) -> None:
                 sending = transport.begin("peer", b"task", [data], None, _PATIENCE)
@@ -168,7 +168,7 @@ def frames() -> Iterator[Way]:
 
 
 def _frames_receiver(pipe: Any, address: str) -> None:
-    bound = BoundSocket(address, None, Limits(), ServerDeadlines())
+    bound = ServerSocket(address, None, Limits(), ServerDeadlines())
     transport, poller = Frames(), zmq.Poller()
     poller.register(bound.socket, zmq.POLLIN)
     pipe.send("ready")

@@ -26,11 +26,11 @@ import zmq
 from benchmarks import RESULTS
 from benchmarks.servers.processes import LIMIT, Peer, Server, check, connect, folder, task
 from seqpar.costs.profile import harness
-from seqpar.servers.server.leases import library_version
 from seqpar.servers.transport.curve_keys import client_keys, generate
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import Packed, pack
+from seqpar.servers.wire.protocol import library_version
 
 Row = dict[str, Any]
 TOKENS, DEPTH = 512, 4  # of a task; tasks that a busy key has in flight

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.servers.processes import LIMIT, check, connect, servers, task
 from seqpar.servers.pool import connection
-from seqpar.servers.server import answers, server, worker
+from seqpar.servers.server import results, server, worker
 from seqpar.servers.server.compute import compute
 
 Row = dict[str, Any]
@@ -83,15 +83,15 @@ def report(pipe: Any) -> None:
     """Make a server send its stamps of a task after each answer."""
     stamps = Stamps()
     stamps.watch(SERVER)
-    progress = answers.Answers.progress
+    progress = results.ResultSender.progress
 
     def told(self: Any) -> None:
-        before = self._stats.tasks
+        before = self._totals.tasks
         progress(self)
-        if self._stats.tasks > before:
+        if self._totals.tasks > before:
             pipe.send(dict(stamps))
 
-    answers.Answers.progress = told  # type: ignore[method-assign]
+    results.ResultSender.progress = told  # type: ignore[method-assign]
 
 
 def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> Row:

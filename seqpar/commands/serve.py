@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from seqpar.core.arguments import as_int, shown
+from seqpar.servers.server.counters import live_line
 from seqpar.servers.server.server import Server
 from seqpar.servers.transport.curve_keys import server_keys
 from seqpar.servers.wire.limits import Limits
@@ -117,19 +118,9 @@ class LiveLine:
         now = time.monotonic()
         if now - self._time < (1.0 if self._live else _LOG_SECONDS):
             return
-        status, last, seconds = self._server.status(), self._last, now - self._time
-        tasks, tokens, moved, refused = (
-            getattr(status, name) - getattr(last, name)
-            for name in ("tasks", "tokens", "bytes", "refused")
-        )
-        busy = (status.busy_seconds - last.busy_seconds) / seconds
-        text = (
-            f"{status.clients} clients  {tasks / seconds:,.0f} tasks/s  "
-            f"{tokens / seconds:,.0f} tokens/s  {moved / seconds / 1e9:.2f} GB/s  "
-            f"{status.waiting} waiting  {refused / max(1, tasks + refused):.0%} refused  "
-            f"{busy:.0%} busy"
-        )
+        status = self._server.status()
+        text = live_line(status, self._last)
         with contextlib.suppress(OSError):  # stderr was closed
-            print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            start, end = ("\r\x1b[K", "") if self._live else ("", "\n")
+            print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
         self._last, self._time = status, now

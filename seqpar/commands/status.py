@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from seqpar.commands import seconds
+from seqpar.servers.server.counters import COLUMNS
 from seqpar.servers.status_client import ask
 from seqpar.servers.wire.protocol import ProtocolError
 
@@ -20,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table of servers. Returns 1 if a server does not answer."""
-    heading = ["address", "clients", "tasks", "tokens", "GB", "waiting", "refused", "busy"]
-    heading += ["caches", "GB of caches", "state"]
+    heading = ["address", *(heading for heading, _ in COLUMNS), "state"]
     rows, failed = [heading], False
     for address in arguments.addresses:
         try:
@@ -30,12 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append([address, *[""] * (len(heading) - 2), str(error)])
             failed = True
             continue
-        shown = [status.clients, status.tasks, status.tokens, f"{status.bytes / 1e9:.2f}"]
-        shown += [status.waiting, status.refused]
-        shown.append(f"{status.busy_seconds / max(status.seconds, 1e-9):.0%}")
-        shown += [status.caches, f"{status.cache_bytes / 1e9:.2f}"]
         state = "draining" if status.draining else f"ready on {status.device}"
-        rows.append([address, *map(str, shown), state])
+        rows.append([address, *(cell(status) for _, cell in COLUMNS), state])
     widths = [max(len(row[i]) for row in rows if row[-1] or not i) for i in range(len(heading) - 1)]
     for row in rows:
         cells = [row[0].ljust(widths[0])]

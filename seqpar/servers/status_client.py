@@ -8,7 +8,7 @@ from pathlib import Path
 import zmq
 
 from seqpar.servers.transport.addresses import check_keys, check_peer
-from seqpar.servers.transport.client_socket import DialledSocket
+from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.transport.curve_keys import client_keys
 from seqpar.servers.wire.protocol import (
     Message,
@@ -32,7 +32,7 @@ def ask(address: str, keys: Path | None, timeout: float) -> Status:
     check_keys("address", check_peer("address", address), own)
     poller = zmq.Poller()
     with zmq.Context() as context:
-        dialled = DialledSocket(context, poller, address, own, timeout)
+        dialled = ClientSocket(context, poller, address, own, timeout)
         try:
             dialled.send([encode(StatusRequest())])
             message = _answer(dialled, poller, address, timeout)
@@ -43,7 +43,7 @@ def ask(address: str, keys: Path | None, timeout: float) -> Status:
     return message
 
 
-def _answer(dialled: DialledSocket, poller: zmq.Poller, address: str, timeout: float) -> Message:
+def _answer(dialled: ClientSocket, poller: zmq.Poller, address: str, timeout: float) -> Message:
     """Return the first message that arrives in time; the TimeoutError may say why none does."""
     end, reasons = time.monotonic() + timeout, dict[str, None]()
     while (left := end - time.monotonic()) > 0:

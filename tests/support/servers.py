@@ -12,16 +12,15 @@ import torch
 import zmq
 
 from seqpar.servers.pool.pool import ServerPool
-from seqpar.servers.server import caches, leases, worker
+from seqpar.servers.server import caches, clients, worker
 from seqpar.servers.server.compute import compute
-from seqpar.servers.server.leases import library_version
 from seqpar.servers.server.server import Server
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.transport.zeromq import Frames
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.limits import ServerDeadlines
 from seqpar.servers.wire.payload import bytes_of, checksum
-from seqpar.servers.wire.protocol import decode, encode
+from seqpar.servers.wire.protocol import decode, encode, library_version
 from tests.support.faults import LIMIT
 from tests.support.processes import PROCESSES
 
@@ -98,7 +97,7 @@ def fail_at(name, q_rows, k_rows):
 def pretend(version, library):
     """Let this process speak another version of the protocol, and be one of seqpar."""
     protocol.VERSION = version
-    leases.library_version = lambda: library
+    clients.library_version = lambda: library
 
 
 class ServerProcess:

@@ -32,9 +32,8 @@ import zmq
 
 from seqpar.servers.server import server, worker
 from seqpar.servers.server.caches import Caches
+from seqpar.servers.server.clients import AUDIT
 from seqpar.servers.server.compute import compute
-from seqpar.servers.server.leases import library_version
-from seqpar.servers.server.sessions import AUDIT
 from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.sockets import secure
@@ -50,6 +49,7 @@ from seqpar.servers.wire.protocol import (
     Task,
     decode,
     encode,
+    library_version,
     session_of,
 )
 from tests.support.changed import changed
@@ -349,7 +349,7 @@ class World:
             stack.enter_context(changed(worker.Worker, _compute=gated))
             stack.enter_context(changed(worker, _BRIEF=0.0))  # the gate stops no other thread
             if self.reads_apart:
-                stack.enter_context(changed(server, _SMALL_PAYLOAD=0))
+                stack.enter_context(changed(server, _SMALL_PAYLOAD_BYTES=0))
             stack.enter_context(changed(AUDIT, disabled=True))
             deadlines = ServerDeadlines(idle=600.0, request=600.0)
             stack.enter_context(

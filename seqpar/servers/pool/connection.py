@@ -14,9 +14,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from seqpar.servers.server.leases import library_version
 from seqpar.servers.transport.addresses import is_own
-from seqpar.servers.transport.client_socket import DialledSocket
+from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.zeromq import (
     WATCHING,
@@ -32,7 +31,14 @@ from seqpar.servers.wire.arena import Arena
 from seqpar.servers.wire.codec import Packed, pack, unpack_result
 from seqpar.servers.wire.header import DTYPES
 from seqpar.servers.wire.limits import LEAST_RATE, PIECE_BYTES
-from seqpar.servers.wire.protocol import SECRET_BYTES, Message, TransportName, decode, encode
+from seqpar.servers.wire.protocol import (
+    SECRET_BYTES,
+    Message,
+    TransportName,
+    decode,
+    encode,
+    library_version,
+)
 from seqpar.servers.wire.request import Request
 
 Answer = Future[tuple[Tensor, ...]]
@@ -261,8 +267,8 @@ class ServerConnection:
         self._next_main_ping = 0.0
         self._heard = 0.0
         self._opened = 0.0
-        self._main: DialledSocket | None = None
-        self._pulse: DialledSocket | None = None
+        self._main: ClientSocket | None = None
+        self._pulse: ClientSocket | None = None
         self._pulse_answers = False
         self._open()
 
@@ -586,9 +592,9 @@ class ServerConnection:
         )
         self._send(hello)
 
-    def _dial(self) -> DialledSocket:
+    def _dial(self) -> ClientSocket:
         shared = self._endpoint
-        return DialledSocket(
+        return ClientSocket(
             shared.context, shared.poller, self.address, shared.keys, shared.connect_seconds
         )
 

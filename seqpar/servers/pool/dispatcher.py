@@ -28,7 +28,7 @@ from seqpar.servers.pool.known_servers import KnownServers
 from seqpar.servers.pool.local_worker import LocalWorker
 from seqpar.servers.pool.report import PoolReport
 from seqpar.servers.transport.addresses import check_keys
-from seqpar.servers.transport.choose import make_ends, own_name, transports_of
+from seqpar.servers.transport.choose import open_transports, own_name, transports_of
 from seqpar.servers.transport.curve_keys import client_keys
 from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
@@ -62,7 +62,7 @@ def start_dispatcher(
             check_keys(f"addresses[{i}]", address.replace("dns://", "tcp://"), curve_keys)
     name, writes_afar = own_name(), transports is not None
     seconds = options.deadlines.connect
-    endpoint = PoolEndpoint(name, curve_keys, make_ends(names, name), seconds, writes_afar)
+    endpoint = PoolEndpoint(name, curve_keys, open_transports(names, name), seconds, writes_afar)
     dispatcher = Dispatcher(KnownServers(endpoint, options.depth), options)
     discovery = Discovery(listed, curve_keys is not None, dispatcher.serve_at)
     dispatcher.discovery = discovery

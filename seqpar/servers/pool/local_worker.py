@@ -12,8 +12,7 @@ from torch import Tensor
 
 from seqpar.servers.pool.connection import Attempt, PendingWork, ServerConnection
 from seqpar.servers.pool.sampling import is_right
-from seqpar.servers.server.compute import compute
-from seqpar.servers.server.hardware import hardware_of
+from seqpar.servers.server.compute import compute, hardware_of
 from seqpar.servers.wire.request import Request
 
 Outcome = list[Tensor] | Exception | None  # None: the task was settled before it was computed

@@ -1,5 +1,6 @@
 """The process that computes attention for trainers.
 
-Start with `server.py`, whose loop answers requests. `sessions.py` and `leases.py` say which client
-may use what, and `worker.py` computes.
+Start with `server.py`, whose loop reads requests, has them computed and sends results. `clients.py`
+has one object per client, `worker.py` the threads that compute, and `compute.py` the attention
+itself. `counters.py` lists the numbers that a server reports.
 """

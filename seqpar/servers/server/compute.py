@@ -163,3 +163,15 @@ def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence
         positions([x.k_positions for x in parts], k_starts),
         np.empty((0, 2), np.int64),
     )
+
+
+def hardware_of(device: torch.device) -> str:
+    """Return a description of a device; processes with the same description compute the same bits.
+
+    On a CPU it includes the number of threads, since MKL's matrix products depend on it unless
+    MKL_CBWR makes them reproducible.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    return f"{device.type} with {capability} and {threads} thread{'s' * (threads > 1)}"

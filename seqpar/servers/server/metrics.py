@@ -1,4 +1,4 @@
-"""What a server counts, as Prometheus reads it."""
+"""Serves a server's counters to Prometheus."""
 
 from __future__ import annotations
 
@@ -9,52 +9,36 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from seqpar.core.web import BoundedServer, Handler, serve_in_thread
+from seqpar.servers.server.counters import COUNTERS
 from seqpar.servers.wire.protocol import Status
 
-_COUNTERS = {
-    "tasks": "tasks computed",
-    "tokens": "query rows of these tasks",
-    "bytes": "bytes of their payloads and results",
-    "refused": "requests refused, malformed or met by a full server",
-    "batches": "fused calls",
-    "busy_seconds": "seconds of computing",
-}
-_GAUGES = {
-    "clients": "clients with a lease",
-    "waiting": "tasks that wait",
-    "caches": "caches of keys and values",
-    "cache_bytes": "bytes that these take",
-    "draining": "whether the server is about to leave",
-    "seconds": "seconds since the server's start",
-}
 
-
-class _Counts(Collector):
-    """Reads the counts when they are asked for, so that counting costs nothing else."""
+class _StatusCollector(Collector):
+    """Asks for the status when the page is read, so counting itself costs nothing."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
         status = self._status()
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"seqpar_{name}", text, value=float(getattr(status, name)))
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"seqpar_{name}", text, value=float(getattr(status, name)))
+        for counter in COUNTERS:
+            kind = CounterMetricFamily if counter.grows else GaugeMetricFamily
+            value = float(getattr(status, counter.name))
+            yield kind(f"seqpar_{counter.name}", counter.help, value=value)
 
 
 def publish(status: Callable[[], Status], port: int, host: str) -> Callable[[], None]:
-    """Serve the metrics over HTTP, in a thread; return what ends it.
+    """Serve the metrics page from a thread; return a function that ends it.
 
-    A ValueError says why that is not possible.
+    Raises:
+        ValueError: if the page cannot be served at `host`:`port`.
     """
     registry = CollectorRegistry()
-    registry.register(_Counts(status))
+    registry.register(_StatusCollector(status))
 
     class Page(Handler):
         def do_GET(self) -> None:
-            """Answer with all metrics, whatever the path."""
+            """Answer every path with all metrics."""
             data = generate_latest(registry)
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)

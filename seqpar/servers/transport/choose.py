@@ -37,7 +37,7 @@ def transports_of(names: Sequence[str] | None) -> list[TransportName]:
     return [*found, "zmq"]
 
 
-def make_ends(names: Sequence[TransportName], own: str) -> dict[TransportName, Transport]:
+def open_transports(names: Sequence[TransportName], own: str) -> dict[TransportName, Transport]:
     """Return the ends of these transports, the preferred one first; `own` names this process."""
     ends: dict[TransportName, Transport] = {}
     for name in names:

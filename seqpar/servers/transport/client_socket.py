@@ -42,7 +42,7 @@ def _user_at(descriptor: int) -> int:
     return user
 
 
-class DialledSocket:
+class ClientSocket:
     """A socket that connects to an address; a poller says when something has arrived.
 
     A Unix socket is connected to, and sent to, only where it is this user's: its file, the folders

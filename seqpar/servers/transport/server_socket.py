@@ -33,7 +33,7 @@ _MOST_UNSENT = 2**14  # frames that wait for a client that does not read
 _MORE = 8  # control messages of a client that may wait, besides its requests
 
 
-class BoundSocket:
+class ServerSocket:
     """A socket that is bound to an address, which must be local unless there are keys.
 
     Attributes:

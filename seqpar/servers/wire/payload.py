@@ -19,6 +19,8 @@ from xxhash import xxh3_64_intdigest
 from seqpar.servers.wire.arena import placed
 
 Bytes = NDArray[np.uint8]
+Frame = bytes | memoryview  # of a message, as it has arrived
+Buffer = Frame | Bytes  # a part of a payload, as it is sent or has arrived
 with warnings.catch_warnings():  # torch says once that such bytes may not be written to
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)

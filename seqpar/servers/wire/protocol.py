@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from importlib import import_module
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,6 +32,12 @@ Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)
 Operation = Literal["forward", "backward"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 TransportName = Literal["zmq", "nixl"]
+
+
+def library_version() -> str:
+    """Return seqpar's version."""
+    version: str = import_module("seqpar").__version__  # it imports this module
+    return version
 
 
 class ProtocolError(ValueError):

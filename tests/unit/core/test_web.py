@@ -164,9 +164,9 @@ def test_the_audit_log_names_leases_refusals_and_evictions(tmp_path, caplog):
 
 
 def test_the_audit_log_is_limited(caplog):
-    from seqpar.servers.server.sessions import _LINES, _Audit
+    from seqpar.servers.server.clients import _MAX_LOG_LINES, _Audit
 
     audit = _Audit()
-    for _ in range(10 * _LINES):
+    for _ in range(10 * _MAX_LOG_LINES):
         audit.write(logging.WARNING, "refused", Peer(b"\0\1"), "a reason")
-    assert len(caplog.records) == _LINES
+    assert len(caplog.records) == _MAX_LOG_LINES

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import zmq
 
-from seqpar.servers.server import leases, server, sessions
+from seqpar.servers.server import clients, server
 from seqpar.servers.server.caches import Caches
-from seqpar.servers.server.sessions import Sessions
+from seqpar.servers.server.clients import Clients
 from seqpar.servers.transport import server_socket
 from seqpar.servers.transport.peers import Peer
-from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.transport.server_socket import ServerSocket
 from tests.tools import fuzz_sequences
 from tests.tools.fuzz_sequences import Violation, fuzz_sequence
 
@@ -33,7 +33,7 @@ def honour_claimed_ids(monkeypatch):
 
 def ignore_keys(monkeypatch):
     monkeypatch.setattr(server_socket, "_key_of", lambda frame: "")
-    monkeypatch.setattr(BoundSocket, "trusts", lambda *_: True)
+    monkeypatch.setattr(ServerSocket, "trusts", lambda *_: True)
 
 
 def ignore_secrets(monkeypatch):
@@ -41,7 +41,7 @@ def ignore_secrets(monkeypatch):
 
 
 def ignore_generations(monkeypatch):
-    monkeypatch.setattr(Sessions, "find", lambda self, peer, generation: self.get(peer))
+    monkeypatch.setattr(Clients, "find", lambda self, peer, generation: self.get(peer))
 
 
 def find_caches_by_number(monkeypatch):
@@ -56,11 +56,11 @@ def keep_caches_of_leases_that_ended(monkeypatch):
 
 
 def answer_a_number_twice(monkeypatch):
-    monkeypatch.setattr(leases.Lease, "use", lambda *_: True)
+    monkeypatch.setattr(clients.ClientConnection, "use", lambda *_: True)
 
 
 def send_to_another_client(monkeypatch):
-    send, numbers = Sessions.send, itertools.count(1)
+    send, numbers = Clients.send, itertools.count(1)
 
     def sends(self, peer, *arguments, **options):
         peers = [x.peer for x in self]
@@ -68,24 +68,11 @@ def send_to_another_client(monkeypatch):
             peer = next((x for x in peers if x != peer), peer)
         return send(self, peer, *arguments, **options)
 
-    monkeypatch.setattr(Sessions, "send", sends)
+    monkeypatch.setattr(Clients, "send", sends)
 
 
 def give_a_secret_again(monkeypatch):
-    monkeypatch.setattr(sessions, "grant", _grant_with_one_secret(sessions.grant))
-
-
-def _grant_with_one_secret(grant):
-    def grants(*arguments):
-        lease, welcome = grant(*arguments)
-        lease.secret = b"s" * 16
-        return lease, type(welcome)(**_fields(welcome) | {"secret": lease.secret})
-
-    return grants
-
-
-def _fields(message):
-    return {name: getattr(message, name) for name in message.__struct_fields__}
+    monkeypatch.setattr(clients.secrets, "token_bytes", lambda count: b"s" * count)
 
 
 FOREIGN = (

@@ -230,7 +230,7 @@ def test_a_pulse_needs_key_and_secret(tmp_path):
         running("tcp://127.0.0.1:*", keys=server_keys(folder)) as server,
         Client(server.address, own) as client,
     ):
-        (lease,) = server._sessions
+        (lease,) = server._clients
         generation, right = client.generation, client.session
         for keys, secret, number in (
             (other, right, generation), (own, b"x" * 16, generation), (own, bytes(16), generation),
@@ -243,7 +243,7 @@ def test_a_pulse_needs_key_and_secret(tmp_path):
             for socket in (first, second):
                 socket.send(encode(Ping(generation), right))
                 assert isinstance(decode(socket.recv()), Pong)
-            assert len(server._sessions._pulses) == 1  # the last one
+            assert len(server._clients._pulses) == 1  # the last one
             for message in (protocol.Goodbye(generation), protocol.Cancel(generation, 1)):
                 second.send(encode(message, right))
                 while isinstance(answer := decode(second.recv()), Pong):
@@ -251,8 +251,8 @@ def test_a_pulse_needs_key_and_secret(tmp_path):
                 assert answer == Stale(generation)
             assert right_answer(*client.ask(pack(SMALL)), SMALL)
             client.say(protocol.Goodbye(generation))
-            wait_until(lambda: not len(server._sessions))
-            assert not server._sessions._pulses
+            wait_until(lambda: not len(server._clients))
+            assert not server._clients._pulses
             second.send(encode(Ping(generation), right))
             assert not second.poll(300) or isinstance(decode(second.recv()), Pong | Stale)
 
@@ -263,9 +263,9 @@ def test_a_revoked_key_loses_its_pulse(tmp_path):
         running("tcp://127.0.0.1:*", keys=server_keys(folder)) as server,
         connect(server.address, keys=folder, home=False),
     ):
-        wait_until(lambda: len(server._sessions._pulses) == 1)
+        wait_until(lambda: len(server._clients._pulses) == 1)
         (folder / "trusted" / "client.public").unlink()
-        wait_until(lambda: not server._sessions._pulses and not len(server._sessions))
+        wait_until(lambda: not server._clients._pulses and not len(server._clients))
 
 
 @pytest.mark.alone
@@ -296,9 +296,9 @@ def test_the_second_connection_is_optional(tmp_path, monkeypatch):
         running(f"ipc://{tmp_path}/s", deadlines=SHORT) as server,
         connect(server.address, home=False),
     ):
-        (lease,) = server._sessions
+        (lease,) = server._clients
         time.sleep(2 * SHORT.idle)
-        assert list(server._sessions) == [lease] and lease.pulse is None
+        assert list(server._clients) == [lease] and lease.pulse is None
 
 
 def test_connections_to_different_servers_share_signs_of_life(tmp_path):

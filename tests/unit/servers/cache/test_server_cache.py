@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import seqpar
 from seqpar import Layout, ServerCache, ServersError
 from seqpar.servers.cache import segment as segments
-from seqpar.servers.server import answers, caches
+from seqpar.servers.server import caches, results
 from seqpar.servers.server.caches import CacheStep
 from seqpar.servers.server.server import Server
 from seqpar.servers.server.worker import Worker
@@ -138,16 +138,16 @@ def test_bytes_per_step_do_not_depend_on_length(server, pool):
     def settled():
         """The bytes that the server has counted once it has answered all."""
         time.sleep(0.1)
-        return server.stats.bytes
+        return server.totals.bytes
 
     tokens, sizes = 2, []
     for length in (10, 5000):
         tensors = drawn(length + tokens)
         with prefilled(pool, tensors, length) as cache:
             cache.extend(tokens)
-            before, done = settled(), server.stats.tasks
+            before, done = settled(), server.totals.tasks
             cache.attend("first", *part(tensors["first"], length, length + tokens))
-            wait_until(lambda: server.stats.tasks > done)  # noqa: B023
+            wait_until(lambda: server.totals.tasks > done)  # noqa: B023
             sizes.append(settled() - before)
     there, back = 2 * tokens * (4 * 8 + 2 * (8 + 6)) * 4, 2 * tokens * 4 * (6 + 1) * 4
     assert sizes == [there + back] * 2 and there % 64 == back % 64 == 0
@@ -235,7 +235,7 @@ FAULTS = {
     "other length": lambda patch: Once(patch, caches.Caches, "admit", altered(length=3)),
     "other writes": lambda patch: Once(patch, caches.Caches, "admit", altered(writes=99)),
     "not computed": lambda patch: Once(patch, caches.Caches, "admit", altered(done=0)),
-    "damaged answer": lambda patch: Once(patch, answers, "checksum", lambda parts: 1),
+    "damaged answer": lambda patch: Once(patch, results, "checksum", lambda parts: 1),
     "short answer": lambda patch: Once(
         patch, CacheStep, "compute", lambda step: [torch.zeros(3), torch.zeros(1)]
     ),
@@ -346,7 +346,7 @@ def test_rows_that_are_many_are_sent_in_parts(addresses):
         connect(addresses[0], home=False) as pool,
         prefilled(pool, tensors, 1000) as cache,
     ):
-        assert server.stats.tasks >= 2 * 1000 / 64
+        assert server.totals.tasks >= 2 * 1000 / 64
         cache.extend()
         out = cache.attend("first", *part(tensors["first"], 1000, 1001))
         wanted, _ = expected(tensors["first"], 1001, 1, {})

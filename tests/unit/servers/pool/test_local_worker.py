@@ -7,7 +7,7 @@ import torch
 
 from seqpar.servers.pool.connection import PendingWork
 from seqpar.servers.pool.local_worker import LocalWorker
-from seqpar.servers.server.hardware import hardware_of
+from seqpar.servers.server.compute import hardware_of
 from tests.support.requests import random_request
 
 OWN = hardware_of(torch.device("cpu"))

@@ -14,7 +14,7 @@ from seqpar.servers.pool.dispatcher import StragglerDetector
 from seqpar.servers.server import compute as computing
 from seqpar.servers.server import server as server_module
 from seqpar.servers.server import worker
-from seqpar.servers.server.hardware import hardware_of
+from seqpar.servers.server.compute import hardware_of
 from seqpar.servers.transport.one_sided import available
 from seqpar.servers.wire.errors import ServersError
 from seqpar.servers.wire.limits import Limits

@@ -13,11 +13,11 @@ import zmq
 from seqpar.servers.server import server as server_module
 from seqpar.servers.server import worker as worker_module
 from seqpar.servers.server.caches import CacheLost, Caches
-from seqpar.servers.server.sessions import Sessions
+from seqpar.servers.server.clients import Clients
 from seqpar.servers.server.worker import ComputeJob, Reader, Turns, Worker
 from seqpar.servers.transport.curve_keys import Trusted, client_keys, generate, server_keys
 from seqpar.servers.transport.peers import Peer, fits, room
-from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.transport.server_socket import ServerSocket
 from seqpar.servers.transport.sockets import secure, send
 from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
@@ -78,7 +78,7 @@ def test_a_claimed_id_does_not_take_a_session(folder, tmp_path):
     with running("tcp://127.0.0.1:*", keys=server_keys(folder)) as server:  # noqa: SIM117
         with Client(server.address, client_keys(folder)) as a:
             with Client(server.address, other) as b:
-                peers = {lease.peer for lease in server._sessions}
+                peers = {lease.peer for lease in server._clients}
                 assert len({peer.route for peer in peers}) == len({x.key for x in peers}) == 2
                 b.session, b.generation = a.session, a.generation
                 message, frames = b.ask(pack(REQUEST))
@@ -89,8 +89,8 @@ def test_a_claimed_id_does_not_take_a_session(folder, tmp_path):
 def test_a_dead_clients_id_reaches_nothing(folder, monkeypatch):
     """Within a beat, without a greeting: the server's signs of life named the lease once."""
     beats = threading.Event()
-    beat = Sessions.beat
-    monkeypatch.setattr(Sessions, "beat", lambda *x: beat(*x) if beats.is_set() else None)
+    beat = Clients.beat
+    monkeypatch.setattr(Clients, "beat", lambda *x: beat(*x) if beats.is_set() else None)
     other = client_keys(client_folder(folder, "b"))
     with running("tcp://127.0.0.1:*", keys=server_keys(folder)) as server:
         with Client(server.address, client_keys(folder), routing_id=b"victim") as a:
@@ -218,7 +218,7 @@ def test_keys_do_not_wait_for_each_other(folder, monkeypatch, module):
 def test_many_connections_of_a_key_end_first(folder, tmp_path):
     """Although each of them sends messages more often than the honest client."""
     own, other = client_keys(folder), client_keys(client_folder(folder, "b"))
-    bound = BoundSocket(
+    bound = ServerSocket(
         f"ipc://{tmp_path}/s", server_keys(folder), Limits(clients=2), ServerDeadlines()
     )
     with contextlib.closing(bound), zmq.Context() as context, contextlib.ExitStack() as stack:
@@ -329,7 +329,7 @@ def test_a_client_with_half_a_message_is_cut(tmp_path, monkeypatch):
         return send(socket, frames, track)
 
     monkeypatch.setattr("seqpar.servers.transport.server_socket.send", fails_at_the_third)
-    bound = BoundSocket(f"ipc://{tmp_path}/s", None, Limits(), ServerDeadlines())
+    bound = ServerSocket(f"ipc://{tmp_path}/s", None, Limits(), ServerDeadlines())
     with contextlib.closing(bound), zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
         events = client.get_monitor_socket(zmq.Event.DISCONNECTED)

@@ -9,10 +9,10 @@ import zmq
 
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Slices
-from seqpar.servers.server.leases import library_version
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import KeptSlices, pack, unpack
 from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.protocol import library_version
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.processes import PROCESSES
@@ -133,8 +133,8 @@ def test_small_results_count_until_they_are_read(tmp_path):
                 header = packed.numbered(welcome.generation, number)
                 data = protocol.encode(header, welcome.secret)
                 silent.send_multipart([data, *[x.tobytes() for x in packed.parts]])
-                wait_until(lambda: server.stats.tasks + server.stats.refused == number)  # noqa: B023
-            assert server.stats.tasks * size < 2 * limits.queued_bytes
+                wait_until(lambda: server.totals.tasks + server.totals.refused == number)  # noqa: B023
+            assert server.totals.tasks * size < 2 * limits.queued_bytes
 
 
 def test_kept_slices_have_a_limit_in_bytes():
@@ -153,7 +153,7 @@ def test_kept_slices_give_way_to_requests(tmp_path):
         for i in range(20):
             request = random_request(i, 8 + i, 64)
             assert right_answer(*client.ask(pack(request)), request)
-        (lease,) = server._sessions
+        (lease,) = server._clients
         assert lease.kept.nbytes > 0
         wait_until(lambda: isinstance(client.ask(large)[0], protocol.Result))
 

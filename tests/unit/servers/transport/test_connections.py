@@ -11,7 +11,7 @@ import time
 import pytest
 import zmq
 
-from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.transport.server_socket import ServerSocket
 from seqpar.servers.wire.limits import PIECE_BYTES, Limits, ServerDeadlines
 from tests.support.servers import wait_until
 
@@ -24,9 +24,9 @@ MESSAGE = b"\x00\x01x"  # of one byte
 # A client leaves while its last message has no room in the server's queue.
 LEAVE = """
 import sys, time, zmq
-from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.transport.server_socket import ServerSocket
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
-bound = BoundSocket(sys.argv[1], None, Limits(), ServerDeadlines(idle=0.3))
+bound = ServerSocket(sys.argv[1], None, Limits(), ServerDeadlines(idle=0.3))
 context = zmq.Context()
 client = context.socket(zmq.DEALER)
 client.linger = client.sndhwm = 0
@@ -50,10 +50,10 @@ time.sleep(0.5)
 # Silent connections take all descriptors that a server's process may have.
 EXHAUST = """
 import os, resource, signal, socket, sys, time
-from seqpar.servers.transport.server_socket import BoundSocket
+from seqpar.servers.transport.server_socket import ServerSocket
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
 from tests.unit.servers.transport.test_connections import client
-bound = BoundSocket("tcp://127.0.0.1:*", None, Limits(), ServerDeadlines(idle=0.5))
+bound = ServerSocket("tcp://127.0.0.1:*", None, Limits(), ServerDeadlines(idle=0.5))
 port = int(bound.address.rpartition(":")[2])
 used = len(os.listdir("/proc/self/fd"))
 read, write = os.pipe()
@@ -77,7 +77,7 @@ os.kill(child, signal.SIGKILL)
 @pytest.fixture
 def bound():
     deadlines = ServerDeadlines(idle=IDLE)
-    with contextlib.closing(BoundSocket("tcp://127.0.0.1:*", None, Limits(), deadlines)) as made:
+    with contextlib.closing(ServerSocket("tcp://127.0.0.1:*", None, Limits(), deadlines)) as made:
         yield made
 
 
@@ -86,7 +86,7 @@ def small():
     """Bound with limits that a test can reach; no connection is silent for too long."""
     limits = Limits(bytes=2**24, queued_bytes=2**24)
     address = "tcp://127.0.0.1:*"
-    with contextlib.closing(BoundSocket(address, None, limits, ServerDeadlines(idle=60))) as made:
+    with contextlib.closing(ServerSocket(address, None, limits, ServerDeadlines(idle=60))) as made:
         yield made
 
 

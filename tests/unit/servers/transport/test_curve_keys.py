@@ -68,7 +68,7 @@ def test_others_are_refused_and_nothing_is_computed(server, folder, tmp_path, mi
     why = {"another client": ".*are the keys right", "no keys": ": it "}.get(mistake, "")
     with pytest.raises(TimeoutError, match=rf"has not answered within 0\.5 s{why}"):
         ask(server.address, keys, 0.5)
-    assert server.stats.tasks == 0 and server.status().clients == 0
+    assert server.totals.tasks == 0 and server.status().clients == 0
 
 
 def test_trust_changes_while_a_server_runs(server, folder, tmp_path):

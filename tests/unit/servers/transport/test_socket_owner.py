@@ -10,7 +10,7 @@ import zmq
 
 from seqpar.servers.server.server import Server
 from seqpar.servers.transport.addresses import fault_of_folder, fault_of_socket
-from seqpar.servers.transport.client_socket import DialledSocket
+from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.wire.protocol import Ping, decode, encode
 from tests.support.requests import random_request
 from tests.support.servers import connect, running, same, wait_until
@@ -136,7 +136,7 @@ def test_a_leaving_servers_last_replies_are_read(tmp_path):
         server = other.socket(zmq.ROUTER)
         server.bind(address)
         os.chmod(tmp_path / "s", 0o600)
-        dialled = DialledSocket(context, poller, address, None, 20.0)
+        dialled = ClientSocket(context, poller, address, None, 20.0)
         try:
             dialled.send([encode(Ping(1))])
             end = time.monotonic() + 20

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from seqpar.servers.server.clients import ClientConnection
 from seqpar.servers.server.compute import compute
-from seqpar.servers.server.leases import Lease
 from seqpar.servers.transport.zeromq import Frames
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack, unpack, unpack_result
@@ -175,10 +175,12 @@ def test_tasks_of_one_layout_share_tables():
 
 
 def test_a_number_is_used_once_in_any_order():
-    lease = Lease(b"", Frames())
-    assert [lease.use(x) for x in (3, 1, 3, 2, 1, 0, 5000)] == [1, 1, 0, 1, 0, 0, 1]
-    assert not lease.use(4) and lease.use(4999) and not lease.use(4999)
-    assert sum(map(lease.use, range(5001, 20000))) == 14999 and len(lease._used) <= 2**11 + 1
+    client = ClientConnection(b"", Frames())
+    assert [client.use(x) for x in (3, 1, 3, 2, 1, 0, 5000)] == [1, 1, 0, 1, 0, 0, 1]
+    assert not client.use(4) and client.use(4999) and not client.use(4999)
+    assert (
+        sum(map(client.use, range(5001, 20000))) == 14999 and len(client._used_numbers) <= 2**11 + 1
+    )
 
 
 def test_a_part_of_wrong_size_is_refused():
