@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from seqpar.layout.masks.mask import Mask, Slices
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.gather import Gathering
 from seqpar.linear.states.sums import Sum
 from seqpar.softmax.backends import aten
@@ -85,7 +85,7 @@ def state_dropped() -> None:
     """Lose the tokens before a span: states arrive, but are not added."""
     weigh = Gathering.weigh
 
-    def losing(self: Gathering, options: LinearOptions) -> list[Sum]:
+    def losing(self: Gathering, options: StateOptions) -> list[Sum]:
         compose, arrive, *added_up = weigh(self, options)
         return [compose, lambda states: torch.zeros_like(arrive(states)), *added_up]
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.kernels import softmax_contenders as contenders
 from benchmarks.kernels.softmax_workloads import Workload
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
+from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 
 CHUNK = 64  # rows, for the count of FLOPs
 SOFTMAX = 2**17  # the most tokens for which softmax attention is timed too
@@ -80,7 +80,7 @@ class Lightning:
 
     def ours(self, backend: str, device: torch.device) -> contenders.Attention:
         """Return our primitive, forward and backward."""
-        options = LinearOptions(1.0, True, backend, self.log_decay.to(device))
+        options = StateOptions(1.0, True, backend, self.log_decay.to(device))
 
         class Ours(torch.autograd.Function):
             @staticmethod

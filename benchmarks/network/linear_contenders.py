@@ -29,13 +29,13 @@ from torch import Tensor
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
+from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 
 
 class Way:
     """A rank's place in a pass: states go up the ranks in forward and down in backward."""
 
-    def __init__(self, comm: Comm, options: LinearOptions, tokens: int, reverse: bool) -> None:
+    def __init__(self, comm: Comm, options: StateOptions, tokens: int, reverse: bool) -> None:
         step = -1 if reverse else 1
         self._comm, self._options, self._tokens = comm, options, tokens
         self._source, self._target = comm.rank - step, comm.rank + step
@@ -104,7 +104,7 @@ def baseline(
     dout: Tensor | None = None,
 ) -> list[Tensor]:
     """Compute with a bridge that brings states to ranks."""
-    options, tokens = LinearOptions(1.0, True, "aten", log_decay.double()), q.shape[1]
+    options, tokens = StateOptions(1.0, True, "aten", log_decay.double()), q.shape[1]
     way = Way(comm, options, tokens, reverse=False)
     spans = span(tokens, way.before > 0, not way.last)
 

@@ -23,7 +23,7 @@ from seqpar import Layout, RecurrentAttention
 from seqpar.balance import Cluster
 from seqpar.comm.messages.exchange import Comm
 from seqpar.linear.kinds import kind
-from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
+from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.spans import SpanStates
 
 KIND, TOKENS, RANKS, HEADS, DIM, ITEM = "gated_delta", 2**15, 4, 64, 128, 2
@@ -69,7 +69,7 @@ def work(direction: str, middle: bool) -> Work:
     spans = SpanStates(np.array([0, ROWS]), state, state)
     states = torch.zeros(1, 1, 1, DIM, DIM) if middle else None
     inputs, dout = inputs_of(KIND, ROWS, 1, DIM)
-    options = RecurrentOptions(DIM**-0.5, "aten")
+    options = MapOptions(DIM**-0.5, "aten")
 
     def begin() -> Any:
         if direction == "forward":

@@ -30,7 +30,7 @@ import torch
 
 from seqpar.core.hooks import hooks
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
+from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 
 BLOCKS = 4  # as in LASP2Attention
 
@@ -55,7 +55,7 @@ def passes(tokens: int, heads: int, dim: int, itemsize: int = 2) -> list[Pass]:
     x = torch.empty(1, tokens, heads, dim, device="meta")
     spans, options = (
         SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1])),
-        LinearOptions(1.0, True, "aten", None),
+        StateOptions(1.0, True, "aten", None),
     )
     areas: list[int] = []
     with hooks.set(replace_compute=areas.append):

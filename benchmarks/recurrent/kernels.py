@@ -24,10 +24,10 @@ from torch import Tensor
 
 from seqpar.costs.profile.harness import canary, check_canary, worst_error, write
 from seqpar.costs.profile.machine import core_seconds
+from seqpar.linear.decode import decode_step
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
-from seqpar.linear.maps.decode import decode_step
+from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.spans import SpanStates
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -62,7 +62,7 @@ def ours(name: str, inputs: Inputs, dout: Tensor, backward: bool) -> Call:
     """Return a call of our aten backend."""
     this, none = kind(name), np.array([-1])
     spans = SpanStates(np.array([0, inputs.q.shape[1]]), none, none)
-    options = RecurrentOptions(inputs.q.shape[3] ** -0.5, "aten")
+    options = MapOptions(inputs.q.shape[3] ** -0.5, "aten")
 
     def call() -> list[Tensor]:
         out = begin_forward(this, inputs, spans, options).finish(None)

@@ -144,6 +144,11 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int)
     q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), and v (B, kv_tokens, Hkv, Dv).
     """
     check_rows(q, k, v, tokens, kv_tokens)
+    check_kv_heads(q, k, v)
+
+
+def check_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q has a multiple of k's and v's number of heads."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if v.shape[2] != kv_heads:
         raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")

@@ -1,21 +1,24 @@
-"""What calls whose spans exchange states have in common, whatever a state is multiplied by."""
+"""The arguments of a call of linear attention, and the resolved call that strategies read."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
+from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
+from seqpar.layout.handle import name_of
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import StateRoutes
 
 T = TypeVar("T")
@@ -23,9 +26,49 @@ T = TypeVar("T")
 _MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
 
 
+class CallArguments(NamedTuple):
+    """The arguments of a call that are not tensors of numbers, as the operator carries them.
+
+    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `states_in` is
+    the number of states that enter this rank's spans. The module checks types, since the operator
+    takes no others; a strategy's `resolve` checks values.
+    """
+
+    layout: Tensor
+    states_in: Count
+    documents: Count
+    strategy: str
+    backend: str
+    causal: bool
+    scale: float
+    return_state: bool
+
+    def tensors(self) -> tuple[Tensor]:
+        """Return the fields that autograd must save as tensors: the first one."""
+        return (self.layout,)
+
+    def settings(self) -> tuple[Hashable, ...]:
+        """Return all other fields."""
+        return self[1:]
+
+    def shared(self, begun: bool, canonical: bool) -> dict[str, object]:
+        """Return what all ranks must agree on, as the `CallArguments` of softmax attention do."""
+        return {
+            "layout": name_of(self.layout, canonical),
+            "causal": self.causal,
+            "scale": self.scale,
+            "initial_state": begun,
+            "return_state": self.return_state,
+            "backend": self.backend,
+        }
+
+
+SCHEMA = schema_of(CallArguments)
+
+
 @dataclass(frozen=True)
-class StateCall:
-    """A resolved call, as far as an exchange of states reads it.
+class ResolvedCall:
+    """A call as exchanges read it. In `shape`, kv_heads is H, dim K and value_dim V.
 
     `rank` is this process's rank in the group that the layout is for.
     """
@@ -44,9 +87,14 @@ class StateCall:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of a state: B·Hkv·D·Dv·4 (8 for fp64)."""
+        """The bytes of a state: B·H·K·V·4 (8 for fp64)."""
         s = self.shape
         return s.batch * s.kv_heads * s.dim * s.value_dim * accumulator_dtype(s.dtype).itemsize
+
+
+def shape_of(inputs: Inputs) -> OperandShape:
+    """Return the shape of the operands, whose kv_heads is the number of states."""
+    return OperandShape.of(*inputs[:3])._replace(kv_heads=inputs.heads)
 
 
 def check_scale(scale: float, dtype: torch.dtype) -> None:

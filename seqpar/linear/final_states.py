@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
-from seqpar.linear.call import StateCall
+from seqpar.linear.call import ResolvedCall
 from seqpar.linear.routes import StateRoutes
 
 STEP = 1  # after that of the states which enter spans, whatever the transport
@@ -23,7 +23,7 @@ class FinalStates:
     `own` (ended, B, Hkv, D, Dv) are those of the documents whose last tokens this rank holds.
     """
 
-    def __init__(self, comm: Comm, call: StateCall, own: Tensor, strategy: str) -> None:
+    def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
         device, routes = own.device, call.routes
         self._plan = call.once(("final states", device), lambda: _Plan(routes, comm.rank, device))
         self._states = own.new_empty((self._plan.states, *own.shape[1:]))
@@ -73,7 +73,7 @@ class _Plan:
         self.order = None if in_order else torch.from_numpy(order).to(device)
 
 
-def final_states_traffic(call: StateCall, rank: int) -> list[Traffic]:
+def final_states_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:
     """Return what a rank sends for the final states."""
     total = call.routes.ended(rank).size * call.state_bytes
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
@@ -86,7 +86,7 @@ class FinalGradients:
     `own` (documents, B, H, K, V) are this rank's gradients.
     """
 
-    def __init__(self, comm: Comm, call: StateCall, own: Tensor, strategy: str) -> None:
+    def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
         device, routes = own.device, call.routes
         plan = call.once(("final gradients", device), lambda: _GradientPlan(routes, device))
         self._own = own.index_select(0, plan.ended[comm.rank])
@@ -117,7 +117,7 @@ class _GradientPlan:
         self.ended = [torch.from_numpy(x).to(device) for x in ended]
 
 
-def final_gradients_traffic(call: StateCall, rank: int) -> list[Traffic]:
+def final_gradients_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:
     """Return what a rank sends for the gradients of final states."""
     return [
         Traffic("backward", STEP, peer, 1, call.routes.ended(peer).size * call.state_bytes)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.core.arguments import check_tensor
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.linear.kinds import Kind
 
@@ -163,3 +164,14 @@ def check_gates(kind: Kind, inputs: Inputs, rows: str) -> None:
         elif tuple(x.shape) != expected[1] or x.dtype not in DTYPES:
             found = f"{tuple(x.shape)} of {x.dtype}"
             raise ValueError(f"{name} must be {expected[0]}, {expected[1]}, of floats, got {found}")
+
+
+def check_constant_decay(log_decay: Tensor | None, kv_heads: int, device: torch.device) -> None:
+    """Raise unless log_decay is None, or a tensor of the right shape, dtype and device."""
+    if log_decay is None:
+        return
+    check_tensor("log_decay", log_decay, device, or_cpu=True)
+    shape, dtype = tuple(log_decay.shape), log_decay.dtype
+    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
+        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
+        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")

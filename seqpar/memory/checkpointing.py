@@ -13,8 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import seqpar.linear.maps.operator
-import seqpar.linear.states.operator
+import seqpar.linear.operator
 import seqpar.softmax.operator
 import seqpar.softmax.tasks.split_operator  # noqa: F401  defines the operators
 from seqpar.core.arguments import check_function
@@ -24,7 +23,6 @@ SAVED_OPS = (
     torch.ops.seqpar.attention_begin.default,
     torch.ops.seqpar.attention_finish.default,
     torch.ops.seqpar.linear_attention.default,
-    torch.ops.seqpar.recurrent_attention.default,
 )
 """The operators whose results a policy for selective checkpoints must save."""
 

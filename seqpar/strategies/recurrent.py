@@ -7,9 +7,8 @@ only states.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
 from seqpar.comm.dtensor import HeadPlacement
@@ -17,52 +16,81 @@ from seqpar.comm.messages.exchange import Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import as_bool, shown
 from seqpar.layout.layout import Layout
+from seqpar.linear.call import CallArguments
+from seqpar.linear.decode import decode_step
 from seqpar.linear.kinds import kind as kind_of
 from seqpar.linear.maps.gather import AllGather
-from seqpar.linear.maps.module import RecurrentModule
 from seqpar.linear.maps.scan import Scan
-from seqpar.linear.maps.strategy import RecurrentStrategy
+from seqpar.linear.maps.strategy import MapStrategy
 from seqpar.linear.maps.tree import Tree
-from seqpar.strategies.lasp2 import TRANSPORTS as OF_STATES
-from seqpar.strategies.lasp2 import LASP2Attention
+from seqpar.linear.module import LinearModule, OperatorTensors, OptionalArguments
+from seqpar.linear.strategy import LinearStrategy
+from seqpar.strategies.lasp2 import LASP2
 from seqpar.strategies.registry import register
+from seqpar.strategies.zeco import ZeCO
 
 TRANSPORTS = (AllGather.transport, Scan.transport, Tree.transport)
 
 
 @register
-class RecurrentAttention(RecurrentModule):
-    """Recurrent attention whose maps are sent; see `RecurrentModule` for the call.
+class RecurrentAttention(LinearModule):
+    """Recurrent attention over a packed batch: ranks exchange the maps of spans.
 
-    What a span does to the state that enters it is a map (A, N): the state that leaves is A S + N.
-    Maps of consecutive spans compose, in the document's order alone. With numbers of 4 bytes (8 for
-    fp64) a state has S = B·H·K·V·4 bytes and a map M = S + B·H·a·4, whatever the length of the
-    document; a is 1 for a decay of each head, K of each key channel, and K² for the delta rule. The
-    transports differ in what they send, and in how many exchanges; backward sends as much as
-    forward, the other way round:
+    Within each document, with a state S (K, V) for each of H = max(Hk, Hv) heads,
+
+        S̄ₜ = diag(exp gₜ) Sₜ₋₁
+        Sₜ = S̄ₜ + kₜ vₜᵀ, or by the delta rule S̄ₜ + βₜ kₜ (vₜ − S̄ₜᵀ kₜ)ᵀ
+        outₜ = scale · Sₜᵀ qₜ
+
+    where g is `log_decay`. The kind decides the shapes of g and β:
+
+    | kind | `log_decay` | `beta` | as in |
+    |---|---|---|---|
+    | "linear" | | | linear attention |
+    | "constant_decay" | (H,) | | RetNet, Lightning Attention, MiniMax |
+    | "scalar_decay" | (T_local, H) | | Mamba-2, simple GLA |
+    | "vector_decay" | (T_local, H, K) | | GLA |
+    | "delta" | | (T_local, H) | DeltaNet |
+    | "gated_delta" | (T_local, H) | (T_local, H) | Gated DeltaNet: Qwen3-Next, Qwen3.5 |
+    | "kda" | (T_local, H, K) | (T_local, H) | Kimi Linear |
+
+    It takes any layout, so it can share the layout of softmax layers. It refuses only layouts whose
+    maps outweigh their tokens: those with more than 4 spans of a document on a rank, of less than
+    e·4 / ((K + V)·b) tokens on average (b is the bytes of an element of q; for fp64, 8 instead of
+    4). e is the number of elements of a head's map: K·V, plus 1 for a decay per head, K for a decay
+    per key channel, or K² for the delta rule.
+
+    Kept for backward: the inputs, and a state for each span that does not begin its document (with
+    `initial_state` for each span).
+
+    A span's map (A, N) turns the state S that enters the span into A S + N. Maps of consecutive
+    spans compose, but only in the document's order. With numbers of 4 bytes (8 for fp64) a state
+    has S = B·H·K·V·4 bytes and a map M = S + B·H·a·4, for documents of any length; a is 1 for a
+    decay per head, K for a decay per key channel, and K² for the delta rule. Backward sends as much
+    as forward, in the other direction.
 
     `transport="all_gather"`: in one exchange, posted before the work within spans and hidden under
     it, a rank sends every other rank the map of each of its spans before that rank's last one of
-    the document: M, and S for a document's first span (in backward the last). So for a contiguous
-    document it sends each later rank M. Each rank receives P maps and folds them one after another,
-    which is least work on few ranks, but on 256 ranks P·M are gigabytes.
+    the document: M, or S for a document's first span (in backward the last). So for a contiguous
+    document it sends each later rank M. Each rank receives P maps and folds them one after another.
+    That is the least work on few ranks, but on 256 ranks P·M are gigabytes.
 
-    `transport="scan"`: states pass from span to span, in `blocks` blocks. A rank sends one S for
-    each of its spans that another rank's span follows, however many ranks there are, in P − 1 steps
-    instead of one: the fewest bytes, for slow links and few ranks.
+    `transport="scan"`: states pass from span to span, in `blocks` blocks. On any number of ranks, a
+    rank sends one S for each of its spans that another rank's span follows, in P − 1 steps instead
+    of one. These are the fewest bytes: use it for slow links and few ranks.
 
     `transport="tree"`: recursive doubling. In step d of ⌈log₂ n⌉, for n spans of a document, the
-    holder of span i sends M to that of span i + 2ᵈ, or S if i < 2ᵈ. For each of its spans a rank
-    makes two compositions a step and holds some seven maps at most, however many ranks there are:
-    for many ranks.
+    holder of span i sends M to the holder of span i + 2ᵈ, or S if i < 2ᵈ. For each of its spans a
+    rank makes two compositions per step and holds about seven maps at most, on any number of ranks:
+    use it for many ranks.
 
-    The kinds "linear" and "constant_decay" need no transitions of others. With "all_gather" and
-    "scan" they go through `LASP2Attention`, which sends states alone, fewer of them, and whose
-    `log_decay` this is. Only with "tree" do they send maps.
+    The kinds "linear" and "constant_decay" need no transitions of other ranks. With "all_gather"
+    and "scan" they use the exchanges of `LASP2Attention`, which send fewer states and no
+    transitions, and the rules of its `log_decay` hold. They send maps only with "tree".
 
     With `return_state`, the holder of a document's last token in forward also sends S to all other
-    ranks, in an exchange of its own (step 1 in traffic and traces) hidden under the last work of
-    the pass. Backward begins with the reverse: each rank sends its gradient of a final state, S, to
+    ranks, in a separate exchange (step 1 in traffic and traces) hidden under the last work of the
+    pass. Backward begins with the reverse: each rank sends its gradient of a final state, S, to
     that holder, hidden under the first work of the pass.
 
     Args:
@@ -72,17 +100,17 @@ class RecurrentAttention(RecurrentModule):
         transport: "all_gather", "scan" or "tree".
         check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
-        blocks: in how many blocks of equal size a state is passed on by "scan", at most: the most
-            that make whole heads, or whole columns of a head.
-        routing: how messages between nodes are sent over several NICs at once; None: straight, as
-            "scan" and "tree" need it.
+        blocks: the most blocks into which "scan" cuts a state. A block is some whole heads, or some
+            whole columns of a head, and all are equal in size.
+        routing: how messages between nodes use several NICs at the same time; None sends each
+            message directly, which "scan" and "tree" need.
 
     Sun et al., "LASP-2" (2025), algorithm 2; "ZeCO" (2025), section 3; Hillis and Steele, "Data
     parallel algorithms" (1986); Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
     Sequence Length" (2018), section 2.
     """
 
-    strategy = RecurrentStrategy
+    strategy = MapStrategy
 
     def __init__(
         self,
@@ -98,52 +126,117 @@ class RecurrentAttention(RecurrentModule):
         if not isinstance(transport, str) or transport not in TRANSPORTS:
             expected = f"one of {', '.join(TRANSPORTS)}"
             raise ValueError(f"transport must be {expected}, got {shown(transport)}")
-        scan, of_states = Scan(kind, blocks), None
-        if transport in OF_STATES and recurrence.constant_transition:
-            of_states = LASP2Attention(group, transport, blocks, check_ranks, routing=routing)
-        strategy: Any = of_states and of_states._bound.strategy
-        if of_states is None:
-            made = {x.transport: x for x in (AllGather(kind), scan, Tree(kind))}
-            strategy = made[transport]
+        strategies: list[LinearStrategy[Any]] = [AllGather(kind), Scan(kind, blocks), Tree(kind)]
+        if recurrence.constant_transition:
+            strategies[:2] = LASP2(), ZeCO(blocks)
+        strategy = strategies[TRANSPORTS.index(transport)]
         super().__init__(strategy, group, 1, check_ranks, routing)
-        self.kind, self.transport, self._of_states = recurrence, transport, of_states
+        self.kind, self.transport, self._decay = recurrence, transport, recurrence.decay
 
     def extra_repr(self) -> str:
-        """Return what the module's representation says beside its name."""
+        """Return the options that the module's representation shows next to its name."""
         options = f"kind={self.kind.name!r}, transport={self.transport!r}"
         return f"{super().extra_repr()}, {options}"
 
-    def _run(self, tensors: Any, arguments: Any) -> list[Tensor]:
-        if self._of_states is None:
-            return super()._run(tensors, arguments)
-        results: list[Tensor] = torch.ops.seqpar.linear_attention(*tensors, *arguments)
-        return results
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        *,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+        scale: float | Tensor = 1.0,
+        initial_state: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute recurrent attention of this rank's queries over the tokens of all ranks.
 
-    def _to_call(self, tensors: Any, arguments: Any) -> Any:
-        if self._of_states is not None:
-            return self._of_states._to_call(tensors, arguments)
-        return super()._to_call(tensors, arguments)
+        The gradients are those of the sum of all ranks' losses. Under autocast q, k and v are cast
+        as SDPA's are. Keys are used as they are: models whose keys have length 1 normalise them
+        first.
+
+        Args:
+            q: (T_local, Hq, K) or (B, T_local, Hq, K), in the layout's local order; fp64, fp32,
+                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
+                evenly, over one mesh; so are the results.
+            k: (T_local, Hk, K) or with the batch in front.
+            v: (T_local, Hv, V) or with the batch in front. One of Hk and Hv must be a multiple of
+                the other. H is the larger, and Hq divides H or is a multiple of it. Where there are
+                fewer heads of one than of another, each serves the same number of consecutive ones.
+            layout: the tokens of the packed batch that each rank holds.
+            log_decay: at most 0, shaped as in the table, with the batch in front where q has one
+                and the decay has tokens. Any float dtype: use fp32 where decays are close to 1.
+                Values are not checked. A constant decay must be the same on all ranks, and has no
+                gradient.
+            beta: shaped as in the table, with the batch in front where q has one.
+            scale: the factor of q·k. A tensor () that requires a gradient, or (Hq,), one scale per
+                head, multiplies q, and the product is rounded to q's dtype. Its gradient is summed
+                over this rank's queries.
+            initial_state: (documents, H, K, V), or with the batch in front, fp32 (fp64 for fp64),
+                on q's device, the same on all ranks: the state with which each document begins. Its
+                gradient is the sum over ranks, as a parameter's. With maps, a rank has the gradient
+                of the documents whose first token it holds.
+            return_state: also return the documents' final states, the same bits on every rank.
+
+        Returns:
+            out (T_local, max(Hq, H), V), or with the batch in front, in q's dtype; or (out, state),
+            both differentiable, with the state like `initial_state`.
+
+        Raises:
+            ValueError: the call is wrong or cannot be computed exactly. The message names the
+                argument. Nothing has been sent.
+        """
+        return self._attend(
+            q,
+            k,
+            v,
+            layout,
+            log_decay=log_decay,
+            beta=beta,
+            scale=scale,
+            initial_state=initial_state,
+            return_state=return_state,
+        )
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Tensor,
+        *,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Continue each of N documents by one or t tokens; return out and the next state.
+
+        It is plain PyTorch and sends nothing. q, k and v are (N, heads, dim) or (N, t, heads, dim),
+        and so are the gates. The state (N, H, K, V) is from a call or an earlier step.
+        `seqpar.linear.decode.decode_step` lists the errors.
+        """
+        gates = {"log_decay": log_decay, "beta": beta}
+        return decode_step(self.kind.name, q, k, v, state, **gates, scale=scale)
 
     def _operator_inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
-    ) -> tuple[Any, Any, HeadPlacement]:
-        if self._of_states is None:
-            return super()._operator_inputs(q, k, v, layout, **options)
-        log_decay, beta = options.get("log_decay"), options.pop("beta", None)
-        if beta is not None:
-            raise ValueError(f"beta must be None for the kind {self.kind.name!r}")
-        if (log_decay is None) != (self.kind.decay is None):
-            needed = "None" if self.kind.decay is None else "a tensor (H,)"
-            raise ValueError(f"log_decay must be {needed} for the kind {self.kind.name!r}")
-        q, k, v, scale = _alike(q, k, v, options.pop("scale", 1.0))
-        return self._of_states._operator_inputs(q, k, v, layout, scale=scale, **options)
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[OptionalArguments]
+    ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
+        if self._bound.strategy.family == "linear":
+            if options.get("beta") is not None:
+                raise ValueError(f"beta must be None for the kind {self.kind.name!r}")
+            if (options.get("log_decay") is None) != (self.kind.decay is None):
+                needed = "None" if self.kind.decay is None else "a tensor (H,)"
+                raise ValueError(f"log_decay must be {needed} for the kind {self.kind.name!r}")
+            q, k, v, options["scale"] = _with_equal_heads(q, k, v, options.get("scale", 1.0))
+        return super()._operator_inputs(q, k, v, layout, **options)
 
 
-def _alike(q: Tensor, k: Tensor, v: Tensor, scale: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Return operands of which k and v have as many heads as there are states, and q no fewer.
-
-    With q goes its scale, if that is one a head.
-    """
+def _with_equal_heads(
+    q: Tensor, k: Tensor, v: Tensor, scale: Any
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Return k and v with a head per state, q with at least as many, and a scale to match."""
     if not all(isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] for x in (q, k, v)):
         return q, k, v, scale  # which is refused
     states = max(k.shape[-2], v.shape[-2])

@@ -9,28 +9,24 @@ from typing import Any, TypeVar
 
 from seqpar.comm.messages.exchange import Group
 from seqpar.core.arguments import Deterministic, shown
-from seqpar.linear.maps.module import RecurrentModule
-from seqpar.linear.states.module import LinearAttention
+from seqpar.linear.module import LinearModule
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.softmax.module import Attention
 
 SOFTMAX: dict[str, type[Attention]] = {}
-LINEAR: dict[str, type[LinearAttention]] = {}
-RECURRENT: dict[str, type[RecurrentModule]] = {}
+LINEAR: dict[str, type[LinearModule]] = {}
 # Modules that choose a strategy. `seqpar.auto.module` adds itself: this file cannot import it.
 CHOOSERS: dict[str, type[Attention]] = {}
 
-M = TypeVar("M", type[Attention], type[LinearAttention], type[RecurrentModule])
+M = TypeVar("M", type[Attention], type[LinearModule])
 
 
 def register(module: M) -> M:
     """Register a strategy's module under the strategy's name; use it as a decorator."""
     if issubclass(module, Attention):
         SOFTMAX[module.strategy.name] = module
-    elif issubclass(module, LinearAttention):
-        LINEAR[module.strategy.name] = module
     else:
-        RECURRENT[module.strategy.name] = module
+        LINEAR[module.strategy.name] = module
     return module
 
 

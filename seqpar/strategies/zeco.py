@@ -25,13 +25,12 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
 from seqpar.linear.scanning import Rounds, ScannedStates, joined
-from seqpar.linear.states.attend import LinearOptions
-from seqpar.linear.states.call import ResolvedCall
-from seqpar.linear.states.strategy import LinearStrategy, StateExchange
+from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.states.strategy import StateCall, StateExchange, StateStrategy
 
 
 @dataclass(frozen=True)
-class ZeCO(LinearStrategy):
+class ZeCO(StateStrategy):
     """States are passed on from span to span."""
 
     name = "zeco"
@@ -43,11 +42,11 @@ class ZeCO(LinearStrategy):
         object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
 
     def exchange(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+        self, comm: Comm, call: StateCall, device: torch.device, backward: bool
     ) -> StateExchange:
         return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
-    def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
         blocks = blocks_of(call.shape, self.blocks)
         block_bytes = call.state_bytes // blocks
         return [
@@ -63,7 +62,7 @@ class _Scanned(ScannedStates):
     """The sums of states that decay at constant rates, while they are passed on."""
 
     def __init__(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool, blocks: int
+        self, comm: Comm, call: StateCall, device: torch.device, backward: bool, blocks: int
     ) -> None:
         rank, routes, shape = comm.rank, call.routes, call.shape
         hops = hops_of(routes, rank, backward)
@@ -104,7 +103,7 @@ class _Decays:
         self._dtype = accumulator_dtype(shape.dtype)
         self._leaving, self._carriers = plan.leaving, plan.carriers
 
-    def weights(self, options: LinearOptions) -> Sequence[Tensor | None]:
+    def weights(self, options: StateOptions) -> Sequence[Tensor | None]:
         """Return for each message what it multiplies sums with, (carriers, rows of a block, 1).
 
         None: with nothing.

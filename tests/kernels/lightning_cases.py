@@ -13,7 +13,7 @@ from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.lightning_attention import reference
 
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as backend
 from tests.kernels.operands import stored
 
@@ -148,7 +148,7 @@ class Operands:
 
     def computed(self, spans, rows, config=SMALL, *, local=False, causal=True):
         """The kernels' answer, with segments of so many rows; with `local`, in two steps."""
-        options = LinearOptions(self.scale, causal, "triton", self.log_decay)
+        options = StateOptions(self.scale, causal, "triton", self.log_decay)
         with arranged(rows, config):
             forward = backend.Forward(self.q, self.k, self.v, spans, options)
             if local:

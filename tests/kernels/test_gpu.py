@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as backend
 from tests.kernels.lightning_cases import arranged, spans_of
 from tests.support.ranks import virtual
@@ -58,7 +58,7 @@ def test_more_than_2_to_the_31_elements():
 def linear_attention(q, k, v, dout, rate, scale):
     """out, dq, dk, dv of one document, whose heads have one decay, by our kernels."""
     log_decay = torch.full((k.shape[2],), rate, dtype=torch.float64, device=q.device)
-    spans, options = spans_of([q.shape[1]]), LinearOptions(scale, True, "triton", log_decay)
+    spans, options = spans_of([q.shape[1]]), StateOptions(scale, True, "triton", log_decay)
     out = backend.Forward(q, k, v, spans, options).finish(None)
     return out, *backend.Backward(q, k, v, dout, spans, options, None).finish(None)
 

@@ -18,7 +18,7 @@ from seqpar.kernels.lightning_attention import SegmentTables
 from seqpar import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, slices_between
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as linear_backend
 from seqpar.softmax.backends import triton as backend
 from seqpar.softmax.compute.call_options import CallOptions
@@ -246,7 +246,7 @@ def test_linear_tables_are_freed_with_their_spans(launched):
     try:
         spans = spans_of([40, 30], [True, False], [False, True])
         x = torch.zeros(1, 70, 2, 16, device=DEVICE)
-        options = LinearOptions(1.0, True, "triton", None)
+        options = StateOptions(1.0, True, "triton", None)
         state = torch.zeros(1, 1, 2, 16, 16, device=DEVICE)
         linear_backend.Forward(x, x, x, spans, options).finish(state)
         linear_backend.Backward(x, x, x, x, spans, options, state).finish(state)

@@ -14,7 +14,7 @@ import torch
 import triton
 from seqpar.kernels import lightning_attention as kernels
 
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as backend
 from tests.kernels.lightning_cases import (
     DEVICE,
@@ -208,7 +208,7 @@ def test_many_chunks_add_no_error(tokens):
     spans = spans_of([tokens], leave=[True])
     x = Operands.draw(spans, decay=(log_decay,), scale=1.0)
     x = dataclasses.replace(x, **{name: getattr(x, name).abs() for name in "qkv"})
-    options = LinearOptions(1.0, True, "triton", x.log_decay)
+    options = StateOptions(1.0, True, "triton", x.log_decay)
     q, k, v = (y[0, :, 0].double().cpu() for y in (x.q, x.k, x.v))
 
     def state(row):

@@ -8,7 +8,7 @@ import torch
 
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import kind
-from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
+from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.maps import apply
 from seqpar.linear.spans import SpanStates
 
@@ -144,7 +144,7 @@ def run(case, local=False):
     """Results of the case by name, of the primitive, its maps applied to what enters and leaves."""
     this, spans = kind(case.kind), case.spans
     inputs, dout, entering, dleaving = case.tensors()
-    options = RecurrentOptions(case.scale, case.backend)
+    options = MapOptions(case.scale, case.backend)
     forward = begin_forward(this, inputs, spans, options)
     backward = begin_backward(this, inputs, dout, spans, options, entering)
     found = {}

@@ -13,7 +13,7 @@ import pytest
 
 import seqpar
 from seqpar.__main__ import COMMANDS, load
-from seqpar.strategies.registry import LINEAR, RECURRENT, SOFTMAX
+from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.pages import NAMES, PAGES, ROOT, anchors_of, blocks_of, links_of, table_of
 
 INTERFACE = runpy.run_path(str(ROOT / "docs/site/interface.py"))
@@ -209,7 +209,7 @@ def test_lines_are_short(name):
 
 def test_every_strategy_has_a_page_and_a_row():
     """ZeCO's All-Scan is a transport of LASP-2, with a page of its own."""
-    known = {*SOFTMAX, *LINEAR, *RECURRENT, "zeco"}
+    known = {*SOFTMAX, *LINEAR, "zeco"}
     assert {page.stem for page in (ROOT / "docs/strategies").glob("*.md")} == known | {"index"}
     rows = table_of(ROOT / "docs/strategies/index.md", "| strategy |")
     assert {re.match(r"\[(\w+)\]", first)[1] for first in rows} == known

@@ -19,7 +19,7 @@ from seqpar import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as linear
 from seqpar.softmax.backends import triton as softmax
 from seqpar.softmax.compute.call_options import CallOptions
@@ -64,7 +64,7 @@ def linear_calls(cu_seqlens, batch):
     spans = SpanStates(edges, entering, entering)
     x = torch.empty(batch, int(edges[-1]), HEADS, DIM, dtype=torch.bfloat16)
     states = torch.empty(entering.size, batch, HEADS, DIM, DIM)
-    options = LinearOptions(0.1, True, "triton", None)
+    options = StateOptions(0.1, True, "triton", None)
     linear.Forward(x, x, x, spans, options).finish(states)
     linear.Backward(x, x, x, x, spans, options, states).finish(states)
 

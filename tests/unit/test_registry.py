@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import seqpar
-from seqpar.strategies.registry import LINEAR, RECURRENT, SOFTMAX
+from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.ranks.test_traffic import BYTES
 from tests.support.cases import STRATEGIES
 from tests.support.formulas import FORMULAS
@@ -28,14 +28,14 @@ def constant(file, name):
 
 def test_a_strategy_is_a_file():
     files = {file.stem for file in (ROOT / "seqpar/strategies").glob("*.py")}
-    assert files == {*SOFTMAX, *LINEAR, *RECURRENT, *TRANSPORTS, "registry", "__init__"}
-    for name, module in (SOFTMAX | LINEAR | RECURRENT).items():
+    assert files == {*SOFTMAX, *LINEAR, *TRANSPORTS, "registry", "__init__"}
+    for name, module in (SOFTMAX | LINEAR).items():
         assert module.__module__ == f"seqpar.strategies.{name}"
         assert module.strategy.name == name
 
 
 def test_every_module_is_exported():
-    for module in (SOFTMAX | LINEAR | RECURRENT).values():
+    for module in (SOFTMAX | LINEAR).values():
         assert getattr(seqpar, module.__name__) is module
         assert module.__name__ in seqpar.__all__
 

@@ -14,7 +14,7 @@ from seqpar.layout.layout import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
+from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
@@ -137,7 +137,7 @@ class LinearCalls:
         ).unbind()
         self._spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
         decay = -torch.logspace(-9, -3, setting.heads, base=2, dtype=torch.float64)
-        self._options = LinearOptions(1.0, True, setting.backend, decay.to(setting.device))
+        self._options = StateOptions(1.0, True, setting.backend, decay.to(setting.device))
 
     def forward(self) -> None:
         q, k, v, _dout = self._inputs

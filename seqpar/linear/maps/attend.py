@@ -28,7 +28,7 @@ from seqpar.linear.states.attend import LinearWork
 
 
 @dataclass(frozen=True)
-class RecurrentOptions:
+class MapOptions:
     """How a call computes.
 
     Attributes:
@@ -90,7 +90,7 @@ class BackwardSteps(Protocol):
 
 
 def begin_forward(
-    kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
+    kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions
 ) -> ForwardSteps:
     """Begin the forward of `inputs`; its `maps` are then computed."""
     make = backend(options.backend).Forward
@@ -109,7 +109,7 @@ def begin_backward(
     inputs: Inputs,
     dout: Tensor,
     spans: SpanStates,
-    options: RecurrentOptions,
+    options: MapOptions,
     states_in: Tensor | None,
 ) -> BackwardSteps:
     """Begin the backward, given dout, like out, and the states that entered in forward.

@@ -23,10 +23,9 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import ranges
 from seqpar.core.traffic import Traffic
-from seqpar.linear.maps.call import ResolvedCall
 from seqpar.linear.maps.chain import Chain
 from seqpar.linear.maps.maps import Maps, apply, pack, unpack
-from seqpar.linear.maps.strategy import MapExchange, RecurrentStrategy
+from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.scanning import Index, index_of
 
@@ -160,18 +159,18 @@ def _of(numbers: Ints, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AllGather(RecurrentStrategy):
+class AllGather(MapStrategy):
     """Maps are sent to all ranks that need them, at once."""
 
     routable = True
     transport = "all_gather"
 
     def exchange(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+        self, comm: Comm, call: MapCall, device: torch.device, backward: bool
     ) -> MapExchange:
         return GatheredMaps(comm, call, device, backward)
 
-    def maps_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         rows = []
         for direction in ("forward", "backward"):
             chain = Chain.of(call.routes, direction == "backward")
@@ -186,9 +185,7 @@ class AllGather(RecurrentStrategy):
 class GatheredMaps:
     """The states that enter a rank's spans, while all ranks send each other maps."""
 
-    def __init__(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
-    ) -> None:
+    def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
         rank, routes = comm.rank, call.routes
         self._comm, self._call = comm, call
         self._label = f"recurrent {'backward' if backward else 'forward'}"

@@ -18,14 +18,13 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import as_int
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
-from seqpar.linear.maps.call import ResolvedCall
 from seqpar.linear.maps.maps import Maps, apply
-from seqpar.linear.maps.strategy import MapExchange, RecurrentStrategy
+from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
 from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
 
 
 @dataclass(frozen=True)
-class Scan(RecurrentStrategy):
+class Scan(MapStrategy):
     """States are passed on from span to span."""
 
     routable = False  # a rank skips the rounds in which it has nothing to do
@@ -36,11 +35,11 @@ class Scan(RecurrentStrategy):
         object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
 
     def exchange(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+        self, comm: Comm, call: MapCall, device: torch.device, backward: bool
     ) -> MapExchange:
         return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
-    def maps_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         blocks = blocks_of(call.shape, self.blocks)
         block_bytes = call.state_bytes // blocks
         return [
@@ -59,7 +58,7 @@ class _Scanned(ScannedStates):
     """
 
     def __init__(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool, blocks: int
+        self, comm: Comm, call: MapCall, device: torch.device, backward: bool, blocks: int
     ) -> None:
         rank, routes, shape = comm.rank, call.routes, call.shape
         self._kind, self._value_dim = call.kind, shape.value_dim

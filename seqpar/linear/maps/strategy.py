@@ -1,28 +1,59 @@
-"""The base class of recurrent transports: how states get to the spans that they enter."""
+"""The base class of strategies that exchange maps: how states get to the spans that they enter."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from seqpar.attention.operands import check_ranks_of
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.traffic import Traffic
+from seqpar.layout.handle import from_handle
+from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
 from seqpar.linear.final_states import (
     FinalGradients,
     FinalStates,
     final_gradients_traffic,
     final_states_traffic,
 )
-from seqpar.linear.inputs import Gradients, Inputs
+from seqpar.linear.inputs import Inputs, check_gates, check_heads
 from seqpar.linear.kinds import Kind, kind
-from seqpar.linear.maps.attend import begin_backward, begin_forward
-from seqpar.linear.maps.call import ResolvedCall
+from seqpar.linear.maps.attend import (
+    BackwardSteps,
+    ForwardSteps,
+    MapOptions,
+    begin_backward,
+    begin_forward,
+)
 from seqpar.linear.maps.chain import Ends
-from seqpar.linear.maps.maps import Maps
-from seqpar.linear.states.strategy import ForwardResult
+from seqpar.linear.maps.maps import Maps, elements
+from seqpar.linear.routes import StateRoutes
+from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy
+
+
+@dataclass(frozen=True)
+class MapCall(ResolvedCall):
+    """A call whose spans exchange maps."""
+
+    kind: Kind
+    options: MapOptions
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int]:
+        """The shape of a packed map: (B, H, e)."""
+        s = self.shape
+        return s.batch, s.kv_heads, elements(self.kind, s.dim, s.value_dim)
+
+    @property
+    def map_bytes(self) -> int:
+        """The bytes of a span's map: of its transition and its state."""
+        return math.prod(self.packed_shape) * accumulator_dtype(self.shape.dtype).itemsize
 
 
 class MapExchange(Protocol):
@@ -44,30 +75,13 @@ class MapExchange(Protocol):
         """
 
 
-class BackwardResult(NamedTuple):
-    """What a transport's backward returns.
-
-    Attributes:
-        gradients: of the inputs.
-        dinitial: (documents, B, H, K, V), whose sum over ranks is the gradient of the initial
-            states; None if there were none.
-    """
-
-    gradients: Gradients
-    dinitial: Tensor | None
-
-
 @dataclass(frozen=True)
-class RecurrentStrategy:
-    """What moves between ranks, forward and backward, for one kind of recurrence.
-
-    Its fields are its options, and `str()` must show all of them: modules of the same string on one
-    group share a BoundStrategy.
-    """
+class MapStrategy(LinearStrategy[MapCall]):
+    """Ranks do not know each other's transitions, so they exchange maps."""
 
     name: ClassVar[str] = "recurrent"
-    routable: ClassVar[bool]
-    transport: ClassVar[str]  # what users call it
+    family = "recurrent"
+    state_dims = "H, K, V"
     kind_name: str
 
     @property
@@ -75,25 +89,50 @@ class RecurrentStrategy:
         """The kind of recurrence."""
         return kind(self.kind_name)
 
+    def described(self) -> dict[str, object]:
+        return {"kind": self.kind_name, **super().described()}
+
+    def check_shapes(self, inputs: Inputs) -> None:
+        check_heads(inputs)
+
+    def check_gates(self, inputs: Inputs) -> None:
+        check_gates(self.kind, inputs, "B, T_local")
+
+    def to_call(
+        self, comm: Comm, arguments: CallArguments, inputs: Inputs, has_initial_state: bool
+    ) -> MapCall:
+        layout, shape, kind = from_handle(arguments.layout), shape_of(inputs), self.kind
+
+        def settle() -> StateRoutes:
+            check_ranks_of(comm, layout=layout)
+            check_scale(arguments.scale, shape.dtype)
+            check_spans(layout, shape, elements(kind, shape.dim, shape.value_dim), "maps")
+            return StateRoutes.of(layout, True, arguments.return_state, has_initial_state)
+
+        settled = layout.derived(("settled recurrent",), lambda: Memo(MAX_KEPT_SETTINGS))
+        key = comm.rank, comm.size, kind, shape, has_initial_state, *arguments.settings()
+        routes = settled(key, settle)
+        options = MapOptions(arguments.scale, arguments.backend)
+        return MapCall(comm.rank, layout, routes, shape, kind, options)
+
     def exchange(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+        self, comm: Comm, call: MapCall, device: torch.device, backward: bool
     ) -> MapExchange:
         """Return the exchange of a pass, before its maps are known."""
         raise NotImplementedError
 
-    def maps_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         """Return what a rank sends in an exchange, by pass, step and peer, from geometry alone."""
         raise NotImplementedError
 
-    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         """Return what a rank sends, by pass, step and peer, from geometry alone."""
         ends = [*final_states_traffic(call, rank), *final_gradients_traffic(call, rank)]
         return [*self.maps_traffic(call, rank), *ends]
 
     def forward(
-        self, comm: Comm, call: ResolvedCall, inputs: Inputs, initial: Tensor | None
+        self, comm: Comm, call: MapCall, inputs: Inputs, initial: Tensor | None
     ) -> ForwardResult:
-        """Return the attention of this rank's queries over the tokens of all ranks."""
         routes, device = call.routes, inputs.q.device
         spans = routes.held(comm.rank).states
         exchange = self.exchange(comm, call, device, backward=False)
@@ -112,17 +151,12 @@ class RecurrentStrategy:
     def backward(
         self,
         comm: Comm,
-        call: ResolvedCall,
+        call: MapCall,
         inputs: Inputs,
         states_in: Tensor,
         dout: Tensor,
         dfinal: Tensor,
     ) -> BackwardResult:
-        """Return the gradients of this rank's inputs and of the initial states.
-
-        `states_in` is that of the forward's result. `dfinal` has the gradients of the final states,
-        (documents, B, H, K, V), or (0, …) if they were not returned.
-        """
         routes, device = call.routes, inputs.q.device
         spans = routes.held(comm.rank).states
         final_gradients = None
@@ -146,13 +180,17 @@ class RecurrentStrategy:
         return BackwardResult(gradients, dinitial)
 
 
-def _ends(comm: Comm, call: ResolvedCall, device: torch.device, backward: bool) -> Ends:
+def _ends(comm: Comm, call: MapCall, device: torch.device, backward: bool) -> Ends:
     routes = call.routes
     return call.once(("ends", backward, device), lambda: Ends(routes, comm.rank, backward, device))
 
 
 def _pass(
-    kind: Kind, exchange: MapExchange, ends: Ends, steps: Any, entering: Tensor | None
+    kind: Kind,
+    exchange: MapExchange,
+    ends: Ends,
+    steps: ForwardSteps | BackwardSteps,
+    entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
     """Return a pass's maps, and the states that enter all spans, of which `entering` enter heads.
 

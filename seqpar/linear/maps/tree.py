@@ -25,10 +25,9 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
 from seqpar.core.background import run_async
 from seqpar.core.traffic import Traffic
-from seqpar.linear.maps.call import ResolvedCall
 from seqpar.linear.maps.chain import Chain
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
-from seqpar.linear.maps.strategy import MapExchange, RecurrentStrategy
+from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
 from seqpar.linear.scanning import Index, index_of
 
 
@@ -139,18 +138,18 @@ def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> 
 
 
 @dataclass(frozen=True)
-class Tree(RecurrentStrategy):
+class Tree(MapStrategy):
     """Maps are composed along a tree."""
 
     routable = False  # a rank skips the steps in which it has nothing to do
     transport = "tree"
 
     def exchange(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+        self, comm: Comm, call: MapCall, device: torch.device, backward: bool
     ) -> MapExchange:
         return _Doubled(comm.channel("tree"), call, device, backward)
 
-    def maps_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         rows = []
         for direction in ("forward", "backward"):
             chain = Chain.of(call.routes, direction == "backward")
@@ -174,9 +173,7 @@ class _Doubled:
     A thread composes them, or on a GPU a stream, beside the rank's own computation.
     """
 
-    def __init__(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
-    ) -> None:
+    def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
         rank, routes = comm.rank, call.routes
         self._comm, self._call = comm, call
         self._label = f"recurrent {'backward' if backward else 'forward'}"

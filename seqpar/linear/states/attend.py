@@ -29,7 +29,7 @@ from seqpar.linear.spans import SpanStates
 
 
 @dataclass(frozen=True)
-class LinearOptions:
+class StateOptions:
     """How a call weighs its keys, and with which backend.
 
     Attributes:
@@ -127,7 +127,7 @@ class BackwardSteps(Protocol):
 
 
 def begin_forward(
-    q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+    q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
 ) -> ForwardSteps:
     """Begin the forward of q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv).
 
@@ -149,7 +149,7 @@ def begin_backward(
     v: Tensor,
     dout: Tensor,
     spans: SpanStates,
-    options: LinearOptions,
+    options: StateOptions,
     states_in: Tensor | None,
 ) -> BackwardSteps:
     """Begin the backward, given dout (B, T, Hq, Dv) and the states that entered in forward.

@@ -9,22 +9,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from seqpar.core.arguments import check_tensor
 from seqpar.core.torch_private import version_of
 
 # What `check_values` has read on a GPU, by identity and version.
 _right: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
-
-
-def check_decay(log_decay: Tensor | None, kv_heads: int, device: torch.device) -> None:
-    """Raise unless log_decay is None, or a tensor of the right shape, dtype and device."""
-    if log_decay is None:
-        return
-    check_tensor("log_decay", log_decay, device, or_cpu=True)
-    shape, dtype = tuple(log_decay.shape), log_decay.dtype
-    if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
-        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
-        raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")
 
 
 def check_values(log_decay: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import Ints
 from seqpar.linear.routes import Route, StateRoutes, StateSums
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.sums import Sum, SumsOnDevice
 
 
@@ -59,7 +59,7 @@ class Gathering:
             sums.insert(0, self._compose)
         self._sums = SumsOnDevice(sums, shape, device)
 
-    def weigh(self, options: LinearOptions) -> list[Sum]:
+    def weigh(self, options: StateOptions) -> list[Sum]:
         """Return, as functions: what is composed of states, the sums of arrivals at stations, …
 
         By slot, and sums of these, one after another, after which each station also has those of

@@ -1,4 +1,4 @@
-"""The base class of strategies of linear attention: how states get to the spans that need them.
+"""The base class of strategies that exchange states, each in its own way.
 
 *Sources* are a rank's states, and *stations* the places that need sums of states; `routes.py`
 defines both, and the slots of tensors in which they are kept.
@@ -6,32 +6,40 @@ defines both, and the slots of tensors in which they are kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from seqpar.attention.operands import check_kv_heads, check_ranks_of
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.traffic import Traffic
+from seqpar.layout.handle import from_handle
+from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
 from seqpar.linear.final_states import FinalStates, final_states_traffic
-from seqpar.linear.states.attend import begin_backward, begin_forward
-from seqpar.linear.states.call import ResolvedCall
+from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
+from seqpar.linear.routes import StateRoutes, StateSums
+from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
+from seqpar.linear.states.decay import check_values, on_device
+from seqpar.linear.states.sums import Sum, SumsOnDevice
+from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy
 
 
-class ForwardResult(NamedTuple):
-    """What a strategy's forward returns.
+@dataclass(frozen=True)
+class StateCall(ResolvedCall):
+    """A call whose spans exchange states."""
 
-    Attributes:
-        out: (B, T_local, Hq, Dv), in q's dtype.
-        final_states: (documents, B, Hkv, D, Dv), or (0, …) if they are not returned.
-        states_in: (states_in, B, Hkv, D, Dv), the states that entered the rank's spans, which
-            backward needs.
-    """
+    options: StateOptions
 
-    out: Tensor
-    final_states: Tensor
-    states_in: Tensor
+    def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
+        """Return `sums(rank)`, whose name tells them from others, as a function of states."""
+        tables = self.once(
+            (name, device), lambda: SumsOnDevice([sums(self.rank)], self.shape, device)
+        )
+        return self.options.derived(tables, lambda: tables.weigh(self.options))[0]
 
 
 class StateExchange(Protocol):
@@ -52,42 +60,73 @@ class StateExchange(Protocol):
 
 
 @dataclass(frozen=True)
-class LinearStrategy:
-    """What moves between ranks, forward and backward.
+class StateStrategy(LinearStrategy[StateCall]):
+    """Ranks know every span's transition, so they exchange only states."""
 
-    Its fields are its options, and `str()` must show all of them: modules of the same string on one
-    group share a BoundStrategy. States are (n, B, Hkv, D, Dv) throughout, in fp32 (fp64 for fp64).
-    """
+    family = "linear"
+    state_dims = "Hkv, D, Dv"
 
-    name: ClassVar[str]
-    routable: ClassVar[bool] = True
-    transport: ClassVar[str]  # what LASP2Attention's users call it
+    def check_shapes(self, inputs: Inputs) -> None:
+        check_constant_decay(inputs.log_decay, inputs.k.shape[2], inputs.q.device)
+
+    def check_gates(self, inputs: Inputs) -> None:
+        check_kv_heads(inputs.q, inputs.k, inputs.v)
+
+    def to_call(
+        self, comm: Comm, arguments: CallArguments, inputs: Inputs, has_initial_state: bool
+    ) -> StateCall:
+        layout, shape = from_handle(arguments.layout), shape_of(inputs)
+        device, log_decay = inputs.q.device, inputs.log_decay
+        # Values on a GPU are not known to the host, and may be others in the next call.
+        known = log_decay is None or log_decay.device.type == "cpu"
+        values = None if log_decay is None else tuple(log_decay.tolist()) if known else "unknown"
+
+        def options_of_call() -> StateOptions:
+            decay = None if log_decay is None else on_device(log_decay, device)
+            return StateOptions(arguments.scale, arguments.causal, arguments.backend, decay)
+
+        def settle() -> tuple[StateRoutes, StateOptions | None]:
+            check_ranks_of(comm, layout=layout)
+            check_scale(arguments.scale, shape.dtype)
+            if log_decay is not None:
+                if not arguments.causal:
+                    where = "where no token is before another"
+                    raise ValueError(f"log_decay must be None with causal=False, {where}")
+                check_values(log_decay)
+            if arguments.causal:
+                check_spans(layout, shape, shape.dim * shape.value_dim, "states")
+            routes = StateRoutes.of(
+                layout, arguments.causal, arguments.return_state, has_initial_state
+            )
+            return routes, options_of_call() if known else None
+
+        settled = layout.derived(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
+        key = comm.rank, comm.size, shape, has_initial_state, values, device, *arguments.settings()
+        routes, options = settled(key, settle)
+        if options is None:
+            assert log_decay is not None
+            check_values(log_decay)
+            options = options_of_call()
+        return StateCall(comm.rank, layout, routes, shape, options)
 
     def exchange(
-        self, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+        self, comm: Comm, call: StateCall, device: torch.device, backward: bool
     ) -> StateExchange:
         """Return the exchange of a pass, before its states are known."""
         raise NotImplementedError
 
-    def states_traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
         """Return what a rank sends in an exchange, by pass, step and peer, from geometry alone."""
         raise NotImplementedError
 
-    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+    def traffic(self, call: StateCall, rank: int) -> list[Traffic]:
         """Return what a rank sends, by pass, step and peer, from geometry alone."""
         return [*self.states_traffic(call, rank), *final_states_traffic(call, rank)]
 
     def forward(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        initial: Tensor | None,
+        self, comm: Comm, call: StateCall, inputs: Inputs, initial: Tensor | None
     ) -> ForwardResult:
-        """Return the linear attention of this rank's queries over the keys of all ranks."""
-        routes = call.routes
+        (q, k, v), routes = inputs[:3], call.routes
         spans = routes.held(comm.rank).states
         exchange = self.exchange(comm, call, q.device, backward=False)
         entering = None if initial is None else call.weigh("initial", routes.of_initial, q.device)
@@ -110,20 +149,13 @@ class LinearStrategy:
     def backward(
         self,
         comm: Comm,
-        call: ResolvedCall,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        call: StateCall,
+        inputs: Inputs,
         states_in: Tensor,
         dout: Tensor,
         dfinal: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Return dq, dk and dv of this rank's tokens, and if there were initial states, theirs.
-
-        `states_in` is that of the forward's result. `dfinal` has the gradients of the final states,
-        (documents, B, Hkv, D, Dv), or (0, …) if they were not returned.
-        """
-        routes = call.routes
+    ) -> BackwardResult:
+        (q, k, v), routes = inputs[:3], call.routes
         spans = routes.held(comm.rank).states
         exchange = self.exchange(comm, call, q.device, backward=True)
         entered = states_in if spans.states_in else None
@@ -133,7 +165,9 @@ class LinearStrategy:
         if exchange.travels:
             steps.local()
         sums = exchange.wait()
-        gradients = steps.finish(sums if spans.states_out else None)
+        dq, dk, dv = steps.finish(sums if spans.states_out else None)
+        gradients = Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None)
         if not routes.has_initial_state:
-            return gradients
-        return *gradients, call.weigh("dinitial", routes.of_dinitial, q.device)(states)
+            return BackwardResult(gradients, None)
+        dinitial = call.weigh("dinitial", routes.of_dinitial, q.device)(states)
+        return BackwardResult(gradients, dinitial)

@@ -19,7 +19,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import count_up, ranges
 from seqpar.linear.routes import StateSums
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 
 Sum = Callable[[Tensor], Tensor]  # states -> their sums
 
@@ -49,7 +49,7 @@ class SumsOnDevice:
         columns = np.concatenate(rows).astype(np.float64), np.concatenate(lanes_of) % shape.kv_heads
         self._rows, self._heads = (torch.from_numpy(x).to(device) for x in columns)
 
-    def weigh(self, options: LinearOptions) -> list[Sum]:
+    def weigh(self, options: StateOptions) -> list[Sum]:
         """Return the sums, as functions of states; what they need besides is computed here."""
         weights: Sequence[Tensor | None] = [None] * len(self._sums)
         if options.log_decay is not None:

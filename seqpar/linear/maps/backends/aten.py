@@ -26,7 +26,7 @@ from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expanded_gradients, fold
 from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import RecurrentOptions
+from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.chunk_gradients import ChunkGradients
 from seqpar.linear.maps.backends.chunks import Chunks
 from seqpar.linear.maps.backends.grid import grids
@@ -43,9 +43,7 @@ class Forward:
     Spans that nothing enters are through with the first step but for what they read.
     """
 
-    def __init__(
-        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
-    ) -> None:
+    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.inputs = inputs
         self.maps = empty_maps(kind, inputs, spans.states_out)
         self.parts = []
@@ -87,7 +85,7 @@ class Backward:
         inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
-        options: RecurrentOptions,
+        options: MapOptions,
         states_in: Tensor | None,
     ) -> None:
         self.inputs = inputs

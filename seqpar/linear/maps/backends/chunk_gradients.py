@@ -7,7 +7,7 @@ from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs
 from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import RecurrentOptions
+from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.chunks import Chunks
 from seqpar.linear.maps.backends.grid import Grid
 from seqpar.linear.maps.backends.per_head import PerHead, PerHeadGradients
@@ -23,7 +23,7 @@ class ChunkGradients(Chunks):
         kind: Kind,
         inputs: Inputs,
         grid: Grid,
-        options: RecurrentOptions,
+        options: MapOptions,
         dout: Tensor,
         states_in: Tensor | None,
     ) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import RecurrentOptions
+from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.grid import Grid
 from seqpar.linear.maps.backends.per_head import PerHead
 from seqpar.linear.maps.backends.per_key import PerKey
@@ -41,7 +41,7 @@ class Chunks:
     erases: Tensor
     _added: Tensor | None  # to states, between the sweep for maps and that of `forward`
 
-    def __init__(self, kind: Kind, inputs: Inputs, grid: Grid, options: RecurrentOptions) -> None:
+    def __init__(self, kind: Kind, inputs: Inputs, grid: Grid, options: MapOptions) -> None:
         self.kind, self.inputs, self.grid, self.options = kind, inputs, grid, options
         self.dtype, self.heads = accumulator_dtype(inputs.q.dtype), inputs.heads
         self.shape = inputs.state_shape[0] * self.heads, *inputs.state_shape[2:]  # (N, K, V)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
 from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import RecurrentOptions
+from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.places import Places
 from seqpar.linear.maps.maps import Maps, empty_maps, transposed
 from seqpar.linear.spans import SpanStates
@@ -102,9 +102,7 @@ class _Spans(NamedTuple):
 class _Work:
     """What forward and backward share: the inputs as fla takes them, all with max(Hq, H) heads."""
 
-    def __init__(
-        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
-    ) -> None:
+    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.options = kind, inputs, options
         self.batch, device = inputs.q.shape[0], inputs.q.device
         key = "fla sequences", self.batch, device
@@ -184,9 +182,7 @@ class _Work:
 class Forward(_Work):
     """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`."""
 
-    def __init__(
-        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
-    ) -> None:
+    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         super().__init__(kind, inputs, spans, options)
         self.maps = empty_maps(kind, inputs, spans.states_out)
         self.out: Tensor | None = None
@@ -218,7 +214,7 @@ class Backward(_Work):
         inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
-        options: RecurrentOptions,
+        options: MapOptions,
         states_in: Tensor | None,
     ) -> None:
         super().__init__(kind, inputs, spans, options)

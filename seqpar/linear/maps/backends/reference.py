@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expand, fold
 from seqpar.linear.kinds import Kind, advance, read
-from seqpar.linear.maps.attend import RecurrentOptions
+from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.maps import empty_maps, transposed
 from seqpar.linear.spans import SpanStates
 
@@ -35,9 +35,7 @@ class _Span(NamedTuple):
 class _Work:
     """What forward and backward share: the inputs as states need them, and spans."""
 
-    def __init__(
-        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
-    ) -> None:
+    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.spans, self.options = kind, inputs, spans, options
         self.expanded = expand(inputs)
 
@@ -76,9 +74,7 @@ class _Work:
 class Forward(_Work):
     """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`."""
 
-    def __init__(
-        self, kind: Kind, inputs: Inputs, spans: SpanStates, options: RecurrentOptions
-    ) -> None:
+    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         super().__init__(kind, inputs, spans, options)
         self.maps = empty_maps(kind, inputs, spans.states_out)
         for span in self.each():
@@ -119,7 +115,7 @@ class Backward(Forward):
         inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
-        options: RecurrentOptions,
+        options: MapOptions,
         states_in: Tensor | None,
     ) -> None:
         _Work.__init__(self, kind, inputs, spans, options)

@@ -26,7 +26,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends.chunks import Chunk, chunks_of, rows_of_chunks
 
 CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
@@ -36,7 +36,7 @@ class _Work:
     """What forward and backward share: chunks of tensors, powers of λ, states that enter chunks."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
     ) -> None:
         self.q, self.k, self.v, self.spans, self.options = q, k, v, spans, options
         self.accumulator = accumulator_dtype(q.dtype)
@@ -147,7 +147,7 @@ class Forward(_Work):
     """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
     ) -> None:
         super().__init__(q, k, v, spans, options)
         self.inner, self.states = self.sweep(k, v, spans.state_out, reverse=False)
@@ -189,7 +189,7 @@ class Backward(_Work):
         v: Tensor,
         dout: Tensor,
         spans: SpanStates,
-        options: LinearOptions,
+        options: StateOptions,
         initial: Tensor | None,
     ) -> None:
         super().__init__(q, k, v, spans, options)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 
 
 class _Work:
     """What forward and backward share: the parts of spans, powers of λ, and empty states."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
     ) -> None:
         self.operands, self.dtype, self.spans, self.options = (q, k, v), q.dtype, spans, options
         self.accumulator = accumulator_dtype(q.dtype)
@@ -71,7 +71,7 @@ class Forward(_Work):
     """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
     ) -> None:
         super().__init__(q, k, v, spans, options)
         self.states = self.empty_states(spans.states_out)
@@ -107,7 +107,7 @@ class Backward(_Work):
         v: Tensor,
         dout: Tensor,
         spans: SpanStates,
-        options: LinearOptions,
+        options: StateOptions,
         initial: Tensor | None,
     ) -> None:
         super().__init__(q, k, v, spans, options)

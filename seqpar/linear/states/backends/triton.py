@@ -18,7 +18,7 @@ from torch import Tensor
 from seqpar.attention.backend import triton_refusal
 from seqpar.kernels import lightning_attention as kernels
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions
+from seqpar.linear.states.attend import StateOptions
 
 refusal = triton_refusal
 
@@ -27,7 +27,7 @@ class Forward:
     """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: LinearOptions
+        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
     ) -> None:
         self._operands, self._options = (q, k, v), options
         self._log_decay = _log_decay(options, spans, k)
@@ -81,7 +81,7 @@ class Backward:
         v: Tensor,
         dout: Tensor,
         spans: SpanStates,
-        options: LinearOptions,
+        options: StateOptions,
         initial: Tensor | None,
     ) -> None:
         self._operands, self._options = (q, k, v, dout), options
@@ -140,7 +140,7 @@ def _gradient(x: Tensor) -> Tensor:
     return torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-def _log_decay(options: LinearOptions, spans: SpanStates, k: Tensor) -> Tensor:
+def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
     """Return log λ, (Hkv,) fp64; zeros, kept with the spans, where nothing decays."""
     if options.log_decay is None or not options.causal:
         heads, device = k.shape[2], k.device
@@ -212,7 +212,7 @@ class _Walk:
 
 
 def _walks(
-    kinds: tuple[str, ...], spans: SpanStates, options: LinearOptions, *operands: Tensor
+    kinds: tuple[str, ...], spans: SpanStates, options: StateOptions, *operands: Tensor
 ) -> list[_Walk]:
     """Return walks over the spans: k and v are the second and third operand.
 

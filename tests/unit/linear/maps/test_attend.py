@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
+from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.backends import aten
 from seqpar.linear.maps.maps import Maps, compose
 from seqpar.linear.spans import SpanStates
@@ -123,7 +123,7 @@ def test_maps_compose_to_the_whole_in_any_grouping(name, backend):
     found = {}
     for label, case in (("parts", parts), ("whole", whole)):
         inputs, dout, *_ = case.tensors()
-        options = RecurrentOptions(case.scale, backend)
+        options = MapOptions(case.scale, backend)
         entering = begin_forward(this, inputs, case.spans, options).maps
         if label == "parts":
             one = [Maps(*(x[i : i + 1] for x in entering)) for i in range(5)]
@@ -157,7 +157,7 @@ def test_transitions_have_no_numbers_that_are_about_subnormal(name):
     edges = (0, 10, 310, 710, 1210, 1810, 1820)
     case = RecurrentCase(name, edges=edges, dtype=torch.float32, log_decay=-0.3)
     inputs, dout, entering, _ = case.tensors()
-    how = case.spans, RecurrentOptions(case.scale, "aten")
+    how = case.spans, MapOptions(case.scale, "aten")
     forward = begin_forward(kind(name), inputs, *how)
     for work in (forward, begin_backward(kind(name), inputs, dout, *how, entering)):
         sizes = work.maps.transition.abs()
@@ -177,7 +177,7 @@ def test_a_nan_stays_in_its_span_after_it(name):
     inputs = case.tensors()[0]
     for x in inputs[:3]:
         x[:, 250] = float("nan")
-    work = begin_forward(kind(name), inputs, case.spans, RecurrentOptions(1.0, "aten"))
+    work = begin_forward(kind(name), inputs, case.spans, MapOptions(1.0, "aten"))
     out = work.finish(None)
     assert out[:, : 100 + 128].isfinite().all() and work.maps.state[0].isfinite().all()
     assert out[:, 251:].isnan().all() and work.maps.state[1].isnan().all()
@@ -189,7 +189,7 @@ def test_without_rows_or_spans_or_batch(name, backend):
     for edges, batch in (((0,), 2), ((0, 0, 0), 2), ((0, 5, 9), 0)):
         case = RecurrentCase(name, edges=edges, batch=batch, backend=backend)
         inputs, dout, entering, dleaving = case.tensors()
-        options = RecurrentOptions(1.0, backend)
+        options = MapOptions(1.0, backend)
         forward = begin_forward(kind(name), inputs, case.spans, options)
         assert forward.finish(entering).shape == dout.shape
         assert forward.maps.state.shape == dleaving.shape
@@ -219,7 +219,7 @@ def test_a_document_of_100_000_tokens(name):
 
     def results(backend, dtype):
         to = lambda x: None if x is None else x.to(dtype)  # noqa: E731
-        options, spans, this = RecurrentOptions(0.5, backend), case.spans, kind(name)
+        options, spans, this = MapOptions(0.5, backend), case.spans, kind(name)
         mine = Inputs(*map(to, inputs))
         out = begin_forward(this, mine, spans, options).finish(to(entering))
         work = begin_backward(this, mine, to(dout), spans, options, to(entering))
@@ -242,7 +242,7 @@ def test_decay_over_100_000_positions_is_exact(log_decay):
     decay = torch.tensor([log_decay], dtype=torch.float64)
     inputs = Inputs(torch.ones(1, tokens, 1, 1), k, k, decay)
     spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
-    work = begin_forward(kind("constant_decay"), inputs, spans, RecurrentOptions(1.0, "aten"))
+    work = begin_forward(kind("constant_decay"), inputs, spans, MapOptions(1.0, "aten"))
     out = work.finish(None)[0, :, 0, 0].double()
     expected = torch.exp(torch.arange(tokens) * log_decay)
     # One rounding each of the state, of the decay since the chunk's start, and of their product;
@@ -258,7 +258,7 @@ def test_what_rows_add_to_states_is_computed_once(name):
         case = RecurrentCase(name, edges=(0, 200), entered=(entered,), left=(1,))
         inputs, _, entering, _ = case.tensors()
         with FlopCounterMode(display=False) as counter:
-            work = begin_forward(kind(name), inputs, case.spans, RecurrentOptions(1.0, "aten"))
+            work = begin_forward(kind(name), inputs, case.spans, MapOptions(1.0, "aten"))
             work.finish(entering)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0

@@ -38,7 +38,7 @@ def test_operators_pass_opcheck(kind, begun, heads_first):
         first = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
         tensors = [None if x is None else first(x) for x in tensors]
     tensors = [None if x is None else x.requires_grad_() for x in tensors]
-    torch.library.opcheck(torch.ops.seqpar.recurrent_attention, (*tensors, *arguments))
+    torch.library.opcheck(torch.ops.seqpar.linear_attention, (*tensors, *arguments))
 
 
 def test_autocast_and_checkpointing():

@@ -13,6 +13,7 @@ import seqpar
 from seqpar import LASP2Attention, Layout, RecurrentAttention
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core import background
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import kind
 from seqpar.linear.maps import attend
 from seqpar.linear.maps.maps import Maps
@@ -98,7 +99,7 @@ def test_bytes_are_those_of_the_docstring(monkeypatch, name, transport, rank, ra
         with seqpar.use_backend("reference"):
             call = rec._resolve(q, q, v, layout, **gates)
             rows = rec.traffic(q, q, v, layout, **gates)
-        inputs, counts = attend.Inputs(q, q, v, **gates), [comm.sent_bytes]
+        inputs, counts = Inputs(q, q, v, **gates), [comm.sent_bytes]
         result = code.forward(comm, call, inputs, None)
         counts.append(comm.sent_bytes)
         code.backward(comm, call, inputs, result.states_in, v, result.final_states)

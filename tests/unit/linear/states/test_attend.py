@@ -10,7 +10,7 @@ import torch
 
 from seqpar import LASP2Attention, Layout, use_backend
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearOptions, begin_backward, begin_forward
+from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 from seqpar.linear.states.backends import aten
 from tests.support.cases import rms
 from tests.support.linear_cases import LinearCase, assert_right, oracle, run
@@ -170,7 +170,7 @@ def test_in_one_piece_or_in_steps():
         ("reference", "aten"), (16, 128), (True, False)
     ):
         aten.CHUNK = chunk
-        options = LinearOptions(0.7, True, backend, decay)
+        options = StateOptions(0.7, True, backend, decay)
         works = (
             begin_forward(q, k, v, spans, options),
             begin_backward(q, k, v, dout, spans, options, initial),

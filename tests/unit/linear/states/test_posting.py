@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import LASP2Attention, Layout
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.states import attend
 from seqpar.strategies.lasp2 import TRANSPORTS
 from tests.support.linear_cases import LinearCase, begin
@@ -42,11 +43,13 @@ def test_weights_are_computed_before_there_are_states(monkeypatch, transport):
 
     monkeypatch.setattr(attend, "backend", lambda name: Backend())
     with Names() as names:
-        result = lin._bound.strategy.forward(lin._bound.comm, call, q, k, v, initial[:, None])
+        result = lin._bound.strategy.forward(
+            lin._bound.comm, call, Inputs(q, k, v), initial[:, None]
+        )
     assert len(before[0]) == 2  # of the exchange, and of the initial states
     with Names() as names:
         lin._bound.strategy.backward(
-            lin._bound.comm, call, q, k, v, result.states_in, dout, result.final_states
+            lin._bound.comm, call, Inputs(q, k, v), result.states_in, dout, result.final_states
         )
     assert len(before[1]) == 1
 

@@ -11,6 +11,7 @@ import torch
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core import background
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.states import attend as linear
 from tests.support.fakes import AtOnce, Held, fake_group
 from tests.support.steady import SilentComm
@@ -55,9 +56,9 @@ def test_lasp2_sends_states_only(monkeypatch, transport, rank, ranks, tokens):
         q = torch.empty(1, tokens // ranks, 8, 64, dtype=torch.bfloat16, device="meta")
         call = lin._resolve(q, q, q, layout)
         sent = [(comm.sent_bytes, comm.sent_messages)]
-        _, _, entered = code.forward(comm, call, q, q, q, None)
+        _, _, entered = code.forward(comm, call, Inputs(q, q, q), None)
         sent.append((comm.sent_bytes, comm.sent_messages))
-        code.backward(comm, call, q, q, q, entered, q, entered[:0])
+        code.backward(comm, call, Inputs(q, q, q), entered, q, entered[:0])
         sent.append((comm.sent_bytes, comm.sent_messages))
     # The last rank's two spans are one; nothing follows the first one's last.
     spans = 1 if rank in (0, ranks - 1) else 2

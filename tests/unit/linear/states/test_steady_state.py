@@ -11,6 +11,7 @@ from seqpar import LASP2Attention, Layout, use_backend
 from seqpar.core import background
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.hooks import hooks
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.states import decay
 from seqpar.linear.states.gather import Gathering
 from seqpar.strategies.lasp2 import TRANSPORTS
@@ -39,8 +40,8 @@ def call(lin, layout, causal, log_decay, begun, returned):
         q[0], k[0], v[0], layout, **options, initial_state=given, return_state=returned
     )
     code, comm = lin._bound.strategy, lin._bound.comm
-    _, final, states_in = code.forward(comm.call(), call, q, k, v, initial)
-    code.backward(comm.call(), call, q, k, v, states_in, dout, final)
+    _, final, states_in = code.forward(comm.call(), call, Inputs(q, k, v), initial)
+    code.backward(comm.call(), call, Inputs(q, k, v), states_in, dout, final)
 
 
 DECAYS = {

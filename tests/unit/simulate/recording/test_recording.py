@@ -196,7 +196,7 @@ def test_checkpointing_that_keeps_attention_sends_nothing_again():
 def test_a_scan_runs_beside_the_computation():
     programs = recorded("lasp2 scan", LAYOUTS["zigzag"])
     assert any(isinstance(x, Begin) for x in programs[1].actions)
-    assert {*LINEAR} == {"lasp2"}
+    assert {*LINEAR} == {"lasp2", "recurrent"}
 
 
 def test_what_cannot_be_recorded_is_refused():

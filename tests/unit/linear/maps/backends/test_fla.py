@@ -16,7 +16,7 @@ from benchmarks.recurrent.kernels import inputs_of
 from seqpar.attention.backend import current_backend, use_backend
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.attend import RecurrentOptions, begin_backward, begin_forward
+from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.backends import fla
 from seqpar.linear.maps.maps import apply
 from seqpar.linear.spans import SpanStates
@@ -39,7 +39,7 @@ class _Recurrence(torch.autograd.Function):
         count = len(cu_seqlens) - 1
         ctx.this = kind("linear" if name == "simple_gla" and g is None else KIND_OF[name])
         ctx.spans = SpanStates(cu_seqlens.numpy(), np.arange(count), np.arange(count))
-        ctx.options, ctx.has_initial = RecurrentOptions(scale, "reference"), initial is not None
+        ctx.options, ctx.has_initial = MapOptions(scale, "reference"), initial is not None
         ctx.initial = q.new_zeros(count, 1, k.shape[2], k.shape[3], v.shape[3])
         if initial is not None:
             ctx.initial = initial[:, None].clone()
@@ -117,7 +117,7 @@ def test_calls_match_the_cost_model(package, monkeypatch):
     count(fla._Work, "call")
     count(fla.Backward, "gradients")
     this, state = kind("gated_delta"), np.array([0])
-    spans, options = SpanStates(np.array([0, 5]), state, state), RecurrentOptions(1.0, "fla")
+    spans, options = SpanStates(np.array([0, 5]), state, state), MapOptions(1.0, "fla")
     inputs, dout = inputs_of("gated_delta", 5, 2, 8)
     states = torch.zeros(1, 1, 2, 8, 8)
     begin_forward(this, inputs, spans, options).finish(states)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from seqpar.linear.decode import decode_step
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.decode import decode_step
 from tests.support.recurrent_cases import RecurrentCase, oracle
 
 

@@ -1,0 +1,231 @@
+"""The operator that every call of linear attention lowers to, and the operator of its backward.
+
+Both also communicate; `seqpar.softmax.operator` explains why. Their strategy decides which of two
+families computes a call: `states/` or `maps/`. States are (n, B, H, K, V): the batch is the second
+dimension here, unlike in a module's arguments.
+
+The forward returns out, the final states, `entered` (the states that entered this rank's spans),
+and `numbers`, the sequence numbers of the call (ranks,). `dfinal` is the gradient of the final
+states.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.attention.operands import OperandShape, digest_of_call
+from seqpar.attention.operators import (
+    FLOP_FORMULAS,
+    implementation,
+    refuse_double_backward,
+    refuse_transforms,
+    register_autograd,
+    unit_stride,
+    without_autocast,
+)
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.linear.call import SCHEMA, CallArguments, ResolvedCall
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.strategy import LinearStrategy
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
+torch.library.define(
+    "seqpar::linear_attention", f"({_INPUTS}, Tensor? initial, {SCHEMA}) -> Tensor[] results"
+)
+torch.library.define(
+    "seqpar::linear_attention_backward",
+    f"(Tensor? dout, Tensor? dfinal, {_INPUTS}, bool has_initial_state, Tensor entered, "
+    f"Tensor numbers, {SCHEMA}) -> Tensor[] gradients",
+)
+_FIELDS = len(Inputs._fields)
+Bound = BoundStrategy[LinearStrategy[ResolvedCall]]
+
+
+@implementation("seqpar::linear_attention")
+def _linear_attention(*operands: Any) -> list[Tensor]:
+    inputs, (initial, *carried) = Inputs(*operands[:_FIELDS]), operands[_FIELDS:]
+    arguments = CallArguments(*carried)
+    bound: Bound = BoundStrategy.of(arguments.strategy)
+    begun, device = initial is not None, inputs.q.device
+    call, comm = bound.resolve_checked(
+        device,
+        partial(bound.strategy.resolve, bound.comm, arguments, inputs, initial),
+        partial(_described, bound, arguments, inputs, begun),
+    )
+    _add_digest(comm, bound, arguments, call, inputs)
+    bound.announce("forward")
+    describe = partial(_described, bound, arguments, inputs, begun, False)
+    comm = bound.routed(comm, device, "forward", describe)
+    with without_autocast(inputs.q):
+        result = bound.strategy.forward(comm, call, _unit_strides(inputs), initial)
+        return [*result, comm.numbers.as_tensor()]
+
+
+@torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
+def _linear_attention_fake(*operands: Any) -> list[Tensor]:
+    inputs = Inputs(*operands[:_FIELDS])
+    arguments = CallArguments(*operands[_FIELDS + 1 :])
+    counts = arguments.documents if arguments.return_state else 0, arguments.states_in
+    dtype, q = accumulator_dtype(inputs.q.dtype), inputs.q
+    states = (q.new_empty((count, *inputs.state_shape), dtype=dtype) for count in counts)
+    bound: Bound = BoundStrategy.of(arguments.strategy)
+    numbers = empty_numbers(bound.comm.size)
+    return [q.new_empty(inputs.out_shape), *states, numbers]
+
+
+@implementation("seqpar::linear_attention_backward")
+def _linear_attention_backward(
+    dout: Tensor | None, dfinal: Tensor | None, *operands: Any
+) -> list[Tensor]:
+    inputs = Inputs(*operands[:_FIELDS])
+    has_initial_state, entered, numbers, *carried = operands[_FIELDS:]
+    arguments = CallArguments(*carried)
+    bound: Bound = BoundStrategy.of(arguments.strategy)
+    if dout is None:
+        dout = inputs.q.new_zeros(inputs.out_shape)
+    dout = unit_stride(dout)
+    if dfinal is None:
+        documents = arguments.documents if arguments.return_state else 0
+        dfinal = entered.new_zeros((documents, *entered.shape[1:]))
+    bound.announce("backward")
+    with without_autocast(inputs.q):
+        comm = bound.comm.call(numbers)
+        call = bound.strategy.to_call(comm, arguments, inputs, has_initial_state)
+        _add_digest(comm, bound, arguments, call, inputs)
+        describe = partial(_described, bound, arguments, inputs, has_initial_state, False)
+        comm = bound.routed(comm, inputs.q.device, "backward", describe)
+        gradients, dinitial = bound.strategy.backward(
+            comm, call, _unit_strides(inputs), entered, dout, dfinal
+        )
+        pairs = zip(_differentiable(inputs), gradients, strict=True)
+        wanted = [gradient for x, gradient in pairs if x is not None]
+        return [x.contiguous() for x in (*wanted, dinitial) if x is not None]
+
+
+@torch.library.register_fake("seqpar::linear_attention_backward")  # type: ignore[untyped-decorator]
+def _linear_attention_backward_fake(
+    dout: Tensor | None, dfinal: Tensor | None, *operands: Any
+) -> list[Tensor]:
+    inputs = _differentiable(Inputs(*operands[:_FIELDS]))
+    has_initial_state, entered, _, *carried = operands[_FIELDS:]
+    contiguous = torch.contiguous_format
+    gradients = [torch.empty_like(x, memory_format=contiguous) for x in inputs if x is not None]
+    if has_initial_state:
+        documents = CallArguments(*carried).documents
+        gradients.append(entered.new_empty((documents, *entered.shape[1:])))
+    return gradients
+
+
+def _differentiable(inputs: Inputs) -> Inputs:
+    """Return the inputs that have a gradient; a constant decay has none."""
+    constant = inputs.log_decay is not None and inputs.log_decay.dim() == 1
+    return inputs._replace(log_decay=None) if constant else inputs
+
+
+def _unit_strides(inputs: Inputs) -> Inputs:
+    return Inputs(*(None if x is None else unit_stride(x) for x in inputs))  # type: ignore[arg-type]
+
+
+def _described(
+    bound: Bound, arguments: CallArguments, inputs: Inputs, begun: bool, canonical: bool
+) -> dict[str, object]:
+    """Return what all ranks must agree on, by the names that users know, for the rank check."""
+    g = inputs.log_decay
+    described = bound.strategy.described() | OperandShape.of(*inputs[:3]).described()
+    described |= {"heads of v": inputs.v.shape[2]} | arguments.shared(begun, canonical)
+    return described | {"log_decay": None if g is None else g.tolist() if g.dim() == 1 else g.dim()}
+
+
+def _add_digest(
+    comm: Comm, bound: Bound, arguments: CallArguments, call: ResolvedCall, inputs: Inputs
+) -> None:
+    """Have the headers of a call's messages carry a digest of its arguments."""
+    if not comm.has_headers(inputs.q.device):
+        return
+    _, k, v, log_decay, beta = inputs
+    begun = call.routes.has_initial_state
+    gates = [None if x is None else (x.dim(), x.dtype) for x in (log_decay, beta)]
+
+    def described(canonical: bool) -> dict[str, object]:
+        shared = bound.strategy.described() | arguments.shared(begun, canonical)
+        return shared | {
+            **call.shape.described(),
+            "strategy": str(bound.strategy),
+            "routing": str(bound.routing),
+            "heads of k": k.shape[2],
+            "heads of v": v.shape[2],
+            "log_decay": str(gates[0]),
+            "beta": str(gates[1]),
+        }
+
+    key = "linear", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments.settings()
+    digest = digest_of_call(call.layout, key, described)
+    constant = None if log_decay is None or log_decay.dim() > 1 else log_decay
+    comm.digest = digest.extended(log_decay=constant)
+
+
+def _save_for_backward(ctx: Any, operands: tuple[Any, ...], results: list[Tensor]) -> None:
+    *inputs, initial = operands[: _FIELDS + 1]
+    arguments = CallArguments(*operands[_FIELDS + 1 :])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(results[3])
+    ctx.settings = arguments.settings()
+    ctx.has_initial_state = initial is not None
+    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.handles = arguments.layout  # hooks may copy saved tensors
+    ctx.save_for_backward(*arguments.tensors(), *inputs, *results[2:])
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: object
+) -> tuple[Tensor | None, ...]:
+    layout, *inputs, entered, numbers = ctx.saved_tensors
+    arguments = CallArguments(layout, *ctx.settings)
+    gradients = iter(
+        torch.ops.seqpar.linear_attention_backward(
+            dout, dfinal, *inputs, ctx.has_initial_state, entered, numbers, *arguments
+        )
+    )
+    has_gradient = [x is not None for x in _differentiable(Inputs(*inputs))]
+    has_gradient.append(ctx.has_initial_state)
+    return tuple(next(gradients) if some else None for some in has_gradient)
+
+
+register_autograd("seqpar::linear_attention", _FIELDS + 1, _differentiate, _save_for_backward)
+torch.library.register_autograd("seqpar::linear_attention_backward", refuse_double_backward)
+refuse_transforms("seqpar::linear_attention")
+
+
+# FLOPs are those of the recurrent form, in which every token costs the same: forward adds an outer
+# product k·vᵀ (K × V) to the state and multiplies the state by q; backward repeats the first, and
+# has two products for each of the gradients of q, and of k and v. By the delta rule a token also
+# reads the state with its key, which doubles the products of states. A multiplication and an
+# addition are 2 FLOPs. The chunks in which kernels compute take more.
+def _forward_flops(*operands: Any, out_val: object = None) -> int:
+    outputs, states = _product_flops(Inputs(*operands[:_FIELDS]))
+    return outputs + states
+
+
+def _backward_flops(
+    dout: Tensor | None, dfinal: Tensor | None, *operands: Any, out_val: object = None
+) -> int:
+    outputs, states = _product_flops(Inputs(*operands[:_FIELDS]))
+    return 2 * outputs + 3 * states
+
+
+def _product_flops(inputs: Inputs) -> tuple[int, int]:
+    """Return the FLOPs of forward's products for outputs, and of its products for states."""
+    batch, rows, heads, value_dim = inputs.out_shape
+    per_head = 2 * batch * rows * inputs.q.shape[3] * value_dim
+    return per_head * heads, per_head * inputs.heads * (1 if inputs.beta is None else 2)
+
+
+FLOP_FORMULAS[torch.ops.seqpar.linear_attention] = _forward_flops
+FLOP_FORMULAS[torch.ops.seqpar.linear_attention_backward] = _backward_flops

@@ -1,0 +1,131 @@
+"""The base class of all strategies of linear attention, as modules and the operator see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from seqpar.attention.backend import refusal
+from seqpar.attention.operands import check_rows, naming_rank
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.traffic import Traffic
+from seqpar.linear.call import CallArguments, ResolvedCall, check_initial_state
+from seqpar.linear.inputs import Gradients, Inputs
+
+C = TypeVar("C", bound=ResolvedCall)
+
+
+class ForwardResult(NamedTuple):
+    """The results of a strategy's forward.
+
+    Attributes:
+        out: (B, T_local, max(Hq, H), V), in q's dtype.
+        final_states: (documents, B, H, K, V), or (0, …) if they are not returned.
+        states_in: (states_in, B, H, K, V), the states that entered the rank's spans, which backward
+            needs.
+    """
+
+    out: Tensor
+    final_states: Tensor
+    states_in: Tensor
+
+
+class BackwardResult(NamedTuple):
+    """The results of a strategy's backward.
+
+    Attributes:
+        gradients: of the inputs.
+        dinitial: (documents, B, H, K, V), whose sum over ranks is the gradient of the initial
+            states; None if there were none.
+    """
+
+    gradients: Gradients
+    dinitial: Tensor | None
+
+
+@dataclass(frozen=True)
+class LinearStrategy(Generic[C]):
+    """How states get to the spans that they enter, forward and backward.
+
+    The fields are the options, and `str()` must show all of them: modules of the same string on one
+    group share a BoundStrategy. States are (n, B, H, K, V), in fp32 (fp64 for fp64).
+
+    Attributes:
+        transport: the name of the exchange, as users pass it.
+        family: the family of backends: "linear" for those that exchange states, "recurrent" for
+            those that exchange maps.
+        state_dims: the dimensions of a state in errors.
+    """
+
+    name: ClassVar[str]
+    routable: ClassVar[bool] = True
+    transport: ClassVar[str]
+    family: ClassVar[Literal["linear", "recurrent"]]
+    state_dims: ClassVar[str]
+
+    def described(self) -> dict[str, object]:
+        """Return what ranks must agree on, for the rank check."""
+        return {"transport": self.transport}
+
+    def resolve(
+        self, comm: Comm, arguments: CallArguments, inputs: Inputs, initial: Tensor | None
+    ) -> C:
+        """Return the resolved call, if it is right and can be computed exactly.
+
+        Otherwise raise a ValueError that names the argument, its value, what was expected and the
+        rank.
+        """
+        with naming_rank(comm):
+            comm.check_device("q", inputs.q.device)
+            self.check_shapes(inputs)
+            call = self.to_call(comm, arguments, inputs, initial is not None)
+            tokens = call.layout.holdings[comm.rank].tokens
+            check_rows(inputs.q, inputs.k, inputs.v, tokens, tokens)
+            self.check_gates(inputs)
+            check_initial_state(call.layout, call.shape, initial, self.state_dims)
+            if reason := refusal(self.family, arguments.backend, inputs.q, inputs.v):
+                raise ValueError(reason)
+        return call
+
+    def check_shapes(self, inputs: Inputs) -> None:
+        """Raise if shapes are wrong, before anything is derived from them."""
+        raise NotImplementedError
+
+    def check_gates(self, inputs: Inputs) -> None:
+        """Raise if q, k and v fit the layout, but other inputs or numbers of heads are wrong."""
+        raise NotImplementedError
+
+    def to_call(
+        self, comm: Comm, arguments: CallArguments, inputs: Inputs, has_initial_state: bool
+    ) -> C:
+        """Return the resolved call; raise a ValueError if the layout or a number is wrong.
+
+        The layout keeps what is the same in all calls of these settings.
+        """
+        raise NotImplementedError
+
+    def forward(self, comm: Comm, call: C, inputs: Inputs, initial: Tensor | None) -> ForwardResult:
+        """Return the attention of this rank's queries over the tokens of all ranks."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        comm: Comm,
+        call: C,
+        inputs: Inputs,
+        states_in: Tensor,
+        dout: Tensor,
+        dfinal: Tensor,
+    ) -> BackwardResult:
+        """Return the gradients of this rank's inputs and of the initial states.
+
+        `states_in` is from the forward's result. `dfinal` has the gradients of the final states,
+        (documents, B, H, K, V), or (0, …) if they were not returned.
+        """
+        raise NotImplementedError
+
+    def traffic(self, call: C, rank: int) -> list[Traffic]:
+        """Return what a rank sends, by pass, step and peer, from geometry alone."""
+        raise NotImplementedError
