@@ -1,7 +1,9 @@
 """Pass states on from span to span, round by round, while the rank computes.
 
-A block of a state takes a hop of depth d in round d + the block's number. A round can send only
-sums that arrived in earlier rounds, and all ranks go through the rounds in the same order.
+A block of a state takes a hop of depth d in round d + the block's number, and a rank's sends and
+receives of a round are one exchange. A round can send only sums that arrived in earlier rounds. All
+ranks go through the rounds in the same order, so no two ranks wait for each other, even where NCCL
+runs the exchanges of a communicator one after another.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from tests.tools import figures, measured
 from tests.tools.measured import GENERATED, SOURCES
 
 STRATEGIES = sorted(SOURCES)
-PARTS = "Algorithm", "When to use it", "Memory", "Bytes"
+PARTS = "Algorithm", "When to use it", "Bytes", "Memory", "Options"
 ENVIRONMENT = {
     "device": "Some processor",
     "cores": 4,

@@ -9,6 +9,10 @@ the composition of the 2ᵈ spans up to it. Its rank sends the window to span i 
 then covers twice as many spans. A window that reaches back to the head (`chain.py`) is complete:
 it is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges, and a rank holds the window of
 each of its spans twice, on any number of ranks.
+
+The exclusive form saves one exchange for a second composition per step. A work-efficient tree would
+send two maps per rank instead of log₂ n, but in twice as many exchanges, whose waits would not hide
+under short spans.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
     sums[g] = Σ λ^rows · states[member],
 
 over the members of group g, each with its own number of rows. Both are (n, B, Hkv, D, Dv).
+
+All groups are one embedding bag, a weighted sum of rows without atomic additions: 32 documents in
+zigzag on 8 ranks take 38 operators in forward, not the 389 of one sum per source and station.
 """
 
 from __future__ import annotations

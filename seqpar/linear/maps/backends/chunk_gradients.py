@@ -1,4 +1,7 @@
-"""The gradients of chunks, as those of states pass through them in reverse; see `aten`."""
+"""The gradients of chunks, while the gradients of states pass through them in reverse; see `aten`.
+
+They are written out because an operator's implementation runs below autograd.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@ get from earlier rows follows from the state that enters the chunk. A product is
 one chunk, read in place. States pass from chunk to chunk in fp64, since the rounding of λ^C would
 add up. Half precision is computed in fp32.
 
-No product has rows of two documents, nor of two chunks: a NaN or an infinity of one token gets to
-the rows that see the token, and to the earlier ones of its chunk (0 · NaN is NaN), but no further.
+No product has rows of two documents, nor of two chunks: a NaN or an infinity of one token reaches
+the rows that attend to the token, and the earlier rows of its chunk (0 · NaN is NaN), but no other
+rows. In the reference it reaches the earlier rows of its span. Exact earlier rows would need a
+product for each; softmax's kernels make the same choice for the earlier rows of a tile.
 
 A chunk's tensors are (N, G·C, D), with N = B·Hkv (B batch, Hkv KV heads): the rows of the G query
 heads that share a KV head come one head after another, so a product over rows also sums over these
@@ -57,7 +59,8 @@ class _Work:
     def power(self, exponents: Tensor) -> Tensor:
         """Return (N, …): λ^exponents, and 0 where an exponent is negative.
 
-        Powers so small that products with them might be subnormal, which is slow, are 0 too.
+        Powers below about 1e-31 are 0 too: products with them would be subnormal, which makes a
+        matrix product on a CPU twenty times as slow.
         """
         powers = self.options.power(exponents, self.heads).movedim(-1, 0).to(self.accumulator)
         limits = torch.finfo(self.accumulator)
