@@ -1,4 +1,4 @@
-"""Run an exchange beside the rank's computation: on a GPU in a stream, on a CPU in a thread."""
+"""Run an exchange while the rank computes: on a GPU in a stream, on a CPU in a thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from seqpar.core.hooks import hooks
 
-_MOST_THREADS = 2**15  # one for each exchange that is under way in this process at once
+_MAX_THREADS = 2**15  # one for each exchange under way in this process
 
 
 def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], None]:
-    """Start `function()`, which uses these tensors, and return what waits for its end.
+    """Start `function()`, which uses these tensors, and return a function that waits for it.
 
-    On a GPU it comes after what the current stream has been given, and is waited for by the current
-    stream; on a CPU, what it raises is raised there.
+    On a GPU it runs after all work queued on the current stream, and the returned function makes
+    the current stream wait. On a CPU, the returned function raises the error of `function`.
     """
     if hooks.beside is not None:
         return hooks.beside(function)
@@ -36,15 +36,15 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
 
 
 def _run(function: Callable[[], None], inference: bool) -> None:
-    """Call a function in the modes of another thread, which has modes of its own."""
+    """Call a function in the caller's inference mode, since each thread has its own modes."""
     with torch.inference_mode(inference), torch.no_grad():
         function()
 
 
 @cache
 def threads() -> ThreadPoolExecutor:
-    """Return the process's threads, which are started as they are needed, and then kept."""
-    return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="seqpar")
+    """Return the process's threads, started as they are needed and then kept."""
+    return ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="seqpar")
 
 
 os.register_at_fork(after_in_child=threads.cache_clear)  # threads are not forked

@@ -105,7 +105,7 @@ def check_scale(scale: float, dtype: torch.dtype) -> None:
 
 
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
-    """Return initial states as operators have them, (documents, B, …); raise if they are no such.
+    """Return initial states as operators take them, (documents, B, …); raise for other shapes.
 
     `dims` names what follows, as in "Hkv, D, Dv".
     """

@@ -32,7 +32,7 @@ class Hop(NamedTuple):
     own_states: Ints  # (links,) slot of the source's state that is added, or −1
     carries_from: Ints  # (links,) slot of the source's station whose sum is passed on, or −1
     rows: Ints  # (links,) over which that sum decays
-    target_slots: Ints  # (links,) of the target's stations, or behind them of sums between runs
+    target_slots: Ints  # (links,) a station of the target; higher slots are sums between runs
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
@@ -171,7 +171,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
     following = current + 1
     state = runs.state_in  # the slot both of a run's state and of its station
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
-    passed_on = state + np.array(stations)[runs.holder]  # slots behind those of the stations
+    passed_on = state + np.array(stations)[runs.holder]  # slots after the stations
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
     there = _table(
         depth=runs.number[current],

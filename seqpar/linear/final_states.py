@@ -1,6 +1,6 @@
-"""Documents' final states, which every rank returns: one rank has each, and sends it to all others.
+"""Send each document's final state from the rank that has it to all others, and gradients back.
 
-Ranks that decode from replicas of a state must not differ in its last bits, so it is summed once.
+Ranks that decode from replicas of a state must not differ in its last bits, so one rank sums it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEP = 1  # after that of the states which enter spans, whatever the transport
 class FinalStates:
     """The final states of all documents, while ranks send each other theirs.
 
-    `own` (ended, B, Hkv, D, Dv) are those of the documents whose last tokens this rank holds.
+    `own` (ended, B, H, K, V) has a state for each document whose last token this rank holds.
     """
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
@@ -34,7 +34,7 @@ class FinalStates:
         self._pending = comm.exchange(sent, received, label=label, step=STEP)
 
     def wait(self, initial: Tensor | None) -> Tensor:
-        """Return the states, (documents, B, Hkv, D, Dv).
+        """Return the states, (documents, B, H, K, V).
 
         A document without tokens ends as it began, with its initial state or 0.
         """
@@ -47,12 +47,12 @@ class FinalStates:
 
 
 class _Plan:
-    """Where final states arrive: those that each rank sends together, then those of nobody.
+    """The order in which final states arrive: rank by rank, then documents without tokens.
 
     Attributes:
-        states: how many there are.
-        own: those that this rank sends.
-        received: those that each other rank sends.
+        states: the number of states.
+        own: the states that this rank sends.
+        received: the states that each other rank sends.
         order: where each document's state is; None: they are in the order of the documents.
         empty: the documents without tokens, if there are any; `at_end` is where their states are.
     """
@@ -74,7 +74,7 @@ class _Plan:
 
 
 def final_states_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:
-    """Return what a rank sends for the final states."""
+    """Return the messages of a rank for the final states."""
     total = call.routes.ended(rank).size * call.state_bytes
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
     return [Traffic("forward", STEP, peer, 1, total) for peer in peers]
@@ -110,7 +110,7 @@ class FinalGradients:
 
 
 class _GradientPlan:
-    """Which documents end on each rank, on a device."""
+    """The documents that end on each rank, on a device."""
 
     def __init__(self, routes: StateRoutes, device: torch.device) -> None:
         ended = [routes.ended(rank) for rank in range(routes.ranks)]
@@ -118,7 +118,7 @@ class _GradientPlan:
 
 
 def final_gradients_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:
-    """Return what a rank sends for the gradients of final states."""
+    """Return the messages of a rank for the gradients of final states."""
     return [
         Traffic("backward", STEP, peer, 1, call.routes.ended(peer).size * call.state_bytes)
         for peer in range(call.routes.ranks)

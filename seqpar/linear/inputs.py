@@ -1,9 +1,9 @@
-"""What the recurrent primitive reads and returns, and which head serves which.
+"""The tensors of a call, their checks, and the sharing of heads.
 
-There are H = max(Hk, Hv) states. Each of Hk and Hv divides H, and Hq divides it or is a multiple of
-it. Where there are fewer of one than of another, each serves as many consecutive ones, as
-`repeat_interleave` has it: so do the queries that share a key under GQA, and the values that share
-a key in Qwen3-Next.
+There are H = max(Hk, Hv) states. Each of Hk and Hv divides H, and Hq divides H or is a multiple of
+it. Where there are fewer heads of one than of another, each serves the same number of consecutive
+ones, as in `repeat_interleave`: the queries that share a key under GQA, and the values that share a
+key in Qwen3-Next.
 
 Legend: B batch, T rows, H heads of states (Hq of queries, Hk of keys, Hv of values), K head dim of
 queries and keys, V of values.
@@ -67,13 +67,13 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, make: Callable[[Tensor], Tensor]) -> Gradients:
-        """Return what `make` returns for each of the inputs, one after another."""
+        """Return `make(x)` for each input x, in order; None for an input that is None."""
         made = [None if x is None else make(x) for x in inputs]
         return cls(*made)  # type: ignore[arg-type]  # None where an input is None
 
 
 def expand(inputs: Inputs) -> Inputs:
-    """Return the inputs in their accumulator, with as many heads as each state needs.
+    """Return the inputs in their accumulator, with a head for each state.
 
     q becomes (B, T, max(Hq, H), K), k (B, T, H, K), v (B, T, H, V), log_decay (B, T, H, 1 or K) and
     beta (B, T, H, 1). Without decay log_decay is None.
@@ -91,9 +91,9 @@ def expand(inputs: Inputs) -> Inputs:
 
 
 def expanded_gradients(inputs: Inputs) -> Gradients:
-    """Return memory for gradients that `fold` takes: those of q, k and v as they are in `inputs`.
+    """Return empty gradients for `fold`: of q, k and v with the shapes and dtypes of `inputs`.
 
-    Those of log_decay and beta are in the accumulator, like `expand`'s.
+    Gradients of log_decay and beta are in the accumulator, shaped like the results of `expand`.
     """
     dtype, rows = accumulator_dtype(inputs.q.dtype), inputs.q.shape[:2]
 
@@ -108,7 +108,7 @@ def expanded_gradients(inputs: Inputs) -> Gradients:
 
 
 def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
-    """Return the gradients of `inputs`, given those of what `expand` made of them."""
+    """Return the gradients of `inputs`, given the gradients of `expand(inputs)`."""
     remaining = iter(x for x in gradients if x is not None)
 
     def folded(x: Tensor) -> Tensor:
@@ -125,12 +125,12 @@ def fold(inputs: Inputs, gradients: Gradients) -> Gradients:
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Return x (B, T, h, …) with so many heads, a multiple of h."""
+    """Return x (B, T, h, …) with `heads` heads, a multiple of h."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def check_heads(inputs: Inputs) -> None:
-    """Raise unless each head of fewer serves as many of those that are more."""
+    """Raise unless heads can be shared evenly."""
     states = inputs.heads
     for name, x in (("k", inputs.k), ("v", inputs.v)):
         if states % x.shape[2]:

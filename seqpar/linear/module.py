@@ -24,7 +24,7 @@ OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Te
 
 
 class OptionalArguments(TypedDict, total=False):
-    """The keyword arguments of a call, those of both modules."""
+    """The keyword arguments of a call of either module."""
 
     causal: bool
     log_decay: Tensor | None

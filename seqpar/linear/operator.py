@@ -136,7 +136,7 @@ def _unit_strides(inputs: Inputs) -> Inputs:
 def _described(
     bound: Bound, arguments: CallArguments, inputs: Inputs, begun: bool, canonical: bool
 ) -> dict[str, object]:
-    """Return what all ranks must agree on, by the names that users know, for the rank check."""
+    """Return everything that all ranks must share, by the names that users know."""
     g = inputs.log_decay
     described = bound.strategy.described() | OperandShape.of(*inputs[:3]).described()
     described |= {"heads of v": inputs.v.shape[2]} | arguments.shared(begun, canonical)
@@ -146,7 +146,7 @@ def _described(
 def _add_digest(
     comm: Comm, bound: Bound, arguments: CallArguments, call: ResolvedCall, inputs: Inputs
 ) -> None:
-    """Have the headers of a call's messages carry a digest of its arguments."""
+    """Put a digest of the call's arguments into the headers of its messages."""
     if not comm.has_headers(inputs.q.device):
         return
     _, k, v, log_decay, beta = inputs
@@ -203,7 +203,7 @@ torch.library.register_autograd("seqpar::linear_attention_backward", refuse_doub
 refuse_transforms("seqpar::linear_attention")
 
 
-# FLOPs are those of the recurrent form, in which every token costs the same: forward adds an outer
+# These FLOPs are of the recurrent form, where every token costs the same: forward adds an outer
 # product k·vᵀ (K × V) to the state and multiplies the state by q; backward repeats the first, and
 # has two products for each of the gradients of q, and of k and v. By the delta rule a token also
 # reads the state with its key, which doubles the products of states. A multiplication and an

@@ -1,6 +1,6 @@
-"""Which states of linear attention go where: sources on each rank, and stations that need sums.
+"""Route states: the sources on each rank, and the stations that need sums of them.
 
-A *source* is a state and the position behind its last row; a *station* is a position that needs the
+A *source* is a state and the position after its last row; a *station* is a position that needs the
 sum of all states of its document before it, each decayed over the rows in between. In forward the
 sources are the states of spans, at their ends, and the stations are the starts of spans. In
 backward the sources are gradients of states at the starts of spans, and the stations are the ends,
@@ -55,7 +55,7 @@ class HeldSpans(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """How states get from one rank's sources to another's stations.
+    """The states that travel from one rank's sources to another's stations.
 
     The sources that reach the same station first are a group: they are composed into one state,
     which is sent.
@@ -76,7 +76,7 @@ class Route:
 
 
 class StateSums(NamedTuple):
-    """Which states are summed.
+    """The members of sums of states.
 
     Attributes:
         counts: (groups,) how many members each group has; the sum of none is 0.
@@ -99,7 +99,7 @@ class StateRoutes:
     """Sources and stations of all ranks under a layout; made once, and kept with it.
 
     Without `causal` all states of a document go to all of its stations: all positions count as 0.
-    In the methods, `backward` says which pass is meant.
+    The methods take the pass as `backward`.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class StateRoutes:
         return self.derived(key, lambda: self._route(source, target, backward))
 
     def of_initial(self, rank: int) -> StateSums:
-        """Return what a rank's stations get of initial states, by slot."""
+        """Return the shares of initial states in the sums at a rank's stations, by slot."""
         documents, positions, slots = self.stations(rank, backward=False)
         return StateSums.of(slots, documents, positions, slots.size)
 
     def of_dinitial(self, rank: int) -> StateSums:
-        """Return the gradients of the initial states, of what a rank's sources have in backward."""
+        """Return the initial states' gradients as sums over a rank's sources in backward."""
         documents, positions, slots = self.sources(rank, backward=True)
         # Over the rows before it the initial state decayed.
         before = self.lengths[documents] * self.causal - positions

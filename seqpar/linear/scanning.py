@@ -26,7 +26,7 @@ Index = slice | Tensor
 
 
 def index_of(numbers: Ints, device: torch.device) -> Index:
-    """Return the numbers as a slice, where they are one, else on the device."""
+    """Return consecutive numbers as a slice, and others as a tensor on the device."""
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
@@ -34,11 +34,11 @@ def index_of(numbers: Ints, device: torch.device) -> Index:
 
 
 class Carrying(NamedTuple):
-    """Sums that a message carries on: they are added to its links.
+    """Arrived sums that a message passes on; they are added to its links.
 
     Attributes:
         message: the message's number.
-        carriers: how many of its links carry a sum, the first ones; None: all.
+        carriers: how many of its first links carry a sum; None: all.
         carried: the arrivals with these sums.
     """
 
@@ -48,18 +48,19 @@ class Carrying(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank does in one round, in this order. Messages and places are numbers of them.
+    """The steps of a rank in one round, in this order.
 
-    All numbers count blocks: first those of the first block, then those of the second, …
+    Messages and places (of arriving messages) are numbered: first all of the first block, then all
+    of the second, …
 
     Attributes:
-        number: the round's.
-        carrying: what the round's messages carry on.
+        number: the number of the round.
+        carrying: the sums that the round's messages pass on.
         kept: (message, place) of hops from this rank to itself.
         sends, recvs: (rank, message) and (rank, place) of all other hops.
         reaches: whether a hop brings the rank anything.
-        added: (to, what): arrivals that these hops bring to stations that others have reached
-            before, and those others, to which they are added.
+        added: (first, later): pairs of arrivals at the same station; the later one is added to the
+            first.
     """
 
     number: int
@@ -88,19 +89,19 @@ class _Take(NamedTuple):
 class Rounds:
     """One rank's rounds in one pass, with their tables on a device.
 
-    A state, of so many `rows`, is cut into blocks of equal size. Links and arrivals are those of
-    the first block, then those of the second, … `sources` and `stations` are how many there are on
-    the rank, whose `hops` these are.
+    A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are
+    numbered block by block. `hops`, `sources` and `stations` belong to the rank; the last two are
+    counts.
 
     Attributes:
-        rounds: those in which the rank does anything.
-        blocks, rows: how many blocks a state has, and a block rows, of Dv elements.
-        states: (links,) the blocks of states that links begin with; the number of these: none, for
-            which `pads` says that there are such links.
-        leaving, reaching: how many links each message has, and how many arrivals each place; where
-            nothing reaches some station, the last place has one, of zeros.
-        arrivals: how many there are.
-        stations: how many there are.
+        rounds: the rounds in which the rank does anything.
+        blocks, rows: the number of blocks in a state, and of rows in a block.
+        states: (links,) the block of a state that each link begins with. A link without a state has
+            the index after the last block, and `pads` is then True.
+        leaving, reaching: the number of links in each message, and of arrivals in each place. If
+            some station gets no arrival, the last place has one arrival of zeros.
+        arrivals: the number of arrivals.
+        stations: the number of stations.
         sums: (stations · blocks,) the arrivals with the sums at stations: all blocks of each
             station, by slot.
         carriers: of each message that carries sums, how many of its links do; None: all.
@@ -221,7 +222,7 @@ class ScannedStates:
         raise NotImplementedError
 
     def _begin(self, states: Tensor, used: Sequence[Tensor]) -> None:
-        """Begin to pass on states, whose last dimension is that of rows.
+        """Begin to pass on states. Their second-to-last dimension has the rows that blocks cut.
 
         `used` are the tensors that `_carry` reads.
         """
@@ -276,7 +277,7 @@ class ScannedStates:
 
 
 def _arrive(arriving: list[tuple[Pending, Round]], arrivals: Tensor) -> None:
-    """Wait for what is arriving, and add what reaches a station after something else has."""
+    """Wait for arrivals, and add those of a station to its first one."""
     for pending, reached in arriving:
         pending.wait()
         for to, what in reached.added:

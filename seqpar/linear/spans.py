@@ -1,4 +1,4 @@
-"""What the linear primitive reads: spans with the states that enter and leave them, and options."""
+"""Spans with the states that enter and leave them, as both primitives read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SpanStates:
         state_in: (spans,) the index of the state that enters the span, among all that enter spans;
             −1: none does.
         state_out: (spans,) the index of the state that leaves the span, among all that leave spans;
-            −1: nobody needs it.
+            −1: no rank needs it.
         derived: what backends derive from the spans.
     """
 

@@ -47,7 +47,7 @@ class BackwardResult(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearStrategy(Generic[C]):
-    """How states get to the spans that they enter, forward and backward.
+    """An exchange plan: it brings states to the spans that they enter, forward and backward.
 
     The fields are the options, and `str()` must show all of them: modules of the same string on one
     group share a BoundStrategy. States are (n, B, H, K, V), in fp32 (fp64 for fp64).
@@ -66,7 +66,7 @@ class LinearStrategy(Generic[C]):
     state_dims: ClassVar[str]
 
     def described(self) -> dict[str, object]:
-        """Return what ranks must agree on, for the rank check."""
+        """Return the options that all ranks must share, for the rank check."""
         return {"transport": self.transport}
 
     def resolve(
@@ -127,5 +127,5 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return what a rank sends, by pass, step and peer, from geometry alone."""
+        """Return a rank's messages, by pass, step and peer; only geometry decides them."""
         raise NotImplementedError

@@ -4,7 +4,7 @@
 rank receives one state for each of its spans, however many ranks there are, and sends on λ^L times
 what it received plus the state of its span of L rows. A state is cut into K blocks, and a rank
 forwards one while it receives the next, so a state passes through P ranks in the time of (P − 2 +
-K) / K transfers. States of several documents that take the same step go in one message a block.
+K) / K transfers. States of several documents that take the same step go in one message per block.
 Without causality the sum of all states then passes back the same way: two states for each document
 that a rank has tokens of.
 """
@@ -116,6 +116,6 @@ class _Decays:
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return how many blocks of equal size, at most so many, B·Hkv·D rows of a state make."""
+    """Return the largest number of equal blocks, up to `blocks`, of a state's B·Hkv·D rows."""
     rows = shape.batch * shape.kv_heads * shape.dim
     return max((n for n in range(1, min(blocks, rows) + 1) if rows % n == 0), default=1)

@@ -5,8 +5,10 @@ all that later tokens of its document need of it. Maps of consecutive spans comp
 grouping. What moves between ranks is a transport's business; every transport computes with
 `begin_forward` and `begin_backward` alone. `inputs` has the legend of shapes.
 
-A span that nothing enters (`state_in` −1) has a transition of 0, whose computation it saves, and so
-has in backward a span whose leaving state has no gradient (`state_out` −1).
+A span without an entering state (`state_in` −1) gets a transition of 0, and so does in backward a
+span whose leaving state has no gradient (`state_out` −1): for the delta rule a transition is a
+matrix, and computing it costs as much as the state. So on two ranks with one document no rank
+computes one.
 """
 
 from __future__ import annotations
@@ -14,22 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from seqpar.attention.backend import load_backend
-from seqpar.core.hooks import hooks
 from seqpar.linear.inputs import Gradients, Inputs
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.maps import Maps, empty_maps
 from seqpar.linear.spans import SpanStates
-from seqpar.linear.states.attend import LinearWork
+from seqpar.linear.steps import NOMINAL_CHUNK, HookedSteps
 
 
 @dataclass(frozen=True)
 class MapOptions:
-    """How a call computes.
+    """The options of a call that change its arithmetic.
 
     Attributes:
         scale: what q·k is multiplied by.
@@ -40,9 +41,6 @@ class MapOptions:
     backend: str
 
 
-_CHUNK = 64  # rows that a trace assumes are computed together, each seeing all of them
-
-
 def backend(name: str) -> ModuleType:
     """Return the module of a recurrent backend."""
     return load_backend("recurrent", name)
@@ -51,7 +49,7 @@ def backend(name: str) -> ModuleType:
 class ForwardSteps(Protocol):
     """A forward in three steps, so that an exchange of maps fits between them.
 
-    The first is the constructor, which computes `maps`, those of the spans that states leave, by
+    The first is the constructor, which computes `maps`: one for each span that a state leaves, by
     the index in `state_out`. `local` is optional: it gives a rank work while maps travel, which
     `finish` does otherwise.
     """
@@ -71,9 +69,9 @@ class ForwardSteps(Protocol):
 class BackwardSteps(Protocol):
     """A backward in three steps, like `ForwardSteps`.
 
-    `maps` are those of the spans that states enter, by the index in `state_in`: the gradient of the
-    state that enters is `transition` times the gradient of the one that leaves, plus `state`, which
-    comes through the span's rows. So a transition here is the transpose of forward's.
+    `maps` has one for each span that a state enters, by the index in `state_in`: the gradient of
+    the state that enters is `transition` times the gradient of the state that leaves, plus `state`,
+    which comes through the span's rows. So a transition here is the transpose of forward's.
     """
 
     maps: Maps
@@ -94,7 +92,7 @@ def begin_forward(
 ) -> ForwardSteps:
     """Begin the forward of `inputs`; its `maps` are then computed."""
     make = backend(options.backend).Forward
-    return _HookedSteps(
+    return _HookedSteps[ForwardSteps, Tensor](
         lambda: make(kind, inputs, spans, options),
         kind,
         inputs,
@@ -117,7 +115,7 @@ def begin_backward(
     Its `maps` are then computed.
     """
     make = backend(options.backend).Backward
-    return _HookedSteps(
+    return _HookedSteps[BackwardSteps, Gradients](
         lambda: make(kind, inputs, dout, spans, options, states_in),
         kind,
         inputs,
@@ -127,43 +125,35 @@ def begin_backward(
     )
 
 
-class _HookedSteps:
-    """A forward or backward of a backend whose steps go through hooks, to be traced or replaced.
+S = TypeVar("S", ForwardSteps, BackwardSteps)
+R = TypeVar("R")
 
-    The area of a step is how many pairs of query and key would cost softmax attention the same.
-    Each of the three steps is said to have a third of the products: how many is not known before.
-    """
+
+class _HookedSteps(HookedSteps[S, R]):
+    """Steps that count as a third of the pass each, since their shares depend on the backend."""
 
     def __init__(
         self,
-        make: Callable[[], Any],
+        make: Callable[[], S],
         kind: Kind,
         inputs: Inputs,
         maps: int,
-        arbitrary: Callable[[], Any],
+        arbitrary: Callable[[], R],
         backward: bool,
     ) -> None:
         batch, heads, dim, value_dim = inputs.state_shape
         rows = batch * inputs.q.shape[1]
-        self._device, self._arbitrary = inputs.q.device, arbitrary
-        self._shape = rows, heads, (dim, value_dim), backward
+        super().__init__(inputs.q.device, (rows, heads, (dim, value_dim), backward), arbitrary)
         # A row's products with the state, and with the rows of its chunk, in three equal steps.
         with_state = dim * value_dim // (dim + value_dim) * (2 if kind.uses_beta else 1)
-        each = (with_state + _CHUNK) * (2 if backward else 1)
+        each = (with_state + NOMINAL_CHUNK) * (2 if backward else 1)
         self._area = rows * heads * each * 2 // 3
-        self._steps: Any = self._compute(make)
-        if self._steps is not None:
-            self.maps: Maps = self._steps.maps
-        else:
-            self.maps = empty_maps(kind, inputs, maps)
+        self.steps = self.compute(self._area, 1 / 3, make)
+        self.maps: Maps = empty_maps(kind, inputs, maps) if self.steps is None else self.steps.maps
 
     def local(self) -> None:
-        self._compute(lambda: self._steps.local())
+        self.compute(self._area, 1 / 3, lambda: self.made.local())
 
-    def finish(self, states: Tensor | None) -> Any:
-        result = self._compute(lambda: self._steps.finish(states))
-        return self._arbitrary() if result is None else result
-
-    def _compute(self, step: Callable[[], Any]) -> Any:
-        work = lambda: LinearWork(self._area, 1 / 3, *self._shape)  # noqa: E731
-        return hooks.compute(work, self._device, step)
+    def finish(self, states: Tensor | None) -> R:
+        result = self.compute(self._area, 1 / 3, lambda: self.made.finish(states))
+        return self._arbitrary() if result is None else result  # type: ignore[return-value]

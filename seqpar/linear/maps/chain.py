@@ -1,4 +1,4 @@
-"""A document's chain of spans as a pass goes through it, whoever holds them.
+"""A document's chain of spans on all ranks, in the order of a pass.
 
 In forward states go from a document's first span to its last; in backward gradients of states go
 from the last to the first. The first of a pass is the chain's *head*: what enters it comes from no
@@ -27,7 +27,7 @@ class Chain(NamedTuple):
     Attributes:
         holder: the rank that has the span.
         number: how many of the document come before it in this pass.
-        behind: how many of the document follow.
+        behind: the number of the document's spans that follow.
         maps: the slot of its map on its holder, or −1.
         stations: the slot of the state that enters it in this pass, or −1.
         documents: which it is of.
@@ -56,12 +56,12 @@ class Chain(NamedTuple):
 
 
 class Ends:
-    """What one rank does for the heads and tails of chains that it holds, in one pass.
+    """The heads and tails of chains that one rank holds, in one pass.
 
     Attributes:
-        documents: those of its tails that have a map.
-        of_heads: those of its heads that a state enters.
-        without_tokens: the documents that have none, if there are any.
+        documents: the documents of tails that have a map.
+        of_heads: the documents of heads that a state enters.
+        without_tokens: the documents without tokens, or None.
     """
 
     def __init__(

@@ -33,12 +33,12 @@ from seqpar.linear.scanning import Index, index_of
 class Fold(NamedTuple):
     """One step of a fold: the spans with one number in all documents of which the rank needs them.
 
-    `running` are the states of documents, those of the longest chains first.
+    `running` has a state for each document, longest chains first.
 
     Attributes:
         stations: slots that get some of the running states: those that enter spans of this number.
         reached: which they get.
-        maps: (documents,) the spans' maps among all full ones, for as many first documents.
+        maps: (documents,) the spans' maps among all full maps, for the first `documents` documents.
     """
 
     stations: Tensor | None
@@ -50,11 +50,10 @@ class Fold(NamedTuple):
 class Gathering:
     """One rank's part in the exchange of one pass, with its tables on a device.
 
-    Its own maps come first in what it folds: those of heads, of which just states are sent, and the
-    full ones, apart from each other.
+    It folds heads, for which only states travel, and full maps. Its own come first in both.
 
     Attributes:
-        own: the slots of its own maps that somebody needs: of heads, and full ones.
+        own: the slots of its maps that other spans need: of heads, and full maps.
         sends: (peer, own heads, own full ones) that each peer gets.
         recvs: (peer, heads, full ones) where those that arrive lie.
         counts: how many heads and full ones there are, own and arriving.

@@ -1,8 +1,8 @@
-"""What a span does to the state that enters it, and how two of them become one.
+"""Maps of spans: how they act on states, compose, and travel.
 
-The state that leaves a span is T S + N, where S is the one that enters, T the transition and N the
-state of the span's rows alone. A transition multiplies from the left: it is a number for each head,
-(n, B, H), or one for each key channel too, (n, B, H, K), or a matrix (n, B, H, K, K).
+The state that leaves a span is T S + N, where S is the state that enters, T the transition and N
+the state of only the span's rows. A transition multiplies from the left: it is a number for each
+head, (n, B, H), or one for each key channel too, (n, B, H, K), or a matrix (n, B, H, K, K).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Maps(NamedTuple):
 
 
 def empty_maps(kind: Kind, inputs: Inputs, count: int) -> Maps:
-    """Return so many maps of 0."""
+    """Return `count` maps of 0."""
     batch, heads, dim, value_dim = inputs.state_shape
     wide = {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
     zeros = partial(inputs.q.new_zeros, dtype=accumulator_dtype(inputs.q.dtype))

@@ -1,9 +1,9 @@
 """Scan of states: they pass from span to span, each rank applying its own map, in blocks.
 
 "ZeCO" (2025), section 3, with a map in the place of a decay: a rank sends on A · (what it received)
-+ N, where (A, N) is the map of its span. So states travel alone, without transitions. The columns
-of a state pass through A apart from each other; so a block is some of its heads, or of the columns
-of one head, and a rank sends one on while it receives the next.
++ N, where (A, N) is the map of its span. So only states travel. A acts on each column of a state
+separately, so a block is some heads of a state, or some columns of one head, and a rank sends one
+block while it receives the next.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Scanned(ScannedStates):
 
 
 def blocks_of(shape: OperandShape, blocks: int) -> int:
-    """Return how many blocks of equal size, at most so many, a state can be cut into.
+    """Return the largest number of equal blocks, up to `blocks`, into which a state can be cut.
 
     They are of whole heads, or of a head's columns.
     """

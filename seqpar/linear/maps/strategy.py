@@ -57,7 +57,7 @@ class MapCall(ResolvedCall):
 
 
 class MapExchange(Protocol):
-    """An exchange of maps, from which a rank gets the states that enter its spans.
+    """An exchange of maps. It returns the states that enter a rank's spans.
 
     The same exchange passes gradients of states back, with the maps of backward. `travels` says
     whether anything is sent or received, which computation should then hide.
@@ -122,11 +122,11 @@ class MapStrategy(LinearStrategy[MapCall]):
         raise NotImplementedError
 
     def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
-        """Return what a rank sends in an exchange, by pass, step and peer, from geometry alone."""
+        """Return a rank's messages in the exchange of maps; only geometry decides them."""
         raise NotImplementedError
 
     def traffic(self, call: MapCall, rank: int) -> list[Traffic]:
-        """Return what a rank sends, by pass, step and peer, from geometry alone."""
+        """Return a rank's messages, by pass, step and peer; only geometry decides them."""
         ends = [*final_states_traffic(call, rank), *final_gradients_traffic(call, rank)]
         return [*self.maps_traffic(call, rank), *ends]
 
@@ -192,7 +192,7 @@ def _pass(
     steps: ForwardSteps | BackwardSteps,
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
-    """Return a pass's maps, and the states that enter all spans, of which `entering` enter heads.
+    """Return a pass's maps, and the states that enter all spans. `entering` are those of heads.
 
     What does not depend on these states is computed while maps travel.
     """

@@ -122,7 +122,7 @@ def _steps(chain: Chain, rank: int, device: torch.device) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> Arrivals:
-    """Return what arrives at spans, from those so far before them."""
+    """Return the windows that arrive at spans, from spans `apart` before them."""
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
     reached, sources = reached[order], sources[order]
@@ -174,7 +174,7 @@ class Tree(MapStrategy):
 class _Doubled:
     """The states that enter a rank's spans, while maps are composed.
 
-    A thread composes them, or on a GPU a stream, beside the rank's own computation.
+    A thread, or on a GPU a stream, composes them while the rank computes.
     """
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
@@ -221,7 +221,7 @@ class _Doubled:
             self._widen(step, unpack(call.kind, others, call.shape.dim), packed)
 
     def _exchange(self, step: Step, left: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what arrives in a step: states of complete windows, and others, packed."""
+        """Return the arrivals of a step: states of complete windows, and other windows, packed."""
         sources, arrivals = (left, packed), (step.complete, step.others)
         arriving = [
             x.new_empty((y.spans, *x.shape[1:])) for x, y in zip(sources, arrivals, strict=True)

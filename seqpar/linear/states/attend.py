@@ -3,10 +3,10 @@
     out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
 
 is the output of row i of a span, whose first row is i = 0 and which the state S enters; λ =
-exp(log_decay), one for each KV head. The state of a span's L rows alone, Σ_j λ^{L−1−j} k_jᵀ v_j, is
-all that later tokens of its document need of it. States of consecutive spans compose as λ^{L₂} S₁ +
-S₂, in any grouping. What moves between ranks is a strategy's business; every strategy computes with
-`begin_forward` and `begin_backward` alone.
+exp(log_decay), one for each KV head. Later tokens of the document need only the state of a span's L
+rows, Σ_j λ^{L−1−j} k_jᵀ v_j. States of consecutive spans compose as λ^{L₂} S₁ +
+S₂, in any grouping. Every strategy computes only with
+`begin_forward` and `begin_backward`.
 
 Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head dim (Dv of values).
 """
@@ -16,25 +16,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from seqpar.attention.backend import load_backend
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.core.hooks import hooks
 from seqpar.core.memo import Memo
 from seqpar.linear.spans import SpanStates
+from seqpar.linear.steps import NOMINAL_CHUNK, HookedSteps
 
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How a call weighs its keys, and with which backend.
+    """The options of a call that change its arithmetic.
 
     Attributes:
         scale: what q·k is multiplied by.
-        causal: without it there is no decay, and each row sees all rows of its document:
+        causal: if False, nothing decays and each row attends to its whole document:
             out_i = scale · q_i · M, where M is the sum of the states of all its runs.
         backend: the backend's name.
         log_decay: (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1.
@@ -59,39 +59,17 @@ class StateOptions:
         return powers.masked_fill((exponents < 0)[..., None], 0.0)
 
 
-_NOMINAL_CHUNK = 64  # rows that a trace assumes are computed together, each seeing all of them
-
-
 def backend(name: str) -> ModuleType:
     """Return the module of a linear backend."""
     return load_backend("linear", name)
 
 
-class LinearWork(NamedTuple):
-    """What a step of a forward or backward computes.
-
-    Attributes:
-        area: how many pairs of query and key would cost softmax attention the same.
-        share: of the whole pass's area, a fraction.
-        tokens: rows, of all of the batch.
-        heads, dims: KV heads, and the head dims D and Dv.
-        backward: which pass it is in.
-    """
-
-    area: int
-    share: float
-    tokens: int
-    heads: int
-    dims: tuple[int, int]
-    backward: bool
-
-
 class ForwardSteps(Protocol):
     """A forward in three steps, so that an exchange of states fits between them.
 
-    The first is the constructor, which computes `states`, those that leave spans: (states_out, B,
-    Hkv, D, Dv) in fp32 (fp64 for fp64), each of its span's rows alone. `local` is optional: it
-    gives a rank work while states travel, which `finish` does otherwise.
+    The first is the constructor, which computes `states`: for each span that a state leaves, the
+    state of only the span's rows, (states_out, B, Hkv, D, Dv) in fp32 (fp64 for fp64). `local` is
+    optional: it gives a rank work while states travel, which `finish` does otherwise.
     """
 
     states: Tensor
@@ -102,16 +80,16 @@ class ForwardSteps(Protocol):
     def finish(self, states_in: Tensor | None) -> Tensor:
         """Return out (B, T, Hq, Dv) in q's dtype, given the states that enter spans, if any does.
 
-        `states_in` is (states_in, B, Hkv, D, Dv). Without causality what enters a run is the sum M
-        of all states of the document, that of the run included.
+        `states_in` is (states_in, B, Hkv, D, Dv). Without causality the sum M of all states of the
+        document, including the run's own, enters a run.
         """
 
 
 class BackwardSteps(Protocol):
     """A backward in three steps, like `ForwardSteps`.
 
-    `states` (states_in, B, Hkv, D, Dv) has the gradients of the states that enter spans, as far as
-    they come through the span's rows alone.
+    `states` (states_in, B, Hkv, D, Dv) has the part of the gradients of entering states that comes
+    through the span's own rows.
     """
 
     states: Tensor
@@ -134,12 +112,12 @@ def begin_forward(
     Its `states` are then computed.
     """
     make = backend(options.backend).Forward
-    return _HookedSteps(
+    return _HookedSteps[ForwardSteps, Tensor](
         lambda: make(q, k, v, spans, options),
         (q, k, v),
         spans.states_out,
-        (q.shape[:3] + v.shape[3:],),
-        _Products(within=2, local=0, finish=1),
+        _Products(within=2, local=0, finish=1, backward=False),
+        lambda: q.new_empty(q.shape[:3] + v.shape[3:]),
     )
 
 
@@ -157,65 +135,60 @@ def begin_backward(
     Its `states` are then computed.
     """
     make = backend(options.backend).Backward
-    return _HookedSteps(
+    return _HookedSteps[BackwardSteps, tuple[Tensor, Tensor, Tensor]](
         lambda: make(q, k, v, dout, spans, options, states_in),
         (q, k, v),
         spans.states_in,
-        (q.shape, k.shape, v.shape),
-        _Products(within=5, local=2, finish=2),
+        _Products(within=5, local=2, finish=2, backward=True),
+        lambda: (q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)),
     )
 
 
 class _Products(NamedTuple):
-    """How many matrix products a forward or backward has, besides the one for its states."""
+    """How many matrix products a pass has, in addition to the one for its states."""
 
     within: int  # of a chunk's rows with its rows
     local: int  # of rows with states, in `local`
     finish: int  # of rows with states, in `finish`
+    backward: bool
 
 
-class _HookedSteps:
-    """A forward or backward of a backend whose steps go through hooks, to be traced or replaced.
+S = TypeVar("S", ForwardSteps, BackwardSteps)
+R = TypeVar("R")
 
-    The area of a step is how many pairs of query and key would cost softmax attention the same.
-    """
+
+class _HookedSteps(HookedSteps[S, R]):
+    """Steps whose areas follow from the numbers of matrix products."""
 
     def __init__(
         self,
-        make: Callable[[], Any],
+        make: Callable[[], S],
         operands: tuple[Tensor, Tensor, Tensor],
         states: int,
-        result_shapes: tuple[torch.Size, ...],
         products: _Products,
+        arbitrary: Callable[[], R],
     ) -> None:
         q, k, v = operands
         dim, value_dim, rows = q.shape[3], v.shape[3], q.shape[0] * q.shape[1] * q.shape[2]
-        self._q, self._result_shapes = q, result_shapes
-        self._shape = q.shape[0] * q.shape[1], k.shape[2], (dim, value_dim), len(result_shapes) > 1
+        shape = q.shape[0] * q.shape[1], k.shape[2], (dim, value_dim), products.backward
+        super().__init__(q.device, shape, arbitrary)
         area = rows * dim * value_dim // (dim + value_dim)
         self._finish_area = area * products.finish
-        within = rows * _NOMINAL_CHUNK * products.within // 2
+        within = rows * NOMINAL_CHUNK * products.within // 2
         self._local_area = within + area * products.local  # 0 once `local` has run
-        self._total = area + self._local_area + self._finish_area
-        self._steps: Any = self._compute(area, make)
-        if self._steps is not None:
-            self.states: Tensor = self._steps.states
+        self._total = max(1, area + self._local_area + self._finish_area)
+        self.steps = self.compute(area, area / self._total, make)
+        if self.steps is not None:
+            self.states: Tensor = self.steps.states
         else:
-            shape = states, q.shape[0], k.shape[2], dim, value_dim
-            self.states = q.new_zeros(shape, dtype=accumulator_dtype(q.dtype))
+            size = states, q.shape[0], k.shape[2], dim, value_dim
+            self.states = q.new_zeros(size, dtype=accumulator_dtype(q.dtype))
 
     def local(self) -> None:
         area, self._local_area = self._local_area, 0
-        self._compute(area, lambda: self._steps.local())
+        self.compute(area, area / self._total, lambda: self.made.local())
 
-    def finish(self, states: Tensor | None) -> Any:
+    def finish(self, states: Tensor | None) -> R:
         area = self._finish_area + self._local_area
-        result = self._compute(area, lambda: self._steps.finish(states))
-        if result is not None:
-            return result
-        arbitrary = [self._q.new_empty(shape) for shape in self._result_shapes]
-        return arbitrary[0] if len(arbitrary) == 1 else tuple(arbitrary)
-
-    def _compute(self, area: int, step: Callable[[], Any]) -> Any:
-        work = lambda: LinearWork(area, area / max(1, self._total), *self._shape)  # noqa: E731
-        return hooks.compute(work, self._q.device, step)
+        result = self.compute(area, area / self._total, lambda: self.made.finish(states))
+        return self._arbitrary() if result is None else result  # type: ignore[return-value]

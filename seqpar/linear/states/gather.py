@@ -1,4 +1,4 @@
-"""What LASP-2's exchange does under a layout: which states a rank composes, and where they go."""
+"""Plan LASP-2's exchange for a layout: the states that a rank composes, and their receivers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Gathering:
     included.
 
     Attributes:
-        sizes: how many states each part of what it composes has.
+        sizes: the number of states in each part of the composed states.
         sent: the other ranks that get a part, with the number of that.
         own: the number of the part that it keeps.
         arriving: how many states come from each rank, itself included.
@@ -97,7 +97,7 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
     """Return the steps of a scan over a rank's stations.
 
-    In each a station gets what the one so many before it has: 1, then 2, then 4, …
+    In each step a station gets the sum of the station 1, then 2, then 4, … before it.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

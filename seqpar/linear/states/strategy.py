@@ -43,7 +43,7 @@ class StateCall(ResolvedCall):
 
 
 class StateExchange(Protocol):
-    """An exchange of states, from which a rank gets the sums at its stations.
+    """An exchange of states. It returns the sums at a rank's stations.
 
     The weights of states are computed when it is made, before there are any states: then nothing
     that must be sent waits for them. `travels` says whether anything is sent or received, which
@@ -116,11 +116,11 @@ class StateStrategy(LinearStrategy[StateCall]):
         raise NotImplementedError
 
     def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
-        """Return what a rank sends in an exchange, by pass, step and peer, from geometry alone."""
+        """Return a rank's messages in the exchange of states; only geometry decides them."""
         raise NotImplementedError
 
     def traffic(self, call: StateCall, rank: int) -> list[Traffic]:
-        """Return what a rank sends, by pass, step and peer, from geometry alone."""
+        """Return a rank's messages, by pass, step and peer; only geometry decides them."""
         return [*self.states_traffic(call, rank), *final_states_traffic(call, rank)]
 
     def forward(

@@ -40,7 +40,7 @@ CHUNK = 64  # rows of a chunk at most, a power of two
 class Forward:
     """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`.
 
-    Spans that nothing enters are through with the first step but for what they read.
+    Spans without an entering state finish in the first step, except for reading.
     """
 
     def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:

@@ -43,7 +43,7 @@ class ChunkGradients(Chunks):
         self._has_local = False
 
     def step_back(self) -> Step:
-        """Return what each chunk does to the gradient of a state."""
+        """Return each chunk's step on the gradient of a state."""
         if self.kind.uses_beta:
             return Step(self.powers.total, self.added, self.drows, self.writers, self.erases.mT)
         return Step(self.powers.total, self.added)
@@ -51,7 +51,7 @@ class ChunkGradients(Chunks):
     def backward(self, dstates: Tensor | None) -> None:
         """Pass gradients of states through, given those of the states that leave spans.
 
-        `dstates` and `dwritten` result, of each chunk, and `dlast`, of what enters the spans.
+        It sets `dstates` and `dwritten` of each chunk, and `dlast`, of the states that enter.
         """
         starts = self.starts(dstates, self.grid.leaving)
         swept = sweep(self.grid, self.step_back(), starts, reverse=True)
@@ -62,7 +62,7 @@ class ChunkGradients(Chunks):
         self.dwritten = dwritten
 
     def local(self) -> None:
-        """Compute the gradients of q, and what k gets from the rows that read it, once."""
+        """Compute once the gradients of q, and the part of dk from the rows that read k."""
         if not self._has_local:
             self._has_local = True
             dscores = (self.dout @ self.written.mT).view(self.scores.shape)
@@ -71,7 +71,7 @@ class ChunkGradients(Chunks):
             self.dq = dq.add_(self.gradients.read(self.q, dqueries)).mul_(self.options.scale)
 
     def finish(self, target: Gradients) -> None:
-        """Set the rows of the gradients `target`, of which `heads.fold` says the shapes."""
+        """Set the rows of the gradients `target`, shaped as for `inputs.fold`."""
         self.local()
         found, dk, dv = self.gradients, self.dk, self.dwritten
         dk = dk + found.write(self.k, self.written @ self.dstates.mT)
@@ -89,7 +89,7 @@ class ChunkGradients(Chunks):
             self._join(wide, target.log_decay)
 
     def _erased(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what k, v and β get through W and U."""
+        """Return the gradients of k, v and β through W and U."""
         dim, keys = self.k.shape[-1], self.k[:, :, None]
         derases = self.dwritten @ self.states.mT
         dsolved = self.solve(torch.cat([derases.neg_(), self.dwritten], -1), transposed=True)

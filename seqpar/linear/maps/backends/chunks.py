@@ -1,4 +1,4 @@
-"""The chunks of spans, as states pass through them: the notation is that of `aten`."""
+"""The chunks of spans, as states pass through them, in the notation of `aten`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqpar.linear.maps.backends.sweep import Step, last_states, sweep
 
 
 class Chunks:
-    """The chunks of a grid's spans, and what their rows write to states.
+    """The chunks of a grid's spans, and the rows that they write to states.
 
     Attributes:
         k: (M, N, C, K).
@@ -80,7 +80,7 @@ class Chunks:
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
-        """Compute what rows read of each other, and as what they read states, once.
+        """Compute once the scores of rows with each other, and the rows that read states.
 
         q is (M, N, G, C, K), already with the scale, scores (M, N, G, C, C), and queries, Q̂, (M, N,
         G · C, K).
@@ -96,7 +96,7 @@ class Chunks:
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
     def step(self) -> Step:
-        """Return what each chunk does to a state."""
+        """Return each chunk's step on a state."""
         if self.kind.uses_beta:
             return Step(self.powers.total, None, self.rows, self.erases, self.writers.mT)
         if self._added is None:
@@ -128,7 +128,7 @@ class Chunks:
         states = eye.expand(self.grid.spans, count, dim, dim)
         maps = (self.writers, self.erases.mT) if reverse else (self.erases, self.writers.mT)
         step = Step(self.powers.total, None, None, *maps)
-        # Decays soon make numbers, or products of them, subnormal, for which cores take long.
+        # Decays soon make numbers or their products subnormal, and cores are slow with those.
         least = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
         return last_states(self.grid, step, states, reverse, least)
 

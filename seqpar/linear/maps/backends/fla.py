@@ -14,10 +14,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
@@ -55,14 +56,14 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 class _Spans(NamedTuple):
-    """The spans that have rows, as fla takes sequences: those of each batch entry in turn.
+    """The spans that have rows, as sequences of fla, one batch entry after another.
 
     Attributes:
         filled: how many there are in one entry.
         cu_seqlens: (B · filled + 1,) on the device; and on the CPU.
         entering, leaving: where the states are that enter and leave them.
         both: where those are that leave, of spans that states enter too; and those that enter.
-        empty: likewise of the spans that have no rows.
+        empty: the same two for spans without rows.
     """
 
     filled: int
@@ -83,7 +84,7 @@ class _Spans(NamedTuple):
         enter, leave = spans.state_in, spans.state_out
         both = (enter >= 0) & (leave >= 0)
 
-        def pair(of: Any) -> tuple[Places, Places]:
+        def pair(of: NDArray[np.bool_]) -> tuple[Places, Places]:
             ends = (np.where(both, x, -1)[of] for x in (leave, enter))
             first, second = (Places.of(x, device) for x in ends)
             return first, second
@@ -100,7 +101,7 @@ class _Spans(NamedTuple):
 
 
 class _Work:
-    """What forward and backward share: the inputs as fla takes them, all with max(Hq, H) heads."""
+    """Shared by forward and backward: the inputs as fla takes them, with max(Hq, H) heads."""
 
     def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.options = kind, inputs, options
@@ -137,7 +138,7 @@ class _Work:
         )
 
     def starts(self, states: Tensor | None, places: Places) -> Tensor:
-        """Return what enters each sequence: (B · filled, heads, K, V) of `states`, otherwise 0."""
+        """Return each sequence's entering state (B · filled, heads, K, V), 0 if it has none."""
         zeros = self.inputs.k.new_zeros(
             (self.spans.filled, *self.inputs.state_shape), dtype=torch.float32
         )
@@ -254,7 +255,7 @@ class Backward(_Work):
         found = self.found
         if found is None:
             dlast = self.starts(dstates_out, self.spans.leaving)
-            # Of the queries that share a state one alone goes on with it.
+            # Only one of the queries that share a state passes its gradient on.
             dlast.unflatten(1, (-1, self.group))[:, :, 1:] = 0
             found = self.gradients(dlast, *self.leaves.values())
         named = dict(zip(self.leaves, found, strict=True))

@@ -29,7 +29,7 @@ class Grid:
     Attributes:
         size: C, a power of two.
         spans: how many spans there are, those with the most chunks first.
-        steps: which chunks each step has: those of its number of spans, the first ones.
+        steps: the chunks of each step; step n has a chunk of each span with more than n chunks.
         rows: (rows,) which rows of the operands they are.
         slots: (rows,) where among the chunks' rows each of them is.
         plain: the rows, where they are one slice and fill all chunks.
@@ -92,7 +92,7 @@ class Grid:
 def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
     """Return the grid of spans that have no state, and that of those that have one.
 
-    `states` says which: "state_in" or "state_out". `most` is how many rows a chunk has at most. A
+    `states` is "state_in" or "state_out". `most` is how many rows a chunk has at most. A
     grid without spans is left out. They are kept with the spans.
     """
 

@@ -16,7 +16,7 @@ from seqpar.linear.maps.backends.powers import exp, until
 
 
 class PerHead:
-    """The powers of g (M, N, C), or of None: there is no decay."""
+    """The powers of g (M, N, C); g is None if nothing decays."""
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
         self.log_decay, self.size = log_decay, size
@@ -25,8 +25,8 @@ class PerHead:
             return
         lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
         between = torch.where(lower, log_decay[..., None], 0).cumsum(-2)
-        self.weights = exp(between).tril_()  # (M, N, C, C): of what row i reads from row j
-        self.head = exp(log_decay.cumsum(-1))[..., None]  # of what enters, at each row
+        self.weights = exp(between).tril_()  # (M, N, C, C): the weight of row j for row i
+        self.head = exp(log_decay.cumsum(-1))[..., None]  # of the entering state, at each row
         self.tail = self.weights[..., -1, :, None]  # of each row, at the chunk's end
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
 
@@ -45,7 +45,7 @@ class PerHead:
 
 
 class PerHeadGradients:
-    """The gradients of what `PerHead` returned, added up to that of g."""
+    """The gradients of the results of `PerHead`, summed to the gradient of g."""
 
     def __init__(self, powers: PerHead) -> None:
         self.powers, g = powers, powers.log_decay
@@ -73,7 +73,7 @@ class PerHeadGradients:
     def scores(
         self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return dx and dk, given the gradient of `scores(x, k)`, of which it takes the memory."""
+        """Return dx and dk, given the gradient of `scores(x, k)`, whose memory is reused."""
         if self.powers.log_decay is None:
             products = dscores.tril_()
         else:

@@ -1,6 +1,6 @@
 """Decays of each row, head and key channel within chunks.
 
-A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is no matrix product, and exp of
+A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is not a matrix product, and exp of
 differences from one row would overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3,
 cut a chunk into blocks and refer to the first row of the block of i. Here blocks are halves, of
 halves: of two neighbouring blocks of s rows, the later one's rows refer to its start, and the
@@ -51,7 +51,7 @@ class _Level(NamedTuple):
     def scores(self, scores: Tensor) -> Tensor:
         """Return the scores that are the level's, of (M, N, X, C, C): (M, N, C / 2s, X, s, s)."""
         blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
-        # (M, N, X, b, 2, s, b, 2, s), of which the later rows read from the earlier ones
+        # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier ones
         return blocks[:, :, :, :, 1, :, :, 0].diagonal(0, 3, 5).permute(0, 1, 5, 2, 3, 4)
 
 
@@ -111,7 +111,7 @@ class PerKey:
 
 
 class PerKeyGradients:
-    """The gradients of what `PerKey` returned, added up to that of g."""
+    """The gradients of the results of `PerKey`, summed to the gradient of g."""
 
     def __init__(self, powers: PerKey) -> None:
         self.powers = powers

@@ -1,4 +1,4 @@
-"""Where among the states of a call those of some spans are."""
+"""The indices of some spans' states among all states of a call."""
 
 from __future__ import annotations
 

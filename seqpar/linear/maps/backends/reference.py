@@ -33,7 +33,7 @@ class _Span(NamedTuple):
 
 
 class _Work:
-    """What forward and backward share: the inputs as states need them, and spans."""
+    """Shared by forward and backward: the inputs as states need them, and spans."""
 
     def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.spans, self.options = kind, inputs, spans, options
@@ -146,7 +146,7 @@ class Backward(Forward):
             dq = self.options.scale * dout @ states[i + 1].mT
             dstate = dstate + span.q[i].mT @ dout
             decayed = decay[..., None] * states[i]
-            dv = read(dstate, k)  # of what was added to the state with k
+            dv = read(dstate, k)  # of the value that k added to the state
             dbeta, ddecayed = None, dstate
             if span.beta is None:
                 dk = (dstate * v[..., None, :]).sum(-1)

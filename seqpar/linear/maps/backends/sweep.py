@@ -17,10 +17,10 @@ from seqpar.linear.maps.backends.grid import Grid
 
 
 class Step(NamedTuple):
-    """What each chunk does to a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
+    """Each chunk's step on a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
 
     decay is log D (M, N, K or 1), in fp64; rows are (M, N, C, V), reads (M, N, C, K), writes
-    (M, N, K, C) and added (M, N, K, V). None: there is no such term.
+    (M, N, K, C) and added (M, N, K, V). None omits the term.
     """
 
     decay: Tensor | None
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """What a sweep found: the states before each chunk (M, N, K, V), rows Y, and the last states.
+    """The results of a sweep: the states before each chunk (M, N, K, V), rows Y, and last states.
 
     Those are (spans, N, K, V).
     """
@@ -53,7 +53,7 @@ def sweep(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Swep
 def last_states(
     grid: Grid, step: Step, states: Tensor, reverse: bool = False, least: float = 0.0
 ) -> Tensor:
-    """Return only the last states of a sweep, in which what is smaller than `least` becomes 0."""
+    """Return only the last states of a sweep. Elements smaller than `least` become 0."""
     return _sweep(grid, step, states, reverse, None, None, least)
 
 

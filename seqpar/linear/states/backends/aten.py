@@ -1,8 +1,8 @@
 """Linear attention over spans in batched matrix products, chunk by chunk: fast on CPUs.
 
 It runs on every device that torch has. Qin et al., "Lightning Attention-2" (2024), section 3: spans
-are cut into chunks of C rows. What a chunk's rows get from each other is (QKᵀ ⊙ Λ) V, and what they
-get from earlier rows follows from the state that enters the chunk. A product is over all heads of
+are cut into chunks of C rows. A chunk's rows add (QKᵀ ⊙ Λ) V to each other's outputs; earlier rows
+add to them through the state that enters the chunk. A product is over all heads of
 one chunk, read in place. States pass from chunk to chunk in fp64, since the rounding of λ^C would
 add up. Half precision is computed in fp32.
 
@@ -35,7 +35,7 @@ CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
 
 
 class _Work:
-    """What forward and backward share: chunks of tensors, powers of λ, states that enter chunks."""
+    """Shared by forward and backward: chunks of tensors, powers of λ, states that enter chunks."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
@@ -105,7 +105,7 @@ class _Work:
         """Return Σ xᵀy, with decay, over the rows of a span before each of its chunks, and states.
 
         The sums are (chunks, N, D, Dv). The states are Σ xᵀy over whole spans, at the indices
-        `wanted` (spans,); −1: not returned. With `reverse` the sums are over the rows behind each
+        `wanted` (spans,); −1: not returned. With `reverse` the sums are over the rows after each
         chunk, and a state is what its span's rows add to the gradient of the state that enters it.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
@@ -131,10 +131,10 @@ class _Work:
     def entering(
         self, number: int, chunk: Chunk, inner: Tensor, outer: Tensor | None, reverse: bool
     ) -> Tensor:
-        """Return what enters a chunk, (N, D, Dv).
+        """Return the state that enters a chunk, (N, D, Dv).
 
-        That is `inner`, of its span's rows, and what is left of `outer`, the state that enters the
-        span (with `reverse`, the gradient of the state that leaves it).
+        It is the sum of `inner`, from the span's rows, and of `outer`, decayed: the state that
+        enters the span (with `reverse`, the gradient of the state that leaves it).
         """
         index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
         if outer is None or index < 0:
@@ -177,7 +177,7 @@ class Forward(_Work):
         return out.to(self.q.dtype)
 
     def within(self, chunk: Chunk) -> Tensor:
-        """Return (N, G·C, Dv): what a chunk's rows get from each other."""
+        """Return (N, G·C, Dv): the outputs of a chunk's rows from each other."""
         q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
         return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
 
@@ -222,7 +222,7 @@ class Backward(_Work):
         return dq, dk, dv
 
     def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq of a chunk, and what dk and dv get from the chunk's rows alone."""
+        """Return dq of a chunk, and the part of dk and dv that comes from the chunk's own rows."""
         q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
         state = self.entering(number, chunk, self.before, self.initial, reverse=False)
         dq = (dout * self.head(chunk.length)) @ state.mT
@@ -234,7 +234,7 @@ class Backward(_Work):
 
     @cached_property
     def before(self) -> Tensor:
-        """What entered each chunk in forward from the rows of its span: (chunks, N, D, Dv)."""
+        """The states that entered each chunk from its span's rows in forward, (…, N, D, Dv)."""
         if not self.causal:
             return self.inner[:0]  # since sums of documents entered
         no_states = np.full_like(self.spans.state_out, -1)

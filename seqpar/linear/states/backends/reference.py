@@ -18,7 +18,7 @@ from seqpar.linear.states.attend import StateOptions
 
 
 class _Work:
-    """What forward and backward share: the parts of spans, powers of λ, and empty states."""
+    """Shared by forward and backward: the parts of spans, powers of λ, and empty states."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions

@@ -50,7 +50,7 @@ class Forward:
         if self._options.causal and self._local is None:
             return self._out(initial, dtype)
         if initial is None:
-            # Without causality a state enters each run, so there are no rows.
+            # Without causality a state enters each run, so here the rank has no rows.
             return self._empty(dtype) if self._local is None else self._local
         before = self._local
         out = before if before is not None and before.dtype == dtype else self._empty(dtype)
@@ -203,7 +203,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write what is before and what the states that enter add to it, to out."""
+        """Write to out the sum of `before` and of the outputs of entering states."""
         kernels.carry(
             x, self._tables, self._configs[2], before=before, out=out, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
