@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.kernels import softmax_contenders as contenders
 from benchmarks.kernels.softmax_workloads import Workload
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 
 CHUNK = 64  # rows, for the count of FLOPs

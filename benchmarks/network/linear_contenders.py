@@ -28,7 +28,7 @@ from torch import Tensor
 
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 
 

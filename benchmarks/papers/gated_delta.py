@@ -24,7 +24,7 @@ from seqpar.balance import Cluster
 from seqpar.comm.messages.exchange import Comm
 from seqpar.linear.kinds import kind
 from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 KIND, TOKENS, RANKS, HEADS, DIM, ITEM = "gated_delta", 2**15, 4, 64, 128, 2
 CLUSTER = Cluster.preset(f"1x{RANKS}-h800")

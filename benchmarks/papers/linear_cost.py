@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from seqpar.core.hooks import hooks
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 
 BLOCKS = 4  # as in LASP2Attention

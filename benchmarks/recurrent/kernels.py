@@ -28,7 +28,7 @@ from seqpar.linear.decode import decode_step
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
 from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIMIT = 1e-5  # RMS error in fp32, over the RMS of the expected result

@@ -210,7 +210,8 @@ class ScannedStates:
     """The sums of states at a rank's stations, while states are passed on.
 
     A thread passes them on, or on a GPU a stream, so that the rank computes while states that it
-    must pass on have not arrived yet. What a sum becomes on its way is a subclass's.
+    must pass on have not arrived yet; gloo's receives report their end only to a waiting thread. A
+    subclass decides how a sum changes on its way.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:

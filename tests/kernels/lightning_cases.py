@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.lightning_attention import reference
 
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as backend
 from tests.kernels.operands import stored

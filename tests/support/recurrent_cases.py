@@ -10,7 +10,7 @@ from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import kind
 from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.maps import apply
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from seqpar.costs.profile.samples import Sample
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions

@@ -24,7 +24,7 @@ from seqpar.attention.backend import load_backend
 from seqpar.linear.inputs import Gradients, Inputs
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.maps import Maps, empty_maps
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.steps import NOMINAL_CHUNK, HookedSteps
 
 

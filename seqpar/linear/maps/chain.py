@@ -1,9 +1,10 @@
 """A document's chain of spans on all ranks, in the order of a pass.
 
 In forward states go from a document's first span to its last; in backward gradients of states go
-from the last to the first. The first of a pass is the chain's *head*: what enters it comes from no
-span, but is the initial state, or in backward the final state's gradient. So its holder knows the
-state that leaves it, and no rank needs its transition. The last of a pass is the chain's *tail*.
+from the last to the first. The first span of a pass is the chain's *head*: only the initial state
+enters it, or in backward the final state's gradient. So its holder knows the state that leaves it,
+and sends that instead of a map: for the delta rule K·V numbers instead of K·(K + V). On two ranks,
+or for many short documents, nearly all maps are of heads. The last span is the chain's *tail*.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torch import Tensor
 from seqpar.attention.backend import load_backend
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.steps import NOMINAL_CHUNK, HookedSteps
 
 

@@ -32,7 +32,7 @@ from seqpar.linear.maps.backends.chunks import Chunks
 from seqpar.linear.maps.backends.grid import grids
 from seqpar.linear.maps.backends.sweep import last_states
 from seqpar.linear.maps.maps import empty_maps
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 CHUNK = 64  # rows of a chunk at most, a power of two
 

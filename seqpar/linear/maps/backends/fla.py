@@ -26,7 +26,7 @@ from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.places import Places
 from seqpar.linear.maps.maps import Maps, empty_maps, transposed
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 MAX_HEAD_DIM = 256
 LOWEST = -30.0  # log decay

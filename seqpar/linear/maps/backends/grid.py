@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up
 from seqpar.linear.maps.backends.places import Places
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 
 @dataclass(frozen=True, eq=False)

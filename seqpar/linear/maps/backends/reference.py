@@ -16,7 +16,7 @@ from seqpar.linear.inputs import Gradients, Inputs, expand, fold
 from seqpar.linear.kinds import Kind, advance, read
 from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.maps import empty_maps, transposed
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 
 class _Span(NamedTuple):

@@ -8,8 +8,9 @@ add up. Half precision is computed in fp32.
 
 No product has rows of two documents, nor of two chunks: a NaN or an infinity of one token reaches
 the rows that attend to the token, and the earlier rows of its chunk (0 · NaN is NaN), but no other
-rows. In the reference it reaches the earlier rows of its span. Exact earlier rows would need a
-product for each; softmax's kernels make the same choice for the earlier rows of a tile.
+rows. (One product for each chunk takes no longer than one for 16.) In the reference it reaches the
+earlier rows of its span. Exact earlier rows would need a product for each; softmax's kernels make
+the same choice for the earlier rows of a tile.
 
 A chunk's tensors are (N, G·C, D), with N = B·Hkv (B batch, Hkv KV heads): the rows of the G query
 heads that share a KV head come one head after another, so a product over rows also sums over these
@@ -27,7 +28,7 @@ from torch import Tensor
 from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends.chunks import Chunk, chunks_of, rows_of_chunks
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.ranges import count_up
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 
 
 class Chunk(NamedTuple):

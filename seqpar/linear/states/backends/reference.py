@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions
 
 

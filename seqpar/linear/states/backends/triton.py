@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqpar.attention.backend import triton_refusal
 from seqpar.kernels import lightning_attention as kernels
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions
 
 refusal = triton_refusal

@@ -15,7 +15,7 @@ from seqpar.linear.kinds import KINDS, kind
 from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.backends import aten
 from seqpar.linear.maps.maps import Maps, compose
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from tests.support.recurrent_cases import RecurrentCase, errors, oracle, run
 from tests.support.tiers import examples
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout, use_backend
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 from seqpar.linear.states.backends import aten
 from tests.support.cases import rms

@@ -19,7 +19,7 @@ from seqpar.linear.kinds import KINDS, kind
 from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.backends import fla
 from seqpar.linear.maps.maps import apply
-from seqpar.linear.spans import SpanStates
+from seqpar.linear.routes import SpanStates
 from tests.support.recurrent_cases import RecurrentCase, run
 
 KIND_OF = {
