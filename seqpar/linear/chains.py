@@ -97,20 +97,21 @@ class ChainedSpans(NamedTuple):
         return np.flatnonzero((here | to_here) & ~last), np.flatnonzero(here & last)
 
 
-def _table(
-    *,
-    depth: Ints | int,
-    document: Ints,
-    source: Ints | int,
-    target: Ints | int,
-    own_state: Ints | int,
-    carries_from: Ints | int,
-    rows: Ints | int,
-    target_slot: Ints,
-) -> Ints:
-    """Return links as columns (8, links) in the order that `hops_of` reads."""
-    named = depth, source, target, document, own_state, carries_from, rows, target_slot
-    return np.stack(np.broadcast_arrays(*named))
+class _Links(NamedTuple):
+    """Links as columns, which broadcast; `hops_of` reads them in this order."""
+
+    depth: Ints | int
+    source: Ints | int
+    target: Ints | int
+    document: Ints
+    own_state: Ints | int
+    carries_from: Ints | int
+    rows: Ints | int
+    target_slot: Ints
+
+    def table(self) -> Ints:
+        """Return (8, links)."""
+        return np.stack(np.broadcast_arrays(*self))
 
 
 def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) -> list[Ints]:
@@ -120,7 +121,7 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
     following = current + 1
     if backward:
         carries = ends | (spans.behind[following] > 0)
-        between = _table(
+        between = _Links(
             depth=spans.behind[following] + 1,
             document=spans.document[following],
             source=spans.holder[following],
@@ -129,12 +130,12 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
             carries_from=np.where(carries, spans.state_out[following], -1),
             rows=spans.rows[following],
             target_slot=spans.state_out[current],
-        )
+        ).table()
         if not ends:
             return [between]
         return [between, *_links_from_ends(routes, spans, rank, 0, spans.state_out)]
     carries_from = np.where(spans.number > 0, spans.state_in, -1)
-    between = _table(
+    between = _Links(
         depth=spans.number[current],
         document=spans.document[current],
         source=spans.holder[current],
@@ -143,11 +144,11 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
         carries_from=carries_from[current],
         rows=spans.rows[current],
         target_slot=spans.state_in[following],
-    )
+    ).table()
     if not ends:
         return [between]
     ended = mine[: mine.size * routes.returns_final_state]
-    to_ends = _table(
+    to_ends = _Links(
         depth=spans.number[ended],
         document=spans.document[ended],
         source=rank,
@@ -156,7 +157,7 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
         carries_from=carries_from[ended],
         rows=spans.rows[ended],
         target_slot=routes.held(rank).states.states_in + np.arange(ended.size),
-    )
+    ).table()
     return [between, to_ends]
 
 
@@ -173,7 +174,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
     passed_on = state + np.array(stations)[runs.holder]  # slots after the stations
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
-    there = _table(
+    there = _Links(
         depth=runs.number[current],
         document=runs.document[current],
         source=runs.holder[current],
@@ -182,8 +183,8 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
         carries_from=np.where(runs.number > 0, passed_on, -1)[current],
         rows=0,
         target_slot=passed_on[following],
-    )
-    at_last = _table(
+    ).table()
+    at_last = _Links(
         depth=runs.number[mine],
         document=runs.document[mine],
         source=rank,
@@ -192,8 +193,8 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
         carries_from=np.where(from_end, passed_on, -1)[mine],
         rows=0,
         target_slot=state[mine],
-    )
-    back = _table(
+    ).table()
+    back = _Links(
         depth=(runs.number + 2 * runs.behind + 2)[following],
         document=runs.document[following],
         source=runs.holder[following],
@@ -202,12 +203,12 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
         carries_from=state[following],
         rows=0,
         target_slot=state[current],
-    )
+    ).table()
     if backward:
         from_ends = _links_from_ends(routes, runs, rank, -1, passed_on)
         return [there, at_last, back, *from_ends]
     ended = mine[: mine.size * routes.returns_final_state]
-    to_ends = _table(
+    to_ends = _Links(
         depth=runs.number[ended] + 1,
         document=runs.document[ended],
         source=rank,
@@ -216,7 +217,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[In
         carries_from=state[ended],
         rows=0,
         target_slot=routes.held(rank).states.states_in + np.arange(ended.size),
-    )
+    ).table()
     return [there, at_last, back, to_ends]
 
 
@@ -230,7 +231,7 @@ def _links_from_ends(
     last = np.flatnonzero(spans.behind == 0)
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[spans.holder[last] == rank]
-        yield _table(
+        yield _Links(
             depth=depth,
             document=spans.document[reached],
             source=source,
@@ -239,4 +240,4 @@ def _links_from_ends(
             carries_from=-1,
             rows=0,
             target_slot=slots[reached],
-        )
+        ).table()

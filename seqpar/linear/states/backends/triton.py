@@ -62,7 +62,7 @@ class Forward:
         out, scale = self._empty(dtype), self._options.scale
         initial = None if initial is None else initial.contiguous()
         self._walk.recurrence(
-            "out", *self._operands, out, self._between, initial, self._log_decay, scale
+            "out", self._operands, out, self._between, initial, self._log_decay, scale
         )
         return out
 
@@ -122,7 +122,7 @@ class Backward:
         between, _ = self._along.states(k, v, log_decay, 1.0)
         initial = None if self._initial is None else self._initial.mT
         dq, common = _gradient(q), (log_decay, self._options.scale)
-        self._along.recurrence("dq", dout, v, k, dq, between.mT, initial, *common)
+        self._along.recurrence("dq", (dout, v, k), dq, between.mT, initial, *common)
         return dq
 
     def _dk_dv(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -130,8 +130,8 @@ class Backward:
         dk, dv = _gradient(k), _gradient(v)
         transposed = self._between.mT, None if dfinal is None else dfinal.mT
         common = self._log_decay, self._options.scale
-        self._walk.recurrence("dk", v, dout, q, dk, *transposed, *common)
-        self._walk.recurrence("dv", k, q, dout, dv, self._between, dfinal, *common)
+        self._walk.recurrence("dk", (v, dout, q), dk, *transposed, *common)
+        self._walk.recurrence("dv", (k, q, dout), dv, self._between, dfinal, *common)
         return dk, dv
 
 
@@ -177,9 +177,7 @@ class _Walk:
     def recurrence(
         self,
         name: str,
-        x: Tensor,
-        y: Tensor,
-        z: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         between: Tensor,
         initial: Tensor | None,
@@ -188,7 +186,7 @@ class _Walk:
     ) -> None:
         """Write the result of this name to out, given the states that `states` returned."""
         kernels.recurrence(
-            x, y, z, self._tables, self._configs[1], out=out, between=between, initial=initial,
+            *operands, self._tables, self._configs[1], out=out, between=between, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
             known_by=(self._known_by, name, initial is None, out.dtype),
         )  # fmt: skip
