@@ -1,4 +1,4 @@
-"""Room in a block of memory, lent and given back."""
+"""Allocates ranges of a block of memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALIGNMENT = 64  # bytes
 
 
 def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where parts of so many bytes begin, and how many bytes they take together."""
+    """Return aligned offsets for parts of these sizes, and the bytes that all of them take."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -18,15 +18,15 @@ def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Arena:
-    """Lends ranges of a block of bytes, at multiples of 64, the first that is large enough."""
+    """Lends ranges of a block, aligned to 64 bytes; the first free range that fits is used."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free = [(0, size)] if size else []  # (start, stop), ascending, apart
+        self._free = [(0, size)] if size else []  # (start, stop), ascending, not adjacent
         self._lent: dict[int, int] = {}
 
     def take(self, size: int) -> int | None:
-        """Return where so many bytes begin that now are lent, or None if there are none."""
+        """Lend `size` bytes; return their offset, or None if no free range is large enough."""
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
@@ -36,7 +36,7 @@ class Arena:
         return None
 
     def give(self, start: int) -> None:
-        """Take back what was lent at this place."""
+        """Take back the range that was lent at this offset."""
         stop = self._lent.pop(start)
         i = bisect_left(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
@@ -47,5 +47,4 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """How many bytes are lent."""
         return sum(stop - start for start, stop in self._lent.items())

@@ -1,11 +1,10 @@
-"""Requests and results as headers with payloads, and back."""
+"""Converts requests and results to headers and payloads, and back."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,27 +15,29 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.servers.wire.header import DTYPES, Form, check_tables, form_of
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.pages import RowShape, Seen
-from seqpar.servers.wire.payload import Bytes, Payload, bytes_of, checksum
+from seqpar.servers.wire.payload import Buffer, Bytes, Payload, bytes_of, checksum
 from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.call_options import CallOptions
 
 _NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
-_ANY = Limits(tokens=2**40, bytes=2**40)  # caps above which no server may be set
-_TABLES = 3  # parts of a request
-# Bytes of tables from which on a task's slices are not kept: computing takes much longer.
-_KEPT_TABLES = 2**16
-_PIECE_ROWS, _PIECE_BYTES = 64, 512  # what backends derive of a slice: one piece for so many rows
+_LARGEST_CAPS = Limits(tokens=2**40, bytes=2**40)  # that a server may have
+_TABLES = 3  # the first parts of a request: slices, and positions of queries and of keys
+_MAX_KEPT_TABLE_BYTES = 2**16  # a larger task computes for much longer than it reads tables
+_PIECE_ROWS, _PIECE_BYTES = (
+    64,
+    512,
+)  # of the data that backends derive from a slice and keep with it
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A request, ready to be sent to any server, any number of times.
+    """A request that can be sent to any server any number of times.
 
     Attributes:
-        header: of generation and number 0.
-        parts: the payload's buffers; the request's tensors must not change meanwhile.
-        form: what the header promises.
+        header: with generation and number 0.
+        parts: the payload's buffers, which share memory with the request's tensors.
+        form: the sizes that the header promises.
     """
 
     header: Task | StepRequest
@@ -51,7 +52,7 @@ class Packed:
         result_place: int | None = None,
         watching: float = 0.0,
     ) -> Task | StepRequest:
-        """Return the header of an attempt."""
+        """Return the header for one attempt."""
         return msgspec.structs.replace(
             self.header,
             generation=generation,
@@ -63,7 +64,7 @@ class Packed:
 
 
 def pack(request: Request) -> Packed:
-    """Return a request ready to be sent; a RequestError says what no server would take."""
+    """Pack a request; raise a RequestError if no server could accept it."""
     q, k, v, options = request.q, request.k, request.v, request.options
     header = Task(
         generation=0,
@@ -86,7 +87,7 @@ def pack(request: Request) -> Packed:
         checksum=0,
     )
     form = form_of(header)
-    form.check(_ANY)
+    form.check(_LARGEST_CAPS)
     tables, before = request.slices.derived("packed tables", lambda: _tables(request))
     operands = [bytes_of(x) for x in request.tensors()[_TABLES:]]
     header = msgspec.structs.replace(header, checksum=checksum(operands, before))
@@ -101,9 +102,9 @@ def pack_step(
     seen: Seen,
     scores: CallOptions,
 ) -> Packed:
-    """Return a step ready to be sent: to put k and v behind the first `start` rows, and attend.
+    """Pack a step that stores k and v after the first `start` rows, and then attends.
 
-    `operands` are q, k and v, (B, T or rows, H, D).
+    `operands` are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
     """
     q, k, v = operands
     shape = RowShape.of(k, v)
@@ -134,30 +135,29 @@ def pack_step(
 
 def _tables(request: Request) -> tuple[list[Bytes], int]:
     """Return the tables of a request, and their checksum."""
-    found = [bytes_of(x) for x in request.tensors()[:_TABLES]]
-    return found, checksum(found)
+    tables = [bytes_of(x) for x in request.tensors()[:_TABLES]]
+    return tables, checksum(tables)
 
 
 class KeptSlices:
-    """The slices of a client's last tasks, with what backends derived, for its next ones.
+    """Keeps the slices of a client's last tasks, with the data that backends derived from them.
 
     Attributes:
-        nbytes: how many bytes they take at most.
+        nbytes: an upper bound of the bytes that they take.
     """
 
     def __init__(self, most: int = 2**22) -> None:
-        """Keep at most so many bytes."""
+        """Keep at most `most` bytes."""
         self.nbytes, self._most = 0, most
         self._slices: OrderedDict[tuple[bytes, ...], tuple[Slices, int]] = OrderedDict()
 
     def clear(self) -> None:
-        """Keep nothing."""
         self._slices.clear()
         self.nbytes = 0
 
     def read(self, tables: tuple[bytes, ...]) -> Slices:
-        """Return the slices that tables are, or raise a RequestError that says what is wrong."""
-        if sum(map(len, tables)) > _KEPT_TABLES:
+        """Convert tables to slices; raise a RequestError if they are malformed."""
+        if sum(map(len, tables)) > _MAX_KEPT_TABLE_BYTES:
             return _read_slices(*tables)
         slices, size = self._slices.pop(tables, None) or (None, 0)
         if slices is None:
@@ -172,17 +172,19 @@ class KeptSlices:
         return slices
 
 
-_OWN_SLICES = KeptSlices()  # of tasks that belong to no client
+_OWN_SLICES = KeptSlices()  # of tasks without a client
 
 
 def unpack(
-    task: Task, buffers: Sequence[Any], backend: str, kept: KeptSlices | None = None
+    task: Task, buffers: Sequence[Buffer], backend: str, kept: KeptSlices | None = None
 ) -> Request:
-    """Return the request that a header, checked already, and its payload are.
+    """Make a request from a checked header and its payload.
 
-    `kept` has the slices of this client's earlier tasks. The request's slices are made of copies,
-    since a peer may go on writing where they arrived; q, k and v and the like are views. A
-    RequestError names what is wrong.
+    `kept` has the slices of this client's earlier tasks. The slices are copied, since a peer might
+    still write to the memory where they arrived; q, k, v and gradients are views of the buffers.
+
+    Raises:
+        RequestError: if the payload is malformed; the message names the part.
     """
     payload = form_of(task).request
     payload.check(buffers, task.checksum)
@@ -194,7 +196,6 @@ def unpack(
 
 
 def _read_slices(*tables: bytes) -> Slices:
-    """Return the slices that tables are, or raise a RequestError that says what is wrong."""
     table, q_positions, k_positions = (
         np.frombuffer(bytearray(data), dtype)
         for data, dtype in zip(tables, (np.int64, np.int32, np.int32), strict=True)
@@ -206,8 +207,8 @@ def _read_slices(*tables: bytes) -> Slices:
     return Slices(*ranges, q_positions, k_positions, sent)
 
 
-def unpack_result(payload: Payload, buffers: Sequence[Any], expected: int) -> list[Tensor]:
-    """Return the tensors of a result, copies of what arrived, or raise a RequestError."""
+def unpack_result(payload: Payload, buffers: Sequence[Buffer], expected: int) -> list[Tensor]:
+    """Return copies of a result's tensors; raise a RequestError if the payload is damaged."""
     copies = payload.copies(list(buffers))
     payload.check(copies, expected)
     return payload.tensors(copies)

@@ -1,13 +1,13 @@
-"""What a pool raises."""
+"""The errors of a pool."""
 
 from __future__ import annotations
 
 
 class StepLostError(Exception):
-    """A cache is not where it was, or its server did not answer: nobody but us sees this.
+    """A cache was lost, or its server did not answer. The cache's code catches this error.
 
     Attributes:
-        blame: whether that server is there, and has failed.
+        blame: whether a server that is still connected is at fault.
     """
 
     def __init__(self, reason: str, blame: bool) -> None:
@@ -16,4 +16,4 @@ class StepLostError(Exception):
 
 
 class ServersError(RuntimeError):
-    """No server computed a task within its deadline, and it was not to be computed at home."""
+    """No server computed a task within its deadline, and the pool has `home=False`."""

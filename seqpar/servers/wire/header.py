@@ -1,7 +1,7 @@
-"""What a task's header promises: the sizes of its payload, checked before anything is allocated.
+"""Derives the sizes of a payload from a header, and checks them before memory is allocated.
 
-All arithmetic is on Python's integers, which do not overflow. An error names the argument and what
-is allowed; it shows numbers of the header, never what a payload holds.
+Python's integers do not overflow. An error names the field and the allowed values; it shows numbers
+of the header but never data of a payload.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_KEPT = 256  # forms of tasks
+_MAX_KEPT_FORMS = 256
 
 
 class Form:
-    """What requests have in common that differ only in their numbers, places and payload.
+    """The shape of requests that differ only in their numbers, places and data.
 
     Attributes:
-        request, result: what their payloads have, in order.
+        request, result: the layouts of their payloads.
     """
 
     def __init__(self, task: Task | StepRequest) -> None:
-        """Take the promises of this header."""
         self._task = task
         self._faults: dict[Limits, str | None] = {}
 
@@ -52,17 +51,17 @@ class Form:
         ]
         if isinstance(task, StepRequest):
             return Payload(operands)
-        found = [
+        tensors = [
             PayloadTensor("slices", torch.int64, (task.slices, 6)),
             PayloadTensor("q_positions", torch.int32, (task.q_rows,)),
             PayloadTensor("k_positions", torch.int32, (task.k_rows,)),
             *operands,
         ]
         if task.op == "backward":
-            found += [PayloadTensor("dout", dtype, (*rows, task.value_dim))]
-            found += [PayloadTensor("lse", exact, rows), PayloadTensor("delta", exact, rows)]
-            found += [PayloadTensor("dlse", exact, rows)] if task.has_dlse else []
-        return Payload(found)
+            tensors += [PayloadTensor("dout", dtype, (*rows, task.value_dim))]
+            tensors += [PayloadTensor("lse", exact, rows), PayloadTensor("delta", exact, rows)]
+            tensors += [PayloadTensor("dlse", exact, rows)] if task.has_dlse else []
+        return Payload(tensors)
 
     @cached_property
     def result(self) -> Payload:
@@ -80,14 +79,14 @@ class Form:
         return Payload([PayloadTensor(name, exact, shape) for name, shape in shapes.items()])
 
     def _shapes(self) -> tuple[torch.dtype, torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """Return the dtypes of operands and sums, and the leading dimensions of q and k."""
+        """Return the dtypes of operands and of sums, and the leading dimensions of q and of k."""
         task, dtype = self._task, DTYPES[self._task.dtype]
         rows = task.batch, task.q_rows, task.heads
         keys = task.batch, task.k_rows, task.kv_heads
         return dtype, accumulator_dtype(dtype), rows, keys
 
     def check(self, limits: Limits) -> None:
-        """Raise a RequestError that names what is wrong with the header, or above a cap."""
+        """Raise a RequestError if a field is wrong or above a cap; the message names the field."""
         if limits not in self._faults:
             self._faults[limits] = self._fault(limits)
         if (fault := self._faults[limits]) is not None:
@@ -107,25 +106,25 @@ class Form:
         if isinstance(task, Task):
             caps["slices"] = 0, MAX_SLICES
         for name, (least, most) in caps.items():
-            if not least <= (found := getattr(task, name)) <= most:
-                return f"{name} must be from {least} to {most} here, got {found}"
+            if not least <= (value := getattr(task, name)) <= most:
+                return f"{name} must be from {least} to {most} here, got {value}"
         for name in ("q_rows", "k_rows"):
-            if (found := task.batch * getattr(task, name)) > tokens:
-                return f"{name}: a batch must have at most {tokens} in all, got {found}"
+            if (rows := task.batch * getattr(task, name)) > tokens:
+                return f"{name}: a batch must have at most {tokens} in all, got {rows}"
         if task.heads % task.kv_heads:
             return f"heads must be a multiple of kv_heads: {task.heads}, {task.kv_heads}"
         if not math.isfinite(task.scale):
             return "scale must be finite"
         if not 0 <= task.softcap < math.inf:
             return "softcap must be finite and not negative"
-        for kind, found in (("payload", self.request), ("result", self.result)):
-            if found.room > limits.bytes:
-                return f"{kind}: {limits.bytes} bytes at most are taken here, got {found.room}"
+        for kind, payload in (("payload", self.request), ("result", self.result)):
+            if payload.room > limits.bytes:
+                return f"{kind}: {limits.bytes} bytes at most are taken here, got {payload.room}"
         return None
 
 
 def form_of(task: Task | StepRequest) -> Form:
-    """Return what a header promises; it is kept for the next one of the same form."""
+    """Return a header's form. The last 256 forms are kept."""
     numbers = _NUMBERS if isinstance(task, Task) else _NUMBERS_OF_STEP
     return _form(msgspec.structs.replace(task, **numbers))
 
@@ -141,23 +140,24 @@ _NUMBERS: dict[str, Any] = {
 _NUMBERS_OF_STEP = _NUMBERS | dict.fromkeys(["cache", "writes", "start", "offset"], 0)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAX_KEPT_FORMS)
 def _form(task: Task | StepRequest) -> Form:
     return Form(task)
 
 
 def check_header(task: Task | StepRequest, limits: Limits) -> None:
-    """Raise a RequestError that names what is wrong with a header, or above a cap."""
+    """Raise a RequestError if a field of a header is wrong or above a cap."""
     form_of(task).check(limits)
 
 
 def check_tables(
     table: NDArray[np.int64], q_positions: NDArray[np.int32], k_positions: NDArray[np.int32]
 ) -> None:
-    """Raise a RequestError unless slices lie within the rows, and positions ascend in each.
+    """Raise a RequestError unless slices lie within the rows and positions ascend in each slice.
 
-    Their rectangles together have at most twice all pairs of rows, what a causal mask with a prefix
-    may have; else some would overlap, and a small request could cost any amount of work.
+    All rectangles together may have at most twice the pairs of rows, as many as a causal mask with
+    a prefix needs. Without this bound a small request of overlapping slices could cost any amount
+    of work.
     """
     for name, columns, positions in (
         ("q rows", table[:, 0:2], q_positions),

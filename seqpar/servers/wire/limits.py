@@ -1,4 +1,4 @@
-"""What a server takes at most, and how long anything may last: said here and nowhere else."""
+"""All limits and deadlines of servers and pools."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from seqpar.core.arguments import as_float, as_int
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 MAX_SLICES = 2**20
-MAX_CONTROL_BYTES = 2**16  # of a message without its payload
-MAX_ANSWER_BYTES = 2**26  # of a frame that a client takes: results of 128 GiB come in such pieces
-MAX_FRAMES = 2**12  # of a message
-PIECE_BYTES = 2**20  # of a frame of a large payload
-LEAST_RATE = 2**20  # bytes per second; deadlines do not wait for a slower link
+MAX_CONTROL_BYTES = 2**16  # per message, without its payload
+MAX_ANSWER_BYTES = 2**26  # per frame that a client accepts; enough for a result of 128 GiB
+MAX_FRAMES = 2**12  # per message
+PIECE_BYTES = 2**20  # per frame of a large payload
+LEAST_RATE = 2**20  # bytes per second; deadlines do not allow for a slower network
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of a server: what is above one is refused before anything is allocated for it.
+    """The caps of a server. A request above a cap is refused before memory is allocated for it.
 
     Attributes:
-        tokens: query rows, and key rows, of a request.
-        bytes: of a request's payload, and of its result's.
-        queued_bytes: of all requests that a server holds.
-        requests: that one client may have in flight: its credits.
-        clients: with a lease at once.
+        tokens: query rows, and key rows, of one request.
+        bytes: of one request's payload, and of its result.
+        queued_bytes: of all requests and results that a server holds.
+        requests: requests that one client may have in flight (its credits).
+        clients: clients with a lease.
         cache_bytes: of all keys and values that a server holds for clients.
     """
 
@@ -45,21 +45,21 @@ class Limits:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long a client waits for what, in seconds: connect < request < hedge < give_up < group.
+    """A client's deadlines in seconds: connect < request < hedge < give_up < group.
 
-    `request`, `hedge` and `give_up` are longer while payloads pass: by twice the seconds that the
-    payloads and results of all tasks at the server need at the rate measured on its link, which
-    counts as at least 1 MiB per second.
+    Payloads on the network extend `request`, `hedge` and `give_up`: by twice the seconds that the
+    payloads and results of all tasks at the server need at the measured rate of its connection. The
+    rate counts as at least 1 MiB per second.
 
     Attributes:
-        connect: for a handshake, and, but for 1 s at least, for a sign of life from a server: a
-            pong, or a piece of a result; then it counts as lost.
-        request: for an answer to one attempt at a task, since its server was asked, or answered
-            another task; then another server is asked.
-        hedge: for an answer from any server, since the pool was asked, or had another task's
-            result; then the task is computed at home.
-        give_up: for a task altogether, likewise; then its future raises.
-        group: the timeout of the trainers' process group, which must not end first; inf: there is
+        connect: for a handshake. A server is lost after this time, and at least 1 s, without a
+            sign of life (a pong, or a piece of a result).
+        request: for the answer to one attempt, since it was sent or its server last answered
+            another task. Then another server is asked.
+        hedge: for the answer of any server, since the task was submitted or the pool last had
+            another task's result. Then this process computes the task.
+        give_up: for a result, counted in the same way. Then the task's future raises.
+        group: the timeout of the trainers' process group, which must not end first; inf if there is
             none.
     """
 
@@ -98,16 +98,17 @@ class PoolOptions:
 
 @dataclass(frozen=True)
 class ServerDeadlines:
-    """How long a server waits for a client, in seconds.
+    """A server's deadlines in seconds.
 
     Attributes:
-        idle: for any message; then the client's lease ends, and all that it holds is freed. A
-            client that lives says so three times as often. A connection on which no message
-            ends, and less than 1 MiB of one arrives, is ended too.
-        request: for a request to be begun; then it is refused, as nobody waits for it any more.
+        idle: for a client's next message. Then its lease ends, and all that the server holds for it
+            is freed. A live client gives a sign of life at least three times as often. A
+            connection also ends if neither a whole message nor 1 MiB of one arrives in this time.
+        request: for a request's turn to be computed. Then it is refused, since its client has
+            given it up.
         handshake: for a connection to authenticate.
-        transfer: for a one-sided write, in addition to a second per MiB.
-        drain: for what is in flight when the server is told to end.
+        transfer: for a one-sided write, plus one second per MiB.
+        drain: for requests in flight when the server is told to end.
     """
 
     idle: float = 10.0
@@ -119,5 +120,5 @@ class ServerDeadlines:
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 0 < as_float(field.name, getattr(self, field.name)) < math.inf:
-                found = getattr(self, field.name)
-                raise ValueError(f"{field.name} must be finite and above 0 seconds, got {found}")
+                value = getattr(self, field.name)
+                raise ValueError(f"{field.name} must be finite and above 0 seconds, got {value}")

@@ -1,7 +1,7 @@
-"""Rows of keys and values that stay and grow, in pages: on a server and at home alike.
+"""Rows of keys and values of a cache, in pages, on a server or in the trainer's process.
 
-Where a page begins follows from the number of its first row alone, and so do the bits of attention:
-they are the same however the rows came to be there.
+The bounds of the pages depend only on the number of rows. So attention has the same bits however
+the rows arrived.
 
 Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
 """
@@ -24,15 +24,15 @@ from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.decode import by_kv_head, by_query_head
 
-# Rows of a page. It has the same number of rows as all pages before it, within these limits: 64K
+# Rows per page. A page has the same number of rows as all pages before it, within these limits: 64K
 # tokens take 10 pages, and a short cache uses at least half of its memory.
-_LEAST, _MOST = 2**8, 2**14
-# Slices in which each query sees each key are kept, if few rows do: at most 8 MiB in all.
-_KEPT, _KEPT_ROWS = 64, 64
+_MIN_PAGE_ROWS, _MAX_PAGE_ROWS = 2**8, 2**14
+# Slices without a mask are kept if they have few query rows: at most 8 MiB altogether.
+_MAX_KEPT_SLICES, _MAX_KEPT_QUERY_ROWS = 64, 64
 
 
 class RowShape(NamedTuple):
-    """What rows of a cache are: (B, rows, Hkv, D) of keys, and Dv in place of D of values."""
+    """The shape of a cache's rows: keys (B, rows, Hkv, D) and values (B, rows, Hkv, Dv)."""
 
     dtype: torch.dtype
     batch: int
@@ -42,25 +42,25 @@ class RowShape(NamedTuple):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> RowShape:
-        """Return that of keys and values (B, T, Hkv, D and Dv)."""
         return cls(k.dtype, k.shape[0], k.shape[2], k.shape[3], v.shape[3])
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes, keys and values."""
+        """Bytes of one row of keys and values."""
         return self.batch * self.kv_heads * (self.dim + self.value_dim) * self.dtype.itemsize
 
     def nbytes(self, rows: int) -> int:
-        """Return how many bytes so many rows take, in whole pages."""
-        if rows <= _MOST:  # each page doubles the rows
-            return max(_LEAST, 1 << (rows - 1).bit_length()) * self.row_bytes if rows else 0
-        return -(-rows // _MOST) * _MOST * self.row_bytes
+        """Return the bytes of the whole pages that hold this many rows."""
+        if rows <= _MAX_PAGE_ROWS:  # each page doubles the rows
+            return max(_MIN_PAGE_ROWS, 1 << (rows - 1).bit_length()) * self.row_bytes if rows else 0
+        return -(-rows // _MAX_PAGE_ROWS) * _MAX_PAGE_ROWS * self.row_bytes
 
 
 class Seen(NamedTuple):
-    """Which rows queries see: one at position i sees rows i − left … i + right.
+    """The rows that queries attend to: a query at position i attends to rows i − left … i + right.
 
-    `offset` is the position of the first query, counted from the first row.
+    Attributes:
+        offset: the position of the first query; the first row has position 0.
     """
 
     offset: int
@@ -68,18 +68,16 @@ class Seen(NamedTuple):
     right: int
 
     def rows(self, tokens: int, length: int) -> tuple[int, int]:
-        """Return between which of so many rows those are that some of the queries see."""
+        """Return the range of the first `length` rows that some query attends to."""
         first, stop = self.offset - self.left, self.offset + tokens + self.right
         return (max(0, first), min(length, stop)) if tokens else (0, 0)
 
 
 class Pages:
-    """Keys and values of a sequence, or of a batch of sequences of one length.
+    """Keys and values of one sequence or of a batch of sequences of one length.
 
     Attributes:
-        shape: of its rows.
-        device: where they are.
-        nbytes: how many bytes its pages take.
+        nbytes: bytes of the pages.
     """
 
     def __init__(self, shape: RowShape, device: torch.device) -> None:
@@ -87,11 +85,11 @@ class Pages:
         self._pages: list[tuple[Tensor, Tensor]] = []
 
     def reserve(self, rows: int) -> None:
-        """Make room for so many rows in all."""
+        """Make room for the first `rows` rows."""
         if self.shape.nbytes(rows) <= self.nbytes:
             return
         dtype, batch, heads, *dims = self.shape
-        with torch.inference_mode(False):  # else only inference mode may write to it
+        with torch.inference_mode(False):  # so that any mode may write to it
             for start, stop in _pages(rows)[len(self._pages) :]:
                 sizes = ((batch, stop - start, heads, dim) for dim in dims)
                 k, v = (torch.empty(size, dtype=dtype, device=self.device) for size in sizes)
@@ -99,22 +97,22 @@ class Pages:
         self.nbytes = max(self.nbytes, self.shape.nbytes(rows))
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Set the rows from `start` on, for which there must be room."""
+        """Write rows from `start` on; `reserve` must have made room for them."""
         for page, rows, places in self._within(start, start + k.shape[1]):
             for kept, x in zip(page, (k, v), strict=True):
                 kept[:, rows].copy_(x[:, places].detach())
 
     def settle(self) -> None:
-        """Keep all rows, whoever else has them."""
+        """Do nothing. `RecomputedRows` drops its rows here."""
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of these rows: copies."""
-        found = [[x[:, rows] for x in page] for page, rows, _ in self._within(start, stop)]
-        if not found:
+        """Return copies of the keys and values of these rows."""
+        pieces = [[x[:, rows] for x in page] for page, rows, _ in self._within(start, stop)]
+        if not pieces:
             dtype, batch, heads, *dims = self.shape
             empty = (torch.empty((batch, 0, heads, dim), dtype=dtype) for dim in dims)
             return tuple(empty)  # type: ignore[return-value]
-        k, v = (torch.cat(pages, 1) for pages in zip(*found, strict=True))
+        k, v = (torch.cat(pages, 1) for pages in zip(*pieces, strict=True))
         return k, v
 
     def attend(
@@ -122,9 +120,9 @@ class Pages:
     ) -> tuple[Tensor, Tensor]:
         """Return attention of q (B, T, Hq, D) over the first `length` rows, on q's device.
 
-        That is out (B, T, Hq, Dv) and lse (B, T, Hq) in fp32 (fp64 for fp64). The query heads of a
-        KV head are rows of one head here, so that each key is read once for all of them.
+        The result is out (B, T, Hq, Dv) and lse (B, T, Hq) in fp32 (fp64 for fp64).
         """
+        # The query heads of a KV head become rows of one head, so each key is read only once.
         tokens, group = q.shape[1], q.shape[2] // self.shape.kv_heads
         exact = accumulator_dtype(q.dtype)
         rows = by_kv_head(q, self.shape.kv_heads).clone(memory_format=torch.contiguous_format)
@@ -143,7 +141,7 @@ class Pages:
     def _within(
         self, start: int, stop: int
     ) -> Iterator[tuple[tuple[Tensor, Tensor], slice, slice]]:
-        """Yield the pages that have some of these rows: which of the page's, and of the rows."""
+        """Yield each page that has some of these rows, its slice of the page and of the rows."""
         for page, (first, last) in zip(self._pages, _pages(stop), strict=False):
             low, high = max(start, first), min(stop, last)
             if low < high:
@@ -151,33 +149,32 @@ class Pages:
 
 
 def _pages(rows: int) -> list[tuple[int, int]]:
-    """Return where the pages begin and end that so many rows take."""
-    found, stop = [], 0
+    """Return the first row and the end of each page."""
+    bounds, stop = [], 0
     while stop < rows:
-        start, stop = stop, stop + min(_MOST, max(_LEAST, stop))
-        found.append((start, stop))
-    return found
+        start, stop = stop, stop + min(_MAX_PAGE_ROWS, max(_MIN_PAGE_ROWS, stop))
+        bounds.append((start, stop))
+    return bounds
 
 
 def _slices(tokens: int, group: int, start: int, stop: int, seen: Seen) -> Slices:
-    """Return those of queries, `group` rows each, over the rows start … stop − 1."""
+    """Return the slices of the queries, `group` rows each, over rows start … stop − 1."""
     offset, left, right = seen
     if offset + tokens - 1 - left <= start and stop - 1 <= offset + right:
         rows = tokens * group
-        return (_kept_all_seen if rows <= _KEPT_ROWS else _all_seen)(rows, stop - start)
+        return (_kept_unmasked if rows <= _MAX_KEPT_QUERY_ROWS else _unmasked)(rows, stop - start)
     shift = max(0, -offset)  # positions are not negative
     q_positions = np.arange(offset + shift, offset + shift + tokens, dtype=np.int32).repeat(group)
     k_positions = np.arange(start + shift, stop + shift, dtype=np.int32)
     return _one(q_positions, k_positions, (-left, right))
 
 
-def _all_seen(rows: int, keys: int) -> Slices:
-    """Return slices in which each query row sees each key."""
+def _unmasked(rows: int, keys: int) -> Slices:
     q_positions, k_positions = (np.arange(n, dtype=np.int32) for n in (rows, keys))
     return _one(q_positions, k_positions, (-UNLIMITED, UNLIMITED))
 
 
-_kept_all_seen = lru_cache(_KEPT)(_all_seen)
+_kept_unmasked = lru_cache(_MAX_KEPT_SLICES)(_unmasked)
 
 
 def _one(q_positions: Positions, k_positions: Positions, band: tuple[int, int]) -> Slices:

@@ -1,9 +1,10 @@
-"""The control messages between a pool and a server: typed, versioned, and checked when read.
+"""The control messages between a pool and a server.
 
-A message is 12 bytes with magic, version, the number of frames that follow and a checksum;
-then the 16 bytes of the session's secret, and MessagePack of one of the
-structs below. What a message is about, as a task's tensors, comes behind it in
-frames of its own, or through another transport. Nothing that is read here can run code.
+A message has three parts: 12 bytes with magic, version, number of following frames and checksum;
+16 bytes with the session's secret; one of the structs below as MessagePack. Tensors follow in
+separate frames or through another transport. Decoding checks types and bounds, and cannot run code.
+
+The class name of a message is its tag on the wire, unless the class gives another one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def library_version() -> str:
 
 
 class ProtocolError(ValueError):
-    """What arrived is no message of this protocol."""
+    """Data that arrived is not a message of this protocol."""
 
 
 class VersionMismatch(ProtocolError):
@@ -53,23 +54,23 @@ class VersionMismatch(ProtocolError):
 
 
 class Message(Struct, tag=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """What all control messages are."""
+    """The base of all control messages."""
 
 
 class Hello(Message, frozen=True):
-    """A client asks for a lease, and says what it speaks, the transports it prefers first."""
+    """A client asks for a lease and lists what it supports, preferred transports first."""
 
     library: Name
     client: Name
     transports: Annotated[list[TransportName], Meta(max_length=8)]
     dtypes: Annotated[list[DtypeName], Meta(max_length=8)]
-    arena: Count = 0  # bytes that it can take by one-sided writes
-    offer: Blob = b""  # how one-sided writes reach it
-    base: Count = 0  # where its arena is
+    arena: Count = 0  # bytes that the server may write to directly
+    offer: Blob = b""  # the address of its agent
+    base: Count = 0  # the address of its arena
 
 
 class Welcome(Message, frozen=True):
-    """A server grants a lease, with the generation and the secret that later messages carry."""
+    """A server grants a lease; later messages carry its generation and its secret."""
 
     generation: Count
     secret: Secret
@@ -88,22 +89,22 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """A server grants no lease."""
+    """A server refuses a lease."""
 
     reason: Name
 
 
 class Ping(Message, frozen=True):
-    """A client lives.
+    """A client is alive.
 
-    It may come on a second connection of the session's key, where it and its answer pass payloads.
+    It may arrive on a second connection of the same key, where no payload delays it or its answer.
     """
 
     generation: Count
 
 
 class Pong(Message, frozen=True):
-    """A server lives; so many requests wait there, and caches may have so many bytes more."""
+    """A server is alive, has this many waiting requests and this many free bytes for caches."""
 
     generation: Count
     waiting: Count
@@ -111,12 +112,13 @@ class Pong(Message, frozen=True):
 
 
 class Task(Message, frozen=True):
-    """A client asks for attention, forward or backward, of query rows over key rows.
+    """A client asks for attention of query rows over key rows, or for its backward pass.
 
-    `request` is used once within a generation, so a message that is sent again is refused. `place`
-    is where in the server's arena the payload is, and `result_place` where in the client's the
-    result belongs; a payload in frames has None. For `watching` seconds the client looks for what
-    is written to it; later it must be woken by a Knock.
+    Attributes:
+        request: a number that is used once per generation, so a repeated message is refused.
+        place: the payload's offset in the server's arena; None if the payload follows in frames.
+        result_place: the offset in the client's arena for the result, or None.
+        watching: seconds for which the client looks for direct writes; later it needs a Knock.
     """
 
     generation: Count
@@ -143,13 +145,16 @@ class Task(Message, frozen=True):
 
 
 class StepRequest(Message, tag="Step", frozen=True):
-    """A client has new rows of keys and values kept, and asks for attention over the cache's.
+    """A client appends rows to a cache and asks for attention over all of its rows.
 
-    A cache is what a lease holds under a number that its client has chosen, after so many `writes`
-    to it. Its first `start` rows are kept, and the payload's `k_rows` put behind them. The first of
-    `q_rows` queries is at position `offset`, the cache's first row at 0; a query at i sees the rows
-    i − left … i + right. The first step of a cache has `start` and `writes` 0. Else, what it does
-    not find as it says is Lost. The other fields are as a Task's.
+    The server keeps the first `start` rows and appends the payload's `k_rows` rows. A query at
+    position i attends to rows i − left … i + right.
+
+    Attributes:
+        cache: the number that the client has given to the cache. A lease has its own numbers.
+        writes: the number of earlier steps of the cache. If the server's cache differs, the answer
+            is Lost. The first step of a cache has `start` and `writes` 0.
+        offset: the position of the first query; the cache's first row has position 0.
     """
 
     generation: Count
@@ -177,7 +182,7 @@ class StepRequest(Message, tag="Step", frozen=True):
 
 
 class Lost(Message, frozen=True):
-    """A server has no such cache as a step continues: it must be built again, anywhere."""
+    """A server does not have the cache that a step continues; it must be built again."""
 
     generation: Count
     request: Count
@@ -191,7 +196,7 @@ class Free(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """A server has computed a request, in so many seconds of its own; `watching` is as a task's."""
+    """A server has computed a request in `seconds`; `watching` means the same as in a Task."""
 
     generation: Count
     request: Count
@@ -201,13 +206,13 @@ class Result(Message, frozen=True):
 
 
 class Knock(Message, frozen=True):
-    """Something was written to the receiver with its message, or is under way, and may need it."""
+    """A direct write has arrived at the receiver, or is under way and may need its help."""
 
     under_way: bool = False
 
 
 class Failed(Message, frozen=True):
-    """A server has not computed a request; another one may."""
+    """A server could not compute a request; another server might."""
 
     generation: Count
     request: Count
@@ -215,7 +220,7 @@ class Failed(Message, frozen=True):
 
 
 class Busy(Message, frozen=True):
-    """A server is full, and may be asked again after so many seconds."""
+    """A server is full; the client may ask again after `after` seconds."""
 
     generation: Count
     request: Count
@@ -230,19 +235,19 @@ class Cancel(Message, frozen=True):
 
 
 class Stale(Message, frozen=True):
-    """A server knows no such lease; the client may ask for another."""
+    """A server does not know this lease; the client may ask for another one."""
 
     generation: Count
 
 
 class Malformed(Message, frozen=True):
-    """What a server received is no message."""
+    """A server received data that is not a message."""
 
     reason: Name
 
 
 class Draining(Message, frozen=True):
-    """A server is about to leave: it answers what it has, and takes nothing more."""
+    """A server is about to leave: it answers accepted requests and accepts no others."""
 
     generation: Count
 
@@ -254,11 +259,11 @@ class Goodbye(Message, frozen=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """Someone asks how a server does."""
+    """Asks for a Status; needs no lease."""
 
 
 class Status(Message, frozen=True):
-    """How a server does; seconds are those of the server's clock, counts are since its start."""
+    """A server's numbers, which `server/counters.py` explains. Totals count since its start."""
 
     library: Name
     device: Name
@@ -286,33 +291,33 @@ _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message, session: bytes = _NO_SESSION) -> bytes:
-    """Return a message as bytes, with the secret of the session that it belongs to."""
+    """Encode a message with its session's secret."""
     return _framed(session + _ENCODER.encode(message), 0)
 
 
-def _framed(rest: bytes, frames: int) -> bytes:
-    return _PREFIX.pack(MAGIC, VERSION, frames, zlib.crc32(rest, frames)) + rest
+def _framed(body: bytes, frames: int) -> bytes:
+    return _PREFIX.pack(MAGIC, VERSION, frames, zlib.crc32(body, frames)) + body
 
 
 def followed(data: bytes, frames: int) -> bytes:
-    """Return an encoded message that says how many frames follow it."""
+    """Return an encoded message with the number of frames that follow it."""
     return _framed(data[_PREFIX.size :], frames)
 
 
 def session_of(data: bytes | memoryview) -> bytes:
-    """Return the session's secret that an encoded message carries."""
+    """Return the secret of an encoded message."""
     return bytes(data[_PREFIX.size : _PREFIX.size + SECRET_BYTES])
 
 
 def frames_after(data: bytes | memoryview) -> int:
-    """Return how many frames follow an encoded message; 0 if it is of another version."""
+    """Return how many frames follow an encoded message; 0 for another version."""
     if len(data) < _PREFIX.size:
         return 0
     magic, version, frames, _ = _PREFIX.unpack_from(data)
     return int(frames) if (magic, version) == (MAGIC, VERSION) and frames < MAX_FRAMES else 0
 
 
-# The texts of messages that reach terminals, logs and reports, by the message's type.
+# The texts of messages that reach terminals, logs and reports.
 _TEXTS: dict[type[Message], tuple[str, ...]] = {
     Hello: ("library", "client"),
     Welcome: ("library", "device"),
@@ -324,24 +329,20 @@ _TEXTS: dict[type[Message], tuple[str, ...]] = {
 
 
 def printable(text: str) -> str:
-    """Return a peer's text with escapes in place of what could change a terminal or a log."""
+    """Escape characters of a peer's text that could change a terminal or forge a log line."""
     if text.isprintable():
         return text
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def _printable(message: Message) -> Message:
-    """Return a message whose texts are printable."""
     texts = {name: getattr(message, name) for name in _TEXTS.get(type(message), ())}
     changed = {name: printable(x) for name, x in texts.items() if not x.isprintable()}
     return msgspec.structs.replace(message, **changed) if changed else message
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Return the message that these bytes are, or raise a ProtocolError that says what is wrong.
-
-    The error never shows what the bytes were.
-    """
+    """Decode a message, or raise a ProtocolError. The error never shows the bytes."""
     size = len(data)
     if not _PREFIX.size < size <= MAX_CONTROL_BYTES:
         limits = f"{_PREFIX.size + 1} to {MAX_CONTROL_BYTES}"
@@ -351,10 +352,10 @@ def decode(data: bytes | memoryview) -> Message:
         raise ProtocolError("magic: this is no message of seqpar")
     if version != VERSION:
         raise VersionMismatch(version)
-    rest = data[_PREFIX.size :]
-    if zlib.crc32(rest, frames) != checksum:
+    checked = data[_PREFIX.size :]
+    if zlib.crc32(checked, frames) != checksum:
         raise ProtocolError("checksum: the message was damaged on its way")
-    body = rest[SECRET_BYTES:]
+    body = checked[SECRET_BYTES:]
     if not len(body):
         raise ProtocolError("message: its length leaves no room for a body")
     try:

@@ -1,4 +1,4 @@
-"""A request: one task of attention with all that it needs, so that any process can compute it."""
+"""A request: one task of attention that any process can compute."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from seqpar.softmax.compute.partial import OutputGradient
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Attention of query rows over key rows, or its backward, in one task.
+    """Attention of query rows over key rows, or its backward pass.
 
-    It is stateless: a backward has all that it needs, so it may go to another server than its
-    forward, and may be sent again.
+    A backward request contains all that it needs. It can go to another server than the forward
+    request, and can be sent again.
 
     Attributes:
         q: (B, Tq, Hq, D).
         k, v: (B, Tk, Hkv, D) and (B, Tk, Hkv, Dv).
-        slices: of the query rows over the key rows.
+        slices: the mask, as rectangles of query rows and key rows.
         options: scale, softcap, backend and determinism.
-        exact_out: whether the forward's out is a partial, in fp32 (fp64 for fp64), to be merged,
-            and not in q's dtype.
-        output: for a backward, dout, lse, delta and dlse of the query rows; `out` is not sent.
+        exact_out: whether the forward pass returns out in fp32 (fp64 for fp64), as a partial result
+            to be merged. Otherwise out has q's dtype.
+        output: for a backward pass, dout, lse, delta and dlse of the query rows; `out` is not sent.
     """
 
     q: Tensor
@@ -84,31 +84,32 @@ class Request:
 
     @property
     def operation(self) -> Literal["forward", "backward"]:
-        """Which of the two passes it is."""
+        """The pass."""
         return "forward" if self.output is None else "backward"
 
     @property
     def nbytes(self) -> int:
-        """How many bytes travel to who computes it."""
+        """Bytes that are sent to a server."""
         return sum(x.nbytes for x in self.tensors())
 
     @cached_property
     def work(self) -> int:
-        """The pairs that see each other times heads and head dims: what it costs, for balance."""
+        """Pairs of query and key × heads × head dims: its cost, for balancing."""
         dims = self.q.shape[-1] + self.v.shape[-1]
         passes = 1 if self.output is None else 2
         return self.slices.area * self.q.shape[0] * self.q.shape[2] * dims * passes
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that the task reads, tables first, in the order in which they travel.
+        """Return all tensors of the task in the order in which they are sent, tables first.
 
-        Tables are (n, 6) int64, the q rows, k rows and band of each slice, and int32 positions.
+        The tables are int64 (n, 6), with the q rows, k rows and band of each slice, and the int32
+        positions of queries and of keys.
         """
-        found = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
+        tensors = [*self.slices.derived("tables", self._tables), self.q, self.k, self.v]
         if self.output is not None:
-            found += [self.output.dout, self.output.lse, self.output.ensure_delta()]
-            found += [] if self.output.dlse is None else [self.output.dlse]
-        return found
+            tensors += [self.output.dout, self.output.lse, self.output.ensure_delta()]
+            tensors += [] if self.output.dlse is None else [self.output.dlse]
+        return tensors
 
     def _tables(self) -> list[Tensor]:
         slices = self.slices
@@ -125,17 +126,17 @@ class Request:
         backward: bool,
         exact_out: bool,
     ) -> Request:
-        """Make a request from its slices and what `tensors` returned behind their tables."""
-        q, k, v, *rest = operands
+        """Make a request from its slices and the tensors that follow the tables in `tensors`."""
+        q, k, v, *gradients = operands
         output = None
         if backward:
-            dout, lse, delta, *dlse = rest
+            dout, lse, delta, *dlse = gradients
             output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
         return cls(q, k, v, slices, options, exact_out, output)
 
 
 def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Return a result once it is there, for the current stream: a pool's threads have others."""
+    """Wait for a result; make it usable in the current stream (the pool's thread has another)."""
     result = answer.result()
     for x in result:
         if x.is_cuda:
