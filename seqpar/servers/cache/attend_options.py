@@ -1,4 +1,4 @@
-"""How attention over a cache is computed, as a step says it."""
+"""The options of a decoding step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from seqpar.softmax.compute.call_options import CallOptions, check_numbers, pars
 
 
 class AttendOptions(NamedTuple):
-    """How attention is computed, and what of it is returned.
+    """The checked options of `ServerCache.attend`.
 
     Attributes:
-        bounds: how many keys a query sees to the left and to the right of its own.
+        bounds: how many keys to the left and to the right of its own a query attends to.
         scores: scale and softcap.
-        sinks: (Hq,), or None.
+        sinks: (Hq,) or None.
         return_lse: whether lse is returned too.
     """
 
@@ -44,16 +44,16 @@ class AttendOptions(NamedTuple):
         sinks: Tensor | None,
         return_lse: bool,
     ) -> AttendOptions:
-        """Check what a step of q, k and v (B, T, H, D) says; a ValueError names what is wrong."""
+        """Check the options of a step of q, k and v (B, T, H, D); raise a ValueError."""
         heads = q.shape[2]
         if heads > MAX_HEADS:
             raise ValueError(f"q must have at most {MAX_HEADS} heads on servers, got {heads}")
         if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
-            found = f"{tuple(sinks.shape)} of {sinks.dtype}"
-            raise ValueError(f"sinks must be ({heads},) floats, one a query head, got {found}")
+            given = f"{tuple(sinks.shape)} of {sinks.dtype}"
+            raise ValueError(f"sinks must be ({heads},) floats, one per query head, got {given}")
         if (backend := current_backend("softmax")) != DEFAULT:
-            found = f"use_backend({backend!r})"
-            raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {found}")
+            given = f"use_backend({backend!r})"
+            raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {given}")
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         numbers = as_float("softmax_scale", scale), parse_softcap(softcap)
         scores = CallOptions(*numbers, DEFAULT, deterministic=True)

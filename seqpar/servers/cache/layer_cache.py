@@ -1,4 +1,4 @@
-"""A layer of a cache: its rows in segments, and what is asked of them."""
+"""One layer of a cache: its rows in segments, and attention over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.attention.operators import without_autocast
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.core.compiling import outside_graphs
 from seqpar.servers.cache.attend_options import AttendOptions
-from seqpar.servers.cache.recomputed_rows import Rebuilt, Source
+from seqpar.servers.cache.recomputed_rows import RecomputedRows, Source
 from seqpar.servers.cache.segment import BegunStep, Query, Segment, SegmentServers
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.softmax.compute.call_options import CallOptions
@@ -21,53 +21,55 @@ from seqpar.softmax.compute.partial import Partial
 
 
 class LayerCache:
-    """The rows of a layer, `most` of them in each segment.
+    """A layer's rows, in segments of `rows_per_segment` rows.
 
     Attributes:
-        shape: of its rows.
-        length: how many it has.
-        segments: they.
+        length: the number of rows.
         batched: whether its tensors have a batch dimension.
-        asked: whether something was asked of it that has not been returned.
+        is_busy: whether an answer is being computed.
     """
 
     def __init__(
         self,
         servers: SegmentServers,
         shape: RowShape,
-        most: int,
+        rows_per_segment: int,
         batched: bool,
         source: Source | None,
     ) -> None:
-        """`source` returns rows that were there before, or home keeps a copy of them."""
-        self.shape, self.length, self.batched, self.asked = shape, 0, batched, False
+        """`source` computes lost rows again; without it, this process keeps a copy of all rows."""
+        self.shape = shape
+        self.length = 0
+        self.batched = batched
+        self.is_busy = False
         self.segments: list[Segment] = []
-        self._servers, self._most, self._source = servers, most, source
+        self._servers, self._rows_per_segment, self._source = servers, rows_per_segment, source
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Put rows (B, rows, Hkv, D and Dv) behind the others."""
-        while rows := min(k.shape[1], self._most - self.length % self._most):
-            i, start = divmod(self.length, self._most)
+        """Append rows, k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
+        most = self._rows_per_segment
+        while rows := min(k.shape[1], most - self.length % most):
+            i, start = divmod(self.length, most)
             if i == len(self.segments):
-                self.segments.append(Segment(self._servers, self._home(i * self._most)))
+                self.segments.append(Segment(self._servers, self._own_rows(i * most)))
             self.segments[i].write(start, k[:, :rows], v[:, :rows])
             k, v, self.length = k[:, rows:], v[:, rows:], self.length + rows
 
-    def _home(self, first: int) -> Pages | Rebuilt:
-        """Return where a segment that begins at this row is read from."""
+    def _own_rows(self, first: int) -> Pages | RecomputedRows:
+        """Make the storage, in this process, of the segment that begins at row `first`."""
         source = self._source
         if source is None:
             return Pages(self.shape, torch.device("cpu"))
-        return Rebuilt(self.shape, lambda start, stop: source(first + start, first + stop))
+        return RecomputedRows(self.shape, lambda start, stop: source(first + start, first + stop))
 
     def truncate(self, length: int) -> None:
-        """Drop all rows but the first so many."""
+        """Drop all rows except the first `length`."""
         self.length = min(self.length, length)
         for i, segment in enumerate(self.segments):
-            segment.truncate(max(0, length - i * self._most))
+            segment.truncate(max(0, length - i * self._rows_per_segment))
 
     def send(self) -> None:
-        """Send servers what they lack."""
+        """Send the servers all rows that they lack."""
         scores = CallOptions(1.0, 0.0, DEFAULT, deterministic=True)
         nothing = torch.empty((self.shape.batch, 0, self.shape.kv_heads, self.shape.dim))
         query = Query(nothing.to(self.shape.dtype), Seen(0, 0, 0), scores)
@@ -76,48 +78,47 @@ class LayerCache:
                 segment.finish(query, None)
 
     def held(self) -> Iterator[tuple[str, int]]:
-        """Yield which server has how many bytes, by address."""
+        """Yield the address of each server that has rows, and its bytes."""
         yield from filter(None, (segment.held for segment in self.segments))
 
     def forget(self) -> None:
-        """Let servers free what they hold."""
+        """Let servers free their rows."""
         for segment in self.segments:
             segment.forget()
 
-    def ask(self, q: Tensor, asked: AttendOptions, heads: HeadPlacement) -> ServerAnswer:
+    def ask(self, q: Tensor, options: AttendOptions, heads: HeadPlacement) -> ServerAnswer:
         """Ask for attention of queries (B, T, Hq, D) at the last positions.
 
-        `heads` says which they are of sharded ones. Segments are asked that they see, and those of
-        which no server has all rows.
+        `heads` places the heads among those of all ranks if they are sharded.
         """
+        # A segment outside the window is asked too if its server lacks rows: the step carries them.
         offset, queries = self.length - q.shape[1], []
         for i, segment in enumerate(self.segments):
-            seen = Seen(offset - i * self._most, *asked.bounds)
+            seen = Seen(offset - i * self._rows_per_segment, *options.bounds)
             first, last = seen.rows(q.shape[1], segment.length)
             if first < last or segment.lacks:
-                sees = q if first < last else q[:, :0]
-                queries.append((segment, Query(sees, seen, asked.scores)))
-        return ServerAnswer(self, q, asked, queries, heads)
+                rows = q if first < last else q[:, :0]
+                queries.append((segment, Query(rows, seen, options.scores)))
+        return ServerAnswer(self, q, options, queries, heads)
 
 
 class ServerAnswer:
-    """Attention that servers compute, made by `ServerCache.post`."""
+    """Attention that servers compute. `ServerCache.post` makes it."""
 
     def __init__(
         self,
         layer: LayerCache,
         q: Tensor,
-        asked: AttendOptions,
+        options: AttendOptions,
         queries: list[tuple[Segment, Query]],
         heads: HeadPlacement,
     ) -> None:
-        """Ask the segments what they are asked, in order."""
-        self._layer, self._q, self._asked, self._heads = layer, q, asked, heads
+        self._layer, self._q, self._options, self._heads = layer, q, options, heads
         self._queries, self._begun = queries, list[BegunStep | None]()
-        # Which may be dropped by whoever does not want it.
+        # The caller may drop the answer without calling `result`.
         self._end = weakref.finalize(self, _drop, layer, queries, self._begun)
         self._end.atexit = False
-        layer.asked = True
+        layer.is_busy = True
         try:
             for segment, query in queries:
                 self._begun.append(segment.begin(query))
@@ -128,10 +129,10 @@ class ServerAnswer:
     @outside_graphs
     @torch.no_grad()
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        """Wait for it, and return it, once."""
+        """Wait for the result and return it. It can be called once."""
         if not self._end.alive:
             raise ValueError("result() was called before: it returns once")
-        q, asked = self._q, self._asked
+        q, options = self._q, self._options
         total = Partial.nothing(q, q.new_empty(self._layer.shape.value_dim))
         try:
             with without_autocast(q):
@@ -144,17 +145,17 @@ class ServerAnswer:
                         total.merge(slice(None), out, lse)
         finally:
             self._end()
-        out, lse = total.finish(asked.sinks, q.dtype)
+        out, lse = total.finish(options.sinks, q.dtype)
         out, lse = (out, lse) if self._layer.batched else (out[0], lse[0])
         out, lse = self._heads.restore(out, -2), self._heads.restore(lse, -1)
-        return (out, lse) if asked.return_lse else out
+        return (out, lse) if options.return_lse else out
 
 
 def _drop(
     layer: LayerCache, queries: list[tuple[Segment, Query]], begun: list[BegunStep | None]
 ) -> None:
-    """Let a layer be asked again; what has not answered is lost."""
+    """Free a layer for its next answer; steps without an answer are lost."""
     for (segment, _), each in zip(queries, begun, strict=False):
         if each is not None:
             segment.drop(each)
-    layer.asked = False
+    layer.is_busy = False

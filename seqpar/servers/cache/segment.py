@@ -1,4 +1,4 @@
-"""Rows of a cache that one server holds, of which home keeps a copy."""
+"""Consecutive rows of a layer, which one server stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.servers.cache.recomputed_rows import Rebuilt
+from seqpar.servers.cache.recomputed_rows import RecomputedRows
 from seqpar.servers.pool.cache_requests import CacheRequests
 from seqpar.servers.pool.connection import Answer, CachePlace
 from seqpar.servers.wire.codec import pack_step
@@ -18,14 +18,14 @@ from seqpar.servers.wire.pages import Pages, Seen
 from seqpar.servers.wire.request import received
 from seqpar.softmax.compute.call_options import CallOptions
 
-_AT_ONCE = 2**25  # bytes of rows that are sent in one message at most
-_AGAIN = 5.0  # seconds after which a server that has lost a cache may be given another one
-_LOOK = 0.02  # seconds after which servers are tried again, where home does not compute
-_numbers = count(1)  # of the caches of this process's servers
+_MAX_MESSAGE_BYTES = 2**25  # of rows
+_AVOID_SECONDS = 5.0  # before a server that has lost a cache gets another one
+_RETRY_SECONDS = 0.02  # before servers are tried again, with `home=False`
+_cache_numbers = count(1)
 
 
 class Query(NamedTuple):
-    """What is asked of rows: queries (B, T, Hq, D), what they see, and how scores are made."""
+    """Queries (B, T, Hq, D), the rows that they attend to, and the options of their scores."""
 
     q: Tensor
     seen: Seen
@@ -33,13 +33,13 @@ class Query(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a server holds.
+    """The rows of a segment that a server stores.
 
     Attributes:
-        place: where.
-        number: of the cache there.
-        writes: how many steps that took.
-        rows: the first rows, which are as home has them.
+        place: the server and its lease.
+        number: of the cache on that server.
+        writes: the number of steps that the cache has had.
+        rows: the number of first rows that equal this process's rows.
     """
 
     place: CachePlace
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 class BegunStep(NamedTuple):
-    """What a server was asked, which then has rows up to `stop`."""
+    """A step without an answer. After it, the server has the first `stop` rows."""
 
     held: Held
     stop: int
@@ -58,123 +58,120 @@ class BegunStep(NamedTuple):
 
 @dataclass(eq=False)
 class SegmentServers:
-    """The servers of a pool, as all segments of a cache see them.
+    """The places of all segments of one cache.
 
     Attributes:
-        steps: of the pool.
-        placed: where there are caches, by number.
-        avoided: until when servers get no other one, by address.
-        closed: whether the cache was closed, and servers hold nothing for it any more.
+        requests: sends the steps.
+        placed: the place of each segment on a server, by number.
+        avoided: until when a server gets no other segment, by address.
+        closed: whether the cache was closed. Then servers store nothing for it.
     """
 
-    steps: CacheRequests
+    requests: CacheRequests
     placed: dict[int, CachePlace] = field(default_factory=dict)
     avoided: dict[str, float] = field(default_factory=dict)
     closed: bool = False
 
     def hold(self, nbytes: int) -> Held | None:
-        """Return where so many bytes go, of which there is nothing yet; None if there is no room.
-
-        That is the server with the most room.
-        """
+        """Place an empty segment on the server with the most room; None if none has room."""
         if self.closed:
-            if not self.steps.has_home:
+            if not self.requests.has_home:
                 raise ServersError("the cache was closed before a step had its result")
             return None
         now = time.monotonic()
-        place = self.steps.place(nbytes, {x for x, end in self.avoided.items() if end > now})
-        if place is None and not self.steps.has_home:
-            place = self.steps.place(nbytes, ())  # there is nobody else
+        place = self.requests.place(nbytes, {x for x, end in self.avoided.items() if end > now})
+        if place is None and not self.requests.has_home:
+            place = self.requests.place(nbytes, ())  # better than none
         if place is None:
             return None
-        held = Held(place, next(_numbers))
+        held = Held(place, next(_cache_numbers))
         self.placed[held.number] = place
         return held
 
     def forget(self, number: int) -> None:
-        """Free what a server holds under a number, if it still does."""
+        """Let a server free a segment, if it still has it."""
         if (place := self.placed.pop(number, None)) is not None:
-            self.steps.forget(place, number)
+            self.requests.forget(place, number)
 
     def forget_all(self) -> None:
-        """Free all, and hold nothing any more."""
+        """Let servers free all segments, and place no others."""
         self.closed = True
         for number in list(self.placed):
             self.forget(number)
 
     def avoid(self, place: CachePlace) -> None:
-        """Give a server no cache for a while."""
-        self.avoided[place.address] = time.monotonic() + _AGAIN
+        """Place no segment on a server for 5 s."""
+        self.avoided[place.address] = time.monotonic() + _AVOID_SECONDS
 
 
 class Segment:
     """Consecutive rows of a layer's keys and values.
 
-    `write`, or `truncate`, says what they are; `begin` and `finish` ask for attention over them.
-    What a server holds counts as lost from when it is asked until it has answered, so whatever
-    happens meanwhile, it is never taken for what it is not.
+    `write` and `truncate` set the rows; `begin` and `finish` ask for attention over them. From the
+    start of a step until its answer, the server's rows count as lost. So a failed step never leaves
+    rows that this process takes for others.
 
     Attributes:
-        length: how many rows there are.
+        length: the number of rows.
     """
 
-    def __init__(self, servers: SegmentServers, home: Pages | Rebuilt) -> None:
-        """`home` is what they are read from where a server lacks them."""
+    def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
+        """`own_rows` has the rows that a server lacks."""
         self.length = 0
-        self._servers, self._home = servers, home
+        self._servers, self._own_rows = servers, own_rows
         self._held: Held | None = None
 
     @property
     def held(self) -> tuple[str, int] | None:
-        """The address of the server that holds it, and how many bytes that has, if one does."""
+        """The address of the server that stores it, and the bytes there, or None."""
         if self._held is None:
             return None
-        return self._held.place.address, self._home.shape.nbytes(self._held.rows)
+        return self._held.place.address, self._own_rows.shape.nbytes(self._held.rows)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Put rows (B, rows, Hkv, D and Dv) behind the first `start` ones, in place of others."""
+        """Replace all rows after the first `start` with these (B, rows, Hkv, D and Dv)."""
         stop = start + k.shape[1]
-        self._home.reserve(stop)
+        self._own_rows.reserve(stop)
         self.truncate(start)
-        self._home.write(start, k, v)
+        self._own_rows.write(start, k, v)
         self.length = stop
 
     def truncate(self, length: int) -> None:
-        """Drop all rows but the first so many."""
+        """Drop all rows except the first `length`."""
         self.length = min(self.length, length)
         if self._held is not None and self._held.rows > length:
             self._held = self._held._replace(rows=length)
 
     @property
     def lacks(self) -> bool:
-        """Whether no server has all rows, as far as steps have said."""
+        """Whether no server is known to have all rows."""
         return self.length > (0 if self._held is None else self._held.rows)
 
     def forget(self) -> None:
-        """Let a server that holds it free it."""
+        """Let its server free it."""
         if self._held is not None:
             self._servers.forget(self._held.number)
             self._held = None
 
     def drop(self, begun: BegunStep) -> None:
-        """Let nobody wait for what was begun; the server's rows are no longer used."""
-        begun.answer.cancel()  # first: what is not sent yet need not be
+        """Cancel a step, and give up the server's rows."""
+        begun.answer.cancel()  # first, so that a step that was not sent yet is not sent
         self._servers.forget(begun.held.number)
 
     def begin(self, query: Query) -> BegunStep | None:
-        """Ask the server that holds it, and send the rows that it lacks, if these are few."""
+        """Ask its server, and send the rows that it lacks, if they fit into one message."""
         held = self._held
         if held is None or self.length - held.rows > self._rows_at_once(held.place):
             return None
         return self._ask(held, self.length, query)
 
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
-        """Return out and lse, in fp32 (fp64 for fp64): a server's if there is one, else home's.
+        """Return out and lse in fp32 (fp64 for fp64), from a server or from this process.
 
-        Where the rows were lost, they are sent again first, to any server.
+        If the rows were lost, any server first gets them again.
         """
         result = self._result(query, begun)
-        self._home.settle()
+        self._own_rows.settle()
         return result
 
     def _result(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
@@ -184,23 +181,23 @@ class Segment:
                 return self._answer(begun)
             except StepLostError as error:
                 reason = str(error)
-        steps = self._servers.steps
+        requests = self._servers.requests
         while True:
-            held = self._held or self._servers.hold(self._home.nbytes)
+            held = self._held or self._servers.hold(self._own_rows.nbytes)
             if held is not None:
                 try:
                     return self._fill(held, query)
                 except StepLostError as error:
                     reason = str(error)
             waited = time.monotonic() - start
-            if steps.has_home and (held is None or waited > steps.deadlines.hedge):
+            if requests.has_home and (held is None or waited > requests.deadlines.hedge):
                 return self._compute(query)
-            if waited > steps.deadlines.give_up:
+            if waited > requests.deadlines.give_up:
                 raise ServersError(f"a step has no result after {waited:.0f} s: {reason}")
-            time.sleep(0.0 if steps.has_home else _LOOK)
+            time.sleep(0.0 if requests.has_home else _RETRY_SECONDS)
 
     def _fill(self, held: Held, query: Query) -> tuple[Tensor, ...]:
-        """Send all rows that a server lacks, several times if they are many, and ask it."""
+        """Send all rows that a server lacks, in several messages if necessary, and ask it."""
         nothing = query._replace(q=query.q[:, :0])
         most = self._rows_at_once(held.place)
         while self.length - held.rows > most:
@@ -213,16 +210,16 @@ class Segment:
         """Ask a server, and send the rows that it lacks up to `stop`."""
         self._held, q = None, query.q
         try:
-            operands = q, *self._home.read(held.rows, stop)
+            operands = q, *self._own_rows.read(held.rows, stop)
             packed = pack_step(*held[1:], operands, query.seen, query.options)
-            steps, cost = self._servers.steps, self._cost(q)
-            return BegunStep(held, stop, steps.submit(held.place, packed, q.device, cost))
+            requests, cost = self._servers.requests, self._cost(q)
+            return BegunStep(held, stop, requests.submit(held.place, packed, q.device, cost))
         except BaseException:
             self._servers.forget(held.number)
             raise
 
     def _answer(self, begun: BegunStep) -> tuple[Tensor, ...]:
-        """Return what a server answers, which then holds what it was sent."""
+        """Wait for a server's answer. The server then has the rows that it was sent."""
         held = begun.held
         try:
             result = received(begun.answer)
@@ -235,17 +232,17 @@ class Segment:
         return result
 
     def _compute(self, query: Query) -> tuple[Tensor, ...]:
-        """Compute it at home."""
+        """Compute it in this process."""
         if query.q.numel():
-            self._servers.steps.count_at_home(self._cost(query.q))
-        return self._home.attend(query.q, self.length, query.seen, query.options)
+            self._servers.requests.count_at_home(self._cost(query.q))
+        return self._own_rows.attend(query.q, self.length, query.seen, query.options)
 
     def _cost(self, q: Tensor) -> int:
-        """Return the work of queries, counted as that of tasks."""
-        shape = self._home.shape
+        """Return the work of queries in the unit of `Request.work`."""
+        shape = self._own_rows.shape
         return q.shape[:3].numel() * self.length * (shape.dim + shape.value_dim)
 
     def _rows_at_once(self, place: CachePlace) -> int:
-        """Return how many rows a message to a server may have."""
-        shape, most = self._home.shape, min(place.bytes // 2, _AT_ONCE)
+        """Return how many rows one message to a server may have."""
+        shape, most = self._own_rows.shape, min(place.bytes // 2, _MAX_MESSAGE_BYTES)
         return max(1, min(place.tokens // shape.batch, most // shape.row_bytes))

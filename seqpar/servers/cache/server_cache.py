@@ -1,4 +1,4 @@
-"""A cache of keys and values that attention servers hold, and that grows by decoding.
+"""The public cache of keys and values on attention servers, for decoding.
 
 Legend: B batch, T new tokens, Hq query heads, Hkv KV heads, D head dim (Dv of values).
 """
@@ -30,39 +30,38 @@ if TYPE_CHECKING:
 
 
 class ServerCache:
-    """The keys and values of a model's layers, held by attention servers.
+    """The keys and values of a model's layers, stored by attention servers.
 
-    `put` sends what the prefill computed. In a step, `extend` says that the sequences grow, and
-    `attend` sends the query, key and value of the new tokens of a layer, and returns attention over
-    all of its keys. That is B·T·(Hq·D + Hkv·(D + Dv)) elements there, and B·T·Hq·(Dv + 1)·4 bytes
-    back (8 an element for fp64), however long the sequences are; a server computes.
+    `put` stores the keys and values of the prefill. A step begins with `extend`. Then, for each
+    layer, `attend` sends the queries, keys and values of the new tokens and returns attention over
+    all keys. It sends B·T·(Hq·D + Hkv·(D + Dv)) elements and receives B·T·Hq·(Dv + 1) fp32 (fp64
+    for fp64) numbers, however long the sequences are.
 
-    A layer is at the server that has the most room for it, or `segment` tokens of it each at one. A
-    copy is kept in this process's memory. What a server has lost, because it died, hung, left or
-    was started again, is noticed, never taken for what it was, and built again from that copy, on
-    any server, or computed here where there is none: results have the same bits then, on the
-    same hardware. With `home=False` in its pool, a step that no server computes in time raises a
-    `seqpar.ServersError`.
+    Each layer is stored by the server with the most room; with `segment`, each `segment` tokens of
+    it are. This process keeps a copy in its memory. If a server loses rows because it died, hung,
+    left or was restarted, any server gets them again from the copy, or this process computes the
+    step if there is no server. The result has the same bits on the same hardware. If the pool has
+    `home=False`, a step that no server computes in time raises a `seqpar.ServersError`.
 
-    The sequences of a batch are equally long; others have a cache each, of which steps go on at the
-    same time with `post`. For inference: there are no gradients. A cache is one thread's. Close it,
-    or use it as a context: its room on servers is free then, as when it is no longer used.
+    All sequences of a batch have the same length. Use one cache per length; `post` lets the steps
+    of several caches run at the same time. There are no gradients. Use a cache in one thread only.
+    Close it or use it as a context to free its room on the servers; garbage collection does so too.
 
     Chen et al., "Efficient Heterogeneous Large Language Model Decoding with Model-Attention
     Disaggregation" (2024, Lamina); StepFun, "Step-3 is Large yet Affordable" (2025).
 
     Args:
-        pool: the servers; one without `sample`.
-        length: how many tokens the prefill has.
-        segment: how many tokens of a layer one server holds at most; longer ones go on at the next
-            one, and all compute at once. Default: any number.
-        rebuild: a function (layer, start, stop) that returns (k, v) of these tokens of a layer, the
-            same bits as were given to `put` and `attend` in steps that are done. Then no copy is
-            kept here; it is called, in a call of the cache, for what a server has lost.
+        pool: the servers; made without `sample`.
+        length: tokens of the prefill.
+        segment: the most tokens of a layer that one server stores. A longer layer continues on
+            other servers, and all of them compute simultaneously. Default: no limit.
+        rebuild: a function (layer, start, stop) that returns (k, v) of these tokens of a layer with
+            the same bits as `put` and `attend` got in finished steps. Then this process keeps no
+            copy; calls of the cache call `rebuild` for rows that a server has lost.
 
     Raises:
-        ValueError: if an argument is wrong, here and in all calls; it names the argument, and is
-            raised before anything is sent or stored.
+        ValueError: if an argument is wrong, here and in all methods. The message names the
+            argument, and nothing was sent or stored.
     """
 
     def __init__(
@@ -76,12 +75,13 @@ class ServerCache:
         if not isinstance(pool, ServerPool):
             raise ValueError(f"pool must be a seqpar.ServerPool, got {shown(pool)}")
         from seqpar.servers.cache.segment import (
-            SegmentServers,  # which needs the packages of a pool
+            SegmentServers,  # needs the packages of a pool
         )
 
-        steps = pool.dispatcher().cache_requests
-        if steps.sample:
-            raise ValueError(f"pool must have sample=0: caches are not checked, got {steps.sample}")
+        requests = pool.dispatcher().cache_requests
+        if requests.sample:
+            reason = f"caches are not checked, got {requests.sample}"
+            raise ValueError(f"pool must have sample=0: {reason}")
         if not (rebuild is None or callable(rebuild)):
             raise ValueError(f"rebuild must be a function or None, got {shown(rebuild)}")
         self._rebuild = rebuild
@@ -89,30 +89,29 @@ class ServerCache:
         longest = MAX_DOCUMENT_TOKENS if segment is None else segment
         self._segment = as_int("segment", longest, 1, MAX_DOCUMENT_TOKENS)
         self._layers: dict[Hashable, LayerCache] = {}
-        self._new = 0  # tokens of the step
-        self._pool, self._servers = pool, SegmentServers(steps)
+        self._new = 0  # tokens of the current step
+        self._pool, self._servers = pool, SegmentServers(requests)
         self._close = weakref.finalize(self, self._servers.forget_all)
 
     @property
     def length(self) -> int:
-        """How many tokens each sequence has."""
+        """Tokens of each sequence."""
         return self._length
 
     @property
     def held(self) -> dict[str, int]:
-        """How many bytes of pages each server holds, by address: as far as steps have said."""
-        found: dict[str, int] = {}
+        """Bytes of pages on each server, by address, as of the last finished steps."""
+        held: dict[str, int] = {}
         for layer in self._layers.values():
             for address, nbytes in layer.held():
-                found[address] = found.get(address, 0) + nbytes
-        return found
+                held[address] = held.get(address, 0) + nbytes
+        return held
 
     @outside_graphs
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
-        """Keep a layer's prefill, and send it to servers.
+        """Store a layer's keys and values of all tokens, and send them to servers.
 
-        k is (T, Hkv, D), v (T, Hkv, Dv), or with the batch in front, of all tokens that the
-        sequences have.
+        k is (T, Hkv, D) and v (T, Hkv, Dv), or with a batch dimension in front.
         """
         from seqpar.servers.cache.layer_cache import LayerCache
 
@@ -123,14 +122,15 @@ class ServerCache:
         batched, (_, k, v) = k.dim() == 4, prepare_operands(k, k, v)
         check_operands(k, k, v, self._length, self._length)
         shape = RowShape.of(k, v)
-        for what, size, least, most in (
+        for requirement, size, least, most in (
             ("k must have {} heads", shape.kv_heads, 1, MAX_HEADS),
             ("k must have a head dim of {}", shape.dim, 1, MAX_HEAD_DIM),
             ("v must have a head dim of {}", shape.value_dim, 1, MAX_HEAD_DIM),
             ("k must have a batch size of {}", shape.batch, 1, 2**20),
         ):
             if not least <= size <= most:
-                raise ValueError(f"{what.format(f'{least} to {most}')} on servers, got {size}")
+                expected = requirement.format(f"{least} to {most}")
+                raise ValueError(f"{expected} on servers, got {size}")
         if (old := self._layers.get(layer)) is not None:
             _check_answered(layer, old)
             old.forget()
@@ -141,14 +141,14 @@ class ServerCache:
         kept.send()
 
     def extend(self, tokens: int = 1) -> None:
-        """Begin a step: each sequence has so many tokens more, whose keys `attend` brings."""
+        """Begin a step that appends this many tokens to each sequence."""
         self._check_open()
         new = as_int("tokens", tokens, 1, MAX_DOCUMENT_TOKENS - self._length)
         self._check_all_answered()
         self._length, self._new = self._length + new, new
 
     def truncate(self, length: int) -> None:
-        """Drop the last tokens of each sequence, such as proposed ones that were not accepted."""
+        """Keep only the first `length` tokens, for example after rejected speculative tokens."""
         self._check_open()
         length = as_int("length", length, 0, self._length)
         self._check_all_answered()
@@ -160,9 +160,9 @@ class ServerCache:
     def attend(
         self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Store the step's keys and values, and return attention of its queries over all keys.
+        """Store the step's keys and values; return attention of its queries over all keys.
 
-        After an error that is no ValueError, the step may be begun again: `truncate`, `extend`.
+        After an error other than a ValueError, call `truncate` and `extend` to repeat the step.
 
         Args:
             layer: one that was put.
@@ -193,20 +193,18 @@ class ServerCache:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> ServerAnswer:
-        """Ask for what `attend` returns; `result()` of what this returns waits for it.
+        """Start what `attend` does; `result()` of the returned answer waits for the result.
 
-        So the steps of several caches, and what else the model computes, go on at the same time. A
-        layer is asked again once its result was returned.
+        So the steps of several caches, and other work of the model, run at the same time. Take the
+        result of a layer before you call `attend` or `post` for it again.
         """
         self._check_open()
         kept = self._layers.get(layer)
         if kept is None:
             raise ValueError(f"layer must be one that was put, {list(self._layers)}, got {layer!r}")
         if not self._new or kept.length != self._length - self._new:
-            behind = f"has {kept.length} of {self._length} tokens"
-            raise ValueError(
-                f"layer {layer!r} must attend once in each step of extend: it {behind}"
-            )
+            lag = f"has {kept.length} of {self._length} tokens"
+            raise ValueError(f"layer {layer!r} must attend once in each step of extend: it {lag}")
         _check_answered(layer, kept)
         refuse_gradients(q=q, k=k, v=v, sinks=sinks, softmax_scale=softmax_scale)
         tensors = {"q": (q, -2), "k": (k, -2), "v": (v, -2), "sinks": (sinks, 0)}
@@ -218,9 +216,9 @@ class ServerCache:
         q, scale = fold_scale("softmax_scale", q, softmax_scale)
         q, k, v = prepare_operands(q, k, v, sinks=sinks)
         check_operands(q, k, v, self._new, self._new)
-        if (found := RowShape.of(k, v)) != kept.shape:
-            raise ValueError(f"k and v must be like those at put, {kept.shape}, got {found}")
-        asked = AttendOptions.of(
+        if (shape := RowShape.of(k, v)) != kept.shape:
+            raise ValueError(f"k and v must be like those at put, {kept.shape}, got {shape}")
+        options = AttendOptions.of(
             q,
             k,
             v,
@@ -231,12 +229,12 @@ class ServerCache:
             sinks=sinks,
             return_lse=return_lse,
         )
-        self._pool.dispatcher()  # in this process alone
+        self._pool.dispatcher()  # raises in a forked process
         kept.append(k, v)
-        return kept.ask(q.detach(), asked, heads)
+        return kept.ask(q.detach(), options, heads)
 
     def close(self) -> None:
-        """Free what servers hold; nothing else can be done with it then."""
+        """Free the servers' memory. No other method can be called afterwards."""
         self._close()
         self._layers.clear()
 
@@ -250,16 +248,16 @@ class ServerCache:
         self.close()
 
     def _source(self, layer: Hashable, batched: bool) -> Source | None:
-        """Return what is asked for rows of a layer, with a batch dimension."""
+        """Return a function that rebuilds rows of a layer, with a batch dimension."""
         rebuild = self._rebuild
         if rebuild is None:
             return None
 
         def rows(start: int, stop: int) -> object:
-            found = rebuild(layer, start, stop)
-            if not batched and isinstance(found, tuple):
-                return tuple(x[None] if isinstance(x, Tensor) else x for x in found)
-            return found
+            rebuilt = rebuild(layer, start, stop)
+            if not batched and isinstance(rebuilt, tuple):
+                return tuple(x[None] if isinstance(x, Tensor) else x for x in rebuilt)
+            return rebuilt
 
         return rows
 
@@ -271,8 +269,8 @@ class ServerCache:
         for name, x in operands.items():
             check_tensor(name, x)
             if x.dtype not in DTYPES or x.is_meta:
-                found = f"{x.dtype} on {x.device}"
-                raise ValueError(f"{name} must be one of {DTYPES}, with data, got {found}")
+                given = f"{x.dtype} on {x.device}"
+                raise ValueError(f"{name} must be one of {DTYPES}, with data, got {given}")
             if x.dim() not in (3, 4) or x.shape[-3] != tokens:
                 expected = f"the {tokens} tokens there are to store, (…, {tokens}, H, D)"
                 raise ValueError(f"{name} must have {expected}, got {tuple(x.shape)}")
@@ -283,5 +281,5 @@ class ServerCache:
 
 
 def _check_answered(name: Hashable, layer: LayerCache) -> None:
-    if layer.asked:
+    if layer.is_busy:
         raise ValueError(f"layer {name!r} was asked before: take the result() of that first")

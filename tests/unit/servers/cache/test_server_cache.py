@@ -658,7 +658,7 @@ def test_a_decoder_may_recompute_lost_rows(addresses, tmp_path, segment, batch):
         assert same_bits(decode(cache, tensors, between), wanted)
         assert set(cache.held) <= {addresses[1]}
         for layer in cache._layers.values():
-            assert all(x._home._recent is None for x in layer.segments)  # no copy is kept
+            assert all(x._own_rows._recent is None for x in layer.segments)  # no copy is kept
         servers[1].__exit__(None, None, None)
 
 
