@@ -1,4 +1,4 @@
-"""A client's socket to one server, with what says whether that is still there."""
+"""A client's socket to one server, and the events that report its loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket as unix
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -17,6 +16,7 @@ from seqpar.servers.transport.addresses import fault_of_socket, is_own, path_of
 from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.sockets import bound, secure, send
 from seqpar.servers.wire.limits import MAX_ANSWER_BYTES
+from seqpar.servers.wire.payload import Buffer, Frame
 from seqpar.servers.wire.protocol import frames_after
 
 _LOST = (
@@ -25,16 +25,14 @@ _LOST = (
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
-
-
-# Milliseconds before ZeroMQ connects by itself again, by when the socket is closed. With -1 it
-# drops the last answers of a server that leaves.
+# Milliseconds before ZeroMQ reconnects by itself; the socket is closed long before. With -1 ZeroMQ
+# would drop the last answers of a server that leaves.
 _NEVER = 3_600_000
-_UNIX = zmq.Event.CONNECTED | zmq.Event.CLOSED  # which only a Unix socket's owner needs to know
+_UNIX = zmq.Event.CONNECTED | zmq.Event.CLOSED  # needed to check who listens at a Unix socket
 
 
 def _user_at(descriptor: int) -> int:
-    """Return the user of the process at the other end of a Unix socket."""
+    """Return the user id of the process at the other end of a Unix socket."""
     with unix.socket(fileno=os.dup(descriptor)) as peer:
         size = struct.calcsize("3i")
         credentials = peer.getsockopt(unix.SOL_SOCKET, unix.SO_PEERCRED, size)
@@ -43,19 +41,20 @@ def _user_at(descriptor: int) -> int:
 
 
 class ClientSocket:
-    """A socket that connects to an address; a poller says when something has arrived.
+    """A socket that connects to an address.
 
-    A Unix socket is connected to, and sent to, only where it is this user's: its file, the folders
-    above it, and the process that listens there. `connect` is to be called until it is connected.
+    A Unix socket's file must be this user's; the folders above it and the process that listens
+    there may also be root's. Nothing is sent before that is known. Call `connect` until it is
+    connected.
 
     Attributes:
-        socket, monitor: what a poller says to be readable.
-        heard: when the last frame arrived, by the monotonic clock.
+        socket, monitor: registered with the poller; readable when frames or events have arrived.
+        heard: when the last frame arrived, on the monotonic clock.
     """
 
     def __init__(
         self,
-        context: zmq.Context[Any],
+        context: zmq.Context[zmq.Socket[bytes]],
         poller: zmq.Poller,
         address: str,
         keys: CurveKeys | None,
@@ -63,8 +62,8 @@ class ClientSocket:
     ) -> None:
         self._poller, self._address, self._own = poller, address, is_own(address)
         self._connected, self._trusted, self.heard = False, not self._own, -math.inf
-        self._frames: list[zmq.Frame] = []  # of a message that has not arrived in full
-        self._unsent: list[Sequence[Any]] = []  # until it is known who listens there
+        self._frames: list[zmq.Frame] = []  # of a message that has not arrived completely
+        self._unsent: list[Sequence[Buffer]] = []  # until the listening process is checked
         self.socket = context.socket(zmq.DEALER)
         secure(self.socket, keys)
         bound(self.socket, deadline, MAX_ANSWER_BYTES)
@@ -76,7 +75,7 @@ class ClientSocket:
         self.connect()
 
     def connect(self) -> str | None:
-        """Connect, unless it is or has been; return why that is not possible yet."""
+        """Connect, unless that was done before; return why that is not possible yet."""
         if self._connected:
             return None
         if self._own and (fault := fault_of_socket(path_of(self._address))) is not None:
@@ -85,8 +84,8 @@ class ClientSocket:
         self.socket.connect(self._address)
         return None
 
-    def _greet(self, descriptor: int) -> str | None:
-        """Send what waited, if the process that listens there is this user's or root's."""
+    def _check_listener(self, descriptor: int) -> str | None:
+        """Send the waiting frames if the listening process is this user's or root's."""
         try:
             user = _user_at(descriptor)
         except OSError:
@@ -98,8 +97,8 @@ class ClientSocket:
         reasons = [reason for frames in unsent if (reason := self.send(frames)) is not None]
         return reasons[0] if reasons else None
 
-    def receive(self) -> list[Any] | None:
-        """Return the frames of the next message once all have arrived, or None."""
+    def receive(self) -> list[Frame] | None:
+        """Return the frames of the next message if all have arrived, or None."""
         while True:
             try:
                 self._frames += self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -110,8 +109,8 @@ class ClientSocket:
                 frames, self._frames = self._frames, []
                 return [frame.buffer for frame in frames]
 
-    def send(self, frames: Sequence[Any]) -> str | None:
-        """Send without waiting; return why that is not possible, or None."""
+    def send(self, frames: Sequence[Buffer]) -> str | None:
+        """Send without waiting; return why that is impossible, or None."""
         if not self._trusted:
             self._unsent.append(frames)
             return None
@@ -128,7 +127,7 @@ class ClientSocket:
             message = recv_monitor_message(self.monitor)
             event = message["event"]
             if event == zmq.Event.CONNECTED:
-                reason = self._greet(message["value"]) or reason
+                reason = self._check_listener(message["value"]) or reason
             elif event == zmq.Event.CLOSED:
                 reason = reason or "nothing listens there"
             elif event == zmq.Event.DISCONNECTED:
@@ -138,7 +137,7 @@ class ClientSocket:
         return reason
 
     def close(self, linger: int) -> None:
-        """Close it, after so many milliseconds in which it may still send."""
+        """Close it; it may still send for `linger` milliseconds."""
         self._poller.unregister(self.socket)
         self._poller.unregister(self.monitor)
         self.socket.disable_monitor()

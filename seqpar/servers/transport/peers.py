@@ -1,4 +1,4 @@
-"""Who is at the other end of a server's connections, and how much one key may have."""
+"""Identifies the clients of a server, and divides its resources among their keys."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Peer(NamedTuple):
-    """A connection to a server, and who opened it.
+    """A connection to a server and the key that opened it.
 
-    Leases, caches, results and room for writes are kept by both fields, so another key never
-    reaches what belongs to one key, whichever connection it uses.
+    Leases, caches, results and arenas are stored under both. So one key never reaches what belongs
+    to another key, whichever connection it uses.
 
     Attributes:
-        route: the number that the server's socket gave the connection.
-        key: the client's public key, which ZeroMQ authenticated, or "" without keys.
+        route: the number that the server's socket gave to the connection.
+        key: the client's public key, authenticated by ZeroMQ, or "" without keys.
     """
 
     route: bytes
@@ -23,9 +23,9 @@ class Peer(NamedTuple):
 def fits(size: int, own: int, held: int, most: int, shared: bool) -> bool:
     """Return whether a key that has `own` of a resource may have `size` more.
 
-    `held` is what all keys have, and `most` what there is. Where several keys share a resource, a
-    key may have more only while it then has at most what stays free: n greedy keys leave 1/(n + 1)
-    of it. A key that has nothing may take whatever is free.
+    All keys together have `held` of `most`. If several keys share a resource, a key may not have
+    more than what then stays free, so n greedy keys leave 1/(n + 1) of it. A key that has nothing
+    may take all that is free.
     """
     if held + size > most:
         return False
@@ -33,6 +33,6 @@ def fits(size: int, own: int, held: int, most: int, shared: bool) -> bool:
 
 
 def room(own: int, held: int, most: int, shared: bool) -> int:
-    """Return how much more of a resource a key may have; the arguments are those of `fits`."""
+    """Return how much more of a resource a key may have. The arguments are those of `fits`."""
     free = most - held
     return max(0, (free - own) // 2) if shared and own else free
