@@ -1,6 +1,6 @@
-"""What knows nothing about attention: argument checks, dtypes, caches of layout tables, hooks, and
-every private name of torch that seqpar uses.
+"""Code that knows nothing about attention: argument checks, dtypes, caches of layout tables, hooks,
+and every private name of torch that seqpar uses.
 
-Start with `memo.py`, which decides what a layout's second call need not compute again.
+Start with `memo.py`, which keeps the tables that the next call with a layout uses again.
 `torch_private.py` is the file to read when a new release of torch breaks something.
 """

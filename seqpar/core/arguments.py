@@ -1,4 +1,4 @@
-"""Turn what users pass into numbers and arrays, or raise an error that names the argument."""
+"""Convert arguments of users to numbers and arrays, or raise an error that names the argument."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # positions are int32
 MAX_TOKENS = 2**40  # per packed batch
 MAX_RANKS = 2**16
-CuSeqlens = int | Sequence[int] | NDArray[Any] | Tensor
+CuSeqlens = int | Sequence[int] | NDArray[np.generic] | Tensor
 WindowSize = Sequence[int | None] | None
 Deterministic = bool | Literal["ranks"]
 
 _MAX_SHOWN_CHARACTERS = 200  # of a wrong value in an error
-# What conversions raise for values of the wrong kind, such as meta tensors and integers of 5,000
-# digits.
+# Errors of conversions of a wrong value, such as a meta tensor or an integer of 5,000 digits.
 _UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
 
 
@@ -46,7 +45,7 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
     if isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value}")
     try:
-        # Of an int it would return the value, on which torch.compile would specialise.
+        # operator.index would make torch.compile specialise on the value of an int.
         number: int = value if isinstance(value, int) else operator.index(value)
     except _UNFIT:
         raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
@@ -58,7 +57,7 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
 
 
 def as_dim(name: str, value: object) -> int:
-    """Return a dimension that a tensor can have as an int, or raise a ValueError that names it."""
+    """Return `value`, a dimension of a tensor, as an int, or raise a ValueError that names it."""
     return as_int(name, value, -64, 63)
 
 
@@ -111,7 +110,7 @@ def check_tensor(
 ) -> None:
     """Raise a ValueError that names the argument unless `value` is a tensor, dense in memory.
 
-    If `device` is given, which is q's, it must be there (or on the CPU, if that is allowed).
+    With `device`, the device of q, the tensor must be there, or with `or_cpu` on the CPU.
     """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -122,8 +121,8 @@ def check_tensor(
         raise ValueError(f"{name} must be on q's device, {expected}, got {value.device}")
 
 
-def to_device(x: Tensor, device: Any) -> Tensor:
-    """Return `x` on a device, or where it is for None; raise a ValueError naming `device`."""
+def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
+    """Return `x` on a device; None leaves it where it is. A ValueError names a wrong `device`."""
     try:
         return x if device is None else x.to(torch.device(device))
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
@@ -166,7 +165,7 @@ def as_lengths(name: str, values: CuSeqlens) -> Ints:
 def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
     """Return `values` as a 1-D int64 tensor on the CPU, or raise a ValueError naming the argument.
 
-    It is a copy. Where `values` is a tensor already, torch.compile can trace this.
+    The result is a copy. torch.compile can trace this if `values` is a tensor.
     """
     if not isinstance(values, Tensor):
         return torch.from_numpy(as_int_array(name, values))

@@ -15,12 +15,10 @@ R = TypeVar("R")
 
 
 def outside_graphs(function: Callable[P, R], reason: str | None = None) -> Callable[P, R]:
-    """Return a function that torch.compile breaks its graph for, and with `fullgraph` refuses.
+    """Return a function for which torch.compile breaks its graph; with `fullgraph` it refuses.
 
-    The refusal gives the `reason`. Default: the function works on numpy arrays.
-
-    `torch.compiler.disable` alone would do, if it did not import the compiler, which takes seconds,
-    for those who compile nothing.
+    The refusal gives the `reason`. Default: the function works on numpy arrays. Unlike
+    `torch.compiler.disable`, this does not import the compiler, which takes seconds.
     """
     if reason is None:
         where = "call it outside of the graph"
@@ -40,9 +38,9 @@ def outside_graphs(function: Callable[P, R], reason: str | None = None) -> Calla
 
 
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile calls once, when it traces, and does not trace.
+    """Return a function that torch.compile calls once, while tracing, instead of tracing it.
 
-    A graph guards on the identity of the arguments, and has the result as a constant.
+    The graph guards on the identity of the arguments and contains the result as a constant.
     """
 
     @functools.wraps(function)

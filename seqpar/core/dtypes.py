@@ -1,4 +1,4 @@
-"""Which dtypes attention takes, and which it accumulates in."""
+"""The dtypes that attention takes, and the dtypes in which it accumulates."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what partials, states and gradient sums are kept in: fp64 for fp64, else fp32."""
+    """Return the dtype of partials, states and gradient sums: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,7 +1,7 @@
 """Hooks with which traces and measurements observe attention calls, or replace parts of them.
 
-The exchange and the primitives consult `hooks`; `seqpar.tracing` sets it. It holds for the process,
-not for a thread, since autograd runs backward in threads of its own.
+The exchange and the primitives read `hooks`, and `seqpar.tracing` sets it. It holds for the whole
+process, since autograd runs backward in its own threads.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-Moment = float | torch.cuda.Event  # seconds, or a point in a CUDA stream that becomes seconds later
+Moment = float | torch.cuda.Event  # seconds, or an event whose seconds are read later
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the present: on CUDA an event in the device's current stream, else seconds."""
+    """Return the present: on CUDA an event in the device's current stream, otherwise seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -28,18 +28,18 @@ def moment(device: torch.device) -> Moment:
 
 
 class TracedWork(Protocol):
-    """What is computed; both kinds of attention say more of it (`attend.py`)."""
+    """The work of one computation; each kind of attention has its own class in `attend.py`."""
 
     @property
     def area(self) -> int:
-        """How many (query, key) pairs that see each other, times query heads."""
+        """The number of (query, key) pairs that the mask allows, times query heads."""
 
 
 class Recorder(Protocol):
     """The methods of a trace that attention calls report to."""
 
     def begin(self, label: str, rank: int) -> None:
-        """Record that a strategy begins a pass, as in "ring backward", on this rank."""
+        """Record that a strategy begins a pass, such as "ring backward", on this rank."""
 
     def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
         """Record a computation."""
@@ -52,19 +52,19 @@ class Recorder(Protocol):
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Record that messages are posted; return what makes the context to wait for them in."""
+        """Record posted messages; return a function that makes the context of waiting for them."""
 
 
 class Hooks:
-    """What is done besides, or instead of, communication and computation.
+    """Functions that observe or replace communication and computation.
 
     Attributes:
-        trace: what records computations and exchanges; None: nothing does.
-        skip_messages: whether exchanges send nothing. What should have arrived is then arbitrary.
-        replace_compute: called with the area of each computation, in its place; results are then
-            arbitrary. None: computations run.
-        beside: called with what is to run beside a rank's computation, in the place of a thread or
-            a stream; it returns what waits for its end. None: that runs beside it.
+        trace: records computations and exchanges, unless it is None.
+        skip_messages: whether exchanges send nothing. Received tensors are then arbitrary.
+        replace_compute: called with the area of each computation, instead of the computation;
+            results are then arbitrary. None: computations run.
+        beside: called with a function that should overlap a rank's computation; it returns a
+            function that waits for the end. None: a thread or a stream runs the function.
     """
 
     def __init__(self) -> None:
@@ -86,9 +86,9 @@ class Hooks:
     def computing(
         self, device: torch.device, work: Callable[[], TracedWork]
     ) -> AbstractContextManager[bool]:
-        """Return the context of a computation, which gives False if `replace_compute` replaced it.
+        """Return the context of a computation; its value is False if `replace_compute` ran instead.
 
-        `work()` says what is computed.
+        `work()` returns the computation's work; it is called only if a hook is set.
         """
         if self.trace is None and self.replace_compute is None:
             return _COMPUTES
@@ -106,7 +106,7 @@ class Hooks:
     def compute(
         self, work: Callable[[], TracedWork], device: torch.device, function: Callable[[], T]
     ) -> T | None:
-        """Return `function()`, or None if `replace_compute` replaced it; see `computing`."""
+        """Return `function()`, or None if `replace_compute` ran instead; see `computing`."""
         with self.computing(device, work) as computes:
             return function() if computes else None
 
@@ -114,15 +114,15 @@ class Hooks:
     def computes_between(
         trace: Recorder, blocks: Iterable[T], works: Sequence[TracedWork], device: torch.device
     ) -> Iterator[T]:
-        """Yield the blocks, and trace what the caller computes with each before the next.
+        """Yield the blocks, and trace what the caller computes between two of them.
 
-        `works` has the work of each.
+        `works` has one entry per block.
         """
         remaining = iter(works)
         for block in blocks:
             start = moment(device)
             yield block
-            del block  # so that it can be freed before the next one arrives
+            del block  # frees it before the next one arrives
             trace.compute(start, moment(device), next(remaining))
 
 

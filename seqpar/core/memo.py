@@ -1,4 +1,4 @@
-"""Keep what is derived from an object with the object."""
+"""Results that are derived from an object and kept with it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _MISSING = object()
-# Of what may be other in each call, such as a scale or prefixes, so many are kept with a layout.
+# Settings that may differ between calls, such as a scale or prefixes, kept per layout.
 MAX_KEPT_SETTINGS = 32
 
 
 class Memo:
-    """The results that have been derived from an object, its owner, by key.
+    """Results that were derived from an object, the owner, by key.
 
-    It is freed with the owner, which must not change. A key has all that the result depends on
-    besides the owner; the first element of a tuple names what is derived, so that keys of different
-    uses never collide.
+    The owner must not change; the memo is freed with it. A key contains everything else on which
+    the result depends. The first element of a key names the result, so that keys of different uses
+    never collide.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """Keep at most so many results, the newest; by default all."""
+        """Keep at most the newest `most` results; by default all."""
         self._results: dict[Hashable, Any] = {}
         self._most = most
 
     def __call__(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the result that has this key, made by `build()` when it was first asked for."""
+        """Return the result of this key; the first call for the key makes it with `build()`."""
         result: T = self._results.get(key, _MISSING)
         if result is _MISSING:
             result = self._results[key] = build()

@@ -1,4 +1,4 @@
-"""Arithmetic on many integers and ranges at once, without a loop over them."""
+"""Arithmetic on arrays of integers and ranges, without loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
 
 
 def as_ranges(numbers: Ints) -> Ints:
-    """Return integers, in any order, as the fewest ranges (m, 2) of which `ranges` makes them."""
+    """Return the fewest ranges (m, 2) from which `ranges` makes these integers, in their order."""
     edges = np.flatnonzero(np.r_[True, np.diff(numbers) != 1, True])[: numbers.size + 1]
     return np.stack([numbers[edges[:-1]], numbers[edges[1:] - 1] + 1], 1)
 
@@ -35,7 +35,7 @@ def sort_keys(documents: Ints, positions: Ints) -> Ints:
 
 
 def union(starts: Ints, stops: Ints) -> Ints:
-    """Return the union of ranges that ascend by their starts, as (m, 2), none of which touch."""
+    """Return the union, as (m, 2) ranges that do not touch, of ranges in ascending order."""
     reached = np.maximum.accumulate(stops)
     apart = starts[1:] > reached[:-1]
     first, last = np.r_[True, apart][: starts.size], np.r_[apart, True][: starts.size]
@@ -46,7 +46,7 @@ def rows_before(chosen: Ints, rows: Ints) -> Ints:
     """Return how many integers of ascending, disjoint ranges (m, 2) are below each of `rows`."""
     starts, stops = chosen.T
     before = np.r_[0, np.cumsum(stops - starts)]
-    last = np.searchsorted(starts, rows, side="right")  # how many ranges start at or below it
+    last = np.searchsorted(starts, rows, side="right")  # ranges that start at or below
     beyond = np.r_[0, stops][last] - rows
     return before[last] - np.maximum(beyond, 0)
 
@@ -56,30 +56,30 @@ def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) ->
 
     A list is (n,) documents, starts and stops. It takes time n log n, and linear in the pairs.
     """
-    # Of two that overlap one starts in the other; where both start together that is the second.
-    of_one, in_one = _starting_in(one, other, behind=0)
-    of_other, in_other = _starting_in(other, one, behind=1)
+    # One of two overlapping ranges starts in the other. If both start together, it is the second.
+    of_one, in_one = _starting_in(one, other, after=0)
+    of_other, in_other = _starting_in(other, one, after=1)
     return np.concatenate([of_one, in_other]), np.concatenate([in_one, of_other])
 
 
 def _starting_in(
-    one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints], behind: int
+    one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints], after: int
 ) -> tuple[Ints, Ints]:
-    """Return all pairs in which the other starts in the one, at least so far behind its start."""
+    """Return all pairs whose second range starts in the first, at least `after` its start."""
     (documents, starts, stops), begins = one, sort_keys(*other[:2])
     order = np.argsort(begins, kind="stable")
     order = order[other[2][order] > other[1][order]]
     begins = begins[order]
-    first = np.searchsorted(begins, sort_keys(documents, starts) + behind)
+    first = np.searchsorted(begins, sort_keys(documents, starts) + after)
     counts = np.maximum(np.searchsorted(begins, sort_keys(documents, stops)) - first, 0)
     index = np.repeat(np.arange(counts.size), counts)
     return index, order[first[index] + count_up(counts)]
 
 
 def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
-    """Return 64-bit hashes of integers (SplitMix64), other ones for each seed.
+    """Return 64-bit hashes of integers (SplitMix64) that depend on the seed.
 
-    Sums of them, modulo 2**64, tell sets of integers apart.
+    Sums of hashes, modulo 2**64, distinguish sets of integers.
     """
     gamma = np.uint64(0x9E3779B97F4A7C15)
     z = numbers.astype(np.uint64) + np.array([seed + 1], np.uint64) * gamma
@@ -91,8 +91,8 @@ def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
 def split_at(edges: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
     """Split ascending ranges at ascending edges, the first of which is 0.
 
-    Return for each part, as arrays, between which edges it lies, and where it starts and stops
-    behind the first of these. Empty ranges have no parts.
+    Returns three arrays with one entry per part: the index of the last edge at or before the part,
+    and the part's start and stop, counted from this edge. Empty ranges have no parts.
     """
     starts, stops = starts[stops > starts], stops[stops > starts]
     if not starts.size:

@@ -1,7 +1,8 @@
-"""The private names of torch that seqpar uses: here alone, each with why and since when.
+"""The private names of torch that seqpar uses, each with a reason and a version of torch.
 
-Any release of torch may drop one. `missing()` says which are gone. What needs one of those raises a
-RuntimeError that says so; the rest works.
+No other file uses a private name of torch. A release of torch may drop one: `missing()` lists the
+names that are gone. A function that needs one of those raises a RuntimeError that names it; the
+other functions work.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 Kernel = Callable[..., tuple[Tensor, ...]]
-T = TypeVar("T", bound=Callable[..., Any])
+T = TypeVar("T", bound=Callable[..., object])
+DDP = torch.nn.parallel.DistributedDataParallel
 
 
 class Use(NamedTuple):
-    """Since when torch has a private name as it is used here, at the latest, and why it is used."""
+    """Why seqpar uses a private name, and the first version of torch known to have it."""
 
     since: str
     why: str
@@ -47,96 +49,98 @@ NAMES = {
     "torch.cpu._is_amx_tile_supported": Use(
         "2.6", "to compute bf16 natively where the CPU has matrix units"
     ),
-    "torch.cpu._is_avx512_bf16_supported": Use("2.6", "likewise, where it has products of bf16"),
+    "torch.cpu._is_avx512_bf16_supported": Use(
+        "2.6", "to compute bf16 natively where the CPU has products of bf16"
+    ),
     "torch._dynamo.maybe_mark_dynamic": Use(
-        "2.1", "graphs that take layouts of any size from the first call on"
+        "2.1", "compiled graphs take layouts of any size from the first call on"
     ),
     "torch._dynamo.disable": Use(
-        "2.7", "it marks functions that are not to be traced: `mark_disabled` does as it does"
+        "2.7", "it marks functions that must not be traced; `mark_disabled` sets the same marks"
     ),
     "torch._dynamo.assume_constant_result": Use(
-        "2.0", "likewise functions whose results graphs take as constants: `mark_constant`"
+        "2.0", "it marks functions with constant results; `mark_constant` sets the same mark"
     ),
     "torch.utils._python_dispatch._disable_current_modes": Use(
-        "2.1", "to compute beside a checkpoint's forward, whose modes note what is computed"
+        "2.1", "to compute within a checkpoint's forward without its modes, which record operators"
     ),
     "torch._transformer_encoder_layer_fwd": Use(
         "1.12", "to refuse the fast path of nn.TransformerEncoderLayer in compiled functions"
     ),
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": Use(
-        "2.8", "so that a mode's function is never compiled by itself: that returns wrong values"
+        "2.8", "to never compile a mode's function by itself, which returns wrong values"
     ),
-    "torch._C._dynamo.eval_frame._FrameExecStrategy": Use("2.8", "likewise"),
-    "torch._C._dynamo.eval_frame._FrameAction": Use("2.8", "likewise"),
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": Use("2.8", "an argument of the above"),
+    "torch._C._dynamo.eval_frame._FrameAction": Use("2.8", "an argument of the above"),
     "torch._library.fake_class_registry.FakeScriptObject": Use(
-        "2.4", "what torch.compile gives a function that it does not trace in a group's place"
+        "2.4", "torch.compile passes it in place of a group to functions that it does not trace"
     ),
     "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode": Use(
         "2.0", "to refuse torch.func's transforms, which would return zeros"
     ),
     "torch._C._AutoDispatchBelowAutograd": Use(
-        "2.0", "derivatives of operators: torch.library's own take 0.1 ms more of a call"
+        "2.0", "derivatives of operators: those of torch.library take 0.1 ms more per call"
     ),
-    "torch._C._after_autograd_keyset": Use("2.4", "likewise: what runs below autograd"),
-    "torch.Tensor._version": Use("2.0", "to read a GPU's numbers once, until they are written to"),
+    "torch._C._after_autograd_keyset": Use("2.4", "the dispatch keys below autograd"),
+    "torch.Tensor._version": Use("2.0", "to read a GPU tensor again only after a write"),
     "torch._C._swap_tensor_impl": Use(
-        "2.3", "to exchange tensors for parts of them: swap_tensors takes none that autograd saved"
+        "2.3", "to exchange a tensor for its part: swap_tensors refuses tensors saved by autograd"
     ),
     "torch.autograd.has_torch_function": Use(
-        "2.0", "by which backward asks torch's function modes, and leaves them while it runs"
+        "2.0", "backward calls it to find function modes, and leaves these modes while it runs"
     ),
     "torch.distributed.distributed_c10d._world": Use(
         "2.0", "to find a loaded module's group among all groups: there is no public list"
     ),
     "torch.distributed.ProcessGroup._get_backend": Use(
-        "2.0", "to get at a group's backend and its options"
+        "2.0", "to read a group's backend and its options"
     ),
     "torch.distributed.ProcessGroup._start_coalescing": Use(
-        "2.1", "to post messages at once, an eighth of the time that batch_isend_irecv takes"
+        "2.1", "to post messages as one operation, in an eighth of batch_isend_irecv's time"
     ),
-    "torch.distributed.ProcessGroup._end_coalescing": Use("2.1", "likewise"),
+    "torch.distributed.ProcessGroup._end_coalescing": Use("2.1", "the end of that operation"),
     "torch.distributed.ProcessGroup._register_backend": Use(
-        "2.0", "a further communicator over a group's ranks: new_group may need others too"
+        "2.0", "another communicator over a group's ranks: new_group may need other ranks too"
     ),
     "torch._C._distributed_c10d.Backend.Options._timeout": Use(
-        "2.0", "a group's timeout, which decides when a silent rank counts as lost"
+        "2.0", "a group's timeout: a rank that is silent for longer counts as lost"
     ),
     "torch.Tensor._base": Use("1.0", "to know views of parameters, which need no offload"),
     "torch.distributed.DeviceMesh._flatten": Use(
         "2.5", "a group of all ranks of a mesh with several dimensions"
     ),
     "torch.nn.Module._call_impl": Use(
-        "1.6", "to know the modules around a model that is being called, such as DDP's and FSDP's"
+        "1.6", "to find the modules around a running model, such as DDP's and FSDP's"
     ),
     "torch.nn.utils._named_member_accessor.swap_tensor": Use(
-        "2.0", "to use tensors in the place of parameters, as torch.func.functional_call does"
+        "2.0", "to use tensors in place of parameters, as torch.func.functional_call does"
     ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Use(
-        "2.6", "to know which parameters FSDP2 averages, over which ranks"
+        "2.6", "to find the parameters that FSDP2 averages, and over which ranks"
     ),
     "torch.nn.parallel.DistributedDataParallel._check_reducer_finalized": Use(
-        "2.0", "to know whether DDP averaged in the backward that ends, and not in the next call"
+        "2.0", "to check at the end of a backward that DDP averaged in it, not in the next call"
     ),
     "torch._C._will_engine_execute_node": Use(
-        "2.0", "to refuse torch.autograd.grad under DDP, which then averages nothing"
+        "2.0", "to refuse torch.autograd.grad under DDP, which would average no gradients"
     ),
     "torch._C._current_graph_task_id": Use(
-        "2.0", "to know a checkpoint's recomputation from the user's own calls"
+        "2.0", "to tell a checkpoint's recomputation from the user's own calls"
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": Use(
-        "1.13", "to see each operator of a rank whose step is simulated"
+        "1.13", "to observe each operator of a simulated step"
     ),
     "torch.utils._pytree.tree_leaves": Use("2.2", "to find the tensors among an operator's values"),
-    "torch.UntypedStorage._cdata": Use("2.0", "to tell memory apart that has no data"),
+    "torch.UntypedStorage._cdata": Use("2.0", "to identify memory without data"),
     "torch.ops.aten._unsafe_view": Use("1.0", "to know that a simulated operator copies nothing"),
     "torch.autograd.Variable._execution_engine": Use(
-        "1.0", "to sum gradients over ranks when backward is at its end, as DDP does"
+        "1.0", "to sum gradients over ranks at the end of backward, as DDP does"
     ),
 }
 
 
 def missing() -> dict[str, str]:
-    """Return what is gone from this torch: what each name is for, by name."""
+    """Return the names that this torch lacks, each with its use."""
     return {name: use.why for name, use in NAMES.items() if _found(name) is None}
 
 
@@ -146,7 +150,7 @@ def cpu_attention() -> Kernel:
 
 
 def cpu_attention_backward() -> Kernel:
-    """Return its backward, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
+    """Return the backward of `cpu_attention`, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
     return _kernel("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
@@ -156,7 +160,7 @@ def cuda_attention() -> Kernel:
 
 
 def cuda_attention_backward() -> Kernel:
-    """Return its backward, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
+    """Return the backward of `cuda_attention`, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
     return _kernel("_scaled_dot_product_flash_attention_backward")
 
 
@@ -173,29 +177,29 @@ def cpu_has_bf16_products() -> bool:
 
 
 def compiler_is_loaded() -> bool:
-    """Return whether torch.compile may be at work: it is not imported before it is used."""
+    """Return whether torch.compile may be in use: its first use imports the compiler."""
     return "torch._dynamo" in sys.modules
 
 
 def mark_dynamic(tensor: Tensor, *dims: int) -> None:
-    """Let torch.compile, where it is in use, take tensors of other sizes from the first call on."""
+    """Make torch.compile accept other sizes of these dims from the first call on."""
     if compiler_is_loaded():
         _get("torch._dynamo.maybe_mark_dynamic")(tensor, dims)
 
 
-def mark_disabled(function: Callable[..., Any], reason: str) -> None:
+def mark_disabled(function: Callable[..., object], reason: str) -> None:
     """Mark a function as `torch.compiler.disable` does, without importing the compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
 
-def mark_constant(function: Callable[..., Any]) -> None:
+def mark_constant(function: Callable[..., object]) -> None:
     """Mark a function as `torch.compiler.assume_constant_result` does, without the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def real_object(x: Any) -> Any:
-    """Return what torch.compile put a fake object in the place of, or x if it is none."""
+    """Return the object for which torch.compile passed a fake; other objects as they are."""
     fake = _get("torch._library.fake_class_registry.FakeScriptObject")
     return x.real_obj if isinstance(x, fake) else x
 
@@ -206,51 +210,57 @@ def set_transform_refusal(operator: str, refusal: Callable[..., None]) -> None:
     torch.library.impl(operator, _get(key).name)(refusal)
 
 
-def below_autograd(operator: Any, keys: Any, arguments: tuple[Any, ...]) -> Any:
-    """Return an operator's results for these dispatch keys but those of autograd."""
+def below_autograd(
+    operator: Any, keys: torch._C.DispatchKeySet, arguments: tuple[object, ...]
+) -> list[Tensor]:
+    """Call an operator with these dispatch keys, without those of autograd."""
     with _get("torch._C._AutoDispatchBelowAutograd")():
-        return operator.redispatch(keys & _get("torch._C._after_autograd_keyset"), *arguments)
+        results = operator.redispatch(keys & _get("torch._C._after_autograd_keyset"), *arguments)
+        return cast(list[Tensor], results)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows when a tensor is written to; inference tensors have none."""
+    """Return a number that grows with each write to a tensor, except to inference tensors."""
     return tensor._version
 
 
-def process_groups() -> list[Any]:
+def process_groups() -> list[torch.distributed.ProcessGroup]:
     """Return all process groups that this process has made."""
     return list(_get("torch.distributed.distributed_c10d._world").pg_names)
 
 
-def backend_of(group: Any, device: torch.device) -> Any:
+def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     """Return a process group's backend for a device."""
     return _get("torch.distributed.ProcessGroup._get_backend")(group, device)
 
 
-def timeout_of(group: Any, device: torch.device) -> timedelta:
+def timeout_of(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of a process group's backend for a device."""
     return cast(timedelta, backend_of(group, device).options._timeout)
 
 
-def start_coalescing(group: Any, device: torch.device) -> None:
-    """Make what is posted from here to `end_coalescing` one operation."""
+def start_coalescing(group: torch.distributed.ProcessGroup, device: torch.device) -> None:
+    """Begin one operation of all messages that are posted before `end_coalescing`."""
     _get("torch.distributed.ProcessGroup._start_coalescing")(group, device)
 
 
-def end_coalescing(group: Any, device: torch.device) -> Any:
-    """Post the operation; return its work."""
-    return _get("torch.distributed.ProcessGroup._end_coalescing")(group, device)
+def end_coalescing(
+    group: torch.distributed.ProcessGroup, device: torch.device
+) -> torch.distributed.Work:
+    """Post the operation and return its work."""
+    work = _get("torch.distributed.ProcessGroup._end_coalescing")(group, device)
+    return cast("torch.distributed.Work", work)
 
 
 def copy_options(backend: Any, options: Any) -> None:
-    """Give `options`, of a backend on NCCL to be made, those of one that users made."""
+    """Copy the config and the timeout of an NCCL backend to the `options` of another one."""
     options.config, options._timeout = backend.options.config, backend.options._timeout
 
 
-def group_of(backend: Any, store: Any, device: torch.device) -> Any:
-    """Return a process group with this backend, on NCCL, for a device.
+def group_of(backend: Any, store: Any, device: torch.device) -> torch.distributed.ProcessGroup:
+    """Return a process group with this NCCL backend for a device.
 
-    torch does not know of it: whoever has it must shut it down.
+    torch does not know of the group, so the caller must shut it down.
     """
     group = torch.distributed.ProcessGroup(store, backend.rank(), backend.size())
     kind = torch.distributed.ProcessGroup.BackendType.NCCL
@@ -259,39 +269,40 @@ def group_of(backend: Any, store: Any, device: torch.device) -> Any:
 
 
 def base_of(x: Tensor) -> Tensor | None:
-    """Return the tensor of which this one is a view; None if it is no view."""
+    """Return the tensor of which `x` is a view, or None if `x` is not a view."""
     return x._base
 
 
 def swap_contents(a: Tensor, b: Tensor) -> None:
-    """Make `a` what `b` was, and the other way round; what autograd saved of them stays as it is.
+    """Exchange the contents of two tensors, but not of what autograd saved of them.
 
-    Setting `a.data` would change that too, and resizing `a` make backward refuse it.
+    Setting `a.data` would also change saved tensors, and backward would refuse a resized `a`.
     """
     _get("torch._C._swap_tensor_impl")(a, b)
 
 
-def within_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.autograd.backward` or `grad` as one that does not ask torch's function modes.
+def within_modes(function: T) -> T:
+    """Return a copy of `torch.autograd.backward` or `grad` that does not leave function modes.
 
-    Called within a mode it runs there, and so does what backward computes again.
+    Within a mode, both the copy and everything that backward recomputes run in the mode.
     """
     _get("torch.autograd.has_torch_function")
-    names = function.__globals__ | {"has_torch_function": lambda _: False}
-    alike = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    alike.__kwdefaults__ = function.__kwdefaults__
-    return alike
+    original = cast(FunctionType, function)
+    names = original.__globals__ | {"has_torch_function": lambda _: False}
+    copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return cast(T, copy)
 
 
 def flat_mesh(mesh: Any) -> Any:
-    """Return a DeviceMesh of one dimension with all ranks of one with several."""
+    """Return a one-dimensional DeviceMesh with all ranks of a DeviceMesh."""
     return _get("torch.distributed.DeviceMesh._flatten")(mesh)
 
 
-def calling_modules() -> list[Any]:
+def calling_modules() -> list[torch.nn.Module]:
     """Return the modules whose calls run now in this thread, the innermost first."""
     code = _get("torch.nn.Module._call_impl").__code__
-    frame, modules = inspect.currentframe(), list[Any]()
+    frame, modules = inspect.currentframe(), list[torch.nn.Module]()
     while frame is not None:
         if frame.f_code is code:
             modules.append(frame.f_locals["self"])
@@ -299,14 +310,14 @@ def calling_modules() -> list[Any]:
     return modules
 
 
-def is_compiled(module: Any) -> bool:
+def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module was compiled, by torch.compile or by its method compile()."""
     compiled = vars(module).get("_compiled_call_impl")  # the method sets it
     return compiled is not None or type(module).__name__ == "OptimizedModule"
 
 
 def runs_compiled() -> bool:
-    """Return whether a caller of this function is what torch.compile made."""
+    """Return whether a caller of this function is code that torch.compile made."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
@@ -316,17 +327,17 @@ def runs_compiled() -> bool:
     return False
 
 
-def parameters_in(module: Any) -> dict[str, Tensor | None]:
-    """Return a module's own parameters by name: named_parameters takes ten times as long."""
+def parameters_in(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own parameters by name, in a tenth of the time of named_parameters."""
     return cast(dict[str, Tensor | None], vars(module)["_parameters"])
 
 
-def put_tensor(module: Any, name: str, tensor: Tensor) -> None:
-    """Make a module use a tensor in the place of the parameter that has this name in it."""
+def put_tensor(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
+    """Make a module use a tensor in place of its parameter of this name."""
     _get("torch.nn.utils._named_member_accessor.swap_tensor")(module, name, tensor)
 
 
-def fsdp2_groups(module: Any) -> list[Any]:
+def fsdp2_groups(module: torch.nn.Module) -> list[Any]:
     """Return the groups of parameters that FSDP2 shards together for a module."""
     state = _get("torch.distributed.fsdp.FSDPModule._get_fsdp_state")(module)
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -335,9 +346,9 @@ def fsdp2_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def fsdp2_names(group: Any) -> list[tuple[Any, str]]:
-    """Return where the parameters of one of FSDP2's groups are: (module, name) of each."""
-    places: list[tuple[Any, str]] = []
+def fsdp2_names(group: Any) -> list[tuple[torch.nn.Module, str]]:
+    """Return the module and name of each parameter of one of FSDP2's groups."""
+    places: list[tuple[torch.nn.Module, str]] = []
     for parameter in group.fsdp_params:
         info = getattr(parameter, "_module_info")  # noqa: B009 - a private name
         places.append((info.module, info.param_name))
@@ -345,19 +356,19 @@ def fsdp2_names(group: Any) -> list[tuple[Any, str]]:
     return places
 
 
-def fsdp2_tensors(group: Any) -> list[Any]:
-    """Return what a call uses in the place of the parameters of one of FSDP2's groups."""
+def fsdp2_tensors(group: Any) -> list[Tensor | None]:
+    """Return the tensors that a call uses in place of the parameters of one of FSDP2's groups."""
     return [getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params]
 
 
-def fsdp1_ignored(module: Any) -> set[Any]:
-    """Return the parameters inside a FullyShardedDataParallel that it leaves alone."""
-    return cast(set[Any], getattr(module, "_ignored_params", set()))
+def fsdp1_ignored(module: torch.nn.Module) -> set[Tensor]:
+    """Return the parameters inside a FullyShardedDataParallel that FSDP does not manage."""
+    return cast(set[Tensor], getattr(module, "_ignored_params", set()))
 
 
-def ddp_parameters(ddp: Any) -> list[Any]:
+def ddp_parameters(ddp: DDP) -> list[Tensor]:
     """Return the parameters whose gradients a DistributedDataParallel averages."""
-    return cast(list[Any], getattr(ddp, "_module_parameters", list(ddp.module.parameters())))
+    return cast(list[Tensor], getattr(ddp, "_module_parameters", list(ddp.module.parameters())))
 
 
 def gradient_hooks(wrapped: Any) -> list[Any]:
@@ -368,7 +379,7 @@ def gradient_hooks(wrapped: Any) -> list[Any]:
     return [hook for hook in hooks if hook is not None]
 
 
-def check_averaged(ddp: Any) -> None:
+def check_averaged(ddp: DDP) -> None:
     """Raise a RuntimeError if DDP waits for gradients at the end of a backward."""
     _get("torch.nn.parallel.DistributedDataParallel._check_reducer_finalized")(ddp)
 
@@ -382,25 +393,25 @@ def has_hooks(x: Tensor) -> bool:
 def returned_by_grad(leaves: list[Tensor]) -> bool:
     """Return whether torch.autograd.grad runs now, and returns the gradient of one of the leaves.
 
-    What DDP adds to leaves is then not called.
+    DDP's hooks of leaves are then not called.
     """
     executes = _get("torch._C._will_engine_execute_node")
     for x in leaves:
         try:
             if executes(torch.autograd.graph.get_gradient_edge(x).node):
                 return False
-        except RuntimeError:  # by which torch says so
+        except RuntimeError:  # torch raises it if grad returns this gradient
             return True
     return False
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward, in which checkpoints compute again."""
+    """Return whether this thread runs a backward, in which checkpoints recompute."""
     return bool(_get("torch._C._current_graph_task_id")() != -1)
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward that runs now is at its end."""
+    """Call `function` at the end of the running backward."""
     _get("torch.autograd.Variable._execution_engine").queue_callback(function)
 
 
@@ -409,24 +420,24 @@ def dispatch_mode() -> Any:
     return _get("torch.utils._python_dispatch.TorchDispatchMode")
 
 
-def leaves_of(nested: Any) -> list[Any]:
-    """Return what lists, tuples and dicts of an operator's values contain."""
-    return cast(list[Any], _get("torch.utils._pytree.tree_leaves")(nested))
+def leaves_of(nested: object) -> list[object]:
+    """Return the values inside nested lists, tuples and dicts of an operator's values."""
+    return cast(list[object], _get("torch.utils._pytree.tree_leaves")(nested))
 
 
 def memory_of(x: Tensor) -> int:
-    """Return a number that tells a tensor's memory apart from others, also if it has no data."""
+    """Return a number that identifies a tensor's memory, even on the meta device."""
     return x.untyped_storage()._cdata
 
 
-def unsafe_view() -> Any:
-    """Return the operator of views that a matrix product makes of its result."""
+def unsafe_view() -> object:
+    """Return the operator with which a matrix product takes a view of its result."""
     return _get("torch.ops.aten._unsafe_view")
 
 
 @contextmanager
 def beside_the_caller() -> Iterator[None]:
-    """Compute where the caller's dispatch modes and hooks of saved tensors see nothing of it."""
+    """Compute outside the caller's dispatch modes and hooks of saved tensors."""
     modes = _get("torch.utils._python_dispatch._disable_current_modes")
     with saved_tensors_hooks(lambda x: x, lambda x: x), modes():
         yield
@@ -438,7 +449,7 @@ def _kernel(name: str) -> Kernel:
 
 @cache
 def _get(name: str) -> Any:
-    """Return what has this name, one of NAMES; raise a RuntimeError if it is gone."""
+    """Return the object of this name, one of NAMES; raise a RuntimeError if torch lacks it."""
     found = _found(name)
     if found is None:
         since, why = NAMES[name]
@@ -448,7 +459,7 @@ def _get(name: str) -> Any:
 
 
 def _found(name: str) -> Any | None:
-    """Return what has this name, or None. Its module is imported if that is necessary."""
+    """Return the object of this name, or None. Imports its module if necessary."""
     found: Any = torch
     path = "torch"
     for part in name.split(".")[1:]:
@@ -463,20 +474,20 @@ def _found(name: str) -> Any | None:
     return found
 
 
-def fast_encoder_layer() -> Any:
-    """Return the kernel of the fast path of nn.TransformerEncoderLayer, or None if it is gone."""
+def fast_encoder_layer() -> object:
+    """Return the kernel of nn.TransformerEncoderLayer's fast path, or None if torch lacks it."""
     return _found("torch._transformer_encoder_layer_fwd")
 
 
 def inlined_only(function: T) -> T:
-    """Let torch.compile trace a function where others call it, but not compile it by itself.
+    """Let torch.compile trace a function inside its callers, but not compile it by itself.
 
-    A mode's `__torch_function__` that is compiled by itself, after a graph break, returns the value
-    of one attribute for another one: its guards do not tell their getters apart.
+    If torch.compile compiles a mode's `__torch_function__` by itself, after a graph break, the
+    function returns the value of one attribute for another: its guards confuse their getters.
     """
     strategy = _found("torch._C._dynamo.eval_frame._FrameExecStrategy")
     action = _found("torch._C._dynamo.eval_frame._FrameAction")
     set_strategy = _found("torch._C._dynamo.eval_frame.set_code_exec_strategy")
-    if strategy and action and set_strategy:  # without them only graph breaks are not safe
+    if strategy and action and set_strategy:  # without them, only graph breaks are unsafe
         set_strategy(function.__code__, strategy(action.SKIP, action.DEFAULT))
     return function

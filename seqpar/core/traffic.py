@@ -1,4 +1,4 @@
-"""Say what a rank sends, from geometry alone: nothing is communicated or computed."""
+"""The messages that a rank would send, as rows. They follow from geometry, without sending."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Traffic(NamedTuple):
-    """What a rank sends to one peer in one step of a pass.
+    """The messages from a rank to one peer in one step of a pass.
 
     Attributes:
         direction: "forward" or "backward".
         step: the strategy's step that needs the messages.
-        peer: the rank that they go to.
-        messages: how many there are; empty ones are not sent.
-        bytes: their sizes, summed.
+        peer: the rank that receives the messages.
+        messages: the number of messages; empty messages are not sent.
+        bytes: the sum of the messages' sizes.
     """
 
     direction: str
@@ -26,9 +26,9 @@ class Traffic(NamedTuple):
 
 
 def summed(rows: Iterable[Traffic]) -> list[Traffic]:
-    """Return the rows with those of one direction, step and peer added up, and empty ones left out.
+    """Add up the rows of each direction, step and peer, and leave out empty rows.
 
-    Forward comes before backward, then they are in order of steps and peers.
+    Returns the sums with forward before backward, then in order of steps and peers.
     """
     totals: dict[tuple[str, int, int], list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:

@@ -1,4 +1,4 @@
-"""HTTP servers with limits on connections, on seconds for each, and on names in requests."""
+"""HTTP servers that limit connections, seconds per connection, and the Host of requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = MAX_REQUEST_SECONDS  # between two bytes
 
     def parse_request(self) -> bool:
-        """Read the request; refuse it where its Host may be another site's name for this one."""
+        """Read the request; refuse a Host that may be another site's name for this server."""
         if not super().parse_request():
             return False
         self.close_connection = True
@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def client_has_left(self) -> bool:
-        """Return whether nobody waits for the answer."""
+        """Return whether the client has closed the connection."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         try:
@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
             return True
 
     def log_message(self, *_: object) -> None:
-        """Write no log of requests."""
+        """Log no requests."""
 
 
 class BoundedServer(ThreadingHTTPServer):
@@ -61,8 +61,8 @@ class BoundedServer(ThreadingHTTPServer):
     def is_own_name(self, host: str) -> bool:
         """Return whether a Host names this server: by an address, or by a name of this machine.
 
-        A page of another site may have its name resolved to this machine (DNS rebinding). No
-        browser sends an address for that name.
+        Another site may resolve its own name to this machine (DNS rebinding). A browser then sends
+        that name, never an address.
         """
         name = host.strip().lower()
         if name.startswith("["):
@@ -96,8 +96,8 @@ class BoundedServer(ThreadingHTTPServer):
         finally:
             self._end(request)
 
-    def extend(self, request: Any, seconds: float | None = None) -> None:
-        """Cut a connection off after so many seconds from now, by default `MAX_REQUEST_SECONDS`."""
+    def extend(self, request: object, seconds: float | None = None) -> None:
+        """Cut a connection off `seconds` from now, by default `MAX_REQUEST_SECONDS`."""
         self._cancel(request)
         timer = threading.Timer(
             MAX_REQUEST_SECONDS if seconds is None else seconds, _cut, (request,)
@@ -106,16 +106,16 @@ class BoundedServer(ThreadingHTTPServer):
         self._deadlines[id(request)] = timer
         timer.start()
 
-    def _cancel(self, request: Any) -> None:
+    def _cancel(self, request: object) -> None:
         if (timer := self._deadlines.pop(id(request), None)) is not None:
             timer.cancel()
 
-    def _end(self, request: Any) -> None:
+    def _end(self, request: object) -> None:
         self._cancel(request)
         self._free.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Write nothing: clients leave, and are cut off."""
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Write nothing: clients that leave or are cut off are not errors."""
 
 
 def _cut(request: socket.socket) -> None:
@@ -124,7 +124,7 @@ def _cut(request: socket.socket) -> None:
 
 
 def serve_in_thread(server: BoundedServer) -> Callable[[], None]:
-    """Serve in a thread; return what ends it."""
+    """Serve in a thread; return a function that ends it."""
     threading.Thread(target=server.serve_forever, name="seqpar-web", daemon=True).start()
 
     def end() -> None:
