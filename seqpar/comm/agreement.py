@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm
 
 C = TypeVar("C")
-Described = dict[str, object]  # a call's arguments by the names that users know, as JSON has them
+Described = dict[str, object]  # a call's arguments as JSON, by the names that users know
 
 
 class Fault(NamedTuple):
@@ -24,7 +24,7 @@ class Fault(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Return an error's fault, which keeps no tensor alive, unlike the error."""
+        """Return the fault of an error. Unlike the error, it keeps no tensor alive."""
         return cls(isinstance(error, TypeError), str(error))
 
     def described(self) -> Described:
@@ -36,7 +36,7 @@ def check_on_all_ranks(
 ) -> C:
     """Return `resolve()`, this rank's resolved call, if all ranks make the same call.
 
-    Otherwise raise on all of them; see `compare_calls`.
+    Otherwise all ranks raise the same error; see `compare_calls`.
     """
     call = fault = None
     try:
@@ -52,17 +52,19 @@ def compare_calls(
 ) -> None:
     """Raise the same error on all ranks unless they make the same call and none has a fault.
 
-    `shared(True)` has what must be the same everywhere, by the names that users know. This sends a
-    digest of 32 bytes to each peer, of `shared(False)`, which costs less and may differ for equal
-    arguments. Where digests differ, ranks also send the arguments as text. If these differ too, all
-    raise the same ValueError, or the TypeError with which one of them refuses the call. It must run
-    at every call: a rank that skipped it, because it had checked the same call before, would leave
-    a rank that is called differently waiting.
+    `shared(True)` returns the arguments that must be the same everywhere, by the names that users
+    know. `shared(False)` costs less, and may differ for equal arguments. Each rank sends a digest
+    of `shared(False)`, 32 bytes, to each peer. If digests differ, ranks also send `shared(True)` as
+    text. If texts differ too, all ranks raise the same ValueError, or the TypeError with which one
+    of them refuses the call.
+
+    Every call must run this. If a rank skipped it, because it had checked the same call before, a
+    rank with another call would wait for it.
     """
     described = None if fault is None else fault.described()
     first: Described = {"fault": described}
     last: Described = {"strategy": str(strategy), "group size": comm.size}
-    label = "rank check"  # the strategies may differ
+    label = "rank check"  # strategies may differ, so the label names none
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
     tensor = torch.tensor(digest, dtype=torch.uint8, device=comm.device)
     digests = comm.all_gather(tensor, label=label)
@@ -76,8 +78,8 @@ def compare_calls(
 def check_same_weights(comm: Comm, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise a ValueError that names the first tensor in which ranks differ, on all of them.
 
-    Each rank reads its tensors once and sends 64 bits of each. Tensors that one rank does not have,
-    because they are on the meta device there, are not compared.
+    Each rank reads its tensors once and sends 64 bits per tensor. Tensors that are on the meta
+    device on one rank are not compared.
     """
     if comm.size == 1:
         return
@@ -100,7 +102,7 @@ def check_same_weights(comm: Comm, weights: Iterable[tuple[str, Tensor]]) -> Non
 
 @torch.no_grad()
 def _digest(x: Tensor) -> Tensor:
-    """Return (), int64, which tells tensors apart by their bits; it is computed on their device."""
+    """Return an int64 hash () of a tensor's bits, computed on the tensor's device."""
     x = torch.view_as_real(x) if x.is_complex() else x
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.contiguous().view(-1).view(kind)
@@ -115,18 +117,17 @@ def _digest(x: Tensor) -> Tensor:
     return (flat * weights).sum()
 
 
-def _explain(ranks: list[dict[str, Any]]) -> None:
-    """Raise the error that all ranks raise, if they were not all called with the same."""
+def _explain(ranks: list[Described]) -> None:
+    """Raise the error that all ranks raise, unless they have the same arguments."""
     for described in ranks:
         if described["fault"]:
-            _raise(described["fault"])
+            _raise(cast(Described, described["fault"]))
     for name in ranks[0]:
-        values = [described.get(name) for described in ranks]  # strategies may say other things
+        values = [described.get(name) for described in ranks]  # other strategies have other names
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             raise ValueError(f"{name} must be the same on all ranks: {listed}")
 
 
-def _raise(fault: dict[str, Any]) -> NoReturn:
-    """Raise the error of a rank's arguments."""
+def _raise(fault: Described) -> NoReturn:
     raise (TypeError if fault["is a TypeError"] else ValueError)(fault["text"])

@@ -1,10 +1,10 @@
-"""Which of torch's backends for messages are here."""
+"""The backends for messages in this build of torch."""
 
 import torch.distributed as dist
 
 
 def available() -> dict[str, bool]:
-    """Return, by the name of each backend, whether this build of torch has it."""
+    """Return the names of backends, each with whether this build of torch has it."""
     found = {
         "gloo": dist.is_gloo_available,
         "nccl": dist.is_nccl_available,

@@ -1,4 +1,4 @@
-"""Find out which parameters DDP or FSDP average over ranks, and which nobody averages."""
+"""Find the parameters whose gradients DDP or FSDP average over ranks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")  # do not average over all ra
 
 @dataclass
 class Averaging:
-    """Who averages the gradients of a model, as one call of it finds.
+    """The parameters of a model that DDP or FSDP average, as found in one call of the model.
 
     Attributes:
         averaged: whether DDP or FSDP average the gradients of at least one trainable parameter.
-        flattened: whether FSDP1 has parameters, of which a call uses parts.
+        flattened: whether FSDP1 has flattened parameters, of which a call uses parts.
     """
 
     averaged: bool = False
@@ -50,10 +50,10 @@ class Averaging:
     _places: set[tuple[int, str]] = field(default_factory=set)
 
     def has(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
-        """Return whether only DDP or FSDP must average this parameter of a module.
+        """Return whether DDP or FSDP average this parameter, so that seqpar need not sum it.
 
-        Hooks of a parameter run before DDP averages. They need a sum over the group, which DDP can
-        average again: it is the same on all ranks of the group.
+        A parameter with hooks is an exception. Its hooks run before DDP averages, and need the sum
+        over the group. DDP can average this sum again, since it is the same on all ranks.
         """
         if id(parameter) in self._parameters:
             return not has_hooks(parameter)
@@ -64,13 +64,13 @@ class Averaging:
         return [x for x in self._in_no_sync if not has_hooks(x)]
 
     def leaves(self) -> set[int]:
-        """Return the ids of tensors whose gradients DDP or FSDP2 average, whoever uses them."""
+        """Return the ids of tensors whose gradients DDP or FSDP2 average, in whichever module."""
         return self._parameters | {id(x) for group in self._fsdp2 for x in fsdp2_tensors(group)}
 
     def check_backward(self, first: bool) -> None:
         """Raise a ValueError if the backward that runs now does not let DDP average.
 
-        `first` says that no other backward has begun since the last call of the model.
+        `first` is True if no other backward has begun since the last call of the model.
         """
         if returned_by_grad(self._by_ddp):
             reason = "DDP averages in loss.backward() only"
@@ -81,10 +81,10 @@ class Averaging:
             raise ValueError(f"loss.backward() must not be called again: {reason}; {way_out}")
 
     def check_averaged(self) -> None:
-        """Raise a ValueError if DDP has not averaged in the backward that ends."""
+        """Raise a ValueError if DDP has not averaged in the backward that ends now."""
         for ddp in self._ddps:
             try:
-                if not ddp.static_graph:  # which averages later in its first backward
+                if not ddp.static_graph:  # a static graph averages later in its first backward
                     check_averaged(ddp)
             except RuntimeError as fault:
                 way_out = "set find_unused_parameters=True, and give backward() no inputs"
@@ -93,11 +93,11 @@ class Averaging:
 
     @classmethod
     def of(cls, root: nn.Module, comm: Comm) -> Averaging:
-        """Return who averages in the call of a model that runs now.
+        """Return the averaging of the running call of a model.
 
-        DDP and FSDP are looked for around the model, at its root and at its parts. Raise a
-        ValueError if one of them averages over ranks that do not include all of this group's, does
-        not average at all, or is DeepSpeed's.
+        Looks for DDP and FSDP around the model, at its root and at its parts. Raises a ValueError
+        if one of them averages over ranks that do not include the whole group or divides by another
+        number, or for a DeepSpeed engine.
         """
         averaging = cls()
         for x in dict.fromkeys([*calling_modules(), *root.modules()]):
@@ -134,7 +134,7 @@ class Averaging:
             if id(x) not in ignored:
                 self._places.add((id(module), name))
 
-    def _add_fsdp2(self, module: Any, comm: Comm) -> None:
+    def _add_fsdp2(self, module: nn.Module, comm: Comm) -> None:
         for group in fsdp2_groups(module):
             self._fsdp2.append(group)
             mesh = group.mesh_info.mesh.mesh.flatten().tolist()
@@ -150,7 +150,7 @@ class Averaging:
 
 
 def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and saved buffers, by name, that each rank of a group has whole."""
+    """Return (name, tensor) of the parameters and saved buffers that each rank has whole."""
     names = set(model.state_dict(keep_vars=True)) if not _has_fsdp(model) else set()
     sharded = [x for x in model.modules() if isinstance(x, FullyShardedDataParallel)]
     skipped = {id(x) for fsdp in sharded for x in fsdp.parameters()}
@@ -170,7 +170,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def like(local: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor as a DTensor that lies as `x` does, if that is one."""
+    """Return a local tensor as a DTensor placed like `x`, or itself if `x` is not a DTensor."""
     if not isinstance(x, DTensor):
         return local
     return DTensor.from_local(

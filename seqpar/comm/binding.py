@@ -1,4 +1,4 @@
-"""Bind strategies to groups, and find them again by a key that is a string."""
+"""Bind strategies to groups, and find bound strategies by a string, which operators can carry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,10 +21,10 @@ from seqpar.core.hooks import hooks
 
 
 class Named(Protocol):
-    """A strategy: it has a name, and str() of it has all of its options."""
+    """A strategy. It has a name, and str(strategy) contains all of its options."""
 
     name: ClassVar[str]
-    routable: ClassVar[bool]  # whether all ranks make the same exchanges, as relays need
+    routable: ClassVar[bool]  # whether all ranks make the same exchanges; relays need that
 
 
 S = TypeVar("S", bound=Named, covariant=True)
@@ -33,9 +33,9 @@ N = TypeVar("N", bound=Named)
 
 @dataclass(frozen=True, eq=False)
 class BoundStrategy(Generic[S]):
-    """A strategy on a group: what operators know of the module that called them.
+    """A strategy on a group: the part of a module that its operators need.
 
-    Modules with the same options on the same group share one, and so a compiled graph.
+    Modules with the same options on the same group share one, and therefore a compiled graph.
     """
 
     strategy: S
@@ -52,7 +52,9 @@ class BoundStrategy(Generic[S]):
         if not self.strategy.routable:
             reason = "its ranks do not all make the same exchanges"
             raise ValueError(f"routing must be None for {self.strategy.name!r}: {reason}")
-        Relays.of(self.comm, self.routing)  # which raises what is wrong with the group's nodes
+        Relays.of(
+            self.comm, self.routing
+        )  # raises a ValueError if the group does not divide into the nodes
 
     @classmethod
     def make(
@@ -63,10 +65,10 @@ class BoundStrategy(Generic[S]):
         check_ranks: bool,
         routing: Routing | None = None,
     ) -> BoundStrategy[N]:
-        """Bind a strategy to a group, or to a mesh.
+        """Bind a strategy to a group or a mesh.
 
-        Raise a ValueError if that does not have so many `dimensions` (a group has 1), or if
-        messages cannot be routed so.
+        Raises a ValueError if the group or mesh does not have this number of `dimensions` (a group
+        has 1), or does not fit `routing`.
         """
         comm = Comm.of(group)
         if len(comm.shape) != dimensions:
@@ -79,14 +81,15 @@ class BoundStrategy(Generic[S]):
     def __deepcopy__(self, memo: object) -> BoundStrategy[S]:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebind, (self.strategy, address_of(self.comm), self.check_ranks, self.routing)
 
     @staticmethod
     def of(key: str) -> BoundStrategy[Any]:
-        """Return the bound strategy with this key. A module, or a saved graph, keeps it alive.
+        """Return the bound strategy with this key. A module or a saved graph keeps it alive.
 
-        Raise a RuntimeError if there is none, as where an exported program was loaded.
+        Raises a RuntimeError if this process has none, for example in an exported program that was
+        loaded before the module was made.
         """
         found = _by_key.get(key)
         if found is None:
@@ -96,20 +99,21 @@ class BoundStrategy(Generic[S]):
 
     @property
     def key(self) -> str:
-        """The string that operators are given: strategy, options, group, whether ranks check."""
+        """The string that operators carry: strategy, options, group, rank check and routing."""
         return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
 
     def shared(self) -> BoundStrategy[S]:
         """Return the bound strategy that all modules of this configuration share."""
         known = _by_key.get(self.key)
         if known is None or known.comm is not self.comm:
-            known = _by_key[self.key] = self
-        return known
+            _by_key[self.key] = self
+            return self
+        return cast("BoundStrategy[S]", known)
 
     def keep(self) -> None:
-        """Keep this alive, and so what its key names, for as long as its process group lives.
+        """Keep this object alive as long as its process group.
 
-        That is for graphs, which hold nothing but the key, of calls that no module makes.
+        Compiled graphs of calls without a module hold only the key.
         """
         group = self.comm._group()
         if group is not None:
@@ -123,9 +127,9 @@ class BoundStrategy(Generic[S]):
     ) -> tuple[C, Comm]:
         """Return `resolve()`, and the Comm of a new call, whose tensors are on `device`.
 
-        If `check_ranks` is set, raise unless all ranks make the same call; see
-        `begin_compared_call`. A call that this rank refuses by itself takes no number, since the
-        other ranks may still wait for the call that is right.
+        With `check_ranks`, raises unless all ranks make the same call; see `begin_compared_call`.
+        Without it, a call that this rank refuses takes no number, since the other ranks may still
+        wait for the correct call.
         """
         if not self.check_ranks:
             call = resolve()
@@ -149,11 +153,12 @@ class BoundStrategy(Generic[S]):
     ) -> Comm:
         """Return the Comm of a new call, if all ranks make the same one and none refuses it.
 
-        Otherwise raise the same error on all ranks. `fault` is the one with which this rank refuses
-        the call, and `shared` has what must be the same on all of them; see `compare_calls`.
+        Otherwise all ranks raise the same error. `fault` is the error with which this rank refuses
+        the call. `shared` returns the arguments that must be the same on all ranks; see
+        `compare_calls`.
         """
         comm = self.comm.call()
-        if comm.sends_from(device):  # otherwise this rank has a fault
+        if comm.sends_from(device):  # otherwise `fault` is set on this rank
             comm.join(device)
 
         def compared(canonical: bool) -> Described:
@@ -163,12 +168,12 @@ class BoundStrategy(Generic[S]):
         return comm
 
     def routed(
-        self, comm: Comm, device: torch.device, direction: str, shared: Callable[[], dict[str, Any]]
+        self, comm: Comm, device: torch.device, direction: str, shared: Callable[[], Described]
     ) -> Comm:
         """Return the Comm of a call for one of its passes, in which messages may be relayed.
 
-        The tensors are on `device`. `shared` has what the messages depend on, the same on all
-        ranks.
+        The tensors are on `device`. `shared` returns everything on which the messages depend, the
+        same on all ranks.
         """
         relays = None if self.routing is None else Relays.of(self.comm, self.routing)
         if relays is None:
@@ -189,6 +194,6 @@ def _rebind(
     return BoundStrategy(strategy, reconnect(address), check_ranks, routing).shared()
 
 
-_by_key: weakref.WeakValueDictionary[str, BoundStrategy[Any]] = weakref.WeakValueDictionary()
-_kept: weakref.WeakKeyDictionary[ProcessGroup, dict[str, BoundStrategy[Any]]]
+_by_key: weakref.WeakValueDictionary[str, BoundStrategy[Named]] = weakref.WeakValueDictionary()
+_kept: weakref.WeakKeyDictionary[ProcessGroup, dict[str, BoundStrategy[Named]]]
 _kept = weakref.WeakKeyDictionary()

@@ -1,7 +1,7 @@
-"""Take DTensors whose heads are sharded (tensor parallelism) apart, and make results alike.
+"""Take the local heads of DTensors (tensor parallelism), and return results as DTensors.
 
-Attention computes each head by itself, so a rank of a tensor-parallel mesh calls it with its heads
-alone, on its own group of ranks that share the tokens.
+Attention computes each head by itself. A rank of a tensor-parallel mesh therefore calls attention
+with its own heads, on its own group of ranks that share the tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PLAIN = {Tensor, nn.Parameter, type(None), float}  # most arguments, none of wh
 
 
 class HeadPlacement:
-    """How heads lie on a tensor-parallel mesh: whether each of its dimensions shards them.
+    """The placement of heads on a tensor-parallel mesh: which of its dimensions shard heads.
 
-    Without a mesh tensors are no DTensors.
+    Without a mesh, the tensors are not DTensors.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, sharded: tuple[bool, ...] = ()) -> None:
@@ -37,7 +37,7 @@ class HeadPlacement:
         return found
 
     def check(self, name: str, x: Tensor, heads_dim: int) -> None:
-        """Raise a ValueError unless `x` is a DTensor whose heads lie like this, evenly."""
+        """Raise a ValueError unless `x` is a DTensor whose heads are placed like this, evenly."""
         if x.dim() < max(1, -heads_dim):
             found = f"shape {tuple(x.shape)}"
             raise ValueError(f"{name} must have heads, since q is a DTensor, got {found}")
@@ -46,7 +46,7 @@ class HeadPlacement:
             raise ValueError(f"{name} must be a DTensor like q, of placements {expected}")
         if x.device_mesh != self.mesh or x.placements != expected:  # type: ignore[attr-defined]
             found = f"{x.placements} on {x.device_mesh}"  # type: ignore[attr-defined]
-            wanted = f"{expected} on q's mesh: its heads, dim {heads_dim}, may be sharded alone"
+            wanted = f"{expected} on q's mesh: only its heads, dim {heads_dim}, may be sharded"
             raise ValueError(f"{name} must have placements {wanted}, got {found}")
         assert self.mesh is not None
         for i, sharded in enumerate(self._sharded):
@@ -55,13 +55,13 @@ class HeadPlacement:
                 raise ValueError(f"{name} must have {expected_heads}, got {x.shape[heads_dim]}")
 
     def placements(self, dims: int, heads_dim: int) -> tuple[Placement, ...]:
-        """Return the placements of a tensor of so many dimensions, with heads in `heads_dim`."""
+        """Return the placements of a tensor of `dims` dimensions, with heads in `heads_dim`."""
         from torch.distributed.tensor import Replicate, Shard
 
         return tuple(Shard(heads_dim % dims) if x else Replicate() for x in self._sharded)
 
     def restore(self, x: Tensor, heads_dim: int) -> Tensor:
-        """Return a result of the local call as what the operands were."""
+        """Return a result of the local call as a DTensor, if the operands were DTensors."""
         if self.mesh is None:
             return x
         from torch.distributed.tensor import DTensor
@@ -73,9 +73,10 @@ class HeadPlacement:
 def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], HeadPlacement]:
     """Return the local parts of a call's tensors, of which "q" is the first, and their placement.
 
-    `tensors` has each argument by name, with the dimension of its heads; what is no tensor is
-    returned as it is. Where one is a DTensor, all tensors must be: raise a ValueError that names
-    one whose heads do not lie on the mesh as q's do, or of which anything else is sharded.
+    `tensors` has each argument by name, with the dimension of its heads. Other values than tensors
+    are returned as they are. If one tensor is a DTensor, all must be. Raises a ValueError that
+    names a tensor whose heads are not placed like those of q, or that is sharded in another
+    dimension.
     """
     values = [x for x, _ in tensors.values()]
     if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):
@@ -91,10 +92,9 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
     return [x.to_local() if is_dtensor(x) else x for x in values], placement
 
 
-def is_dtensor(x: Any) -> bool:
-    """Return whether x is a DTensor."""
+def is_dtensor(x: object) -> bool:
     if type(x) in _PLAIN or not isinstance(x, Tensor):
-        return False  # DTensor takes long to import, and is not needed for most calls
+        return False  # importing DTensor takes long, and most calls do not need it
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)

@@ -1,4 +1,4 @@
-"""Become a rank: what a launcher says of this process, a store to meet at, and the group of all."""
+"""Become a rank: read what a launcher set for this process, find its store, and join the group."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 _FOREVER = timedelta(days=7)
-_START = timedelta(minutes=10)  # that processes of a launcher may take to begin
+_START = timedelta(minutes=10)  # the longest time until all processes of a launcher have begun
 
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """This process among those that a launcher started, and where all of them meet.
+    """This process among the processes of a launcher, and the store where they meet.
 
     Attributes:
-        rank, size: which process it is, of how many.
-        local: which it is of those on its host.
-        host, port: where the store is.
-        serves: whether this process has the store; if none has, the launcher does.
+        rank, size: the number of this process, and the number of processes.
+        local: the number of this process among those on its host.
+        host, port: the address of the store.
+        serves: whether this process keeps the store. If no process does, the launcher does.
     """
 
     rank: int
@@ -50,26 +50,26 @@ class LaunchedProcess:
 
 
 def place() -> LaunchedProcess | None:
-    """Return what torchrun or Slurm's srun says of this process; None if neither started it."""
-    said = os.environ
-    if "RANK" in said and "WORLD_SIZE" in said:
+    """Return this process as torchrun or Slurm's srun describe it; None if neither started it."""
+    environ = os.environ
+    if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size, local = _int("RANK"), _int("WORLD_SIZE"), _int("LOCAL_RANK", 0)
-        by_agent = said.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        address = said.get("MASTER_ADDR", "127.0.0.1"), _int("MASTER_PORT", 29500)
+        by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address = environ.get("MASTER_ADDR", "127.0.0.1"), _int("MASTER_PORT", 29500)
         return LaunchedProcess(rank, size, local, *address, rank == 0 and not by_agent)
-    if _int("SLURM_STEP_NUM_TASKS", 1) < 2 or "SLURM_PROCID" not in said:
+    if _int("SLURM_STEP_NUM_TASKS", 1) < 2 or "SLURM_PROCID" not in environ:
         return None  # a batch script is one process, however many tasks its job has
     rank, size, local = _int("SLURM_PROCID"), _int("SLURM_STEP_NUM_TASKS"), _int("SLURM_LOCALID", 0)
-    host = said.get("MASTER_ADDR") or first_host(said.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     port = _int("MASTER_PORT", 20000 + _int("SLURM_JOB_ID", 0) % 20000)
     return LaunchedProcess(rank, size, local, host, port, rank == 0)
 
 
 def on_a_host() -> int:
-    """Return how many processes a launcher has started on a host; 0 if none says."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    found = re.match(r"\d+", said)  # Slurm writes 8(x2) for 8 on each of two hosts
-    return int(found[0]) if found else 0
+    """Return how many processes a launcher started on a host; 0 if it sets no number."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    number = re.match(r"\d+", text)  # Slurm writes 8(x2) for 8 on each of two hosts
+    return int(number[0]) if number else 0
 
 
 def _int(name: str, default: int | None = None) -> int:
@@ -88,9 +88,9 @@ def first_host(nodes: str) -> str:
 
 
 def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
-    """Return a store that all processes of a launcher share, or a new one; and its address.
+    """Return a store that all processes of a launcher share, or a new one, and its address.
 
-    Other processes find it by that, with `connect`.
+    Other processes `connect` to the address.
     """
     if where is None:
         alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -102,7 +102,7 @@ def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
 
 
 def connect(host: str, port: int) -> Store:
-    """Return the store at this address; reading waits until what is asked for is there."""
+    """Return the store at this address; reading a key waits until the key exists."""
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     store.set_timeout(_FOREVER)
     return store
@@ -116,7 +116,7 @@ def join(store: Store, name: str, rank: int, size: int, device: torch.device) ->
         store=PrefixStore(f"{name}/", store),
         rank=rank,
         world_size=size,
-        timeout=_FOREVER,  # who measures says how long it may take
+        timeout=_FOREVER,  # measurements have their own limits
     )
     assert dist.group.WORLD is not None
     return Comm.of(dist.group.WORLD)
@@ -128,5 +128,4 @@ def mesh_of_all(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def host_name() -> str:
-    """Return the name of this host."""
     return socket.gethostname()

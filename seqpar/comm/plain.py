@@ -1,4 +1,4 @@
-"""What torch itself offers to all processes: what others build on, to be measured beside ours."""
+"""torch's own collectives and context parallel, for benchmarks that compare them with seqpar."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def rank_of_all() -> tuple[int, int]:
-    """Return this process's rank among all, and how many there are."""
+    """Return this process's rank, and the number of processes."""
     return dist.get_rank(), dist.get_world_size()
 
 
 def all_to_all(sent: Tensor) -> Tensor:
-    """Return what all processes sent to this one; each sends an equal part to each."""
+    """Exchange equal parts of `sent` between all processes; return the received parts."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
     return received
@@ -31,7 +31,7 @@ def _mesh(device: str) -> DeviceMesh:
 
 @contextmanager
 def context_parallel(buffer: Tensor, dim: int = 0) -> Iterator[None]:
-    """Let SDPA be torch's context parallel over all processes, which cuts `buffer` for good."""
+    """Run SDPA within torch's context parallel over all processes; `buffer` stays cut."""
     from torch.distributed.tensor.experimental import context_parallel
 
     with context_parallel(

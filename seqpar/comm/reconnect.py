@@ -1,4 +1,4 @@
-"""Find a group again, by what it is called and which ranks it has: for modules that are loaded."""
+"""Find the group of a module that was unpickled, by the group's name and ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from seqpar.core.torch_private import process_groups
 
 
 class Address(NamedTuple):
-    """What a group is called, what can be pickled instead of it.
+    """A description of a group that can be pickled instead of the group.
 
     Attributes:
         name: the process group's name, which depends on the order in which groups were made.
         ranks: the global rank of each of its ranks.
-        order: of the Comm's ranks, those in the group.
-        shape: the shape of the Comm: of a mesh, or (ranks,).
-        world: whether it is the default group.
+        order: the rank in the process group of each of the Comm's ranks.
+        shape: the shape of the Comm: a mesh's shape, or (ranks,).
+        world: whether the group is the default group.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Address(NamedTuple):
 
 
 def address_of(comm: Comm) -> Address:
-    """Return the address of a Comm's group; raise a RuntimeError if that has been destroyed."""
+    """Return the address of a Comm's group; raise a RuntimeError for a destroyed group."""
     group = comm.process_group
     ranks = tuple(dist.get_process_group_ranks(group))
     order = tuple(comm._order)
@@ -39,9 +39,9 @@ def address_of(comm: Comm) -> Address:
 def reconnect(address: Address) -> Comm:
     """Return the Comm of this process's group that has this address.
 
-    That is the default group if it was that one, and another size does if it was no mesh. Else it
-    is the group of this name and these ranks, or the first that has these ranks. A RuntimeError
-    says which group is missing.
+    The address of the default group gives this process's default group, even of another size unless
+    it was a mesh. Other addresses give the group of this name and these ranks, or the first group
+    with these ranks. A RuntimeError names the missing group.
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
-"""Let one rank work for a while: the others wait at the group's store, not in a collective.
+"""Let one rank work for a while, as the others wait at the group's store, not in a collective.
 
-A collective fails, or aborts the process, when the group's timeout is over. Here the waiting ranks
-know from the store that rank 0 works and for how long at most, log the time that has passed, and
+A collective fails, or aborts the process, after the group's timeout. Here the waiting ranks read
+from the store that rank 0 works, and have a limit for it. They log the time that has passed, and
 raise a `PeerError` if rank 0 dies.
 """
 
@@ -57,8 +57,8 @@ class Progress:
 def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
     """Return `work()`, which runs in a thread, or raise a TimeoutError after `limit` seconds.
 
-    Work that is late goes on in its thread, which ends with the process: it must not change state
-    that others use. Errors of the work are raised here.
+    Late work continues in its thread until the process ends, so it must not change shared state.
+    Errors of the work are raised here.
     """
     results: list[T] = []
     faults: list[BaseException] = []
@@ -69,7 +69,7 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
             if device is not None:
                 torch.cuda.set_device(device)
             results.append(work())
-        except BaseException as fault:  # whatever it is: the caller raises it
+        except BaseException as fault:  # of any kind: the caller raises it
             faults.append(fault)
 
     thread, progress = threading.Thread(target=run, daemon=True), Progress(doing, limit)
@@ -87,9 +87,9 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
 def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: float) -> T | None:
     """Return `work()` on rank 0; on other ranks wait until rank 0 has finished, and return None.
 
-    All ranks call it together. `work` must end within `limit` seconds. The group's timeout counts
-    until rank 0 begins, and again once `limit` is over, when a minute more is allowed. A rank
-    that dies meanwhile is a `PeerError` on the ranks that wait.
+    All ranks call it together. `work` must end within `limit` seconds. The group's timeout applies
+    until rank 0 begins. After `limit`, the ranks wait for another timeout, or a minute if that is
+    longer. If a rank dies meanwhile, the waiting ranks raise a `PeerError`.
     """
     group = comm._group()
     if group is None or comm.size == 1:
@@ -99,12 +99,12 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
     begun, done = (f"seqpar {x} {comm.name} {uses[comm.name]}" for x in ("begun", "done"))
     store = Connection.open(group.get_group_store(), _CONNECT_SECONDS)
     heartbeat, stop = comm._heartbeat, None
-    if heartbeat is None:  # messages on GPUs have none
+    if heartbeat is None:  # as for messages on GPUs
         heartbeat, stop = heartbeat_for_a_while(group, done, comm.device)
     try:
         if comm.rank == 0:
             try:
-                with suppress(RuntimeError):  # without a store the next message fails, by name
+                with suppress(RuntimeError):  # without a store, the next message names the fault
                     store.set(begun, "1")
                 return work()
             finally:
@@ -127,7 +127,7 @@ def _wait(
     limit: float,
     timeout: timedelta,
 ) -> None:
-    """Return once rank 0 has finished; raise a RuntimeError if it does not, or a rank died."""
+    """Return when rank 0 has finished; raise a RuntimeError if it is late or a rank died."""
     begun, done = keys
     progress, began = Progress(doing, limit), False
     end = time.monotonic() + timeout.total_seconds()

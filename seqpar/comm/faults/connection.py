@@ -1,11 +1,13 @@
 """A heartbeat's own connection to its group's store.
 
-torch's client writes a trace of its stack to stderr when it uses a connection that the process that
-keeps the store has closed, as it may at any normal exit; when it connects to a process that is
-gone, it tries for as long as the group's timeout; and when that process is stopped, it waits for
-ever. So each connection has a plain socket to the same port beside it, on which nothing is ever
-sent: it tells when the store is gone. A process has one of these to a port, for all of its groups:
-they end at the process that keeps the store, which may open only so many files.
+torch's client has three habits that a heartbeat cannot afford. If the process that keeps the store
+has closed the connection, as it may at any normal exit, the client writes a stack trace to stderr.
+If that process is gone, connecting takes as long as the group's timeout. If it is stopped,
+connecting takes for ever.
+
+Each connection therefore has an additional plain socket to the same port, without any traffic,
+which shows when the store is gone. A process shares one such socket per port among its groups,
+since the process that keeps the store may open only a limited number of files.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ class Connection:
     """The methods of a store that heartbeats use; they raise RuntimeError once it is gone.
 
     Attributes:
-        host: this machine's address as seen from the store's, at which other ranks can reach it;
-            the loopback for a store without TCP.
+        host: this machine's address as the store sees it, at which other ranks can reach it. A
+            store without TCP has the loopback address.
     """
 
     def __init__(self, store: Store) -> None:
-        """Connect to the process that keeps `store`, which takes for ever if that is stopped."""
+        """Connect to the process that keeps `store`. It takes for ever if that one is stopped."""
         self.host = "127.0.0.1"
         self._idle: _Idle | None = None
         plain = store
@@ -41,9 +43,9 @@ class Connection:
 
     @classmethod
     def open(cls, store: Store, seconds: float, parts: int = 10) -> Connection:
-        """Connect, or raise RuntimeError if that is refused or takes so many seconds.
+        """Connect, or raise a RuntimeError if it is refused or takes longer than `seconds`.
 
-        Parts of the time are counted, since this process may be stopped meanwhile.
+        The time is counted in `parts`, since this process may be stopped meanwhile.
         """
         done: list[Connection | Exception] = []
 
@@ -81,7 +83,7 @@ class Connection:
 
 
 class _Idle:
-    """A plain socket to a store, on which nothing is sent; it has something to read once it ends.
+    """A plain socket to a store, without traffic. It becomes readable when the store closes it.
 
     Attributes:
         host: this end's address.
@@ -92,18 +94,18 @@ class _Idle:
         connection = socket.create_connection((host, port))
         self.host = connection.getsockname()[0]
         self.descriptor = connection.detach()
-        # Not at exit, when the last beat is still to come.
+        # Not at exit: the last beat comes later.
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     def ended(self) -> bool:
         """Return whether the store has closed its end."""
-        poll = select.poll()  # of each thread its own
+        poll = select.poll()  # one per thread
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     @classmethod
     def to(cls, host: str, port: int) -> _Idle:
-        """Return this process's socket to the port: a new one if there is none that is open."""
+        """Return this process's open socket to the port, or a new one."""
         key = os.getpid(), host, port
         known = _idle.get(key)
         if known is None or known.ended():

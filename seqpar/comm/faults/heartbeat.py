@@ -1,34 +1,34 @@
-"""Heartbeats: find which rank of a group died, left or never joined, so that all others name it.
+"""Heartbeats: find the rank that died, left or never joined a group, so that all others name it.
 
-When a rank dies, gloo tells the ranks that wait for it an address, and the ranks that wait for
-these ranks nothing. So each rank of a group has a thread that makes a round at least once a second,
-and speaks to the others through the group's key-value store:
+When a rank dies, gloo gives the ranks that wait for it only an address. Ranks that wait for those
+ranks learn nothing. Each rank of a group therefore has a thread that makes a round at least once a
+second, and communicates through the group's key-value store:
 
     key            written by                     value
-    "watcher RANK" that rank, first of all        whom to ask whether it lives (`liveness.py`)
+    "watcher RANK" that rank, before any beat     the address of its watcher (`liveness.py`)
     "beat RANK"    that rank, in every round      "COUNT DOING": a count that grows, and the
-                                                  exchange that the rank waits in, if any, as in
+                                                  exchange in which the rank waits, if any, such as
                                                   "17 call 3, step 2 of ring backward"; or "left",
-                                                  once the rank has dropped the group, or
-                                                  ended, without an accident
-    "verdict"      the first rank that finds      who is to blame: the beginning of every rank's
-                   somebody to blame              error message
+                                                  when the rank has dropped the group or ended
+                                                  normally
+    "verdict"      the first rank that finds      the cause: the beginning of every rank's error
+                   a rank at fault                message
 
-In a round a rank writes its own beat. If it waits for messages, it also looks for a verdict. If
-there is one, the rank adopts it. If not, it reads all beats, asks the operating systems whether
-silent ranks live, since a rank also falls silent while a call of it holds the interpreter lock, and
-judges (`Witness.judge`). Should it find somebody to blame, it writes the verdict, by compare_set,
-so that of two verdicts at the same time the first counts. All ranks then blame the same one,
-although those that raise and exit fall silent later too.
+In a round, a rank writes its beat. If it waits for messages, it also reads the verdict. If there is
+a verdict, the rank adopts it. Otherwise the rank reads all beats and asks the operating systems
+whether silent ranks live, since a rank is also silent while a call holds the interpreter lock. Then
+it judges (`Witness.judge`). If it finds a rank at fault, it writes the verdict with compare_set, so
+the first of two simultaneous verdicts counts. All ranks then blame the same rank, although ranks
+that raise and exit fall silent later too.
 
-A rank that has a verdict interrupts its waits. gloo also makes a wait fail by itself: when the
-connection to a peer closes, or when the group's timeout is over. `Heartbeat.blame_on_failure` then
-calls for a round at once, waits for a verdict, and raises a `PeerError` that begins with it. If
-no round ends in the time in which a silent rank would have been found, the store itself is to
-blame.
+A rank with a verdict interrupts its waits. gloo's waits also fail by themselves: when a peer closes
+its connection, or after the group's timeout. `Heartbeat.blame_on_failure` then requests a round
+immediately, waits for a verdict, and raises a `PeerError` that begins with the verdict. If no round
+ends in the time after which a silent rank would be found, the store is at fault.
 
-Silence is counted in reads of an unchanged beat, and waits for the store in waits of one interval,
-and neither is timed, so that nobody is blamed after a machine or a rank has been suspended.
+Silence is counted in reads of an unchanged beat, and waiting for the store in waits of one
+interval. Neither is measured by a clock, so no rank is blamed after a machine or a rank was
+suspended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer; then the store 
 class PeerError(RuntimeError):
     """A rank of the group died, left, or did not join the exchange.
 
-    The message names that rank, the step that failed, and who waited for whom.
+    The message names that rank, the step that failed, and the ranks for which this rank waited.
     """
 
 
@@ -65,7 +65,7 @@ class Store(Protocol):
 
 
 class Clock:
-    """The clock that heartbeats use. Tests replace it by one whose time passes at once."""
+    """The clock of heartbeats. Tests replace it by one whose time passes immediately."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -76,13 +76,13 @@ class Clock:
     def wait_for(
         self, changed: threading.Condition, done: Callable[[], object], seconds: float
     ) -> None:
-        """Wait until `done()`, which `changed` announces, but at most so many seconds."""
+        """Wait until `done()`, which `changed` announces, for at most `seconds`."""
         changed.wait_for(done, seconds)
 
 
 @dataclass(eq=False)
 class _Wait:
-    """An exchange that this rank waits in, the peers that it waits for, and whether it failed."""
+    """A wait of this rank: the exchange, the peers that it waits for, and whether it failed."""
 
     doing: str
     peers: frozenset[int]
@@ -90,10 +90,10 @@ class _Wait:
 
 
 class Heartbeat:
-    """One rank's heartbeat in one group, which says who is to blame when messages do not arrive.
+    """One rank's heartbeat in one group, which finds the rank at fault when a wait fails.
 
-    After the first beat only its thread uses the store, since a call may hang if the process that
-    keeps the store does; `accuse` uses it too.
+    After the first beat, only its thread and `accuse` use the store, since a call of the store may
+    hang together with the process that keeps it.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Heartbeat:
     ) -> None:
         """Write the first beat; `start` begins the rounds.
 
-        `store` is a separate connection to the group's store; `store_lost` says who is to blame
-        when that is gone. `names` is what messages call each rank. `timeout` is the group's, in
-        seconds. `interrupt()` makes all waits on the group raise. `watcher` is the address of this
-        process's watcher, if it has one; `ask` asks those of others.
+        `store` is a separate connection to the group's store, and `store_lost` the cause to report
+        if the store is gone. `names` has the ranks as errors name them. `timeout` is the group's,
+        in seconds. `interrupt()` makes all waits on the group raise. `watcher` is the address of
+        this process's watcher, if it has one; `ask` asks the watchers of others.
         """
         self._store, self._rank, self.names, self._name = store, rank, names, names[rank]
         self._interrupt, self._clock = interrupt, clock or Clock()
@@ -132,7 +132,7 @@ class Heartbeat:
         self._urgent = self._stopped = False
         self._verdict = ""
         self._round_began: float | None = None  # None between rounds
-        # Not in the thread: this rank may die before that runs.
+        # Not in the thread: this rank may die before the thread runs.
         self._store.set(f"watcher {rank}", watcher)
         self._write("")
         name = f"seqpar heartbeat, {self._name}"
@@ -146,24 +146,24 @@ class Heartbeat:
     def blame_on_failure(
         self, doing: str, peers: Iterable[int], speaker: str = "gloo"
     ) -> Iterator[None]:
-        """Turn errors of a wait into a `PeerError` that says who is to blame.
+        """Turn errors of a wait into a `PeerError` that names the rank at fault.
 
-        The context waits for messages to or from `peers`. `doing` names their exchange, and
-        `speaker` whose error it is.
+        The context waits for messages to or from `peers`. `doing` names the exchange, and `speaker`
+        the source of the error, such as gloo.
         """
         wait = _Wait(doing, frozenset(peers))
         with self._changed:
             self._waits.append(wait)
         try:
             yield
-        except PeerError:  # of `accuse`
+        except PeerError:  # from `accuse`
             raise
         except RuntimeError as error:
             if self._stopped:  # this rank destroyed the group
                 raise
             listed = self._witness.listed(wait.peers)
             cause = self._cause(wait)
-            # The others must read the verdict before this process ends, which may keep the store.
+            # The others must read the verdict before this process, which may keep the store, ends.
             self._clock.sleep(2 * self._interval)
             message = f"{cause}. {self._name} was in {doing} and waited for {listed}"
             raise PeerError(f"{message}. {speaker} said: {error}") from error
@@ -173,13 +173,13 @@ class Heartbeat:
 
     @property
     def verdict(self) -> str:
-        """Who is to blame, as far as this rank knows; "" if nobody is."""
+        """The cause that names the rank at fault, as far as this rank knows; otherwise ""."""
         return self._verdict
 
     def accuse(self, cause: str) -> str:
         """Publish `cause`, which this rank has found, as the verdict; return the one that counts.
 
-        The other ranks have read it when this returns, unless they wait for nothing.
+        When this returns, all ranks that wait have read the verdict.
         """
         with suppress(RuntimeError):  # the store is gone: this rank raises its own cause
             cause = self._store.compare_set("verdict", "", cause).decode()
@@ -193,12 +193,12 @@ class Heartbeat:
             self._stopped = True
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(1 + self._interval)  # not for ever: the store may hang
+            self._thread.join(1 + self._interval)  # limited, since the store may hang
 
     def round(self) -> bool:
-        """Write this rank's beat and, if it waits, listen to the others.
+        """Write this rank's beat and, if it waits, read the others' beats.
 
-        Return whether there are to be more rounds.
+        Returns whether more rounds follow.
         """
         with self._changed:
             stopped, waits = self._stopped, list(self._waits)
@@ -211,8 +211,8 @@ class Heartbeat:
                 return False
             self._write(waits[-1].doing if waits else "")
             self._listen(waits, stood_still)
-        except RuntimeError:  # the store is gone, which matters only if a wait fails
-            # The others may have gone because this rank was dead to them.
+        except RuntimeError:  # the store is gone; it matters only if a wait fails
+            # The others may have left because this rank seemed dead.
             still = f"{self._name} was stopped, or could not run Python, for {late:.1f} s; "
             self._adopt((still if stood_still else "") + self._store_lost)
             return False
@@ -228,10 +228,10 @@ class Heartbeat:
                 )
 
     def _cause(self, wait: _Wait) -> str:
-        """Return the verdict once there is one; if no round ends meanwhile, the store is to blame.
+        """Return the verdict when there is one; if no round ends meanwhile, the store is at fault.
 
-        A round for which the store has been asked already counts from its beginning, but this rank
-        may itself have been stopped since. So the store always has a few intervals more.
+        A round in progress counts from its beginning. But this rank may have been stopped since, so
+        the store always has a few more intervals.
         """
         with self._changed:
             wait.failed = self._urgent = True
@@ -255,7 +255,7 @@ class Heartbeat:
         self._count += 1
 
     def _listen(self, waits: list[_Wait], stood_still: bool) -> None:
-        """Adopt the others' verdict, or reach one; with a verdict, interrupt the waits."""
+        """Adopt the others' verdict, or reach one. With a verdict, interrupt the waits."""
         if not self._verdict and (waits or stood_still) and self._store.check(["verdict"]):
             self._adopt(self._store.multi_get(["verdict"])[0].decode())
         if not waits:
@@ -282,7 +282,7 @@ class Heartbeat:
         return {peer: text.decode() for peer, text in zip(peers, texts, strict=True)}
 
     def _words(self) -> dict[int, str]:
-        """Return what the operating systems say of silent ranks.
+        """Return the states of silent ranks, as their operating systems report them.
 
         A rank without a watcher counts as gone, unless the user has set a grace.
         """
@@ -304,5 +304,5 @@ def interval(timeout: float) -> float:
 
 
 def store_lost(keeper: str) -> str:
-    """Return whom to blame when the store is gone that `keeper` keeps."""
+    """Return the cause to report when the store of `keeper` is gone."""
     return f"the store does not answer: {keeper}, which keeps it, died, left or was stopped"

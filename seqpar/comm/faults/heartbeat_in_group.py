@@ -1,4 +1,4 @@
-"""Give a process group on gloo its heartbeat: a store, names and a watcher."""
+"""Start the heartbeat of a process group on gloo, with a store, names and a watcher."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from seqpar.comm.faults.heartbeat import (
 from seqpar.comm.faults.liveness import start_watcher
 from seqpar.core.torch_private import timeout_of
 
-_UNUSED_TAG = 0x5E9  # nothing is sent with this tag, so receiving with it times out
+_UNUSED_TAG = 0x5E9  # no message has this tag, so receiving with it times out
 
 
 def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
-    """Start and return this rank's heartbeat in a group on gloo; None for others, which need none.
+    """Start and return this rank's heartbeat in a group on gloo; None for other groups.
 
     It stops when the group is freed or the process ends.
     """
@@ -37,7 +37,7 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
         return None
     interrupt = partial(_interrupt, weakref.ref(group))
     heartbeat = _started(group, group.get_group_store(), torch.device("cpu"), interrupt)
-    # An exit priority makes it run at exit too, which a thread left running may abort.
+    # With an exit priority it also runs at exit, which a running thread may abort.
     Finalize(group, heartbeat.stop, exitpriority=0)
     return heartbeat
 
@@ -45,9 +45,9 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
 def heartbeat_for_a_while(
     group: ProcessGroup, name: str, device: torch.device
 ) -> tuple[Heartbeat, Callable[[], None]]:
-    """Start a heartbeat in a group of any backend for one wait; return it, and its end.
+    """Start a heartbeat for one wait in a group of any backend; return it and its `stop`.
 
-    All ranks start one of this name together. It interrupts nothing: who waits asks for its
+    All ranks start one of this name together. It interrupts no wait: the waiting code reads its
     `verdict`.
     """
     store = PrefixStore(f"{name}/", group.get_group_store())
@@ -81,7 +81,7 @@ def _started(
 def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
     """Make all waits on a gloo group raise.
 
-    The group's abort() wakes no wait, but a receive that times out closes all connections.
+    The group's abort() does not end waits, but a receive that times out closes all connections.
     """
     if (alive := group()) is None:
         return

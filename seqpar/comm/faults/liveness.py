@@ -1,8 +1,7 @@
 """Ask the operating system, rather than a rank's threads, whether the rank lives.
 
-Each process with a heartbeat has a watcher (`watcher.py`): a small process of its own, which
-answers on a TCP port also while the rank's interpreter is locked. Its address is the text
-"HOST PORT TOKEN".
+Each process with a heartbeat has a watcher (`watcher.py`), a small separate process that answers on
+a TCP port even while the rank's interpreter is locked. Its address is the text "HOST PORT TOKEN".
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from multiprocessing.util import Finalize  # unlike atexit's, it runs when a chi
 from seqpar.comm.faults import watcher
 from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
 
-UNKNOWN = "unknown"  # is a rank whose watcher does not answer
-MAX_UNANSWERED = 3  # questions in a row; then the rank counts as gone
+UNKNOWN = "unknown"  # the state of a rank whose watcher does not answer
+MAX_UNANSWERED = 3  # questions in a row before the rank counts as gone
 
 Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
 
 class Liveness:
-    """What the operating systems say of ranks whose heartbeat is silent."""
+    """The states of ranks with a silent heartbeat, as their operating systems report them."""
 
     def __init__(self, seconds: float, ask: Ask) -> None:
-        """Ask by `ask`, as `ask_watchers` does, and wait for answers so many seconds."""
+        """`ask` is a function like `ask_watchers`; it waits `seconds` for answers."""
         self._seconds, self._ask = seconds, ask
         self._unanswered: dict[int, int] = {}  # questions in a row
 
     def of(self, addresses: Mapping[int, str]) -> dict[int, str]:
         """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, by its watcher's address.
 
-        A watcher that does not answer may be late, or its machine may be gone. So the rank is
-        UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
+        A watcher that does not answer may be late, or its machine may be gone. The rank is
+        therefore UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
         """
         answers = self._ask(addresses, self._seconds) if addresses else {}
         self._unanswered = {
@@ -53,7 +52,7 @@ class Liveness:
 
 
 def ask_watchers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
-    """Return what watchers answer, all asked at once: UNKNOWN for those that do not in time."""
+    """Ask all watchers together; return their answers, or UNKNOWN for those that are late."""
     answers = dict.fromkeys(addresses, UNKNOWN)
     end = time.monotonic() + seconds
     # This process may be out of file descriptors.
@@ -73,21 +72,21 @@ def ask_watchers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]
                             connection.send(proof)
                             selector.modify(connection, selectors.EVENT_READ, key.data)
                             continue
-                        said = connection.recv(64)
-                    except ConnectionRefusedError:  # its machine lives, and nobody listens there
-                        said = proof + GONE.encode()
+                        answer = connection.recv(64)
+                    except ConnectionRefusedError:  # its machine lives, but no process listens
+                        answer = proof + GONE.encode()
                     for word in (ALIVE, STOPPED, GONE):
-                        if said == proof + word.encode():  # else another listens there now
+                        if answer == proof + word.encode():  # otherwise another process listens
                             answers[rank] = word
                 selector.unregister(connection)
     return answers
 
 
 def start_watcher(host: str) -> str:
-    """Return the address of this process's watcher, which listens at `host`, of this machine.
+    """Return the address of this process's watcher, which listens at this machine's `host`.
 
-    The first call starts it, and it ends with this process. Return "" where there can be none:
-    outside Linux, in a frozen application, or when the machine has no process to spare.
+    The first call starts the watcher, and it ends with this process. Returns "" if it cannot be
+    started: outside Linux, in a frozen application, or if the machine has no process left.
     """
     return _start_watcher(host, os.getpid())  # a forked child is another process
 
@@ -103,8 +102,8 @@ def _start_watcher(host: str, process: int) -> str:
         # The rank opens the socket, so it need not wait for the watcher to start.
         with socket.create_server((host, 0), family=_family(host)) as listener:
             port, descriptor = listener.getsockname()[1], listener.fileno()
-            # It inherits no other files, which may be sockets that are to close with this process,
-            # and has a session of its own, where no terminal interrupts it.
+            # It inherits no other files, which may be sockets that must close with this process. It
+            # has its own session, so that no terminal interrupts it.
             child = subprocess.Popen(
                 [sys.executable, "-I", "-S", watcher.__file__, str(descriptor), str(process)],
                 pass_fds=[descriptor],
@@ -118,14 +117,14 @@ def _start_watcher(host: str, process: int) -> str:
         return ""
     with suppress(BrokenPipeError), child.stdin as pipe:  # type: ignore[union-attr]
         pipe.write(token.encode())
-    child.returncode = 0  # `subprocess` need not wait for it, nor warn at exit: `_end` does
+    child.returncode = 0  # `_end` waits for it, so `subprocess` need not wait or warn at exit
     # A negative priority: after the last beats.
     Finalize(None, _end, (child.pid,), exitpriority=-1)
     return f"{host} {port} {token}"
 
 
 def _end(child: int) -> None:
-    """End a child of this process and wait for it, unless somebody has waited for it."""
+    """End a child of this process and wait for it, unless it was waited for before."""
     with suppress(ChildProcessError):
         if os.waitpid(child, os.WNOHANG) == (0, 0):
             os.kill(child, signal.SIGKILL)

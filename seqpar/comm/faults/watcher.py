@@ -1,11 +1,12 @@
-"""Say whether a rank's process lives, from a process beside it: `python -I -S watcher.py`.
+"""A program that reports whether a rank's process lives: `python -I -S watcher.py`.
 
-A thread of the rank cannot say so while another holds Python's interpreter lock, as a sort of a
-long list does. So each rank starts this program (`liveness.py`). It asks the operating system, and
-answers whoever connects and brings the token. It imports little, so that it is small and starts at
-once, and it ends at most `PARENT_POLL_SECONDS` after the rank's process, however that ends.
+A thread of the rank cannot report it while another thread holds Python's interpreter lock, as the
+sort of a long list does. Each rank therefore starts this program (`liveness.py`). It asks the
+operating system, and answers every connection that sends the token. It has few imports, so it is
+small and starts quickly. It ends at most `PARENT_POLL_SECONDS` after the rank's process, whatever
+ended that process.
 
-A server thread in C++, such as torch's store, would not do: it cannot tell a stopped rank from a
+A server thread in C++, such as torch's store, would not do. It cannot tell a stopped rank from a
 slow one, a client of a stopped one waits forever, and anyone may write to it. A connection to the
 rank shows deaths, but not stops.
 """
@@ -19,13 +20,13 @@ from contextlib import suppress
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
 PARENT_POLL_SECONDS = 1.0
-MAX_SILENT_CONNECTIONS = 64  # beyond that number the oldest is closed
+MAX_SILENT_CONNECTIONS = 64  # one more closes the oldest
 
 
 def state(process: int) -> str:
     """Return whether a process is alive, is stopped by a signal, or is gone.
 
-    One that a debugger or a profiler holds is alive: it may be held many times a second.
+    A process that a debugger or a profiler holds is alive: it may be held many times a second.
     """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
@@ -36,7 +37,7 @@ def state(process: int) -> str:
 
 
 def serve(listener: socket.socket, parent: int, token: bytes) -> None:
-    """Answer those who bring the token, until the parent is gone."""
+    """Answer connections that send the token, until the parent is gone."""
     silent: list[socket.socket] = []  # oldest first
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
@@ -48,8 +49,8 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
         for connection in ended:
             with suppress(OSError):  # the other end has closed it
                 if connection.recv(len(token)) == token:
-                    said = state(parent) if os.getppid() == parent else GONE
-                    connection.send(token + said.encode())
+                    answer = state(parent) if os.getppid() == parent else GONE
+                    connection.send(token + answer.encode())
         if listener in ready:
             with suppress(OSError):
                 connection, _ = listener.accept()
@@ -64,7 +65,7 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
 
 if __name__ == "__main__":
     _, descriptor, parent = sys.argv
-    # Launchers signal whole jobs, also when a rank has time left: to save its model, say.
+    # Launchers signal whole jobs, even if a rank still has time, for example to save its model.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.setblocking(False)

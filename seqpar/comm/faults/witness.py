@@ -1,4 +1,4 @@
-"""Judge which rank of a group is to blame, by what one rank has heard of the others."""
+"""Judge which rank of a group is at fault, from the beats that one rank has read."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
 
-MAX_SILENT_READS = 10  # of an unchanged beat; then the rank counts as silent
+MAX_SILENT_READS = 10  # reads of an unchanged beat before a rank counts as silent
 GRACE = "SEQPAR_GRACE_SECONDS"
-LEFT = "left"  # the last beat of a rank that ended, or dropped the group, without an accident
+LEFT = "left"  # the last beat of a rank that ended normally or dropped the group
 
 
 class Witness:
-    """What one rank has heard of the others, and whom that shows to be to blame."""
+    """The beats that one rank has read from the others, and its judgement of them."""
 
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
     ) -> None:
-        """Listen for `rank`.
+        """Read beats for `rank`.
 
-        `names` is what messages call each rank, and `interval` the seconds between two reads. A
-        rank that is silent but alive is to blame after `grace` seconds.
+        `names` has the ranks as errors name them, and `interval` is the seconds between two reads.
+        A rank that is silent but alive is at fault after `grace` seconds.
         """
         self._names, self._interval, self._grace = names, interval, grace
         self.others = [peer for peer in range(len(names)) if peer != rank]
-        self.beats: dict[int, str] = {}  # of those that have begun, as last heard
-        # In how many reads in a row a rank's beat has not changed.
+        self.beats: dict[int, str] = {}  # the last beat read of each rank that has begun
+        # The number of reads in a row in which a rank's beat has not changed.
         self._unchanged: dict[int, int] = {}
         # None until one of this rank's waits has failed.
         self._heard_since_failure: set[int] | None = None
 
     def hear(self, beats: dict[int, str]) -> None:
-        """Note the beats that the store has now, of those other ranks that have written one."""
+        """Note the current beats of the other ranks that have written one."""
         changed = {peer for peer, text in beats.items() if text != self.beats.get(peer)}
         self._unchanged = {
             peer: 0 if peer in changed else self._unchanged.get(peer, 0) + 1 for peer in self.others
@@ -43,11 +43,11 @@ class Witness:
             self._heard_since_failure |= changed
 
     def pause(self) -> None:
-        """Forget the silence counted so far, since this rank stops listening."""
+        """Forget the silence counted so far, since this rank stops reading."""
         self._unchanged.clear()
 
     def silent(self) -> dict[int, float]:
-        """Return for how many seconds each silent rank has been so, of those that have begun."""
+        """Return the seconds of silence of each silent rank that has begun."""
         return {
             peer: reads * self._interval
             for peer, reads in self._unchanged.items()
@@ -55,17 +55,17 @@ class Witness:
         }
 
     def judge(self, failed: Sequence[frozenset[int]], words: Mapping[int, str]) -> str:
-        """Return who is to blame, and why, as the beginning of an error message; "" if nobody is.
+        """Return the rank at fault and the reason, to begin an error message; "" if there is none.
 
-        `words` has what the operating systems say of the silent ranks: one that lives, or may live,
-        is not dead. `failed` has the peers of each failed wait.
+        `words` has the states of silent ranks that their operating systems report. A rank that
+        lives, or may live, is not dead. `failed` has the peers of each failed wait.
 
-        Before a wait has failed, a rank is to blame if it has died, or been silent beyond the
-        grace: others may yet begin, or have left because they had nothing more to do. Afterwards,
-        in this order: one that has left, if all failed waits were for it; one that never began; one
-        that is alive but silent, and then one that is in no exchange; and if there is no such rank,
-        all wait for each other. A rank is alive if its beat has changed since the failure, or if
-        the operating system says so.
+        Before a wait fails, a rank is at fault only if it has died, or has been silent for longer
+        than the grace. Other ranks may begin later, or may have left after their work. When a wait
+        has failed, the first of these ranks is at fault: one that has left, if all failed waits
+        were for it; one that never began; one that is alive but silent; one that is in no exchange.
+        If there is none, all ranks wait for each other. A rank is alive if its beat has changed
+        since the failure, or if its operating system reports it.
         """
         silent = self.silent()
         left = {peer for peer, text in self.beats.items() if text == LEFT}
@@ -114,7 +114,7 @@ class Witness:
 
 
 def grace_seconds() -> float | None:
-    """Return how long a rank may be silent that lives, if the user has said so."""
+    """Return the seconds that a living rank may be silent, if the user has set them."""
     text = os.environ.get(GRACE)
     try:
         seconds = None if text is None else float(text)

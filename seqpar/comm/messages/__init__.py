@@ -1,4 +1,4 @@
-"""One message between two ranks: how it is posted, waited for, numbered and checked.
+"""Messages between two ranks: posting them, waiting for them, numbering and checking them.
 
 Start with `exchange.py`. `Comm` is a rank's view of its group, and `Comm.start` posts messages. On
 gloo each message has a header (`header.py`) that says which call it belongs to and carries a digest

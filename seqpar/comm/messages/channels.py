@@ -1,7 +1,7 @@
 """Communicators on NCCL: a group's own, and further ones over the same ranks.
 
-A communicator runs its exchanges one after another, in the order posted. So messages that must not
-wait for each other, such as those in two directions, go through a communicator each.
+A communicator runs its exchanges one after another, in the order in which they are posted. Messages
+that must not wait for each other, such as messages in two directions, use separate communicators.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Communicators:
     """The communicators of a process group on NCCL; all Comms of the group share them."""
 
     def __init__(self) -> None:
-        self._devices: dict[str, torch.device] = {}  # by type, for which the group's own are made
+        self._devices: dict[str, torch.device] = {}  # by type, with the group's own communicators
         self._channels: dict[str, ProcessGroup | None] = {}
         self._coalesces: dict[str, bool] = {}  # by type of device
 
     def gpu(self, group: ProcessGroup) -> torch.device | None:
-        """Return the GPU that the group sends from: the first that joined, else the bound one."""
+        """Return the GPU that the group sends from: the first that joined, or the bound one."""
         return self._devices.get("cuda", group.bound_device_id)
 
     def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
-        """Return on what device tensors must be, if the group cannot send from this one."""
+        """Return a description of the right device if the group cannot send from this one."""
         if group.size() == 1 or device.type == "meta":
-            return None  # nothing is sent
+            return None  # such calls send nothing
         if device.type not in self._devices:
             config = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
             backends = dict(pair.split(":") for pair in config.split(","))
-            if backends.get(device.type, "gloo") == "gloo":  # which sends from the CPU alone
+            if backends.get(device.type, "gloo") == "gloo":  # it sends only from the CPU
                 return f"a device that the group's backend ({config}) sends from"
         gpu = self.gpu(group)
         if device.type == "cuda" and gpu not in (None, device):
@@ -79,9 +79,9 @@ class Communicators:
 def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
     """Make a communicator over a group's ranks.
 
-    This is no `dist.new_group`: where a device is bound, that one splits the default group's
-    communicator, for which it needs all of its ranks, and not only this group's. torch does not
-    know of this communicator.
+    `dist.new_group` does not serve: if a device is bound, it splits the default group's
+    communicator, and needs all ranks of the default group. torch does
+    not know this communicator.
     """
     own = backend_of(group, device)
     if not dist.is_nccl_available() or not isinstance(own, dist.ProcessGroupNCCL):
@@ -112,10 +112,10 @@ def post(
     order: Sequence[int],
     coalesced: bool,
 ) -> list[dist.Work]:
-    """Post messages at once, receives first; `order` has the rank in the group of each peer.
+    """Post messages, receives first; `order` has the rank in the group of each peer.
 
-    They are one operation where the group's messages can be coalesced. This does what
-    `dist.batch_isend_irecv` does, in an eighth of its time.
+    If `coalesced`, they are one operation. This is `dist.batch_isend_irecv` in an eighth of its
+    time.
     """
     if coalesced:
         start_coalescing(group, device)

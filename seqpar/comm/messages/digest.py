@@ -1,7 +1,7 @@
-"""What a call's headers say of its arguments, so that a rank finds a peer whose arguments differ.
+"""The digest of a call's arguments in message headers, which reveals peers with other arguments.
 
-A digest is a table of 2 bytes for each argument, of one size for all calls. Ranks make it from the
-same description that `check_ranks` compares, once for a layout and its options.
+A digest is a table of 2 bytes per argument, of one size for all calls. Ranks make it from the
+description that `check_ranks` compares, once per layout and options.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class CallDigest(NamedTuple):
     """
 
     table: bytes
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> CallDigest:
+    def of(cls, arguments: Mapping[str, object]) -> CallDigest:
         """Return the digest of arguments that JSON can hold."""
         entries = [list(arguments), *arguments.values()]
         table = b"".join([_entry(json.dumps(value)) for value in entries])
@@ -42,7 +42,7 @@ class CallDigest(NamedTuple):
     def extended(self, **values: Tensor | None) -> CallDigest:
         """Return the digest with the values of small tensors, by their arguments' names.
 
-        Only tensors on the CPU are read, since reading others would wait for their device.
+        Reads only tensors on the CPU, since reading others would wait for their device.
         """
         contents = [None if x is None else content_of(x) for x in values.values()]
         if not any(contents):
@@ -52,9 +52,9 @@ class CallDigest(NamedTuple):
         return self._replace(table=_extended(self.table, entries))
 
     def differing(self, table: bytes) -> list[str]:
-        """Return the names of the arguments of which a peer's table has other entries.
+        """Return the names of the arguments that have other entries in a peer's table.
 
-        There are none if the tables belong to calls of different kinds.
+        Tables of calls of different kinds have no names to compare.
         """
         if _at(table, 0) != _at(self.table, 0):
             return []
@@ -64,11 +64,11 @@ class CallDigest(NamedTuple):
 
 
 def content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
-    """Return a checksum of a small tensor's bytes, and its dtype; None if it is not read."""
+    """Return a checksum of a small CPU tensor's bytes, and its dtype; None for other tensors."""
     if not x.is_cpu or x.nbytes > _MAX_COMPARED_BYTES:
         return None
     data: Any = x.detach().contiguous()
-    if x.dtype is torch.bfloat16:  # which numpy does not have
+    if x.dtype is torch.bfloat16:  # numpy has no bfloat16
         data = data.view(torch.int16)
     return crc32(data.numpy()), x.dtype
 
@@ -77,7 +77,7 @@ def content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
 def _extended(table: bytes, entries: tuple[tuple[int, int, torch.dtype], ...]) -> bytes:
     """Return a table in which the entries of some arguments also depend on their contents.
 
-    `entries` has the number, checksum and dtype of each.
+    `entries` has the number, checksum and dtype of each of these arguments.
     """
     changed = bytearray(table)
     for number, checksum, dtype in entries:
@@ -96,4 +96,4 @@ def _entry(text: str) -> bytes:
 
 
 NO_DIGEST = CallDigest(bytes(DIGEST_BYTES), {})
-"""That of messages outside calls, which have no arguments to compare."""
+"""The digest of messages outside calls, which have no arguments to compare."""

@@ -1,9 +1,8 @@
-"""Exchange messages between ranks: everything that they send goes through `Comm.exchange`.
+"""Exchange messages between ranks. Ranks send all of their messages through `Comm.exchange`.
 
-An exchange is messages to some peers and messages from others, posted at once and waited for later.
-A peer is another rank of the group, by its number in the group. On gloo, point-to-point messages
-are 3 to 6 times as fast as all_gather and reduce_scatter. `seqpar.comm` is the only folder that
-imports torch.distributed.
+An exchange is a list of messages to peers and a list of messages from peers, posted together and
+waited for later. A peer is the number of another rank in the group. On gloo, point-to-point
+messages are 3 to 6 times as fast as all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -39,34 +38,35 @@ class Comm:
     """A group as one of its ranks sees it.
 
     Attributes:
-        name: what the group is called; the same on all of its ranks.
-        rank, size: this process's rank, and how many ranks there are. A mesh's ranks count along
-            its rows, whatever their ranks in its process group.
+        name: the group's name, the same on all of its ranks.
+        rank, size: this process's rank, and the number of ranks. Ranks of a mesh count along its
+            rows, whatever their ranks in its process group.
         shape: (size,), or the shape of a mesh.
-        numbers: of the call that this Comm's exchanges belong to, if any.
-        digest: of the arguments of that call, which headers carry.
+        numbers: the numbers of the call to which this Comm's exchanges belong, if any.
+        digest: the digest of the call's arguments, which headers carry.
     """
 
     numbers = OUTSIDE
     digest = NO_DIGEST
     _heartbeat: Heartbeat | None = None
-    _channel: ProcessGroup | None = None  # what messages go through, unless that is the group
-    _router: Router | None = None  # what posts messages, unless they go straight (`relays.py`)
+    _channel: ProcessGroup | None = None  # carries the messages; None: the group itself
+    _router: Router | None = None  # relays messages (`relays.py`); None: they go straight
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
-        self._order: Sequence[int] = range(size)  # of this Comm's ranks, those in the group
+        self._order: Sequence[int] = range(size)  # the rank in the group of each rank
         self._communicators = Communicators()  # all Comms of a group share them
-        # Weak: a group that outlives destroy_process_group is torn down with the interpreter, which
-        # may abort.
+        # Weak, since a group that outlives destroy_process_group is destroyed with the interpreter,
+        # which may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        # All Comms of a group share the calls; a group's Comm and those of its calls, the bytes.
+        # All Comms of a group share the calls. A group's Comm shares the bytes with those of its
+        # calls.
         self._calls = [0] * size
         self._sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: object) -> Comm:
-        return self  # a module that is copied stays in its group
+        return self  # a copied module stays in its group
 
     @classmethod
     def of(cls, group: Group) -> Comm:
@@ -101,16 +101,16 @@ class Comm:
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes this rank has sent so far; on gloo, headers (`header.py`) not included."""
+        """The bytes that this rank has sent so far, without gloo's headers (`header.py`)."""
         return self._sent["bytes"]
 
     @property
     def sent_messages(self) -> int:
-        """How many messages this rank has sent so far, headers not included."""
+        """The number of messages that this rank has sent so far, without headers."""
         return self._sent["messages"]
 
     def call(self, numbers: Tensor | None = None) -> Comm:
-        """Return this Comm for the exchanges of one call: of a new one, or of these numbers.
+        """Return this Comm for the exchanges of one call: a new call, or the call of `numbers`.
 
         A backward has the numbers of its forward.
         """
@@ -119,10 +119,10 @@ class Comm:
         return of_call
 
     def join(self, device: torch.device) -> None:
-        """Make the group's communicator for this device, the first time, with all other ranks.
+        """Make the group's communicator for this device, with all ranks, at the first call.
 
-        NCCL makes it at the first use, for which it needs all ranks. In a call some of them may
-        send and receive nothing, so each call begins with this.
+        NCCL makes it at its first use and needs all ranks. In a call, some ranks may send and
+        receive nothing, so each call begins with this method.
         """
         group = self._group()
         if group is not None and self._heartbeat_for(device) is None:
@@ -142,13 +142,13 @@ class Comm:
             raise ValueError(f"{name} must be on {expected}, got one on {device}")
 
     def channel(self, name: str) -> Comm:
-        """Return these ranks through the communicator of this name, which is apart from all others.
+        """Return these ranks with a separate communicator, identified by `name`.
 
-        On NCCL messages in two directions, or levels, that go through one communicator wait for
-        each other. The first time, all ranks make it together: so all ask for the same channels, in
-        the same order, before they post a call's messages. On gloo, where links are independent,
-        this is the Comm itself. Bytes count as the Comm's. A communicator takes some hundred MB of
-        each GPU, and is freed with the group.
+        On NCCL, messages in two directions, or levels, wait for each other if they use one
+        communicator. All ranks make it together at its first use, so all must request the same
+        channels, in the same order, before they post a call's messages. On gloo, where links are
+        independent, this returns the Comm itself. Bytes count as the Comm's. A communicator takes
+        some hundred MB of each GPU, and is freed with the group.
         """
         group = self._group()
         through = None if group is None else self._communicators.channel(group, name)
@@ -161,18 +161,18 @@ class Comm:
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
     ) -> Pending:
-        """Post messages, and return at once.
+        """Post messages and return immediately.
 
-        Tensors to send, and those to receive into, are contiguous. Two ranks post the exchanges
-        between them in the same order. Empty messages are not sent. `label` names the strategy and
-        its pass, as in "ring backward", and `step` the strategy's step that needs the messages:
-        errors and traces call the exchange by them. On gloo, waiting raises a PeerError where two
-        ranks are in different exchanges, or mean messages of other sizes or dtypes; NCCL has no
-        tags, and there only `check_ranks` finds calls that differ.
+        All tensors are contiguous. Two ranks post the exchanges between them in the same order.
+        Empty messages are not sent. `label` names the strategy and its pass, such as "ring
+        backward", and `step` the strategy's step that needs the messages. Errors and traces name
+        the exchange by both. On gloo, waiting raises a PeerError if two ranks are in different
+        exchanges, or expect other sizes or dtypes. NCCL has no tags, so there only `check_ranks`
+        finds calls that differ.
 
-        On gloo an exchange, which posts its receives first, fills a link both ways at once. Two at
-        a time, of which one sends to a peer and the other receives from it, take turns: they should
-        be one exchange.
+        On gloo an exchange posts its receives first, and fills a link in both directions
+        simultaneously. Two exchanges, one that sends to a peer and one that receives from it,
+        alternate instead: post them as one exchange.
         """
         return Pending([], []) if hooks.skip_messages else self._exchange(sends, recvs, label, step)
 
@@ -195,12 +195,12 @@ class Comm:
         return pending
 
     def count(self, messages: int, size: int) -> None:
-        """Count messages as sent, with so many bytes in all."""
+        """Count messages as sent, with `size` bytes together."""
         self._sent["bytes"] += size
         self._sent["messages"] += messages
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
-        """Post messages, none of them empty; waiting for them names who is to blame."""
+        """Post nonempty messages; waiting for them raises an error that names the rank at fault."""
         group, device = self.process_group, (sends or recvs)[0][1].device
         if (heartbeat := self._heartbeat_for(device)) is None:
             coalesced = self._communicators.coalesces(group, device)
@@ -235,7 +235,7 @@ class Comm:
         return self._heartbeat_for(device) is not None
 
     def runs_in_order(self, device: torch.device) -> bool:
-        """Return whether an exchange can send what those before it receive, as on NCCL."""
+        """Return whether an exchange can send what earlier exchanges receive, as on NCCL."""
         return device.type == "cuda"
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
@@ -252,7 +252,7 @@ class Comm:
 
     @property
     def processes(self) -> list[int]:
-        """Which of all processes the ranks are, ascending by rank in the process group."""
+        """The global ranks of the group's ranks, ascending by rank in the process group."""
         return dist.get_process_group_ranks(self.process_group)
 
     @property
@@ -262,9 +262,9 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """The device from which to send tensors of the library's, such as digests and sizes.
+        """The device of the library's own messages, such as digests and sizes.
 
-        That is the CPU if the group can send from it, else its GPU.
+        It is the CPU if the group can send from it, otherwise the GPU.
         """
         group = self._group()
         if group is None or "cpu:" in dist.get_backend_config(group):
@@ -272,7 +272,7 @@ class Comm:
         return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self) -> None:
-        """Wait for all that has been given to this process's GPU, if it uses one."""
+        """Wait for all queued work of this process's GPU, if it uses one."""
         if torch.cuda.is_initialized():
             group = self._group()
             torch.cuda.synchronize(None if group is None else self._communicators.gpu(group))
@@ -290,8 +290,8 @@ class Comm:
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's `x`, all of one shape, in rank order.
 
-        Outside a call it is one of its own. It sends even while `hooks.skip_messages` makes
-        exchanges send nothing.
+        Outside a call, it is a separate call. It sends even while `hooks.skip_messages` stops other
+        messages.
         """
         if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)

@@ -1,13 +1,14 @@
-"""Say what messages are for, so that a rank never takes those of one call for those of another.
+"""Headers that identify messages, so that a rank never confuses the messages of two calls.
 
-An exchange is named by the number of its call between the two ranks (`sequence_numbers.py`), its
-strategy and pass, and its step. On gloo a rank sends each peer of an exchange, whichever way its
-messages go, a *header*: a digest of the call's arguments (`digest.py`), the exchange's name, and
-the sizes and dtypes of the messages both ways. Headers between two ranks are matched by order, all
-of one hop with one tag. So if two ranks are in different exchanges, or their arguments differ, each
-receives a header that it does not expect. Messages have tags that follow from their sender's
-header, so none is received into a buffer that is meant for another: the results would be wrong, or,
-if sizes differ, gloo would abort the process.
+The name of an exchange has the number of its call between the two ranks (`sequence_numbers.py`),
+its strategy and pass, and its step. On gloo, a rank sends a *header* to each peer of an exchange,
+even if it only receives messages from the peer. The header has a digest of the call's arguments
+(`digest.py`), the exchange's name, and the sizes and dtypes of the messages in both directions.
+
+Headers between two ranks are matched by order, with one tag per hop. If two ranks are in different
+exchanges, or have different arguments, each receives a header that it does not expect. Tags of
+messages are computed from their sender's header, so a message never arrives in another one's
+buffer. Otherwise results would be wrong or, with other sizes, gloo would abort the process.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _HEADER_BYTES = 256  # longer text is cut; the checksum covers all of it
 _CHECKSUM_BYTES = 8  # hexadecimal digits; the digest's table and text follow
 _TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins
 _CHECK = "rank check"  # the label of an exchange in which ranks compare a call
-# Of a pass's first hop. Later hops use the following tags, because the relaying thread's hops and
+# For a pass's first hop. Later hops use the following tags, because the relaying thread's hops and
 # the main thread's first hops overtake each other.
 _FIRST_HEADER_TAG = 0x5EA
-_FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are seldom as large
+_FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are usually small
 
 
 class Exchange(NamedTuple):
@@ -40,9 +41,9 @@ class Exchange(NamedTuple):
 
     Attributes:
         call: the number of its call (`sequence_numbers.py`); 0 outside calls.
-        label: the strategy and its pass, as in "ring backward".
+        label: the strategy and its pass, such as "ring backward".
         step: the strategy's step that needs the messages.
-        hop: at which of the hops of messages that others relay it is (`relays.py`), from 0.
+        hop: the number of the hop of relayed messages (`relays.py`), from 0.
     """
 
     call: int
@@ -56,15 +57,12 @@ class Exchange(NamedTuple):
 
 
 class Header:
-    """What a rank says to a peer of the messages that it sends there and receives from there."""
+    """A rank's description of the messages that it exchanges with one peer."""
 
     def __init__(
         self, exchange: Exchange, sends: str, recvs: str, table: bytes = NO_DIGEST.table
     ) -> None:
-        """Name the exchange, and what `listed` says of the tensors that are sent and received.
-
-        `table` is that of the digest of the call's arguments.
-        """
+        """`sends` and `recvs` are the texts of `listed`, and `table` is the digest's table."""
         text = table + f"{exchange}|{sends}|{recvs}".encode()
         self._checksum = crc32(text)
         self.data = bytearray(
@@ -72,22 +70,22 @@ class Header:
         )
 
     def tag(self, index: int) -> int:
-        """Return the tag of the message that the rank sends as number `index`."""
+        """Return the tag of the message number `index` of the header's sender."""
         return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
 
 
 def listed(tensors: Sequence[Tensor]) -> str:
-    """Return what a header says of messages."""
+    """Return the sizes and dtypes of messages as text."""
     return ", ".join([f"{x.numel()} {x.dtype}" for x in tensors])
 
 
 class AwaitedHeader(NamedTuple):
-    """A header that is under way from a peer."""
+    """A header that has not yet arrived from a peer."""
 
     peer: int
     work: dist.Work
     expected: bytearray
-    received: bytearray  # its memory is received into, until `work` is done
+    received: bytearray  # the receive buffer; valid when `work` is done
 
 
 def post(
@@ -98,11 +96,11 @@ def post(
     recvs: list[Message],
     table: bytes = NO_DIGEST.table,
 ) -> tuple[list[dist.Work], list[AwaitedHeader]]:
-    """Post messages on gloo, with headers, receives first.
+    """Post messages on gloo with headers, receives first.
 
-    Return the works that are under way, and the headers, to be waited for before them. Peers are
-    ranks of the group, and with each the exchange's call has one of `numbers`. `table` is that of
-    the digest of the call's arguments.
+    Returns the works of messages, and the headers, for which to wait first. Peers are ranks of the
+    group. `numbers` has the number of the exchange's call with each peer, and `table` is the table
+    of the digest of the call's arguments.
     """
     # Headers go both ways even if messages do not: two ranks that only send would wait for each
     # other without seeing the other's call.
@@ -128,9 +126,9 @@ def post(
 def disagreement_of(
     headers: list[AwaitedHeader], names: Sequence[str], rank: int, digest: CallDigest
 ) -> str | None:
-    """Wait for headers; return how the first that is not as expected differs, if one is.
+    """Wait for headers; return a description of the first that is not as expected, or None.
 
-    `names` are what messages call the group's ranks, of which this is `rank`; `digest` is that of
+    `names` has the group's ranks as errors name them, and `rank` is this rank. `digest` belongs to
     this rank's arguments.
     """
     for awaited in headers:
@@ -143,9 +141,9 @@ def disagreement_of(
 def disagreement(
     header: AwaitedHeader, peer: str, rank: str, digest: CallDigest = NO_DIGEST
 ) -> str:
-    """Return how a header differs from what was expected.
+    """Return a description of how a header differs from the expected one.
 
-    `peer` and `rank` are what messages call the peer and this rank, and `digest` is that of this
+    `peer` and `rank` are the names of the peer and of this rank in errors. `digest` belongs to this
     rank's arguments.
     """
     theirs, their_sends, their_recvs = _fields(header.received)
@@ -172,17 +170,16 @@ def disagreement(
 
 
 def _fields(header: bytearray) -> list[str]:
-    """Return the exchange's name, and lists of what is sent and received, if they are not cut."""
+    """Return the exchange's name and the lists of sent and received messages, unless cut off."""
     text = header[_TEXT:].decode(errors="replace").replace("torch.", "").rstrip()
     fields = [*text.split("|"), "…", "…"]
     return [fields[0], *(f"({x})" if x else "nothing" for x in fields[1:3])]
 
 
 def _call_of(name: str) -> str:
-    """Return the call of an exchange's name, as in "call 7"."""
+    """Return the call in an exchange's name, such as "call 7"."""
     return name.split(",")[0]
 
 
 def _as_tensor(data: bytearray) -> Tensor:
-    """Return bytes as a tensor that shares their memory."""
     return torch.frombuffer(data, dtype=torch.uint8)

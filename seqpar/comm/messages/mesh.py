@@ -1,4 +1,4 @@
-"""Find the process group of all ranks of a mesh."""
+"""The process group of all ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from seqpar.core.torch_private import flat_mesh
 
 
 def group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
-    """Return the group of all ranks of a mesh, and their ranks in it, in the order of its rows.
+    """Return the group of all ranks of a mesh, and the rank in it of each rank along its rows.
 
-    torch sorts a group's ranks, whatever the order of the mesh's.
+    torch sorts a group's ranks, whatever their order in the mesh.
     """
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     if mesh.get_coordinate() is None:

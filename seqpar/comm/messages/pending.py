@@ -1,4 +1,4 @@
-"""Messages that are under way, and how they are waited for."""
+"""Posted messages, and objects to wait for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WaitContext = Callable[[], AbstractContextManager[None]]
 
 
 class Pending:
-    """Messages that are under way. Their tensors must not be touched before `wait` returns."""
+    """Posted messages. Their tensors must not be read or written before `wait` returns."""
 
     def __init__(
         self,
@@ -22,12 +22,14 @@ class Pending:
         messages: list[list[Message]],
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Keep what is under way; `check()` raises if it is not what this rank expects."""
+        """`check()` raises if a peer's messages are not what this rank expects."""
         self._works, self._messages, self._check = works, messages, check
-        self.contexts: list[WaitContext] = []  # entered to wait: they name blame, and trace
+        self.contexts: list[
+            WaitContext
+        ] = []  # entered around waiting, to name the rank at fault and to trace
 
     def wait(self) -> None:
-        """Return when all messages have arrived, and those sent may be overwritten."""
+        """Return when received tensors are complete and sent tensors may be overwritten."""
         if self.contexts:
             with self.contexts.pop(0)():
                 self.wait()
@@ -41,14 +43,13 @@ class Pending:
 
 
 class Arriving:
-    """Tensors into which messages that are under way are received."""
+    """Tensors into which posted messages are received."""
 
     def __init__(self, tensors: list[Tensor], pending: Pending) -> None:
-        """Keep the tensors until they have arrived."""
         self._tensors, self._pending = tensors, pending
 
     def wait(self) -> list[Tensor]:
-        """Wait for them, and return them; whoever takes them alone decides when they are freed."""
+        """Wait for the tensors and return them. This object then keeps none of them alive."""
         self._pending.wait()
         arrived, self._tensors = self._tensors, []
         return arrived

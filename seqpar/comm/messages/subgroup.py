@@ -1,4 +1,4 @@
-"""Ranks of a group as others: some of them as a group of their own, or all of them as a mesh."""
+"""Views of a group: some of its ranks as a group, or all of its ranks as a mesh."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from seqpar.comm.messages.header import Message
 
 
 class SubComm(Comm):
-    """Some ranks of a group as a group, numbered in the order given.
+    """Some ranks of a group as a group, numbered in the order of `ranks`.
 
-    What they send goes through the whole group's Comm and counts in its `sent_bytes`. Errors and
-    traces call every exchange by `label` and `name`, as in "usp forward, ring", and not by the
-    label that `exchange` is given.
+    Their messages go through the whole group's Comm and count in its `sent_bytes`. Errors and
+    traces name every exchange by `label` and `name`, such as "usp forward, ring", and not by the
+    label of `exchange`.
     """
 
     def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
@@ -24,7 +24,7 @@ class SubComm(Comm):
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
     ) -> Pending:
-        """Post messages to and from these ranks, and return at once."""
+        """Post messages to and from these ranks, and return immediately."""
         sends, recvs = (
             [(self._ranks[peer], tensor) for peer, tensor in messages]
             for messages in (sends, recvs)
@@ -32,16 +32,16 @@ class SubComm(Comm):
         return self._whole.exchange(sends, recvs, label=self._label, step=step)
 
     def channel(self, name: str) -> SubComm:
-        """Return these ranks through the whole group's communicator of this name."""
+        """Return these ranks with the whole group's communicator of this name."""
         channel = copy(self)
         channel._whole = self._whole.channel(name)
         return channel
 
 
 def as_mesh(comm: Comm, *shape: int) -> Comm:
-    """Return the same ranks as a mesh of this shape, along whose rows they count.
+    """Return the same ranks as a mesh of this shape, counted along its rows.
 
-    The bytes that are sent through it are counted apart.
+    The mesh has its own counts of sent bytes.
     """
     group = comm._group()
     if group is not None:

@@ -1,8 +1,8 @@
-"""Say what each rank posts, hop by hop, for messages between nodes that are divided among NICs.
+"""The messages that each rank posts, hop by hop, if messages between nodes share NICs.
 
-A piece (`routing.py`) takes up to three hops: to a proxy in the sender's node, to one in the
-receiver's node, to the receiver. Chunks of a piece follow each other: the first hop of the second
-chunk is posted together with the second hop of the first.
+A piece (`routing.py`) takes up to three hops: to a proxy in the sender's node, to a proxy in the
+receiver's node, and to the receiver. Chunks of a piece follow each other: the first hop of the
+second chunk is posted together with the second hop of the first.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Described(NamedTuple):
 
 
 class PieceLocation(NamedTuple):
-    """Elements of a tensor that pieces are sent from, or received into.
+    """Elements of a tensor from which a piece is sent, or into which it is received.
 
     Attributes:
-        table: which list the tensor is in: 0 the messages that this rank sends, 1 those that it
-            receives, 2 the pieces that it holds for others.
-        number: which of the list.
-        start, stop: which of its elements.
+        table: the tensor's list: SENT messages of this rank, RECEIVED messages, or pieces HELD for
+            other ranks.
+        number: the tensor's index in the list.
+        start, stop: the range of elements.
     """
 
     table: int
@@ -48,7 +48,7 @@ SENT, RECEIVED, HELD = range(3)
 
 
 class RelayHop(NamedTuple):
-    """What a rank posts at once: (peer, place) of pieces that it sends and of those it receives."""
+    """The pieces that a rank posts together, (peer, location) of each: sent and received."""
 
     sends: list[tuple[int, PieceLocation]]
     recvs: list[tuple[int, PieceLocation]]
@@ -59,10 +59,10 @@ class Relaying(NamedTuple):
 
     Attributes:
         own: the messages that this rank sends and receives itself, in its own order.
-        hops: what it posts first, what it posts once all of that has arrived, and so on: the first
-            hops of first chunks, then their second hops and the first hops of second chunks, ….
+        hops: the pieces that it posts first, those that it posts when these have arrived, and so
+            on: first hops of first chunks, then their second hops and first hops of second chunks.
         held: (elements, dtype) of pieces that it receives and sends on.
-        messages, bytes: how many it sends in all hops, for itself and others.
+        messages, bytes: the numbers that it sends in all hops, for itself and for others.
     """
 
     own: tuple[list[Described], list[Described]]
@@ -77,9 +77,8 @@ class Relaying(NamedTuple):
     ) -> Relaying:
         """Return this rank's part in an exchange.
 
-        `known` are the messages that each rank of its node sends to, and receives from, other
-        nodes. Of a message between two nodes, both nodes know as much, and take its pieces in the
-        same order.
+        `known` has the messages that each rank of this node sends to and receives from other nodes.
+        The two nodes of a message know the same about it, and process its pieces in the same order.
         """
         hops = [RelayHop([], [])]
         held: list[tuple[int, torch.dtype]] = []
@@ -104,9 +103,9 @@ class Relaying(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A message between nodes; those of two ranks are numbered, in the order of both.
+    """A message between nodes. `number` counts the messages between two ranks, in their order.
 
-    `position` is that among the messages of the end that is in this rank's node.
+    `position` counts the messages of that end which is in this rank's node.
     """
 
     sender: int
@@ -120,10 +119,10 @@ class _Message(NamedTuple):
 def _pieces(
     nodes: Nodes, messages: Iterable[_Message]
 ) -> Iterator[tuple[_Message, tuple[int, int], int, int, int]]:
-    """Yield chunks of pieces, as both nodes do of the messages between them, in the same order.
+    """Yield the chunks of pieces, in an order on which the two nodes of a message agree.
 
-    That is a message, the NICs of the sender's and the receiver's node, the chunk's number in the
-    piece, and the first element, and the one behind the last.
+    Each chunk is (message, NICs of the sender's and the receiver's node, the chunk's number in the
+    piece, start, stop), with a range of elements.
     """
     by_nodes: dict[tuple[int, int], list[_Message]] = {}
     for message in messages:
@@ -161,5 +160,5 @@ def _routed(
 
 
 def _last(held: list[tuple[int, torch.dtype]]) -> PieceLocation:
-    """Return the place of the last piece that is held: a rank sends on what it just received."""
+    """Return the location of the last held piece, which the rank has just received."""
     return PieceLocation(HELD, len(held) - 1, 0, held[-1][0])

@@ -1,15 +1,15 @@
-"""Relay messages between nodes through other ranks, as `routing.py` says.
+"""Relay messages between nodes through other ranks; `routing.py` decides through which.
 
-A rank knows the sizes of its own messages only, but relays those of its node's other ranks. So in
-the first pass of a kind (forward or backward of calls that are alike but for their tensors) the
-ranks of a node tell each other, exchange by exchange, what they send to other nodes and receive
-from there. All of them make the same exchanges in the same order, also those in which they have no
-messages, so an exchange's number in its pass says which it is. What a rank has to do is kept by the
-group, and in later passes nothing is asked.
+A rank knows only the sizes of its own messages, but relays messages of its node's other ranks. In
+the first pass of a kind (forward or backward of calls that differ only in their tensors), the ranks
+of a node therefore describe to each other, exchange by exchange, their messages to and from other
+nodes. All ranks make the same exchanges in the same order, even those in which they have no
+messages, so an exchange's number in its pass identifies it. The group keeps each rank's part, and
+later passes exchange no descriptions.
 
-NCCL runs exchanges in the order posted, so there all hops are posted at once. On gloo a thread
-posts a hop when the one before has arrived; it takes exchanges in their order, which is the same on
-all ranks, so none waits for a later one.
+NCCL runs exchanges in the order in which they are posted, so there a rank posts all hops together.
+On gloo a thread posts a hop when the hop before it has arrived. The thread processes exchanges in
+order, which is the same on all ranks, so no exchange waits for a later one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from copy import copy
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,16 +32,17 @@ from seqpar.comm.messages.header import Exchange, Message
 from seqpar.comm.routing.hops import Described, PieceLocation, Relaying
 from seqpar.comm.routing.routing import Nodes, Routing
 
-Own = tuple[list[Described], list[Described]]  # messages that a rank sends, and receives
+Own = tuple[list[Described], list[Described]]  # messages that a rank sends and receives
+Job = tuple[Future[None], Callable[[], None], bool]  # its result, itself, inference mode
 _MAX_KEPT_PASSES = 128  # kinds of passes; a model's layers share them
 
 
 class Relays:
     """A rank's part in a group's routing.
 
-    What is kept is dropped in the same order on all ranks, since they make the same calls: ranks
-    that know a pass would leave those that do not waiting for what these need to know. With the
-    layout, it would be freed at different times on different ranks.
+    All ranks make the same calls, so they drop kept passes in the same order. Otherwise a rank that
+    dropped a pass would wait for descriptions from ranks that still know the pass. Passes are not
+    kept with the layout, which each rank frees at another time.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -52,9 +52,10 @@ class Relays:
 
     @classmethod
     def of(cls, comm: Comm, routing: Routing) -> Relays | None:
-        """Return what all modules of a group with this routing share; None if nothing is routed.
+        """Return the relays that all modules of a group with this routing share.
 
-        Raise a ValueError if the group does not divide into the nodes.
+        Returns None if no message is routed. Raises a ValueError if the group does not divide into
+        the nodes.
         """
         of_group = _of_groups.setdefault(comm, {})
         if routing not in of_group:
@@ -64,11 +65,11 @@ class Relays:
         return of_group[routing]
 
     def in_pass(self, comm: Comm, device: torch.device, kind: str) -> Comm:
-        """Return the Comm of a call for one of its passes, whose messages are on this device.
+        """Return the Comm of a call for one of its passes, with messages on this device.
 
         Passes of one `kind` send the same messages, on all ranks.
         """
-        for peer in range(comm.size):  # before a thread does, while others number the next call
+        for peer in range(comm.size):  # now, since a thread would do it while the next call begins
             comm.numbers.between(comm._order[peer])
         known = self._known.setdefault(kind, [])
         self._known.move_to_end(kind)
@@ -79,14 +80,14 @@ class Relays:
         return of_pass
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Run a job when those before it are done."""
+        """Run a job after the jobs before it."""
         if self.thread is None:
             self.thread = _Thread()
         return self.thread.submit(job)
 
 
 class _Pass:
-    """A pass, of which this rank knows what to relay in the first exchanges, or in all."""
+    """A pass. This rank knows what to relay in its first exchanges, or in all of them."""
 
     def __init__(self, relays: Relays, device: torch.device, known: list[Relaying]) -> None:
         self._relays, self._device, self._known = relays, device, known
@@ -95,7 +96,7 @@ class _Pass:
     def post(
         self, comm: Comm, outgoing: list[Message], incoming: list[Message], exchange: Exchange
     ) -> Pending:
-        """Post an exchange: messages that go straight and, hop by hop, those that are relayed."""
+        """Post an exchange: straight messages and, hop by hop, relayed messages."""
         comm = copy(comm)
         comm._router = None
         sent, straight_out = self._divided(comm.rank, outgoing)
@@ -139,7 +140,7 @@ class _Pass:
         return Pending([], [], wait)
 
     def _divided(self, rank: int, messages: list[Message]) -> tuple[list[Message], list[Message]]:
-        """Return the messages that may be relayed, and those that go straight in any case."""
+        """Return the messages that may be relayed, and the messages that always go straight."""
         node_of, least = self._relays.nodes.of, self._relays.nodes.least_bytes
         relayed, straight = list[Message](), list[Message]()
         for message in messages:
@@ -149,9 +150,9 @@ class _Pass:
         return relayed, straight
 
     def _agree(self, comm: Comm, own: Own, exchange: Exchange) -> Relaying:
-        """Tell the ranks of this node what this one sends to others, and be told the same."""
-        # No other node is asked: this node knows the messages that leave, and the receiver's knows
-        # those that arrive. A strategy's `traffic` has sizes too, but not by exchange.
+        """Exchange descriptions of messages to and from other nodes with the ranks of this node."""
+        # No other node is asked: this node knows the messages that leave, and the receiver's node
+        # knows those that arrive. A strategy's `traffic` has sizes too, but not by exchange.
         text, mates = json.dumps(own).encode(), self._relays.nodes.mates(comm.rank)
         others = [mate for mate in mates if mate != comm.rank]
 
@@ -176,31 +177,30 @@ class _Pass:
 
 
 class _Thread:
-    """A thread that runs jobs in their order, and ends with this object.
+    """A thread that runs jobs in order, and ends with this object.
 
-    It is a daemon: where a rank raises, the process ends, though a job still waits for a peer.
+    It is a daemon: if a rank raises, the process ends even if a job still waits for a peer.
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None], bool] | None] = (
-            SimpleQueue()
-        )
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         Thread(target=_work, args=(self._jobs,), name="seqpar relays", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Run a job, in this thread's modes of autograd, when those before it are done."""
+        """Run a job after the jobs before it, in the caller's inference mode."""
         future: Future[None] = Future()
         self._jobs.put((future, job, torch.is_inference_mode_enabled()))
         return future
 
 
-def _work(jobs: SimpleQueue[Any]) -> None:
+def _work(jobs: SimpleQueue[Job | None]) -> None:
     while (task := jobs.get()) is not None:
         future, job, inference = task
         try:
             with torch.inference_mode(inference), torch.no_grad():
-                future.set_result(job())
+                job()
+            future.set_result(None)
         except BaseException as error:  # raised where the exchange is waited for
             future.set_exception(error)
         del task, future, job  # and the tensors
@@ -211,7 +211,7 @@ def _post(comm: Comm, sends: list[Message], recvs: list[Message], exchange: Exch
 
 
 def _at(tables: list[list[Tensor]], part: list[tuple[int, PieceLocation]]) -> list[Message]:
-    """Return the messages of a hop, given the tensors that places are in."""
+    """Return the messages of a hop, given the tables of tensors."""
     return [(peer, tables[at.table][at.number][at.start : at.stop]) for peer, at in part]
 
 

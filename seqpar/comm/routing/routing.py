@@ -1,23 +1,23 @@
-"""Routing: messages between nodes are divided among all NICs, which other ranks of a node relay.
+"""Routing: all NICs of a node share its messages to other nodes, with other ranks as relays.
 
-"Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025), the
-routing layer of its attention engine. A message of n bytes from one rank to one of another node
-takes n·b_between seconds over the sender's NIC, while those of its node's other ranks are idle.
-Over x NICs it goes in x pieces: to a proxy in the sender's node, from there to one in the
-receiver's node, and from there to the receiver. That takes
+From "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
+the routing layer of its attention engine. A message of n bytes to a rank of another node takes
+n·b_between seconds over the sender's NIC, while the NICs of the node's other ranks are idle. Over x
+NICs, it travels in x pieces: to a proxy in the sender's node, to a proxy in the receiver's node,
+and to the receiver. The pieces take
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
-seconds, where b are seconds a byte, which is less if b_between > 2·b_inside. The ends are proxies
-of their own NICs, so a piece that goes straight skips both hops inside nodes.
+seconds, with b in seconds per byte. This is less if b_between > 2·b_inside. Sender and receiver are
+proxies of their own NICs, so a straight piece skips both hops inside nodes.
 
 The paper divides each message. Here all messages of an exchange between two nodes are divided
-together. If they load all NICs about equally, they go straight, as without routing. Else no NIC
-carries more than an equal share of them, and of that first what it would carry anyway. Pieces leave
-and arrive by NICs of the same number, as networks with a switch for each number want it.
+together. If they load all NICs about equally, they go straight, as without routing. Otherwise each
+NIC carries at most an equal share, and first the messages that it would carry anyway. Pieces leave
+and arrive by NICs of the same number, which suits networks with one switch per number.
 
-Long pieces are cut into chunks, c of them, of which proxies send on one while they receive the
-next. So the NICs work nearly all the time: of the formula's hops inside nodes only 1/c is left.
+Long pieces are cut into c chunks. Proxies send one chunk on while they receive the next. NICs
+therefore work nearly all the time, and only 1/c of the formula's hops inside nodes remains.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ _EVEN_RATIO = 17 / 16  # busiest NIC / its share, below which messages are not r
 
 @dataclass(frozen=True)
 class Routing:
-    """How messages between nodes are sent, for a module's `routing`.
+    """The way of messages between nodes, for a module's `routing`.
 
-    Nodes have equal numbers of ranks, which reach each other faster than other nodes. Each rank has
-    a NIC, or shares one with its neighbours: that which the group's backend takes, NCCL the
-    nearest, gloo that of `GLOO_SOCKET_IFNAME`. All ranks must make each call, and with layouts
-    made alike, since ranks relay what others send.
+    All nodes have the same number of ranks, and ranks of a node reach each other faster than other
+    nodes. Each rank uses one NIC, which it may share with its neighbours. The group's backend
+    chooses the NIC: NCCL the nearest, gloo the one of `GLOO_SOCKET_IFNAME`. Ranks relay messages
+    of other ranks, so all ranks must make each call, with layouts made in the same way.
 
     Args:
-        node_size: how many consecutive ranks of the group (of a mesh, along its rows) a node has.
-        nodes: in its place, the number of each rank's node, where these are not consecutive.
-        nics: how many NICs a node has, of which each serves as many consecutive ranks of it.
-            Default: one for each rank. 1: messages go straight.
-        least_bytes: messages with fewer bytes go straight. Two more hops take two more latencies.
-        chunk_bytes: of how many bytes chunks are, at least.
+        node_size: the number of consecutive ranks per node (of a mesh, along its rows).
+        nodes: instead of `node_size`, the number of each rank's node, if ranks of a node are not
+            consecutive.
+        nics: the number of NICs per node. Each serves the same number of consecutive ranks.
+            Default: one per rank. 1: messages go straight.
+        least_bytes: messages with fewer bytes go straight, since two more hops take two more
+            latencies.
+        chunk_bytes: the least number of bytes per chunk.
     """
 
     node_size: int | None = None
@@ -68,12 +70,12 @@ class Routing:
 
 
 class Nodes:
-    """Which ranks share a node, and how messages pass from node to node.
+    """The nodes of a group, their ranks and their NICs.
 
     Attributes:
         of: (ranks,) the number of each rank's node, from 0.
         members: the ranks of each node, ascending.
-        nics: how many NICs each has.
+        nics: the number of NICs per node.
         least_bytes, chunk_bytes: as in `Routing`.
     """
 
@@ -86,7 +88,7 @@ class Nodes:
             names = [rank // size for rank in range(ranks)]
         assert names is not None
         if len(names) != ranks:
-            raise ValueError(f"nodes must have one entry a rank, {ranks}, got {len(names)}")
+            raise ValueError(f"nodes must have one entry per rank, {ranks}, got {len(names)}")
         numbers = {name: number for number, name in enumerate(sorted(set(names)))}
         self.of = [numbers[name] for name in names]
         self.members: list[list[int]] = [[] for _ in numbers]
@@ -106,14 +108,14 @@ class Nodes:
         return self.members[self.of[rank]]
 
     def nic(self, rank: int) -> int:
-        """Return the number in its node of the NIC that a rank uses: neighbours share one."""
+        """Return the number, within the node, of the NIC that a rank uses."""
         mates = self.mates(rank)
         return mates.index(rank) * self.nics // len(mates)
 
     def proxy(self, rank: int, nic: int) -> int:
-        """Return through which rank of its node a rank reaches a NIC: itself, if it is its own.
+        """Return the rank of its node through which a rank reaches a NIC; itself for its own NIC.
 
-        Of those that share the NIC it is the one in the rank's own place.
+        Of several ranks that share the NIC, it is the one in the rank's position.
         """
         mates = self.mates(rank)
         sharing = len(mates) // self.nics
@@ -125,11 +127,10 @@ def divided(
 ) -> list[tuple[int, tuple[int, int], int]]:
     """Divide the messages from one node to another among the nodes' NICs, evenly.
 
-    `sizes` are the messages', and `used` the NICs that each would use straight, of the sender's and
-    the receiver's node. Return pieces (message, its NICs, its size), of each message in order. If
-    messages are nearly even as they are, they go whole and straight. If not, no NIC carries more
-    than its share; a piece keeps to the NICs of one number, and first to those from or to which
-    nobody relays.
+    `sizes` are the messages' sizes, and `used` the NICs of both nodes that each message would use
+    straight. Returns pieces (message, its NICs, its size), in order within each message. If the
+    messages load NICs nearly evenly, they go whole and straight. Otherwise no NIC carries more than
+    its share. A piece uses NICs of one number, preferably those of its sender or receiver.
     """
     straight = [Counter[int](), Counter[int]()]
     for size, ends in zip(sizes, used, strict=True):

@@ -146,7 +146,7 @@ def test_what_cannot_be_routed_is_refused():
     with fake_group(rank=0, ranks=4) as group:
         for wrong, options in (
             ("node_size must divide the group's 4 ranks, got 3", {"routing": Routing(3)}),
-            ("nodes must have one entry a rank, 4, got 2", {"routing": Routing(nodes=[0, 1])}),
+            ("nodes must have one entry per rank, 4, got 2", {"routing": Routing(nodes=[0, 1])}),
             ("nodes must have equal numbers", {"routing": Routing(nodes=[0, 0, 0, 1])}),
             ("nics must divide the 2 ranks", {"routing": Routing(2, nics=3)}),
             ("routing must be a seqpar.Routing", {"routing": 2}),
