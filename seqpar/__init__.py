@@ -1,6 +1,6 @@
 """seqpar: attention over sequences too long for one device."""
 
-# Public packages that users reach by their names after `import seqpar`.
+# Public packages, which users reach as `seqpar.balance` and so on after `import seqpar`.
 import seqpar.balance
 import seqpar.costs
 import seqpar.integrations.flash_attn

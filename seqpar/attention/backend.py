@@ -24,7 +24,7 @@ _FOLDERS = {
     "recurrent": "seqpar.linear.maps.backends",
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
-DEFAULT = "default"  # of softmax attention: what `seqpar.softmax.backends.choice` chooses
+DEFAULT = "default"  # softmax attention: `seqpar.softmax.backends.choice` chooses per block
 
 _forced: str | None = None  # a plain global: torch.compile guards on it, but traces no ContextVar
 
@@ -33,13 +33,16 @@ _forced: str | None = None  # a plain global: torch.compile guards on it, but tr
 def use_backend(name: str) -> Iterator[None]:
     """Compute the local part of every attention call within the context with the named backend.
 
-    It is "aten" (ATen's fused kernels, and plain PyTorch for what they do not take), "triton" (our
-    kernels, on CUDA), "flash_attn" (the package, on CUDA), "reference" (plain PyTorch) or "fla"
-    (the package fla-core, on CUDA), which holds for recurrent attention alone. Without a context it
-    is "aten", or on CUDA "triton" for softmax attention that ATen's kernel cannot compute alone. A
-    call's backward uses the backend of its forward, even outside the context. The choice holds for
-    all threads of the process, so threads should not choose at the same time. An unknown name
-    raises a ValueError; so does, when it is made, a call that the backend cannot compute exactly.
+    The backends are "aten" (ATen's fused kernels, with plain PyTorch where they are not exact),
+    "triton" (our kernels, on CUDA), "flash_attn" (the package, on CUDA), "reference" (plain
+    PyTorch), and "fla" (the package fla-core, on CUDA), which applies only to recurrent attention.
+    Without a context, the backend is "aten", or on CUDA "triton" for softmax attention that ATen's
+    kernel cannot compute completely. A call's backward uses the backend of its forward, even
+    outside the context. The choice holds for all threads of the process, so threads should not
+    choose simultaneously.
+
+    Raises a ValueError for an unknown name. A call that the backend cannot compute exactly raises
+    one too.
     """
     global _forced
     known = sorted({*BACKENDS["softmax"], *BACKENDS["recurrent"]})
@@ -53,21 +56,24 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def current_backend(kind: str) -> str:
-    """Return the name of the backend that a call of this kind made now would use, or DEFAULT."""
+    """Return the backend, or DEFAULT, of a call of this kind made now."""
     forced = None if _forced == "fla" and kind != "recurrent" else _forced
     return forced or (DEFAULT if kind == "softmax" else "aten")
 
 
 @cache
 def load_backend(kind: str, name: str) -> ModuleType:
-    """Return a backend's module, imported when first used; `kind` is a key of `BACKENDS`."""
+    """Return a backend's module, imported at its first use; `kind` is a key of `BACKENDS`."""
     if name not in BACKENDS[kind]:
         raise ValueError(f"backend must be one of {BACKENDS[kind]}, got {name!r}")
     return import_module(f"{_FOLDERS[kind]}.{name}")
 
 
 def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend cannot compute these operands, naming the argument, or None."""
+    """Return the reason why a backend cannot compute these operands, or None.
+
+    The reason begins with the argument at fault.
+    """
     if name == DEFAULT:
         return None
     refuse = getattr(load_backend(kind, name), "refusal", None)
@@ -75,11 +81,11 @@ def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
 
 
 def triton_refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return why our Triton kernels of either kind cannot compute these operands, or None.
+    """Return the reason why our Triton kernels cannot compute these operands, or None.
 
-    The reason names the argument.
+    The reason begins with the argument at fault.
     """
-    import triton  # not before it is needed: importing seqpar should not wait for it
+    import triton  # here, so that importing seqpar does not wait for it
 
     if q.dtype == torch.float64:
         return 'q must be bf16, fp16 or fp32 for the backend "triton", got torch.float64'
@@ -93,7 +99,7 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def anchored_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend's bits may depend on how many heads a rank has, or None."""
+    """Return the reason why a backend's bits may depend on a rank's number of heads, or None."""
     if q.device.type != "cuda":
         return None
     if name not in (DEFAULT, "triton"):

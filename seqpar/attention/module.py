@@ -1,4 +1,4 @@
-"""What the modules of both kinds of attention share: a strategy bound to a group."""
+"""The base class of all attention modules: a strategy bound to a group."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from seqpar.layout.layout import Layout
 
 
 class Moving(Named, Protocol):
-    """A strategy that can say what it sends."""
+    """A strategy that lists its messages without sending them."""
 
     def traffic(self, call: Any, rank: int) -> list[Traffic]:
-        """Return what a rank sends in a resolved call, by pass, step and peer."""
+        """Return a rank's messages in a resolved call, by pass, step and peer."""
 
 
 S = TypeVar("S", bound=Moving)
@@ -37,7 +37,7 @@ NO_OPTION = {"option": False}  # metadata of a strategy's field that users canno
 def make_strategy(kind: type[S], options: dict[str, object], others: tuple[str, ...]) -> S:
     """Return a strategy with these options.
 
-    Raise a TypeError if it does not have one of them; it lists those it has and the module's
+    Raises a TypeError for an unknown option; it lists the strategy's options and the module's
     `others`.
     """
     known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def make_strategy(kind: type[S], options: dict[str, object], others: tuple[str, 
 
 
 class BoundModule(nn.Module, Generic[S]):
-    """The base of attention modules: a strategy, on a group of ranks that compute together."""
+    """The base class of attention modules: a strategy on a group of ranks that compute together."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class BoundModule(nn.Module, Generic[S]):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._key = self._bound.key  # the group's name may be another where this is unpickled
+        self._key = self._bound.key  # this process may have another name for the group
 
     @property
     def rank(self) -> int:
@@ -80,29 +80,29 @@ class BoundModule(nn.Module, Generic[S]):
 
     @property
     def ranks(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks of the group."""
         return self._bound.comm.size
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes this rank has sent so far, in all calls on the group.
+        """The bytes that this rank has sent so far, in all calls on the group.
 
-        With a `routing` they include what it relays.
+        With a `routing` they include relayed messages.
         """
         return self._bound.comm.sent_bytes
 
     def extra_repr(self) -> str:
-        """Return what the module's representation says beside its name."""
+        """Return the rank, the number of ranks and the options for the module's representation."""
         check_ranks, routing = self._bound.check_ranks, self._bound.routing
         routed = "" if routing is None else f", routing={routing}"
         return f"rank={self.rank}, ranks={self.ranks}, check_ranks={check_ranks}{routed}"
 
     def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> str | None:
-        """Return why this rank would refuse a call with these arguments, or None.
+        """Return the reason why this rank would refuse a call with these arguments, or None.
 
-        That may be their type or name too. It computes and sends nothing.
+        The reason may also be the type or name of an argument. This computes and sends nothing.
         """
         try:
             self._resolve(q, k, v, layout, **options)
@@ -118,13 +118,13 @@ class BoundModule(nn.Module, Generic[S]):
         layout: Layout,
         *,
         rank: int | None = None,
-        **options: Any,
+        **options: object,
     ) -> list[Traffic]:
-        """Return what a rank (default: this one) sends in a call, by pass, step and peer.
+        """Return the messages of a rank (default: this one) in a call, by pass, step and peer.
 
-        The arguments are those of a call; of the tensors just the shapes matter. It computes and
-        sends nothing. The rows of backward hold if all ranks run it; with `return_lse`, if it goes
-        through lse too.
+        Takes the arguments of a call, and uses only the shapes and dtypes of tensors. This computes
+        and sends nothing. The rows of backward hold if all ranks run it and, with `return_lse`, if
+        it goes through lse too.
         """
         call = self._resolve(q, k, v, layout, **options)
         rank = self.rank if rank is None else as_int("rank", rank, 0)
@@ -135,10 +135,9 @@ class BoundModule(nn.Module, Generic[S]):
         return summed(self._messages(call, rank, options))
 
     def _messages(self, call: Any, rank: int, options: dict[str, object]) -> list[Traffic]:
-        """Return what a rank sends in a call, in any order."""
         return self._bound.strategy.traffic(call, rank)
 
-    def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Any:
+    def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object) -> Any:
         """Return the call as strategies read it, or raise the error that refuses it."""
         call = inspect.signature(self.forward)
         for name in options:
@@ -151,12 +150,12 @@ class BoundModule(nn.Module, Generic[S]):
         return self._to_call(tensors, arguments)
 
     def _agreed_inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> tuple[Any, Any, HeadPlacement]:
         """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
 
-        The operator does so with the faults that it finds. On meta tensors it runs its fake rule,
-        which finds none and sends nothing, so all of them are found here.
+        The operator raises the faults that it finds in the same way. On meta tensors the operator
+        runs its fake rule, which checks and sends nothing, so this checks the whole call.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
@@ -169,21 +168,21 @@ class BoundModule(nn.Module, Generic[S]):
     def _refuse(self, fault: Exception, q: object) -> NoReturn:
         """Raise a call's fault, on all ranks if these check their calls; q shows where it runs."""
         if torch.compiler.is_compiling():
-            raise fault  # the frame then runs without being compiled, and comes here again
+            raise fault  # the frame then runs uncompiled and reaches this line again
         raise_fault(self._bound, fault, alone=is_meta(q))
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Raise what is raised within, a call's fault, on all ranks if these check their calls."""
+        """Raise a fault from within the context on all ranks, if these check their calls."""
         try:
             yield
         except (ValueError, TypeError) as fault:
             self._refuse(fault, None)
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
-        """Return the operator's tensors, its other arguments, and how heads lie on a mesh.
+        """Return the operator's tensors, its other arguments, and the placement of heads.
 
-        Raise a ValueError or a TypeError for arguments of a wrong type. This communicates nothing.
+        Raises a ValueError or a TypeError for arguments of a wrong type. This sends nothing.
         """
         raise NotImplementedError
 
@@ -195,7 +194,7 @@ class BoundModule(nn.Module, Generic[S]):
 def _check_names(
     module: BoundModule[Any], positional: tuple[object, ...], named: dict[str, object]
 ) -> None:
-    """Raise the TypeError of a call with wrong names on all ranks, not on this rank alone."""
+    """Raise the TypeError of a call with wrong names on all ranks, not only on this rank."""
     if not torch.compiler.is_compiling():
         try:
             inspect.signature(module.forward).bind(*positional, **named)
@@ -203,7 +202,7 @@ def _check_names(
             raise_fault(module._bound, fault, alone=False)
 
 
-def raise_fault(bound: BoundStrategy[Any], fault: Exception, alone: bool) -> NoReturn:
+def raise_fault(bound: BoundStrategy[Named], fault: Exception, alone: bool) -> NoReturn:
     """Raise a call's fault: `alone`, or on all ranks if these check their calls."""
 
     def resolve() -> NoReturn:
@@ -217,5 +216,5 @@ def raise_fault(bound: BoundStrategy[Any], fault: Exception, alone: bool) -> NoR
 
 
 def is_meta(q: object) -> bool:
-    """Return whether an operand has no data, so that its call sends nothing."""
+    """Return whether an operand has no data. Its call then sends nothing."""
     return isinstance(q, Tensor) and q.device.type == "meta"

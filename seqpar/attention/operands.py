@@ -1,10 +1,10 @@
-"""Check and prepare q, k and v: what calls of both kinds of attention have in common."""
+"""Check and prepare q, k and v, for both kinds of attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
 
-_MOST_RANKS = 64  # of a layout that is compared span by span: it takes 0.1 ms for each rank
+_MAX_COMPARED_RANKS = 64  # comparing a layout span by span takes 0.1 ms per rank
+
+
+Scale = TypeVar("Scale")
 
 
 class OperandShape(NamedTuple):
-    """The dtype and sizes of q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv), all but T.
+    """The dtype and sizes, except T, of q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv).
 
     They are the same on all ranks.
     """
@@ -40,7 +43,7 @@ class OperandShape(NamedTuple):
         return cls(q.dtype, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
 
     def described(self) -> dict[str, object]:
-        """Return it by the names that users know, for the rank check."""
+        """Return the fields by the names that users know, for the rank check."""
         return {
             "dtype": str(self.dtype),
             "batch size": self.batch,
@@ -54,11 +57,11 @@ class OperandShape(NamedTuple):
 def prepare_operands(
     q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as (B, T, H, D), under autocast cast as SDPA's are.
+    """Return q, k and v as (B, T, H, D). Under autocast they are cast as SDPA's are.
 
-    Raise a ValueError for what would mislead the operator's dispatch: what is not a tensor, a wrong
-    number of dimensions, no heads, and operands (or `others`) on different devices; and for
-    tangents.
+    Raises a ValueError for arguments that would mislead the operator's dispatch: values that are
+    not tensors, a wrong number of dimensions, no heads, operands (or `others`) on different
+    devices, and tangents.
     """
     check_tensor("q", q)
     dims, device = q.dim(), q.device
@@ -84,11 +87,11 @@ def prepare_operands(
     return (q[None], k[None], v[None]) if dims == 3 else (q, k, v)
 
 
-def fold_scale(name: str, q: Tensor, scale: Any) -> tuple[Tensor, Any]:
-    """Return q and a number with which q·k is multiplied in place of the argument `scale`.
+def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
+    """Multiply q by a scale that is a tensor; return q and the scale that is left for q·k.
 
-    Where that is a tensor that requires a gradient, or (Hq,), one scale a head, it multiplies q
-    here, and autograd gives its gradient. The product is rounded once, to q's dtype.
+    Only a tensor that requires a gradient, or (Hq,) with one scale per head, multiplies q here.
+    Autograd then computes its gradient. The product is rounded once, to q's dtype.
     """
     if not isinstance(scale, Tensor):
         return q, scale
@@ -97,7 +100,7 @@ def fold_scale(name: str, q: Tensor, scale: Any) -> tuple[Tensor, Any]:
         return q, scale
     heads, shape = tuple(q.shape[-2:-1]), tuple(scale.shape)
     if shape not in ((), heads) or scale.dtype not in DTYPES or scale.device != q.device:
-        expected = f"a number, or a float tensor () or {heads}, one a query head, on {q.device}"
+        expected = f"a number, or a float tensor () or {heads}, one per query head, on {q.device}"
         found = f"{shape} of {scale.dtype} on {scale.device}"
         raise ValueError(f"{name} must be {expected}, got {found}")
     # With a dimension, scale is not cast to q's dtype, nor is its gradient summed in it.
@@ -106,7 +109,7 @@ def fold_scale(name: str, q: Tensor, scale: Any) -> tuple[Tensor, Any]:
 
 @contextmanager
 def naming_rank(comm: Comm) -> Iterator[None]:
-    """Say in a ValueError or a TypeError which rank raises it."""
+    """Append the rank to a ValueError or a TypeError that is raised within."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -116,14 +119,12 @@ def naming_rank(comm: Comm) -> Iterator[None]:
 
 
 def check_layouts(**layouts: object) -> None:
-    """Raise unless the layouts are layouts."""
     for name, value in layouts.items():
         if not isinstance(value, Layout):
             raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
 
 
 def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
-    """Raise unless the layouts are for the group's number of ranks."""
     for name, layout in layouts.items():
         if layout.ranks != comm.size:
             expected = f"the group's {comm.size} ranks"
@@ -131,10 +132,10 @@ def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v are of one dtype, which attention takes."""
+    """Raise unless q, k and v have one dtype, which attention supports."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
-            found = f"{x.dtype} beside {q.dtype}"
+            found = f"{x.dtype} with {q.dtype}"
             raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {found}")
 
 
@@ -157,7 +158,7 @@ def check_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
-    """Raise unless q, k and v fit each other and their layouts, whatever heads they have."""
+    """Raise unless q, k and v fit each other and their layouts, except in their heads."""
     check_dtypes(q, k, v)
     for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
         if x.shape[0] != q.shape[0]:
@@ -172,11 +173,11 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> 
 def digest_of_call(
     layout: Geometry, key: Hashable, describe: Callable[[bool], Mapping[str, object]]
 ) -> CallDigest:
-    """Return the digest of `describe(canonical)`, made once for this layout and key.
+    """Return the digest of `describe(canonical)`, made once per layout and key.
 
-    Layouts for many ranks are described by the boundaries of their documents.
+    The boundaries of documents describe layouts of many ranks.
     """
-    canonical = layout.ranks <= _MOST_RANKS
+    canonical = layout.ranks <= _MAX_COMPARED_RANKS
 
     def build() -> CallDigest:
         arguments = dict(describe(canonical))

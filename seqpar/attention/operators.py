@@ -1,4 +1,4 @@
-"""What the operators of both kinds of attention share."""
+"""Registration of torch operators, for both kinds of attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqpar.core.torch_private import below_autograd, set_transform_refusal
+from seqpar.core.torch_private import DispatchKeys, below_autograd, set_transform_refusal
 
-Count = Annotated[int, "SymInt"]  # a number that torch.compile does not specialise on
+Count = Annotated[int, "SymInt"]  # torch.compile does not specialise on it
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
@@ -27,26 +27,23 @@ _SCHEMA_TYPES = {
 
 
 def schema_of(arguments: type) -> str:
-    """Return an operator's schema, as in "Tensor layout, SymInt tokens", for a NamedTuple's fields.
-
-    It follows from their annotations.
-    """
+    """Return the schema of a NamedTuple's fields, such as "Tensor layout, SymInt tokens"."""
     hints = get_type_hints(arguments, include_extras=True)
     return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
 
 
-# Operator to the function of its arguments that counts its FLOPs.
+# Operator -> the function of its arguments that counts its FLOPs.
 FLOP_FORMULAS: dict[object, Callable[..., int]] = {}
 
 
-# Operator to the function that computes it, so that what records calls can run it on meta tensors.
+# Operator -> its implementation, which simulations run on meta tensors.
 IMPLEMENTATIONS: dict[object, Callable[..., list[Tensor]]] = {}
 
 F = TypeVar("F", bound=Callable[..., list[Tensor]])
 
 
 def implementation(operator: str) -> Callable[[F], F]:
-    """Make a function what computes an operator, as in "seqpar::attention", on CPUs and GPUs."""
+    """Register a function as an operator's implementation on CPUs and GPUs."""
 
     def register(function: F) -> F:
         torch.library.impl(operator, ("cpu", "cuda"))(function)
@@ -59,9 +56,9 @@ def implementation(operator: str) -> Callable[[F], F]:
 
 @cache
 def register_flop_formulas() -> None:
-    """Have torch's FlopCounterMode count what the operators compute.
+    """Let torch's FlopCounterMode count the FLOPs of the operators.
 
-    To import it takes as long as to import Triton, so it waits for the first module.
+    Importing the counter takes as long as importing Triton, so the first module does it.
     """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -71,7 +68,7 @@ def register_flop_formulas() -> None:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return `x` with a contiguous last dimension, which every backend takes for granted."""
+    """Return `x` with a contiguous last dimension, as every backend requires."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -81,13 +78,13 @@ def register_autograd(
     backward: Callable[..., tuple[Tensor | None, ...]],
     save: Callable[[Any, tuple[Any, ...], list[Tensor]], None],
 ) -> None:
-    """Give an operator, as in "seqpar::attention", which returns a list of tensors, its derivative.
+    """Register the derivative of an operator that returns a list of tensors.
 
-    Its first so many `inputs` may have gradients, and are tensors or None.
-    `save(ctx, arguments, results)` keeps what `backward(ctx, *gradients)` needs, which returns the
-    gradient of each input.
+    The first `inputs` arguments may have gradients, and are tensors or None. `backward(ctx,
+    *gradients)` returns the gradient of each of them. `save(ctx, arguments, results)` keeps the
+    tensors and options that `backward` needs.
 
-    `torch.library.register_autograd` does the same for any schema, and takes three times as long.
+    `torch.library.register_autograd` does the same for any schema, in three times the time.
     """
     name = operator.removeprefix("seqpar::")
     overload = getattr(torch.ops.seqpar, name).default
@@ -95,24 +92,23 @@ def register_autograd(
     class Derivative(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: Any, keys: Any, arguments: tuple[Any, ...], *_: object
+            ctx: object, keys: DispatchKeys, arguments: tuple[object, ...], *_: object
         ) -> tuple[Tensor, ...]:
             results = below_autograd(overload, keys, arguments)
             save(ctx, arguments, results)
             return tuple(results)
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        def backward(ctx: object, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             return None, None, *backward(ctx, *gradients)
 
-    def differentiable(keys: Any, *arguments: Any) -> list[Tensor]:
+    def differentiable(keys: DispatchKeys, *arguments: Any) -> list[Tensor]:
         differentiated = arguments[:inputs]
         if torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in differentiated
         ):
             return list(Derivative.apply(keys, arguments, *differentiated))
-        results: list[Tensor] = below_autograd(overload, keys, arguments)
-        return results
+        return below_autograd(overload, keys, arguments)
 
     _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
 
@@ -125,15 +121,15 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def refuse_double_backward(ctx: Any, *_: object) -> None:
+def refuse_double_backward(ctx: object, *_: object) -> None:
     """Raise a RuntimeError, since the gradient of a gradient would be wrong silently."""
     raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
 
 
 def refuse_transforms(operator: str) -> None:
-    """Make an operator, as in "seqpar::attention", raise under the transforms of torch.func.
+    """Make an operator raise under the transforms of torch.func.
 
-    Left to torch, `jvp` would return zeros, and the others fail in words that help nobody.
+    Otherwise `jvp` would return zeros, and the other transforms would fail with unclear errors.
     """
     set_transform_refusal(operator, _refuse_transform)
 
@@ -146,9 +142,9 @@ def _refuse_transform(*_: object, **__: object) -> None:
 
 
 def refuse_tangents(**tensors: Tensor | None) -> None:
-    """Raise a ValueError naming a tensor that carries a forward-mode tangent, which would be lost.
+    """Raise a ValueError that names a tensor with a forward-mode tangent, which would be lost.
 
-    That is one made by `torch.autograd.forward_ad.make_dual`.
+    `torch.autograd.forward_ad.make_dual` makes such tensors.
     """
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 Kernel = Callable[..., tuple[Tensor, ...]]
 T = TypeVar("T", bound=Callable[..., object])
 DDP = torch.nn.parallel.DistributedDataParallel
+DispatchKeys = torch._C.DispatchKeySet
 
 
 class Use(NamedTuple):
@@ -211,7 +212,7 @@ def set_transform_refusal(operator: str, refusal: Callable[..., None]) -> None:
 
 
 def below_autograd(
-    operator: Any, keys: torch._C.DispatchKeySet, arguments: tuple[object, ...]
+    operator: Any, keys: DispatchKeys, arguments: tuple[object, ...]
 ) -> list[Tensor]:
     """Call an operator with these dispatch keys, without those of autograd."""
     with _get("torch._C._AutoDispatchBelowAutograd")():

@@ -1,10 +1,10 @@
-"""What a convolution over sharded tokens says besides its tensors, and what is checked of it."""
+"""The arguments of a convolution over sharded tokens, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
 @dataclass(frozen=True)
 class Halo:
-    """The strategy of the operator, as `BoundStrategy` wants one. It has no options."""
+    """The operator's strategy, for `BoundStrategy`. It has no options."""
 
     name: ClassVar[str] = "causal_conv1d"
     routable: ClassVar[bool] = False
@@ -36,10 +36,10 @@ class Halo:
 
 
 class CallArguments(NamedTuple):
-    """A call's arguments besides its tensors of numbers, as the operator carries them.
+    """A call's arguments, except for its operands, as the operator carries them.
 
-    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `room` is how
-    many rows this rank receives in forward, at most.
+    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `room` is the
+    maximum number of rows that this rank receives in forward.
     """
 
     layout: Tensor
@@ -49,13 +49,13 @@ class CallArguments(NamedTuple):
     activation: str
 
     def tables(self, rank: int, device: torch.device, following: bool) -> HaloRows:
-        """Return a rank's rows in forward, or in backward, where it needs those `following`."""
+        """Return a rank's rows in forward, or in backward, which needs `following` rows."""
         return halo_rows(from_handle(self.layout), rank, self.reach, following, device)
 
     def shared(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, canonical: bool
     ) -> dict[str, object]:
-        """Return what all ranks must agree on, by the names that users know."""
+        """Return the arguments that must be the same on all ranks, by names that users know."""
         return {
             "layout": name_of(self.layout, canonical),
             "dtype": str(x.dtype),
@@ -72,7 +72,7 @@ SCHEMA = schema_of(CallArguments)
 
 
 def check(comm: Comm, arguments: CallArguments, x: Tensor, *others: Tensor | None) -> None:
-    """Raise a ValueError that names the argument unless the call is right; `others` have taps."""
+    """Raise a ValueError that names a wrong argument; `others` are the weight and the bias."""
     with naming_rank(comm):
         comm.check_device("x", x.device)
         layout = from_handle(arguments.layout)
@@ -92,7 +92,7 @@ def check(comm: Comm, arguments: CallArguments, x: Tensor, *others: Tensor | Non
 
 
 def as_activation(activation: object) -> str:
-    """Return an activation's name in the operator, "" for none; raise a ValueError naming it."""
+    """Return an activation's name in the operator, "" for None; raise a ValueError for others."""
     if activation is not None and (
         not isinstance(activation, str) or activation not in ACTIVATIONS
     ):
@@ -101,19 +101,21 @@ def as_activation(activation: object) -> str:
     return ACTIVATIONS[activation]
 
 
-def width_of(weight: Any) -> int:
-    """Return how many taps a weight (C, w) has; raise a ValueError if it has another shape."""
+def width_of(weight: Tensor | None) -> int:
+    """Return the number of taps of a weight (C, w); raise a ValueError for other shapes."""
     check_tensor("weight", weight)
+    assert weight is not None
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight must be (C, w), with w at least 1, got {tuple(weight.shape)}")
     return int(weight.shape[1])
 
 
-def room_of(layout: Layout, rank: int, reach: int) -> Any:
-    """Return how many rows a rank receives in forward at most; torch.compile can trace it."""
+def room_of(layout: Layout, rank: int, reach: int) -> int:
+    """Return the maximum number of rows that a rank receives in forward; can be traced."""
     rank = rank % layout.ranks
     lacking = layout.tokens - layout.tokens_on(rank)
-    return torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)
+    room: int = torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)
+    return room
 
 
 def traffic(
@@ -126,10 +128,10 @@ def traffic(
     batch: int = 1,
     activation: str | None = None,
 ) -> list[Traffic]:
-    """Return what a rank sends in a call of `causal_conv1d` of this `width`, by pass and peer.
+    """Return a rank's messages in a call of `causal_conv1d` of this `width`, by pass and peer.
 
-    A token's row is sent once to each rank that needs it, in backward in fp32 (fp64 for fp64) if
-    there is an activation. `token_shift` is a call of width 2. Nothing is computed or sent.
+    A token's row is sent once to each rank that needs it; in backward with an activation, in fp32
+    (fp64 for fp64). `token_shift` is a call of width 2. This computes and sends nothing.
     """
     back = accumulator_dtype(dtype) if as_activation(activation) else dtype
     geometry, elements = layout.geometry, batch * channels
@@ -150,10 +152,10 @@ def _rows(
 
 
 def check_tensors(x: Tensor, **others: Tensor | None) -> None:
-    """Raise a ValueError for what would mislead the operator's dispatch."""
+    """Raise a ValueError for arguments that would mislead the operator's dispatch."""
     check_tensor("x", x)
-    for name, given in {"x": x, **others}.items():
-        if is_dtensor(given):
+    for name, tensor in {"x": x, **others}.items():
+        if is_dtensor(tensor):
             instead = "channels are independent: give the local ones, as to_local() returns them"
             raise ValueError(f"{name} must be no DTensor: {instead}")
     if x.dim() not in (2, 3) or x.shape[-1] == 0:

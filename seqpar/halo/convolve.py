@@ -1,12 +1,12 @@
-"""A convolution on a rank: its rows, the rows' gradients, and those of its taps.
+"""A convolution on a rank, with the gradients of its rows and its taps.
 
-Rows are (T, B, C), as in `taps.py`. The rank waits last for the rows of other ranks: it convolves
-all of its rows as if they were one document, then computes the first rows of each span again, whose
-windows it gathers. In blocks of rows that fit into a CPU's cache this takes a fifth of the time of
-ATen's convolution.
+Rows are (T, B, C), as in `taps.py`. A rank waits for rows of other ranks at the end. It first
+convolves all of its rows as if they were one document. Then it computes the first rows of each span
+again, whose windows it gathers. In blocks of rows that fit into a CPU's cache, this takes a fifth of
+the time of ATen's convolution.
 
-Backward fetches the gradients of the sums after a span instead of sending parts of rows' gradients
-back, so they are added in one order under every layout.
+Backward fetches the gradients of the sums after a span instead of returning parts of rows'
+gradients. They are therefore added in the same order under every layout.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
-    """Post this rank's rows to those that need them; return what waits for the rows it lacks.
+    """Post this rank's rows to the ranks that need them; return a function to wait for others'.
 
-    These are the first of (room, B, C); the others are arbitrary.
+    The function returns (room, B, C), of which the received rows come first; the other rows are
+    arbitrary.
     """
     parts = x.index_select(0, halo.sent).split([count for _, count in halo.sends])
     received = x.new_empty((room, *x.shape[1:]))
@@ -54,10 +55,10 @@ def convolve(
     finish: Finish | None = None,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Write into `out` the sums over the rows' windows; return what was received.
+    """Write the sums over the rows' windows into `out`; return the received rows.
 
-    `finish`, if any, makes of the sums, in their dtype, and the same rows of `beside`, or of x,
-    what is written.
+    `finish(sums, rows)`, if given, returns the values to write, from sums in their dtype and the
+    same rows of `beside` (default: x).
     """
     finish, beside = finish or _as_it_is, x if beside is None else beside
     if halo.edges.numel() < x.shape[0]:
@@ -77,7 +78,7 @@ def tap_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the taps (C, reach + 1) and of the bias (C,) through these rows.
 
-    `d` has the gradients of the sums, like x. `halo` is that of forward, with what was `received`.
+    `d` has the gradients of the sums, shaped like x. `halo` and `received` are those of forward.
     """
     dtype = accumulator_dtype(x.dtype)
     dtaps, dbias = (x.new_zeros((*n, x.shape[2]), dtype=dtype) for n in ((reach + 1,), ()))
@@ -98,7 +99,7 @@ def tap_gradients(
 
 
 def silu(sums: Tensor, _: Tensor) -> Tensor:
-    """Return SiLU of the sums, which it overwrites."""
+    """Return SiLU of the sums, in place."""
     return F.silu(sums, inplace=True)
 
 

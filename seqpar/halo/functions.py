@@ -1,4 +1,4 @@
-"""What users call: a short causal convolution and a token shift over sharded tokens."""
+"""A short causal convolution and a token shift over sharded tokens, for users."""
 
 from __future__ import annotations
 
@@ -38,47 +38,46 @@ def causal_conv1d(
     """Convolve each channel causally, within each document, over tokens on all ranks.
 
     out_t = activation(bias + Σ_j weight[:, j] · x_{t−w+1+j}), where tokens before the document's
-    first are 0: what `causal_conv1d_fn` of the package causal-conv1d computes, by document. It
-    takes any layout: the w − 1 tokens before a span come from whoever holds them.
+    first are 0. This equals `causal_conv1d_fn` of the package causal-conv1d on each document. It
+    takes any layout: the w − 1 tokens before a span come from the ranks that hold them.
 
-    A rank sends each of its tokens' rows, C elements, once to each rank that has one of the w − 1
-    tokens behind it but lacks it: in forward in x's dtype. In backward it sends the gradients of
-    its sums to each rank that has one of the w − 1 tokens before them, in x's dtype without an
-    activation, and with one in fp32 (fp64 for fp64). So where each of N documents is cut between
-    ranks in n places at least w − 1 tokens apart, all ranks together send n·(w − 1) rows in either
-    pass, whatever the lengths. `seqpar.halo.call.traffic` says what each rank sends.
+    In forward, a rank sends each of its rows, C elements in x's dtype, once to each rank that needs
+    it for one of the w − 1 tokens after it. In backward, it sends the gradients of its sums to each
+    rank that has one of the w − 1 tokens before them: in x's dtype without an activation, in fp32
+    (fp64 for fp64) with one. Each place where a document is cut between ranks costs w − 1 rows in
+    either pass, whatever the lengths, if such places are at least w − 1 tokens apart.
+    `seqpar.halo.call.traffic` returns the messages of each rank.
 
-    Sums are computed in fp32 (fp64 for fp64), and rounded once. Kept for backward: x, and the rows
-    that were received.
+    Sums are computed in fp32 (fp64 for fp64), and rounded once. Backward keeps x and the received
+    rows.
 
     Args:
         x: (T_local, C) or (B, T_local, C), in the layout's local order; fp64, fp32, bf16 or fp16.
-            Under autocast it is cast as a convolution's is.
-        weight: (C, w), the taps, the last one for the token itself; in x's dtype or in fp32. Its
-            gradient and the bias's are those through this rank's outputs alone: sum them over
-            ranks, as a parameter's.
-        layout: which tokens of the packed batch each rank holds.
+            Autocast casts it as for a convolution.
+        weight: (C, w), the taps, the last one for the token itself; in x's dtype or in fp32. The
+            gradients of weight and bias are those through this rank's outputs: sum them over
+            ranks, like the gradients of other parameters.
+        layout: the tokens of the packed batch that each rank holds.
         group: the ranks: a process group or a mesh, whose ranks count along its rows.
-        bias: (C,), likewise.
+        bias: (C,), in x's dtype or in fp32.
         activation: "silu", which is also called "swish", or None.
         check_ranks: compare a digest of the call over the ranks first (32 bytes to each peer), so
             that ranks that disagree all raise the same ValueError instead of hanging.
 
     Returns:
-        What x is, in its dtype.
+        A tensor with the shape and dtype of x.
 
     Raises:
-        ValueError: if the call is wrong. It names the argument, and is raised before anything is
-            sent.
+        ValueError: if an argument is wrong. It names the argument, and nothing is sent.
     """
     return _call(x, weight, bias, layout, group, activation, check_ranks)
 
 
 def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = False) -> Tensor:
-    """Return the token before each one in its document, or 0 for the first one.
+    """Return the row of the token before each token of its document, or 0 before the first.
 
-    It is RWKV's shift, and moves the bits as they are. Arguments, result, errors and bytes are
-    those of a `causal_conv1d` of width 2 without an activation, gradients included.
+    This is RWKV's shift; it does not change bits. Arguments, result, errors and bytes, also of
+    gradients, are those of a `causal_conv1d` of width 2 without an activation.
     """
     return _call(x, None, None, layout, group, None, check_ranks, shifts=True)
 
@@ -98,7 +97,7 @@ def _call(
     if torch.compiler.is_compiling():
         rank, key = _kept_on(group, check_ranks)
     else:
-        bound = halo_on(group, check_ranks)  # which lives until the call is made
+        bound = halo_on(group, check_ranks)  # keeps its key valid until the call
         rank, key = bound.comm.rank, bound.key
     try:
         reach = 1 if shifts else width_of(weight) - 1
@@ -108,20 +107,20 @@ def _call(
         refuse_tangents(x=x, weight=weight, bias=bias)
     except ValueError as fault:
         if bound is None:
-            raise  # the frame then runs without being compiled, and comes here again
+            raise  # the frame then runs uncompiled and reaches this line again
         raise_fault(bound, fault, alone=is_meta(x))
     x = _cast(x)
     room = room_of(layout, rank, reach)
     arguments = CallArguments(layout._handle, room, key, reach, name)
     rows = x if x.dim() == 3 else x[None]
-    if bound is not None and is_meta(x):  # whose operator runs its fake rule
+    if bound is not None and is_meta(x):  # the operator's fake rule checks nothing
         check(bound.comm, arguments, rows, weight, bias)
     out: Tensor = torch.ops.seqpar.causal_conv1d(rows, weight, bias, *arguments)[0]
     return out if x.dim() == 3 else out[0]
 
 
 def _cast(x: Tensor) -> Tensor:
-    """Return x in autocast's dtype, where a convolution would cast it."""
+    """Return x in autocast's dtype, if autocast would cast it for a convolution."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x
@@ -137,7 +136,7 @@ def halo_on(group: Group, check_ranks: bool = False) -> BoundStrategy[Halo]:
 
 @constant_in_graphs
 def _kept_on(group: Group, check_ranks: bool) -> tuple[int, str]:
-    """Return this process's rank, and the key of the strategy, which stays with the group."""
+    """Return this process's rank, and the key of the strategy, which the group keeps alive."""
     bound = halo_on(group, check_ranks)
     bound.keep()
     return bound.comm.rank, bound.key

@@ -1,11 +1,11 @@
-"""The operators that a convolution over sharded tokens lowers to: one forward and one backward.
+"""The operators of a convolution over sharded tokens: one forward and one backward.
 
-They communicate too; `seqpar.softmax.operator` says why. x is (B, T, C). The results are out,
-`received` (room, B, C), the rows of other ranks, and `numbers`, the call's, (ranks,). Without a
-weight a call shifts tokens.
+The operators also communicate; `seqpar.softmax.operator` explains why. x is (B, T, C). The results
+are out, the `received` rows of other ranks (room, B, C), and the `numbers` of the call (ranks,).
+Without a weight, a call shifts tokens.
 
-Backward needs, for the gradient of a token, the gradients of the sums of those behind it: so it is
-the same convolution with windows that follow, and has the same bits under every layout.
+The gradient of a token depends on the gradients of the sums after it. Backward is therefore the
+same convolution with windows that follow their token, and has the same bits under every layout.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _causal_conv1d(
 def _describe(
     comm: Comm, arguments: CallArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Have the headers of a call's messages carry a digest of its arguments."""
+    """Let the headers of a call's messages carry a digest of its arguments."""
     if not comm.has_headers(x.device):
         return
     shape = x.dtype, x.shape[0], x.shape[2]
@@ -118,8 +118,8 @@ def _causal_conv1d_backward(
             taps, wait = Taps.of(weight, reach, following=False), lambda: received
             convolve(of_sums, rows, taps, _exact(bias), halo, wait, silu_gradient, d)
             d = of_sums
-        behind = arguments.tables(comm.rank, x.device, following=True)
-        wait = exchange(comm, d, behind, behind.received, f"{_name(weight)} backward")
+        following = arguments.tables(comm.rank, x.device, following=True)
+        wait = exchange(comm, d, following, following.received, f"{_name(weight)} backward")
         gradients = [dx]
         if weight is not None:
             dweight, dbias = tap_gradients(d, rows, halo, received, reach)
@@ -127,7 +127,7 @@ def _causal_conv1d_backward(
             if bias is not None:
                 gradients.append(dbias.to(bias.dtype))
         taps = Taps.of(weight, reach, following=True)
-        convolve(dx.transpose(0, 1), d, taps, None, behind, wait)
+        convolve(dx.transpose(0, 1), d, taps, None, following, wait)
         return gradients
 
 
@@ -139,17 +139,16 @@ def _causal_conv1d_backward_fake(
     bias: Tensor | None,
     *_: object,
 ) -> list[Tensor]:
-    given = (y for y in (x, weight, bias) if y is not None)
-    return [torch.empty_like(y, memory_format=torch.contiguous_format) for y in given]
+    tensors = (y for y in (x, weight, bias) if y is not None)
+    return [torch.empty_like(y, memory_format=torch.contiguous_format) for y in tensors]
 
 
 def _name(weight: Tensor | None) -> str:
-    """Return what users called; on gloo, ranks that called another one are told so."""
+    """Return the function that users called; gloo's headers reveal ranks that called the other."""
     return Halo.name if weight is not None else "token_shift"
 
 
 def _exact(bias: Tensor | None) -> Tensor | None:
-    """Return the bias in the dtype of sums."""
     return None if bias is None else bias.to(accumulator_dtype(bias.dtype))
 
 
@@ -176,14 +175,14 @@ refuse_transforms("seqpar::causal_conv1d")
 
 
 def _forward_flops(x: Tensor, weight: Tensor | None, *_: object, out_val: object = None) -> int:
-    """Count a multiplication and an addition a tap, as torch does for a depthwise convolution."""
+    """Count two FLOPs per tap, as torch does for a depthwise convolution."""
     return 0 if weight is None else 2 * x.numel() * weight.shape[1]
 
 
 def _backward_flops(
     dout: Tensor | None, x: Tensor, weight: Tensor | None, *_: object, out_val: object = None
 ) -> int:
-    """Count the gradients of x and of the taps; not the sums that are computed again."""
+    """Count the gradients of x and of the taps, but not recomputed sums."""
     return 2 * _forward_flops(x, weight)
 
 

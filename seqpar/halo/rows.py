@@ -1,10 +1,11 @@
-"""Which rows a rank's spans lack beside them, who has these, and which windows they are part of.
+"""The rows of other ranks that a rank's spans need, and the windows to which they belong.
 
 Each row has a *window*: the `reach` tokens of its document before it and itself, in ascending
-order (in `following` tables itself and those behind it, which backward needs). Where a span is
-longer than that, most windows are consecutive local rows. Those that are not belong to the *edges*:
-the first rows of spans (or the last ones). Of their windows some tokens lie in other spans of this
-rank, some on other ranks, and some do not exist, since the document begins (or ends) there.
+order. In `following` tables, for backward, the window is the row itself and the tokens after it. If
+a span is longer than its windows, most windows are consecutive local rows. The other windows belong
+to the *edges*: the first rows of spans (or the last rows). Some tokens of their windows lie in
+other spans of this rank, some on other ranks, and some do not exist, since the document begins (or
+ends) there.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from seqpar.layout.geometry import Geometry
 
 
 class HaloRows(NamedTuple):
-    """A rank's side of a halo. Rows are of its local tokens, or of those that it received.
+    """A rank's side of a halo. Rows are indices of local tokens, or of received tokens.
 
     Attributes:
-        sent: (n,) the rows that others need, one of these ranks after another.
-        sends, receives: the other ranks, ascending, each with how many rows it gets, or sends.
+        sent: (n,) the rows that other ranks need, sorted by rank.
+        sends, receives: (rank, number of rows) of the other ranks, ascending.
         edges: (edges,) the rows whose windows are not consecutive local rows.
-        held_places, held_rows: (m,) where in (edges · (reach + 1)) windows local rows are, and
-            which.
-        halo_places, halo_rows: likewise of received rows.
+        held_places, held_rows: (m,) positions in the (edges · (reach + 1)) windows, and the local
+            rows at these positions.
+        halo_places, halo_rows: the same for received rows.
     """
 
     sent: Tensor
@@ -43,12 +44,12 @@ class HaloRows(NamedTuple):
 
     @property
     def received(self) -> int:
-        """How many rows the rank receives."""
+        """The number of rows that the rank receives."""
         return sum(count for _, count in self.receives)
 
 
 class _Spans(NamedTuple):
-    """Spans of all ranks, in the order of ranks, and the tokens that each lacks: [first, last)."""
+    """Spans of all ranks, sorted by rank, and the tokens [first, last) that each lacks."""
 
     ranks: Ints
     documents: Ints
@@ -61,7 +62,7 @@ class _Spans(NamedTuple):
 def halo_rows(
     geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
 ) -> HaloRows:
-    """Return a rank's tables on a device; made once, and kept with the layout."""
+    """Return a rank's tables on a device, made once and kept with the layout."""
 
     def build() -> HaloRows:
         return _tables(geometry, rank, reach, following, device)
@@ -70,12 +71,12 @@ def halo_rows(
 
 
 def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> list[tuple[int, int]]:
-    """Return the ranks that get rows of this one, ascending, each with how many."""
+    """Return (rank, number of rows) of the ranks that receive rows of this rank, ascending."""
     return _sent(_spans(geometry, reach, following), geometry, rank)[1]
 
 
 def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
-    """Return all ranks' spans, and what each lacks that its rank's neighbouring span lacks not."""
+    """Return all ranks' spans, and the tokens that each lacks beyond its neighbouring span."""
     columns = [np.stack(holding.columns) for holding in geometry.holdings]
     ranks = np.repeat(np.arange(geometry.ranks), [x.shape[1] for x in columns])
     documents, starts, stops = np.concatenate(columns, axis=1)
@@ -92,7 +93,7 @@ def _spans(geometry: Geometry, reach: int, following: bool) -> _Spans:
 
 
 def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return the rows that a rank sends, by peer, then position; and how many each peer gets."""
+    """Return the rows that a rank sends, by peer, then position; and the number for each peer."""
     holding = geometry.holdings[rank]
     others = np.flatnonzero((spans.ranks != rank) & (spans.last > spans.first))
     lacking = spans.documents[others], spans.first[others], spans.last[others]
@@ -106,7 +107,7 @@ def _sent(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tupl
 
 
 def _received(spans: _Spans, geometry: Geometry, rank: int) -> tuple[Ints, list[tuple[int, int]]]:
-    """Return the tokens that a rank receives, in the order in which `_sent` sends them."""
+    """Return the tokens that a rank receives, in the order of `_sent`."""
     lacking = np.flatnonzero((spans.ranks == rank) & (spans.last > spans.first))
     others = np.flatnonzero(spans.ranks != rank)
     of_own, of_others = overlapping(

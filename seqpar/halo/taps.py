@@ -1,9 +1,9 @@
 """The arithmetic of a short convolution on a rank: rows of tokens times their taps.
 
 A *tap* is the weight of one token of a window, for each channel. Most windows are consecutive local
-rows: for these nothing is gathered, as if all local tokens were one document (`plain`). Those of
-the edges are gathered (`gathered`), and their results replace the others. Rows are computed in
-blocks that fit into a CPU's cache: five times as fast as ATen's depthwise convolution.
+rows and need no gathering (`consecutive`), as if all local tokens were one document. The windows of
+edges are gathered (`gathered`), and their results replace the others. Rows are computed in blocks
+that fit into a CPU's cache, five times as fast as ATen's depthwise convolution.
 
 Legend: T rows, B batch, C channels. Rows are (T, B, C) here, windows (n, reach + 1, B, C).
 """
@@ -24,13 +24,13 @@ _BLOCK = 2**17  # elements that a CPU computes at once
 
 
 class Taps(NamedTuple):
-    """What the tokens of a window are multiplied with.
+    """The weights of the tokens of a window.
 
     Attributes:
-        places: which tokens of the window count.
-        weights: a tap (C,) for each, in the dtype of sums; None: 1.
-        reach: how many tokens a window has beside its own.
-        following: whether those are behind it, instead of before it.
+        places: the tokens of the window that count.
+        weights: a tap (C,) for each of these, in the dtype of sums; None: 1.
+        reach: the number of tokens in a window, in addition to the row's own token.
+        following: whether these tokens come after the row's own, instead of before it.
     """
 
     places: list[int]
@@ -40,9 +40,9 @@ class Taps(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor | None, reach: int, following: bool) -> Taps:
-        """Return those of a weight (C, reach + 1), or without one of a shift by `reach`.
+        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`.
 
-        In `following` windows a token's own tap, the last one, comes first.
+        In `following` windows, a token's own tap, the last one, comes first.
         """
         if weight is None:
             return cls([reach if following else 0], [None], reach, following)
@@ -67,7 +67,7 @@ class Taps(NamedTuple):
 
 
 def blocks(x: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the first rows of blocks of x (T, B, C), and those behind their last."""
+    """Yield (start, stop) of the blocks of rows of x (T, B, C)."""
     rows, size = x.shape[0], max(x.shape[1] * x.shape[2], 1)
     step = max(8, _BLOCK // size) if x.device.type == "cpu" else max(rows, 1)
     for start in range(0, rows, step):
@@ -77,7 +77,7 @@ def blocks(x: Tensor) -> Iterator[tuple[int, int]]:
 def consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) -> list[Tensor]:
     """Return the windows of rows from `start` to `stop`, token by token, in the dtype of sums.
 
-    Before the first local row and behind the last one there are zeros.
+    Rows before the first local row and after the last one are zeros.
     """
     first, last = (start, stop + reach) if following else (start - reach, stop)
     inside = x[max(first, 0) : last].to(accumulator_dtype(x.dtype))

@@ -39,7 +39,7 @@ class AttendOptions(NamedTuple):
         *,
         causal: bool,
         window_size: WindowSize,
-        softmax_scale: float | None,
+        softmax_scale: float | Tensor | None,
         softcap: float | None,
         sinks: Tensor | None,
         return_lse: bool,

@@ -35,7 +35,7 @@ REFUSALS = [
     ({"k": (12, 0, 8), "v": (12, 0, 8)}, "k must have at least one head"),
     (
         {"q": torch.zeros(12, 2, 8, dtype=torch.float64)},
-        "k must be of q's dtype.* got torch.float32 beside torch.float64",
+        "k must be of q's dtype.* got torch.float32 with torch.float64",
     ),
     ({"q": torch.zeros(12, 2, 8, dtype=torch.int64)}, "q must be of q's dtype, one of"),
     ({"k": torch.zeros(12, 1, 8, device="meta")}, "k must be on q's device, cpu, got meta"),
@@ -82,7 +82,7 @@ REFUSALS = [
     ({"softmax_scale": "1"}, "softmax_scale must be a number, got '1'"),
     (
         {"softmax_scale": torch.ones(3)},
-        "softmax_scale must be a number, or .*\\(2,\\), one a query",
+        "softmax_scale must be a number, or .*\\(2,\\), one per query",
     ),
     ({"softmax_scale": torch.ones(2, device="meta")}, "softmax_scale must be .* on meta"),
     ({"softcap": torch.tensor(2.0, requires_grad=True)}, "softcap must not require a gradient"),
