@@ -1,4 +1,4 @@
-"""Check what kernels are given: with a wrong shape one would read memory of others."""
+"""Check the arguments of kernels. With a wrong shape, a kernel would read foreign memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_DIM = 256
 
 
 class Shapes:
-    """The sizes that dimensions have, by their letters, as tensors are checked one after another.
+    """The sizes of dimensions by their letters, collected while tensors are checked in order.
 
-    Every tensor must be on the device of the first, and a letter has one size in all of them.
+    All tensors must be on the first one's device, and a letter has one size in all of them.
     """
 
     def __init__(self) -> None:
@@ -27,9 +27,9 @@ class Shapes:
     def check(
         self, name: str, x: Any, dims: str, dtypes: Sequence[torch.dtype] | None = None
     ) -> None:
-        """Raise a ValueError naming `x` unless it is a tensor of these dims and of such a dtype.
+        """Raise a ValueError naming `x` unless it is a tensor of these dims and dtypes.
 
-        `dims` is as in "B T H D".
+        `dims` is a text such as "B T H D".
         """
         letters = dims.split()
         expected = f"({', '.join(letters)})"
@@ -54,13 +54,13 @@ class Shapes:
 
 
 def check_rows(name: str, x: Tensor) -> None:
-    """Raise a ValueError naming `x` (B, T, H, D) unless elements along D lie side by side."""
+    """Raise a ValueError naming `x` (B, T, H, D) unless rows along D are contiguous."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name} must have contiguous rows, got strides {x.stride()}")
 
 
 def check_operand(name: str, x: Any) -> None:
-    """Raise a ValueError naming `x` unless it is an operand that the kernels have a shape for."""
+    """Raise a ValueError naming `x` unless the kernels support its shape and dtype."""
     if isinstance(x, Tensor) and x.dim() == 4 and x.dtype in DTYPES and 0 < x.shape[3] <= MAX_DIM:
         return  # each call comes here
     Shapes().check(name, x, "B T H D", DTYPES)

@@ -1,4 +1,4 @@
-"""Check what the kernels' functions are given, before anything is read."""
+"""Check the arguments of the kernels' functions before any tensor is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_launches(
 
 
 def score_key(scale: Any, softcap: Any, q: Any) -> Hashable:
-    """Return what a call's scores are known by, likewise."""
+    """Check the options of scores, and return the part of a call's key that they determine."""
     check_number("scale", scale)
     check_number("softcap", softcap)
     return scale, softcap, precision(getattr(q, "dtype", None))
@@ -41,9 +41,9 @@ def check_slopes(shapes: Shapes, slopes: Tensor | None) -> int:
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, shapes: Shapes | None = None) -> Shapes:
-    """Check what all kernels are given: q (B, T, H, D), k (B, K, G, D) and v (B, K, G, V).
+    """Check the operands of all kernels: q (B, T, H, D), k (B, K, G, D) and v (B, K, G, V).
 
-    Return the sizes, with those of `shapes`. Raise a ValueError that names a wrong argument.
+    Returns the sizes, added to `shapes`. Raises a ValueError that names a wrong argument.
     """
     shapes = Shapes() if shapes is None else shapes
     for name, x, dims in (("q", q, "B T H D"), ("k", k, "B K G D"), ("v", v, "B K G V")):
@@ -53,10 +53,10 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, shapes: Shapes | None = None) ->
 
 
 def check_backward(operands: Sequence[Tensor], lse: Tensor, delta: Tensor) -> Shapes:
-    """Check what both kernels of backward are given, likewise."""
+    """Check the operands of both backward kernels; see `check_call`."""
     q, k, v, dout = operands
     shapes = Shapes()
-    shapes.check("dout", dout, "B T H V", DTYPES)  # first, so that a wrong v is what errors name
+    shapes.check("dout", dout, "B T H V", DTYPES)  # first, so that errors name a wrong v
     check_call(q, k, v, shapes)
     shapes.check("lse", lse, "B T H", ACCUMULATORS)
     shapes.check("delta", delta, "B T H", ACCUMULATORS)

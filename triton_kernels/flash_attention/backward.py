@@ -29,9 +29,9 @@ from .tables import Launches
 
 
 class Queries:
-    """The queries' side of a backward, which is the same over all blocks of keys.
+    """The queries' side of a backward, which is the same for all blocks of keys.
 
-    So it is looked at once. Its parts are the arguments of `backward_kv` and `backward_q`.
+    It is checked once. Its parts are the arguments of `backward_kv` and `backward_q`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Queries:
         softcap: float = 0.0,
         slopes: Tensor | None = None,
     ) -> None:
-        """Keep the tensors, of which only dq, if there is one, may be written to."""
+        """Keep the tensors. Only dq, if it is given, may be written."""
         for name, x in (("lse", lse), ("delta", delta)):
             check_type(name, x, Tensor)
         lse, delta = lse.contiguous(), delta.contiguous()
@@ -66,9 +66,9 @@ def backward(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Add to dq, dk and dv as `backward_kv` and, of `q_launches`, `backward_q` do.
+    """Add to dk and dv like `backward_kv`, and to dq like `backward_q` with `q_launches`.
 
-    Without `q_launches` the former adds to dq too. The arguments are looked at once for both.
+    Without `q_launches`, the first kernel adds to dq too. Both share one check of arguments.
     """
     check_type("queries", queries, Queries)
     check_launches(launches, config)
@@ -84,7 +84,7 @@ def backward(
             gradients = {"dq": queries.dq}
             of_queries = _prepare("q", queries, k, v, q_launches, q_config, gradients)
         calls = launches.prepared[key] = kv, of_queries
-    # without a dq to add to, dk is a valid address, of no use
+    # without dq, dk is a valid address that is not used
     _launch("kv", calls[0], queries, k, v, (dk if dq is None else dq, dk, dv))
     _launch("q", calls[1], queries, k, v, (queries.dq,))
 
@@ -106,12 +106,12 @@ def backward_kv(
     dq: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Add to dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), fp32, what flows through a table.
+    """Add the gradients through a table to dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv), fp32.
 
     The table is transposed: its rows are keys. q is (B, T, H, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv,
-    Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 are the whole row's; lse must be
-    finite, any value serving a row that sees nothing. If dq (B, T, H, D) fp32 is given, it is added
-    to as well, atomically. All may have any strides, but rows of gradients are contiguous. `slopes`
+    Dv) and dout (B, T, H, Dv). lse and `delta` (B, T, H) fp32 belong to the whole row; lse must be
+    finite, with any value for a row without keys. If dq (B, T, H, D) fp32 is given, it gets its
+    gradients too, atomically. Strides are arbitrary, but rows of gradients are contiguous. `slopes`
     are as in `forward`.
     """
     queries = Queries(q, dout, lse, delta, dq, scale, softcap, slopes)
@@ -133,9 +133,9 @@ def backward_q(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
 ) -> None:
-    """Add to dq (B, T, H, D) fp32 what flows through a table.
+    """Add the gradients through a table to dq (B, T, H, D) fp32.
 
-    The other arguments are those of `backward_kv`; the rows of the table are queries.
+    The rows of the table are queries. See `backward_kv` for the other arguments.
     """
     check_launches(launches, config)
     queries = Queries(q, dout, lse, delta, dq, scale, softcap, slopes)
@@ -148,9 +148,9 @@ def backward_q(
 
 
 class _Backward(NamedTuple):
-    """A call that lacks its tensors only.
+    """A prepared call, without its tensors.
 
-    `copies` says which of q, k, v and dout are copied first, and is empty if none is.
+    `copies` lists which of q, k, v and dout to copy first, and is empty if none is copied.
     """
 
     launches: list[Prepared]
@@ -170,7 +170,7 @@ def _launch(
 ) -> None:
     """Launch one of the two kernels over a table, which adds to these gradients."""
     q, dout, lse, delta = queries.q, queries.dout, queries.lse, queries.delta
-    # without slopes, lse is a valid address, of no use
+    # without slopes, lse is a valid address that is not used
     slopes = lse if queries.slopes is None else queries.slopes.contiguous()
     if call.copies:
         q, k, v, dout = ready((q, k, v, dout), call.copies)
@@ -188,7 +188,7 @@ def _prepare(
     config: Config,
     gradients: dict[str, Any],
 ) -> _Backward:
-    """Check a call of a kernel, whose arguments these are, and return it without its tensors."""
+    """Check the arguments of a kernel; return the call without its tensors."""
     operands, lse = (queries.q, k, v, queries.dout), queries.lse
     scale, softcap = queries.scale, queries.softcap
     shapes = check_backward(operands, lse, queries.delta)

@@ -2,18 +2,18 @@
 
 It needs the whole row's (out, lse). Dao, "FlashAttention-2" (2023), section 3.1, algorithm 2. With
 p = exp(score − lse) and delta = out·dout − dlse (`delta.py`), dscore = p · (dout·v − delta). One
-pass walks query blocks for each key tile (dk, dv), another key blocks for each query tile (dq). On
-request the first pass also adds to dq, atomically: five matrix products instead of seven, and the
-order of the additions, hence the last bits of dq, is not determined. Given the whole row's lse,
-each key contributes by itself, so that keys on other ranks need no more than these kernels over
-their own slices.
+pass walks query blocks for each key tile (dk, dv), another walks key blocks for each query tile
+(dq). On request the first pass also adds to dq, atomically. This takes five matrix products instead
+of seven, but the order of additions, and so the last bits of dq, may vary. Given the whole row's
+lse, keys contribute independently, so keys on other ranks need only these kernels over their own
+slices.
 
-Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) that of v
-and out.
+Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) head dim of
+v and out.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
-d head dim. Operands: q, k, v; g is dout, the gradient that comes in; l is lse and delta, which are
-laid out alike; dq, dk, dv; a is slopes, (1 or B, H), of stride 0 or H.
+d head dim. Operands: q, k, v; g is dout; l is lse and delta, which have the same strides; dq, dk,
+dv; a is slopes, (1 or B, H), of stride 0 or H.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def flash_backward_kv(
 ):  # fmt: skip
     """Add to dk and dv of one key tile of one KV head: algorithm 2's inner loop.
 
-    It is walked for each of the `group` query heads that share the KV head. Rows are keys and
+    The loop runs for each of the `group` query heads that share the KV head. Rows are keys and
     columns are queries, so scores are transposed: (TILE_ROWS keys, BLOCK_COLUMNS queries). With
-    REDUCE_DQ each block also adds its part of dq, atomically. Shapes are those of `backward_kv`.
+    REDUCE_DQ each block also adds its part of dq, atomically. For shapes see `backward_kv`.
     """
     tile, batch, head = program(tiles, tile_count, kv_heads, batch_heads, head_block)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
@@ -138,7 +138,7 @@ def flash_backward_kv(
                 dv_tile = tl.dot(p, dout_block, dv_tile, input_precision=PRECISION)
                 ds = ds.to(q_block.dtype)
                 dk_tile = tl.dot(ds, q_block, dk_tile, input_precision=PRECISION)
-                if REDUCE_DQ:  # behind the tile's last key p may be infinite, and k_tile is 0
+                if REDUCE_DQ:  # after the tile's last key p may be infinite, and k_tile is 0
                     ds = tl.where(in_tile[:, None], ds, 0.0)
                     dq_block = tl.dot(ds.T, k_tile, input_precision=PRECISION) * gradient_scale
                     at = dq_rows + column64 * dq_t + columns[:, None] * dq_t + d[None, :]
@@ -203,7 +203,7 @@ def flash_backward_q(
 ):  # fmt: skip
     """Add to dq of one query tile of one head: algorithm 2's update of dQ, as its own pass.
 
-    Rows are queries and columns are keys, as in `flash_forward`. Shapes are those of `backward_q`.
+    Rows are queries and columns are keys, as in `flash_forward`. For shapes see `backward_q`.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)

@@ -1,6 +1,6 @@
-"""How each kernel is launched.
+"""Configurations of the kernels: sizes of tiles, warps and stages.
 
-Sizes of tiles, warps and stages depend on architecture, precision and head dim.
+They depend on architecture, precision and head dim.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..checks import check_kind, check_operand
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is launched: the sizes of its tiles, and its warps and stages.
+    """The sizes of a kernel's tiles, and its warps and stages.
 
     A tile has `tile_rows` rows and walks blocks of `block_columns` columns: powers of two, at least
-    16. With `tma`, full blocks are loaded by Hopper's tensor memory accelerator. With `specialise`,
-    in the launch of the full blocks some warps load while others compute. With `cut_resources`
-    (warps, stages), cut blocks get a launch of their own, which has so many, and which also walks
-    the full blocks of tiles that have at most `fused_blocks` of them. With `host` the tensor
-    descriptors are made on the host and not by each program.
+    16. With `tma`, Hopper's tensor memory accelerator loads full blocks. With `specialise`, some
+    warps load while others compute, in the launch of the full blocks. With `cut_resources` (warps,
+    stages), cut blocks have a separate launch with these resources. It also walks the full blocks
+    of tiles that have at most `fused_blocks` of them. With `host`, the host makes the tensor
+    descriptors, and not each program.
     """
 
     tile_rows: int
@@ -56,9 +56,9 @@ class Config:
         return self.cut_resources is not None
 
     def described(self, has_full: bool, descriptors: bool, from_host: bool) -> str:
-        """Return the kernels' TMA: who makes the tensor descriptors of full blocks, "" being none.
+        """Return the maker of tensor descriptors of full blocks, the kernels' TMA; "" for none.
 
-        The arguments say whether a launch has full blocks, whether the operands can have
+        The arguments tell whether a launch has full blocks, whether the operands can have
         descriptors, and whether the host could make them.
         """
         if not (self.tma and has_full and descriptors):
@@ -68,15 +68,15 @@ class Config:
     def specialised(self, has_cut: bool, described: str, biased: bool) -> bool:
         """Return whether the warps of a launch are specialised.
 
-        Those of one that is `biased` by ALiBi's slopes are not: the compiler fails, as positions
-        are read in the loop over blocks.
+        A launch that is `biased` by ALiBi's slopes reads positions in its loop over blocks, and
+        the compiler would fail to specialise it.
         """
         return self.specialise and described != "" and not has_cut and not biased
 
     def resources(self, has_cut: bool, described: str, biased: bool = False) -> tuple[int, int]:
         """Return (warps, stages) of a launch with cut blocks, or without.
 
-        The warps for specialisation are too few, where the compiler does not add to them.
+        The warps for specialisation would be too few if the compiler does not add warps.
         """
         few = self.specialise and not self.specialised(has_cut, described, biased)
         if (has_cut or few) and self.cut_resources is not None:
@@ -84,7 +84,7 @@ class Config:
         return self.warps, self.stages
 
 
-# What may be faster than the table on Hopper, until a GPU has shown it: changes by name.
+# Changes to configurations, by name, that may be faster on Hopper; no GPU has tested them yet.
 VARIANTS: dict[str, dict[str, Any]] = {
     "host descriptors": {"host": True},
     "one launch for short documents": {"fused_blocks": 8},  # in forward
@@ -155,9 +155,9 @@ for _width in _SINGLE:
 
 
 def architecture(device: torch.device) -> str:
-    """Return the name that the table has for a device.
+    """Return the table's architecture for a device.
 
-    It is its own where the table has it, else that of the nearest architecture which runs on it.
+    It is the device's own, if the table has it, or the nearest one whose code the device can run.
     """
     if device.type != "cuda":
         return "interpreter"
@@ -174,8 +174,8 @@ def padded(dim: int) -> int:
 def choose(kind: str, q: Tensor, v: Tensor) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
-    It is the tuned one, or else the one of the table. It depends on the device, the dtype and the
-    head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv).
+    A tuned configuration goes before the table's. The choice depends on the device, the dtype and
+    the head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv).
     """
     check_kind(kind, KernelConfigs._fields)
     check_operand("q", q)
@@ -208,9 +208,9 @@ _variant: str | None = None
 
 @contextmanager
 def variant(name: str | None) -> Iterator[None]:
-    """Let `choose` return a variant of what it would, or with None just that, in this block.
+    """Let `choose` return a variant of its configuration within the context, for measurements.
 
-    It holds for all threads, as autograd has its own, and is for measurements.
+    None means no variant. It holds for all threads, since autograd has its own threads.
     """
     global _variant
     before, _variant = _variant, name
@@ -228,31 +228,31 @@ def varied(config: Config, name: str) -> Config:
 
 
 def tuning_key(kind: str, device: torch.device, precision: str, width: int) -> str:
-    """Return what a tuned configuration holds for."""
+    """Return the key of a tuned configuration: the setting for which it was tuned."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     return f"{name}, triton {triton.__version__}, {precision}, {width}, {kind}"
 
 
 def tuning_file() -> Path:
-    """Return the file in which `tune` keeps what it found.
+    """Return the file of tuned configurations, flash_attention.json.
 
-    It is flash_attention.json in $SEQPAR_CACHE, or else in ~/.cache/seqpar.
+    It is in $SEQPAR_CACHE or, without this variable, in ~/.cache/seqpar.
     """
     folder = Path(os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar")).expanduser()
     return folder / "flash_attention.json"
 
 
 def forget() -> None:
-    """Read the tuning file anew where a configuration is next chosen."""
+    """Read the tuning file again before the next choice of a configuration."""
     _chosen.cache_clear()
     tuned.cache_clear()
 
 
 @cache
 def tuned() -> dict[str, Config]:
-    """Return the configurations that `tune` found by their keys, read once in a process.
+    """Return the tuned configurations by key, read once per process.
 
-    Those of a version of the library whose configurations had other fields are left out.
+    Leaves out configurations of other versions of the library with other fields.
     """
     file = tuning_file()
     found = json.loads(file.read_text()) if file.is_file() else {}

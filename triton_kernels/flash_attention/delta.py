@@ -1,4 +1,4 @@
-"""FlashAttention-2's delta, which its backward needs once a row.
+"""FlashAttention-2's delta, which backward needs once per row.
 
 Dao, "FlashAttention-2" (2023), section 3.1, algorithm 2, line 4: D = rowsum(dO ∘ O). Here it is
 delta = out·dout − dlse, which also takes the gradient of lse.
@@ -34,8 +34,8 @@ def flash_delta(
 ):  # fmt: skip
     """Write delta of TILE_ROWS of the `rows_total` rows of one head.
 
-    Shapes are those of `delta`. Programs are numbered in one dimension, as the others have at most
-    65,535.
+    For shapes see `delta`. Programs are numbered in one dimension, since the other dimensions have
+    at most 65,535.
     """
     tiles = tl.cdiv(rows_total, TILE_ROWS)
     row = tl.program_id(0) % tiles * TILE_ROWS
@@ -59,8 +59,8 @@ def delta(
 ) -> Tensor:
     """Return out·dout − dlse (B, T, H) fp32.
 
-    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one. What
-    a call needs besides its tensors is looked up in `prepared`, and kept there, as with launches.
+    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one. The
+    prepared call, without its tensors, is kept in `prepared`.
     """
     prepared, key = {} if prepared is None else prepared, ("delta", signature(out, dout, dlse))
     call: _Delta | None = prepared.get(key)
@@ -74,7 +74,7 @@ def delta(
 
 
 class _Delta(NamedTuple):
-    """A call that lacks its tensors only; there is no launch if the result is empty."""
+    """A prepared call, without its tensors. An empty result has no launch."""
 
     shape: tuple[int, ...]
     device: torch.device
@@ -83,7 +83,7 @@ class _Delta(NamedTuple):
 
 
 def _prepare(out: Tensor, dout: Tensor, dlse: Tensor | None) -> _Delta:
-    """Check a call of `delta`, whose arguments these are, and return it without its tensors."""
+    """Check the arguments of `delta`; return the call without its tensors."""
     shapes = Shapes()
     shapes.check("out", out, "B T H V")
     shapes.check("dout", dout, "B T H V")

@@ -30,9 +30,9 @@ from .tables import Launches
 
 
 class Results:
-    """The queries' side of a forward, which is the same over all blocks of keys.
+    """The queries' side of a forward, which is the same for all blocks of keys.
 
-    So it is looked at once. Its parts are the arguments of `forward`.
+    It is checked once. Its parts are the arguments of `forward`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Results:
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> None:
-        """Keep the tensors, of which only the results may be written to."""
+        """Keep the tensors. Only the results may be written."""
         results: Any = out, lse, partial_out, partial_lse
         self.key = Known(score_key(scale, softcap, q), signature(q, *results, sinks, slopes))
         self.q, self.results, self.sinks, self.slopes = q, results, sinks, slopes
@@ -72,12 +72,12 @@ def forward(
 ) -> None:
     """Write the attention of queries over keys and values, for one hop of a table.
 
-    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv). Tiles that the table calls last are
-    written to `out` (B, T, H, Dv), in its dtype and with the `sinks` (H,) in the denominator, and
-    to `lse` (B, T, H) fp32, natural, without them. The others are read from and left in
-    `partial_out` (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64, which are None where there
-    are none. All may have any strides, but rows of `out` and `partial_out` are contiguous. `slopes`
-    (H,) or (B, H) fp32 times the distance of the two positions are subtracted from scores (ALiBi).
+    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv). Tiles with the flag LAST
+    are written to `out` (B, T, H, Dv), in its dtype and with the `sinks` (H,) in the denominator,
+    and to `lse` (B, T, H) fp32, natural and without sinks. Other tiles continue in `partial_out`
+    (B, T, H, Dv) fp32 and `partial_lse` (B, T, H) fp64, which are None if there are none. Strides
+    are arbitrary, but rows of `out` and `partial_out` are contiguous. `slopes` (H,) or (B, H) fp32
+    times the distance of the two positions are subtracted from scores (ALiBi).
     """
     results = Results(q, out, lse, partial_out, partial_lse, scale, softcap, sinks, slopes)
     forward_block(results, k, v, launches, config)
@@ -86,7 +86,7 @@ def forward(
 def forward_block(
     results: Results, k: Tensor, v: Tensor, launches: Launches, config: Config
 ) -> None:
-    """Do what `forward` does, for one of several blocks of keys and values."""
+    """Compute like `forward`, for one of several blocks of keys and values."""
     check_type("results", results, Results)
     check_launches(launches, config)
     key = config, results.key, signature(k, v)
@@ -100,7 +100,7 @@ def forward_block(
     q, k, v = ready((q, k, v), call.copies) if call.copies else (q, k, v)
     has_partial = partial_out is not None and partial_lse is not None
     partial = (partial_out, partial_lse) if has_partial else call.nothing
-    sinks = lse if sinks is None else sinks.contiguous()  # lse: a valid address, of no use
+    sinks = lse if sinks is None else sinks.contiguous()  # lse: a valid address that is not used
     slopes = lse if results.slopes is None else results.slopes.contiguous()
     parts: tuple[Tensor, ...] = ()
     for step in call.steps:
@@ -123,10 +123,10 @@ class _Step(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A call of `forward` that lacks its tensors only.
+    """A prepared call of `forward`, without its tensors.
 
-    `copies` says which of q, k and v are copied first, and is empty if none is; `nothing` stands
-    for partial results that no tile has.
+    `copies` lists which of q, k and v to copy first, and is empty if none is copied. `nothing`
+    stands for partial results if no tile has any.
     """
 
     steps: list[_Step]
@@ -137,11 +137,11 @@ class _Forward(NamedTuple):
 def _prepare(
     results: Results, k: Tensor, v: Tensor, launches: Launches, config: Config
 ) -> _Forward:
-    """Check a call of `forward`, whose arguments these are, and return it without its tensors."""
+    """Check the arguments of `forward`; return the call without its tensors."""
     q, (out, lse, partial_out, partial_lse), sinks = results.q, results.results, results.sinks
     scale, softcap = results.scale, results.softcap
     shapes = Shapes()
-    shapes.check("out", out, "B T H V")  # first, so that a wrong v is what errors name
+    shapes.check("out", out, "B T H V")  # first, so that errors name a wrong v
     check_call(q, k, v, shapes)
     shapes.check("lse", lse, "B T H", ACCUMULATORS)
     if partial_out is not None:
@@ -159,7 +159,7 @@ def _prepare(
     from_host = all(map(has_host_descriptor, (k, v)))
     batch, _, heads, dim = q.shape
     value_dim, group, batch_heads = v.shape[-1], heads // k.shape[2], batch * heads
-    if partial_out is None or partial_lse is None:  # as `empty_partial` lays them out
+    if partial_out is None or partial_lse is None:  # with the strides of `empty_partial`
         partial_out, partial_lse = (torch.empty(x.shape, device="meta") for x in (out, lse))
     partial_strides = 0, *strides(partial_out, 3), 0, *strides(partial_lse, 3)
     steps, split = [], None
@@ -205,9 +205,9 @@ def _prepare(
 
 
 def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Return (out (..., H, Dv) fp32, lse (..., H) fp64) for q (..., H, D), not initialised.
+    """Return uninitialised (out (..., H, Dv) fp32, lse (..., H) fp64) for q (..., H, D).
 
-    Every tile's first hop writes them.
+    The first hop of every tile writes them.
     """
     check_type("q", q, Tensor)
     check_int("value_dim", value_dim, 1)

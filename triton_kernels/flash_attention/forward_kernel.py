@@ -1,12 +1,11 @@
 """FlashAttention-2's forward over a tile table, continuing a partial result.
 
-Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes. The key blocks that a
-query tile walks come from a table (`tables.py`): full ones in one flat loop without mask or branch,
-then cut ones. And (out, lse) may start from the partial result of other keys, which this launch
-continues.
+Dao, "FlashAttention-2" (2023), section 3.1, algorithm 1, with two changes. A table (`tables.py`)
+lists the key blocks of each query tile: full blocks, walked in one flat loop without mask or
+branch, then cut blocks. And a launch may continue a partial result (out, lse) of other keys.
 
-Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) that of v
-and out.
+Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv)
+head dim of v and out.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
 d head dim, and s the parts of a tile whose columns are split. Operands: q, k, v; o is out, l is
@@ -60,8 +59,8 @@ def flash_forward(
 ):  # fmt: skip
     """Compute one query tile of one head: algorithm 1's inner loop, over the tile's blocks of keys.
 
-    Shapes are those of `forward`, which launches one program for each (tile, batch, head); `group`
-    query heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
+    For shapes see `forward`, which launches one program per (tile, batch, head). `group` query
+    heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
     units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, BLOCK_DV) the output before it
     is divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
     magnitude. With `ALIBI` the head's slope times the distance of positions is subtracted.

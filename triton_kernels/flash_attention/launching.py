@@ -1,7 +1,7 @@
-"""Launching kernels: what a call needs besides its tensors is decided once and kept.
+"""Launch kernels. Everything in a call except its tensors is prepared once and kept.
 
-A call is known by the signatures of its tensors. What has been prepared for it is kept with its
-tables, so that a call like an earlier one only looks it up.
+The key of a prepared call contains the signatures of its tensors. Prepared calls are kept with
+their tables, so a repeated call only looks one up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Config, padded
 
-# Programs that run together may share so many bytes of keys and values: about a second-level cache.
+# Bytes of keys and values that concurrent programs may share: about a second-level cache.
 CACHE_BYTES = 50 * 2**20
 
 
@@ -29,14 +29,14 @@ _NO_DESCRIPTORS = None, None  # of the two operands that a kernel walks
 
 @dataclass(frozen=True)
 class Prepared:
-    """A launch that lacks its tensors only.
+    """A prepared launch, without its tensors.
 
     Attributes:
-        kernel, grid: what is launched, and of how many programs.
-        device: where.
-        arguments: the positional arguments behind the tensors.
+        kernel, grid: the kernel and its number of programs.
+        device: the device of the launch.
+        arguments: the positional arguments after the tensors.
         flags: the compile-time arguments, `num_warps` and `num_stages`.
-        blocks: of tensors that come by a descriptor from the host, the rows and dims of a block.
+        blocks: the rows and dims of a block of each tensor with a descriptor from the host.
     """
 
     kernel: Any
@@ -57,7 +57,7 @@ class Prepared:
 
 
 def run(launch: Prepared, *tensors: Any) -> None:
-    """Launch a kernel with its tensors, on its device, which stays current only for that."""
+    """Launch a kernel with its tensors; its device is current only during the launch."""
     device = launch.device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         _run(launch, tensors)
@@ -76,19 +76,19 @@ def _run(launch: Prepared, tensors: tuple[Any, ...]) -> None:
         triton.set_allocator(_allocator(launch.device))
         kernel(*tensors, *launch.arguments, **launch.flags)
 
-    contextvars.copy_context().run(launch_with_allocator)  # the caller's own setting stays
+    contextvars.copy_context().run(launch_with_allocator)  # keeps the caller's own setting
 
 
 @cache
 def _allocator(device: torch.device) -> Any:
-    """Return what gives programs memory for their tensor descriptors: torch's allocator."""
+    """Return torch's allocator, for the memory of programs' tensor descriptors."""
     return lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device)
 
 
 def signature(*tensors: Any) -> Hashable:
-    """Return all that a launch depends on of tensors, but for values and addresses.
+    """Return everything in tensors on which a launch depends, except values and addresses.
 
-    Whatever is not a tensor is known by its type.
+    Other arguments are represented by their types.
     """
     return tuple([
         (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
@@ -99,7 +99,7 @@ def signature(*tensors: Any) -> Hashable:
 
 
 class Known:
-    """A part of what calls are known by, whose hash is computed once."""
+    """A part of the keys of calls, whose hash is computed once."""
 
     def __init__(self, *parts: Hashable) -> None:
         self._parts, self._hash = parts, hash(parts)
@@ -112,10 +112,9 @@ class Known:
 
 
 def copied(config: Config, operands: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Return which operands (B, T, H, D) the kernels need a contiguous copy of.
+    """Return the indices of operands (B, T, H, D) of which the kernels need a contiguous copy.
 
-    They do of those whose tiles span 2**31 elements, and of those that only their strides keep from
-    having a descriptor.
+    These have tiles that span 2**31 elements, or strides that prevent a descriptor.
     """
     far = (max(x.stride(1), x.stride(3)) * 256 >= 2**31 for x in operands)
     full_lines = (x.shape[3] * x.element_size() % 16 == 0 for x in operands)
@@ -157,17 +156,17 @@ def has_host_descriptor(x: Tensor) -> bool:
 def strides(x: Tensor, dims: int) -> tuple[int, ...]:
     """Return the strides of the first `dims` dims of x (B, …).
 
-    That of a batch of one may be anything, so it is 0, which kernels are compiled for once.
+    The batch stride of a batch of one is arbitrary. As 0 it needs only one compilation.
     """
     found = x.stride()[:dims]
     return (0, *found[1:]) if x.shape[0] == 1 else found
 
 
 def head_block(x: Tensor, y: Tensor, group: int, heads: int) -> int:
-    """Return how many of all `heads` run together, those of the batch counted too.
+    """Return how many of all `heads`, counted over the batch, run together.
 
-    As many do as the cache holds the keys and values of. A `group` of heads shares a head of x (B,
-    T, H, D) and y (B, T, H, Dv).
+    The cache holds the keys and values of that many. A `group` of heads shares a head of x (B, T,
+    H, D) and y (B, T, H, Dv).
     """
     per_group = max(1, x.shape[1] * (x.shape[3] + y.shape[3]) * x.element_size())
     return min(heads, max(1, CACHE_BYTES // per_group) * group)
@@ -185,7 +184,7 @@ def constants(
 
 
 def precision(dtype: torch.dtype | None) -> str:
-    """Return how products of operands of a dtype are computed; torch's switch decides for fp32."""
+    """Return the precision of products of a dtype's operands; torch's switch decides for fp32."""
     if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"

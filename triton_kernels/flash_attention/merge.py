@@ -1,17 +1,16 @@
 """Merging partial results inside a kernel, and the launch that merges the parts of split tiles.
 
-A partial result is (out, lse) of some keys. Those of disjoint keys merge as the blocks of
-FlashAttention-2 do (Dao 2023, section 3.1): each brings a maximum, here its lse, and an
-accumulator. What is kept between launches is out in fp32 and the natural lse in fp64
-(docs/decisions/softmax.md says why). Where a launch has few tiles, the columns of each are split
-over several programs, as in Flash-Decoding (Dao et al. 2023), and a second launch merges what they
-left.
+A partial result is (out, lse) of some keys. Partial results of disjoint keys merge like the blocks
+of FlashAttention-2 (Dao 2023, section 3.1): each has a maximum, here its lse, and an accumulator.
+Between launches, out is kept in fp32 and the natural lse in fp64 (docs/decisions/softmax.md has the
+reason). If a launch has few tiles, several programs share the columns of each tile, as in
+Flash-Decoding (Dao et al. 2023), and a second launch merges their partial results.
 
 Sizes: B batch, T query rows, H heads, DV (Dv) head dim of out, P parts of a tile.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: s parts, b batch, t rows,
 h heads; rows of DV elements are contiguous. Operands: o is out, l is lse, p is partial_out, r is
-partial_lse; s is split_out and u is split_lse, which have one partial result for each part.
+partial_lse; s is split_out and u is split_lse, with one partial result per part.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from .launching import Prepared, strides
 from .tables import FLAGS, LAST, TILE_START, TILE_STOP, Launch
 from .tiles import LN_2, LOG2_E, program, within
 
-# In fp32, whose digits end long before, this is no sink beside any lse. A sink of −∞ counts as it:
-# −∞ less the lse of a row that sees no key, which is −∞ too, would be NaN.
+# In fp32 this has the effect of no sink, with any lse. A sink of −∞ is replaced by it, since −∞
+# minus the lse of a row without keys, which is −∞ too, would be NaN.
 _LEAST_SINK = tl.constexpr(-1e30)
 
 
@@ -40,10 +39,9 @@ def join(
 ):  # fmt: skip
     """Return (m, z, acc) of a tile, merged with a partial result.
 
-    They are the running maximum, sum and accumulator. m and z are (TILE_ROWS,) and acc is
-    (TILE_ROWS, BLOCK_DV), as in `flash_forward`. `partial_out` and `partial_lse` are addresses of
-    the tile's first row in one head. Only rows in the mask `continued` have a partial result; the
-    others stay as they are.
+    They are the running maximum and sum (TILE_ROWS,) and the accumulator (TILE_ROWS, BLOCK_DV), as
+    in `flash_forward`. `partial_out` and `partial_lse` are addresses of the tile's first row in one
+    head. Only rows in the mask `continued` have a partial result; the other rows do not change.
     """
     partial_lse2 = tl.load(partial_lse + rows * r_t, mask=continued, other=float("-inf")) * LOG2_E
     m_new = tl.maximum(m, partial_lse2.to(tl.float32))
@@ -62,12 +60,11 @@ def finish(
     o_t, l_t, p_t, r_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Divide acc by z and store it, as algorithm 1 does last.
+    """Divide acc by z and store it, the last step of algorithm 1.
 
-    It goes to out and lse if the tile is finished, and to the partial result if it is not. The
-    addresses are those of the tile's first row in one head. A row that sees no key has out 0 and
-    lse −inf. A sink is a logit that joins the denominator of out, but not lse: out is multiplied by
-    the keys' fraction of the sum.
+    A finished tile goes to out and lse, another one to the partial result. Addresses point to the
+    tile's first row in one head. A row without keys has out 0 and lse −inf. A sink is a logit that
+    joins the denominator of out, but not lse: out is multiplied by the keys' fraction of the sum.
     """
     blind = z == 0.0
     total = tl.where(blind, 1.0, z)
@@ -101,8 +98,8 @@ def flash_merge(
 ):  # fmt: skip
     """Merge the parts of one query tile of one head, whose columns were split.
 
-    They are merged in the order of their columns. split_out is (P, B, T, H, Dv) and split_lse (P,
-    B, T, H); the other tensors are those of `prepare_merge`.
+    The parts are merged in the order of their columns. split_out is (P, B, T, H, Dv) and split_lse
+    (P, B, T, H). For the other tensors see `prepare_merge`.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, batch_heads)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)

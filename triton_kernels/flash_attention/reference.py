@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain PyTorch: attention over slices, differentiable by autograd."""
+"""Attention over slices in plain PyTorch, differentiable by autograd, to test the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .tables import SliceTable
 
 
 def visible_mask(slices: SliceTable) -> Tensor:
-    """Return (T, Tk) bool: which keys each query sees."""
+    """Return (T, Tk) bool: whether each query attends to each key."""
     mask = torch.zeros(slices.q_positions.size, slices.k_positions.size, dtype=torch.bool)
     for (q_start, q_stop), (k_start, k_stop), (low, high) in zip(
         slices.q_rows, slices.k_rows, slices.bands, strict=True
@@ -22,7 +22,7 @@ def visible_mask(slices: SliceTable) -> Tensor:
 
 
 def distances(slices: SliceTable) -> Tensor:
-    """Return (T, Tk): how far each query is from each key, ends of documents aligned."""
+    """Return (T, Tk): the distance of each query from each key, with aligned document ends."""
     aligned = getattr(slices, "q_aligned", None)
     queries = slices.q_positions if aligned is None else aligned
     q_positions, k_positions = (torch.from_numpy(x).long() for x in (queries, slices.k_positions))

@@ -1,14 +1,14 @@
-"""Tile tables: what a kernel launch walks, as flat arrays that are built on the host.
+"""Tile tables: the tiles and blocks of a kernel launch, as flat arrays that the host builds.
 
-FlashAttention-2 (Dao 2023, section 3.1) cuts queries into tiles and lets each walk all blocks of
-keys. Here the blocks that a tile walks are written in a table, so that one kernel serves every
-layout and mask. A tile is a stretch of *rows*; it walks blocks of *columns*. In the forward kernel
-and in that of dq, rows are queries and columns are keys; in the kernel of dk and dv it is the other
-way round, and the same code builds its table from the transposed slices.
+FlashAttention-2 (Dao 2023, section 3.1) cuts queries into tiles, and each tile walks all blocks of
+keys. Here a table lists the blocks of each tile, so that one kernel serves every layout and mask. A
+tile is a stretch of *rows*; it walks blocks of *columns*. In the kernels of forward and dq, rows
+are queries and columns are keys. In the kernel of dk and dv, rows are keys and columns are queries,
+and the same code builds its table from the transposed slices.
 
-Column blocks that every row of the tile sees whole are listed in `full`: they need neither mask nor
-bounds. All others are listed in `cut`, each with the bounds and the band that its mask follows
-from.
+The list `full` has the column blocks to which every row of the tile attends completely: they need
+neither mask nor bounds. The list `cut` has all other blocks, each with the bounds and the band that
+determine its mask.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .tiling import ColumnLists, Ints, Sides, SliceTable, column_lists, tile_bou
 __all__ = ["Launch", "Launches", "SliceTable", "backward_launches", "forward_launches"]
 
 # Kernels can read these as they are `tl.constexpr`; the host can index with them as they are
-# integers. Columns of `tiles`: a tile's rows; its entries of `full` and of `cut`; its flags; which
-# part of a split tile it is.
+# integers. Columns of `tiles`: a tile's rows; its entries of `full` and of `cut`; its flags; the
+# number of its part, if the tile is split.
 TILE_START, TILE_STOP, FULL_START, FULL_STOP, CUT_START, CUT_STOP, FLAGS, PART = map(
     tl.constexpr, range(8)
 )
 TILE_WIDTH = tl.constexpr(8)
-# Columns of `cut`: a block's columns, of which those from COLUMN_STOP on are not the slice's; the
-# slice's band; and the rows of the tile that are the slice's.
+# Columns of `cut`: a block's first column, and the stop of the slice's columns in it; the slice's
+# band; and the rows of the tile that belong to the slice.
 COLUMN_START, COLUMN_STOP, BAND_LOW, BAND_HIGH, ROW_START, ROW_STOP = map(tl.constexpr, range(6))
 CUT_WIDTH = tl.constexpr(6)
-# Flags of a tile: no launch before this one computes it; none after this one does, so it is
-# finished here. Kernels test them by flags % LAST and flags // LAST: with & ptxas spills more.
+# Flags of a tile: FIRST if no earlier launch computes it; LAST if no later launch does, so that it
+# is finished here. Kernels test them by flags % LAST and flags // LAST: with & ptxas spills more.
 FIRST, LAST = tl.constexpr(1), tl.constexpr(2)
 _FIRST, _LAST = FIRST.value, LAST.value
 
@@ -50,10 +50,10 @@ MIN_PART = 4  # column blocks in a part of a tile whose columns are split
 
 @dataclass(frozen=True)
 class Launch:
-    """What one kernel launch reads. All tensors are int32 and on the device.
+    """The tables of one kernel launch: int32 tensors on the device.
 
     `tiles` (n, 8) and `cut` (C, 6) have the columns named above, and `full` (F,) is the first
-    column of each block. The positions are those of all rows (T,) and of all columns (Tk,), inside
+    column of each block. Positions of all rows (T,) and of all columns (Tk,) count within
     their documents.
     """
 
@@ -62,12 +62,12 @@ class Launch:
     cut: Tensor
     row_positions: Tensor
     column_positions: Tensor
-    has_full: bool  # whether it walks full blocks, if there are any; likewise cut ones
+    has_full: bool  # whether it walks full blocks, and whether it walks cut blocks
     has_cut: bool
     has_partial: bool  # some tile starts from a partial result, or leaves one
-    may_continue: bool = False  # likewise, in a launch of this kind over other slices
-    parts: int = 1  # over how many programs the columns of a tile are split
-    merges: int = 0  # how many parts of the launch before it this one merges; 0 if it computes
+    may_continue: bool = False  # whether launches of this kind may, over other slices
+    parts: int = 1  # the number of programs that share the columns of a tile
+    merges: int = 0  # the number of parts of the launch before that it merges; 0 if it computes
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
@@ -76,10 +76,10 @@ class Launch:
 
 
 class Launches(tuple[Launch, ...]):
-    """One launch after another, and what has been prepared of them.
+    """Launches in order, with their prepared calls.
 
-    `prepared` is of calls by all that they depend on but values (`launching.py`). It is freed with
-    the launches, to which it does not lead back. Launches are equal only to themselves.
+    `prepared` has calls by everything on which they depend except values (`launching.py`). It holds
+    no reference to the launches, and is freed with them. Launches are equal only to themselves.
     """
 
     __eq__, __hash__ = object.__eq__, object.__hash__
@@ -98,11 +98,11 @@ def forward_launches(
     """Return the launches of each hop, at most two.
 
     Hops are slices of the same queries, computed one after another into one result. The last hop
-    that touches a tile finishes it, and the very last hop finishes those that no hop touches. Where
-    the configuration says so, full blocks get a launch of their own, which hardware can specialise.
-    With `continued` the result was begun before the first hop and goes on after the last: every
-    tile reads a partial result and leaves one. Where a hop has fewer than `programs` tiles, the
-    columns of each are split over several programs, and the second launch merges the parts.
+    that touches a tile finishes it, and the very last hop finishes tiles that no hop touches. If
+    the configuration requires it, full blocks have a separate launch, which hardware can
+    specialise. With `continued`, the result begins before the first hop and continues after the
+    last: every tile reads and writes a partial result. If a hop has fewer than `programs` tiles,
+    several programs share the columns of each tile, and the second launch merges the parts.
     """
     check_list("hops", hops, SliceTable)
     if not hops:
@@ -139,7 +139,7 @@ def backward_launches(
 ) -> Launches:
     """Return the launches, at most two, of a kernel that adds to gradients.
 
-    These are the gradients of queries, or `transposed`, of keys.
+    They add to gradients of queries or, if `transposed`, of keys.
     """
     check_type("slices", slices, SliceTable)
     check_type("config", config, Config)
@@ -188,7 +188,7 @@ def _split_launches(
 ) -> list[Launch]:
     """Return two launches: one computes parts of each tile, the other merges them.
 
-    A part walks some of its tile's lists and leaves a partial result of its own.
+    A part walks some of its tile's lists and writes its own partial result.
     """
     steps = np.arange(parts + 1)
     starts = lists.full_starts, lists.cut_starts
@@ -217,8 +217,8 @@ def _launch(
 ) -> Launch:
     """Return a launch of the chosen tiles over the full blocks of some and all cut blocks.
 
-    `full` says of which tiles (n,), or is None if full blocks are for another launch. Without `cut`
-    the cut ones are.
+    `full` (n,) selects the tiles whose full blocks it walks, or is None if another launch walks
+    them. Without `cut`, another launch walks the cut blocks.
     """
     table = np.zeros((len(tiles), TILE_WIDTH), np.int64)
     table[:, TILE_START], table[:, TILE_STOP] = tiles.T

@@ -1,9 +1,8 @@
-"""What the kernels share.
+"""Functions of all kernels: loading tiles, scores, masks, and the (tile, head) of a program.
 
-That is loading tiles, scores, who sees whom, and which (tile, head) a program computes. T counts
-rows of an operand and D its head dim. BLOCK_T rows of it are loaded at a time, and BLOCK_D is D
-padded to a power of two. `stride_t` and `stride_d` are an operand's strides along rows and head
-dim, in elements.
+T is the number of rows of an operand and D its head dim. Kernels load BLOCK_T rows at a time.
+BLOCK_D is D padded to a power of two. `stride_t` and `stride_d` are an operand's strides along rows
+and head dim, in elements.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def load_rows(
     x, first, stop, stride_t, stride_d,
     BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return (BLOCK_T, BLOCK_D): rows `first` and on of x (·, D).
+    """Return (BLOCK_T, BLOCK_D): rows of x (·, D) from `first` on.
 
-    Zeros stand for rows from `stop` on and for dims from D on.
+    Rows from `stop` on and dims from D on are 0.
     """
     rows, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     x += first.to(tl.int64) * stride_t
@@ -56,7 +55,7 @@ def load_rows(
 def load_block(
     x, first, stride_t, stride_d, BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return what `load_rows` does, where x is known to have all BLOCK_T rows."""
+    """Load rows like `load_rows`, from an x that has all BLOCK_T rows."""
     rows, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     x += first.to(tl.int64) * stride_t
     at = x + rows[:, None] * stride_t + d[None, :] * stride_d
@@ -67,9 +66,9 @@ def load_block(
 
 @triton.jit
 def load_described(x, batch, first, head, stride_b, stride_t, stride_h):
-    """Return (BLOCK_T, BLOCK_D): rows `first` and on of one head, by a descriptor of all rows.
+    """Return (BLOCK_T, BLOCK_D): rows of one head from `first` on, by a descriptor of all rows.
 
-    That is of (B · T, H · D), which x (B, T, H, D) is.
+    The descriptor is of x (B, T, H, D) as (B · T, H · D).
     """
     row = (batch * (stride_b // stride_t)).to(tl.int32) + first
     return x.load([row, (head * stride_h).to(tl.int32)])
@@ -101,7 +100,7 @@ def scores_of(dot, scale, cap, SOFTCAP: tl.constexpr):
 def tanh(x):
     """Return tanh of x to fp32 rounding.
 
-    Near 0, where 1 − e^{−2|x|} cancels, it is computed by its series up to x¹¹.
+    Near 0, where 1 − e^{−2|x|} cancels, its series up to x¹¹ is used.
     """
     square = x * x
     series = 0.0218694885 - square * 0.0088632355
@@ -146,7 +145,7 @@ def slope(
 
 @triton.jit
 def visible_pairs(entry, tile_start, rows, columns, row_positions, column_positions):
-    """Return (rows, columns) bool: which columns of a block each row of a tile sees.
+    """Return (rows, columns) bool: whether each row of a tile attends to each column of a block.
 
     `entry` is the block's entry of `cut` (`tables.py` names its columns). `rows` and `columns` are
     offsets from the start of the tile and of the block. Positions are (T,) of all rows and (Tk,) of
@@ -167,9 +166,9 @@ def visible_pairs(entry, tile_start, rows, columns, row_positions, column_positi
 def program(tiles, tile_count, heads, batch_heads, head_block):
     """Return (address of the tile's entry of `tiles`, batch, head) of this program.
 
-    Programs go through all tiles in order for `head_block` of the `batch_heads` = B · `heads`
-    heads, then for the next ones. Those that run together then read the keys and values of few
-    heads, which stay in the second-level cache.
+    Programs process all tiles in order for `head_block` of the `batch_heads` = B · `heads` heads,
+    then for the next heads. Concurrent programs then read the keys and values of few heads, which
+    stay in the second-level cache.
     """
     pid = tl.program_id(0)
     per_block = tile_count * head_block

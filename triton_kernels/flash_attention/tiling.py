@@ -1,6 +1,6 @@
-"""Cutting slices into tiles of rows, and listing the blocks of columns that each tile walks.
+"""Cut slices into tiles of rows, and list the blocks of columns that each tile walks.
 
-All of it is NumPy on arrays, linear in the number of (tile, slice) pairs plus the length of the
+This is NumPy on arrays, linear in the number of (tile, slice) pairs plus the length of the
 lists.
 """
 
@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-_UNLIMITED = 2**31 - 1  # a distance that no two positions have, as an int32
+_UNLIMITED = 2**31 - 1  # larger than any distance of two positions, as an int32
 
 
 @runtime_checkable
 class SliceTable(Protocol):
-    """What attention is computed over: slices of a mask.
+    """The slices of a mask, over which attention is computed.
 
-    The library has a class of them; anything with these arrays will do. Slice i lets the query rows
-    `q_rows[i]` (start, stop) see those key rows `k_rows[i]` for which `bands[i, 0] <= k_position -
+    Any object with these arrays is accepted. In slice i, the query rows `q_rows[i]` (start, stop)
+    attend to those of the key rows `k_rows[i]` for which `bands[i, 0] <= k_position -
     q_position <= bands[i, 1]`. Slices are disjoint as sets of (query, key) pairs, and within the
     rows of a slice positions ascend. q_rows, k_rows and bands are (n, 2); positions are int32, one
-    a row. It may also have `q_aligned`, which positions queries count as for distances, if not
+    per row. The object may also have `q_aligned`, the positions of queries for distances, if not
     `q_positions`: within a slice they differ by a constant.
     """
 
@@ -36,7 +36,7 @@ class SliceTable(Protocol):
 
 
 class Sides(NamedTuple):
-    """n slices as seen from the tiles.
+    """n slices, as rows and columns of the tiles.
 
     `rows`, `columns` and `bands` of column position − row position are (n, 2); then the positions
     of all rows and of all columns.
@@ -70,7 +70,7 @@ class Sides(NamedTuple):
 class ColumnLists:
     """The column blocks of n tiles: full ones (F,) and cut ones (C, 6).
 
-    Those of tile i are entries starts[i] … starts[i + 1] of either list.
+    Tile i has the entries starts[i] … starts[i + 1] of either list.
     """
 
     full_starts: Ints
@@ -80,16 +80,16 @@ class ColumnLists:
 
     @property
     def work(self) -> Ints:
-        """(n,) how many column blocks each tile walks."""
+        """The number of column blocks of each tile (n,)."""
         return np.diff(self.full_starts) + np.diff(self.cut_starts)
 
 
 def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
     """Return (n, 2) tiles of at most `tile_rows` rows that cover rows 0 … total − 1.
 
-    A tile starts wherever a component of the (m, 2) row intervals does (intervals that overlap are
-    one component), so that where a document is cut does not depend on its neighbours in the pack.
-    Rows in no interval get tiles too.
+    A tile starts at the start of each component of the (m, 2) row intervals; overlapping intervals
+    are one component. The cuts of a document then do not depend on its neighbours in the pack. Rows
+    outside all intervals have tiles too.
     """
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
@@ -106,9 +106,9 @@ def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
 def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
     """Return the blocks of at most `block_columns` columns that each of the (n, 2) tiles walks.
 
-    In a slice, the columns that a row sees are an interval, and neither of its ends falls as rows
-    ascend. So the columns that all rows of a tile see lie between the last row's first one and the
-    first row's last one: whole blocks of these are full, and what is on either side of them is cut.
+    In a slice, a row attends to an interval of columns, whose two ends never decrease as rows
+    ascend. All rows of a tile therefore attend to the columns from the last row's first column to
+    the first row's last column. Whole blocks of these are full; the columns on either side are cut.
     """
     tile, index = _pairs(sides.rows, tiles)
     row = np.maximum(tiles[tile, 0], sides.rows[index, 0])
@@ -122,7 +122,9 @@ def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
     stop = np.maximum(start, _bisect(sides, index, last_row + high + 1))
     covers_tile = (row == tiles[tile, 0]) & (row_stop == tiles[tile, 1])
     count = np.where(covers_tile, np.maximum(common_stop - common, 0) // block_columns, 0)
-    common = np.where(count > 0, common, start)  # without a full block all is one cut stretch
+    common = np.where(
+        count > 0, common, start
+    )  # without a full block, all columns are one cut stretch
 
     full = np.repeat(common, count) + block_columns * _counting(count)
     bands = np.clip(np.stack([low, high], 1), -_UNLIMITED, _UNLIMITED)
@@ -140,7 +142,7 @@ def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
 
 
 def _pairs(rows: Ints, tiles: Ints) -> tuple[Ints, Ints]:
-    """Return (tile, slice) of every tile that shares rows with a slice."""
+    """Return the pairs (tile, slice) that share rows."""
     if not len(tiles):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     first = np.searchsorted(tiles[:, 0], rows[:, 0], side="right") - 1
@@ -150,9 +152,9 @@ def _pairs(rows: Ints, tiles: Ints) -> tuple[Ints, Ints]:
 
 
 def _bisect(sides: Sides, index: Ints, position: Ints) -> Ints:
-    """Return for each pair the first column of slice `index` at `position` or beyond.
+    """Return the first column of slice `index` at or after `position`, for each pair.
 
-    It is the slice's end if there is none.
+    If there is none, it is the slice's end.
     """
     start, stop = (x.copy() for x in sides.columns[index].T)
     while (unknown := start < stop).any():
@@ -164,10 +166,7 @@ def _bisect(sides: Sides, index: Ints, position: Ints) -> Ints:
 
 
 def _grouped(owner: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return the order that brings entries of one owner together, and where each owner's begin.
-
-    The latter is (count + 1,).
-    """
+    """Return an order that groups entries by owner, and the start of each group (count + 1,)."""
     starts = np.searchsorted(np.sort(owner), np.arange(count + 1))
     return np.argsort(owner, kind="stable"), starts
 

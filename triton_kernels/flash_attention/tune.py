@@ -2,8 +2,7 @@
 
 `python -m seqpar.kernels.flash_attention.tune --dim 128` times a few neighbours of each shipped
 configuration on a causal sequence, one kernel at a time, and keeps the fastest in
-`configs.tuning_file()`, from where `configs.choose` takes it from the next process on. Nothing runs
-this but a user.
+`configs.tuning_file()`. `configs.choose` uses it from the next process on. Only users run this.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable
 
 
 def seconds(function: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Return the median time of a call, after one to compile."""
+    """Return the median seconds of a call, after a first call that compiles."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -112,7 +111,7 @@ def tune(
 ) -> dict[str, Config]:
     """Return the fastest configuration of each kernel for this head dim and dtype, by tuning key.
 
-    They are added to the tuning file.
+    It also adds them to the tuning file.
     """
     q, k, v = (torch.randn(1, tokens, heads, dim, dtype=dtype, device=device) for _ in range(3))
     precision = "single" if dtype == torch.float32 else "half"
@@ -135,13 +134,13 @@ def tune(
     known |= {key: asdict(config) for key, config in best.items()}
     written = file.with_suffix(".new")
     written.write_text(json.dumps(known, indent=1) + "\n")
-    written.replace(file)  # at once, whatever else reads it
+    written.replace(file)  # atomically, for concurrent readers
     configs.forget()
     return best
 
 
 def main() -> None:
-    """Tune for the current GPU and print what was found."""
+    """Tune for the current GPU and print the configurations."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")

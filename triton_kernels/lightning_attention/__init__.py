@@ -1,7 +1,4 @@
-"""Lightning attention in Triton.
-
-It is causal linear attention with a decay for each head, and its gradients.
-"""
+"""Lightning attention in Triton: causal linear attention with a decay per head, with gradients."""
 
 from .arguments import signature
 from .configs import Config, choose

@@ -1,4 +1,4 @@
-"""Check what the kernels' functions are given, before anything is read."""
+"""Check the arguments of the kernels' functions before any tensor is read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .tables import SegmentTables
 def call_key(
     known_by: Hashable, tables: Any, config: Any, scale: Any, reverse: bool, *tensors: Any
 ) -> Hashable:
-    """Return what a call is known by among those prepared of its tables: `known_by`, if not None.
+    """Return the key of a call among its tables' prepared calls: `known_by`, if not None.
 
-    Raise a ValueError that names an argument which has not the right type.
+    Raises a ValueError that names an argument of a wrong type.
     """
     if known_by is not None:
         return known_by
@@ -30,14 +30,14 @@ def call_key(
 
 
 def signature(*tensors: Any) -> Hashable:
-    """Return all that a call depends on of its tensors but values, the first for its precision."""
+    """Return everything in the tensors on which a call depends, except values."""
     return flash.precision(getattr(tensors[0], "dtype", None)), flash.signature(*tensors)
 
 
 def check_decay(log_decay: Tensor) -> Shapes:
-    """Check what all kernels are given, and return the sizes: log_decay is (G,).
+    """Check log_decay (G,) and the other arguments of all kernels, and return the sizes.
 
-    Raise a ValueError that names a wrong argument.
+    Raises a ValueError that names a wrong argument.
     """
     shapes = Shapes()
     shapes.check("log_decay", log_decay, "G", [torch.float64])

@@ -1,6 +1,6 @@
-"""How each kernel is launched.
+"""Configurations of the kernels: sizes of chunks, warps and stages.
 
-Sizes of chunks, warps and stages depend on architecture, precision and head dim.
+They depend on architecture, precision and head dim.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ STATE = torch.float32  # the dtype of states
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is launched: the sizes of its chunks and blocks, and its warps and stages.
+    """The sizes of a kernel's chunks and blocks, and its warps and stages.
 
-    A chunk has `chunk_rows` rows, and head dims that are cut are so into blocks of `block_dims`:
-    powers of two, at least 16. `depth`: the recurrence contracts at most so many dims at once, and
-    is launched again to add the others. For results in fp32 only, since each addition rounds.
+    A chunk has `chunk_rows` rows, and a cut head dim has blocks of `block_dims`: powers of two, at
+    least 16. The recurrence contracts at most `depth` dims per launch, and another launch adds the
+    next ones. This is only for results in fp32, since each addition rounds.
     """
 
     chunk_rows: int
@@ -47,7 +47,7 @@ class Config:
     depth: int = 256
 
     def block(self, dim: int) -> int:
-        """Return the size of blocks along a head dim that is cut."""
+        """Return the size of blocks along a cut head dim."""
         return min(self.block_dims, padded(dim))
 
 
@@ -96,8 +96,8 @@ for _width in _SINGLE:
 def choose(kind: str, x: Tensor, dim: int) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
-    It depends on the device, dtype and head dim of an operand (B, T, H, D), and on `dim`, that of
-    the others.
+    It depends on the device, dtype and head dim of an operand (B, T, H, D), and on `dim`, the head
+    dim of the other operands.
     """
     check_kind(kind, KernelConfigs._fields)
     check_operand("x", x)

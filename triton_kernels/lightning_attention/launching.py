@@ -1,4 +1,4 @@
-"""Preparing launches over tables of segments, as `flash_attention.launching` does over tiles."""
+"""Prepare launches over tables of segments, as `flash_attention.launching` does over tiles."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Call", "addressable", "launches", "ready", "run", "signature", "stri
 
 
 class Call(NamedTuple):
-    """A call that lacks its tensors only; `copies` says which operands are copied first."""
+    """A prepared call, without its tensors; `copies` lists the operands to copy first."""
 
     launches: list[Prepared]
     copies: tuple[bool, ...]
 
 
 def addressable(*operands: Tensor) -> tuple[bool, ...]:
-    """Return which operands (B, T, H, D) are copied: those whose chunks span 2**31 elements."""
+    """Return the indices of operands (B, T, H, D) to copy, whose chunks span 2**31 elements."""
     return copied(flash.Config(64, 0, 4, 1), operands)
 
 
@@ -33,7 +33,7 @@ def launches(
     arguments: tuple[Any, ...],
     flags: dict[str, Any],
 ) -> list[Prepared]:
-    """Return the launch of so many programs for each entry of a table (n, ·), if it has any."""
+    """Return a launch of `programs` programs per entry of a table (n, ·), or none if n = 0."""
     if not (grid := table.shape[0] * programs):
         return []
     flags = flags | {"num_warps": config.warps, "num_stages": config.stages}

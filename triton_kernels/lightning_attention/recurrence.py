@@ -1,21 +1,21 @@
 """Lightning attention over segments of spans, forward or from the end.
 
-Qin et al., "Lightning Attention-2" (2024), section 3.2, algorithms 1 and 2, with segments side by
-side: the state before each comes from `states.py`. As there a segment is walked in chunks (the
-paper's blocks): within a chunk the products of rows with rows are masked by the decay, and what
-came before the chunk is one product with the state. One kernel serves four ends, as linear
-attention's gradients are linear attentions:
+Qin et al., "Lightning Attention-2" (2024), section 3.2, algorithms 1 and 2, with segments in
+parallel: the state before each segment comes from `states.py`. As in the paper, a segment is walked
+in chunks (the paper's blocks). Within a chunk, the decay masks the products of rows with rows;
+earlier rows enter as one product with the state. One kernel serves four purposes, since the
+gradients of linear attention are linear attentions:
 
     out = (q, k, v)       dq = (dout, v, k), on transposed states
     dv = (k, q, dout)     dk = (v, dout, q), on transposed states; these two from the end
 
-What is contracted can be cut as well, since out is linear in it: parts of D, one after another, add
-to out.
+The contracted dim D can also be cut, since out is linear in it: the parts of D add to out one after
+another.
 
-Sizes: B batch, T rows, H heads, D the head dim that is contracted, DV (Dv) that of the result.
+Sizes: B batch, T rows, H heads, D the contracted head dim, DV (Dv) the head dim of the result.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
-d head dim. Operands: x, y, z; o is out. s_d and s_v are those of the states along D and DV.
+d head dim. Operands: x, y, z; o is out. s_d and s_v are the states' strides along D and DV.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def lightning_recurrence(
 ):  # fmt: skip
     """Compute BLOCK_DV dims of the result for one segment and head.
 
-    That is the loop of algorithm 1, or with REVERSE that of algorithm 2. BLOCK_D dims are
-    contracted, from `FROM` on, and added to out if that is not 0. `SHARING` heads have one state,
-    which sums `MEMBERS` heads of y and z; it is kept times the scale. Chunks begin where the walk
-    does, so that only the last may be short of rows; what the state would be after that one, nobody
-    reads. Shapes are those of `recurrence`.
+    This is the loop of algorithm 1, or with REVERSE of algorithm 2. It contracts BLOCK_D dims from
+    `FROM` on, and adds them to out if `FROM` is not 0. `SHARING` heads have one state, which sums
+    `MEMBERS` heads of y and z and is kept times the scale. Chunks begin at the start of the walk,
+    so only the last one may lack rows; the state after it is never read. For shapes see
+    `recurrence`.
     """
     segment, batch, head, block = program(segments, blocks, heads, batches)
     first, stop = tl.load(segment + ROW_START), tl.load(segment + ROW_STOP)
@@ -125,12 +125,12 @@ def recurrence(
     out is fp32 or of z's dtype. The sum is over the rows j of the span up to i, or `reverse`, from
     i on. x is (B, T, H, D); y (B, T, Hy, D) and z (B, T, Hy, Dv) have fewer heads, which heads of x
     share, or more, which are summed. `between` (slots, B, Hkv, D, Dv) are the states before each
-    segment, from `states`, and `initial` (n, B, Hkv, D, Dv) those which enter spans. The forward
-    walk multiplies states by the scale, that from the end has it in them already. Both are fp32,
-    contiguous or the transpose (`mT`) of what is. log_decay (Hkv,) is fp64.
+    segment, from `states`, and `initial` (n, B, Hkv, D, Dv) the states that enter spans. The
+    forward walk multiplies states by the scale; for the walk from the end, they include it already.
+    Both are fp32, contiguous or the transpose (`mT`) of contiguous. log_decay (Hkv,) is fp64.
 
-    What the call needs besides tensors is decided once, and kept with the tables for calls with the
-    same arguments and signatures of tensors; or, if `known_by` is given, for calls with the same.
+    The prepared call is kept with the tables, for calls with the same arguments and signatures of
+    tensors or, if `known_by` is given, for calls with the same `known_by`.
     """
     tensors = x, y, z, out, between, initial, log_decay
     key = "recurrence", call_key(known_by, tables, config, scale, reverse, *tensors)
@@ -138,7 +138,7 @@ def recurrence(
     if call is None:
         call = tables.prepared[key] = _prepare(*tensors, tables, config, scale, reverse)
     operands = ready((x, y, z), call.copies)
-    initial = between if initial is None else initial  # a valid address, of no use
+    initial = between if initial is None else initial  # a valid address that is not used
     for launch in call.launches:
         run(launch, *operands, out, between, initial, log_decay)
 
@@ -156,7 +156,7 @@ def _prepare(
     scale: float,
     reverse: bool,
 ) -> Call:
-    """Check a call of `recurrence`, whose arguments these are; return it without its tensors."""
+    """Check the arguments of `recurrence`; return the call without its tensors."""
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T Y D", DTYPES)

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain PyTorch: the recurrence token by token.
+"""The recurrence token by token in plain PyTorch, to test the kernels.
 
 It is differentiable by autograd.
 """
@@ -20,10 +20,11 @@ def attention(
     log_decay: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return out (B, T, H, Dv), and for each span its state (B, Hkv, D, Dv) after its last row.
+    """Return out (B, T, H, Dv), and each span's state (B, Hkv, D, Dv) after its last row.
 
     q is (B, T, H, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv). Span i has rows edges[i] … edges[i + 1],
-    and the spans cover all rows. It begins with the state initial[i], or zero. log_decay is (Hkv,).
+    and the spans cover all rows. Span i begins with the state initial[i], or zero. log_decay is
+    (Hkv,).
     """
     group = q.shape[2] // k.shape[2]
     if log_decay is None:

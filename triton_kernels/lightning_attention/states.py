@@ -1,13 +1,13 @@
-"""The states of segments, of spans, and what a state that enters a span adds to its rows.
+"""The states of segments and spans, and the contribution of an entering state to a span's rows.
 
 Qin et al., "Lightning Attention-2" (2024), section 3.2, carries one state KV through a sequence,
-block by block. Here the state before a segment is a scan over the states of the segments before it:
-they are summed side by side, each from zero, and then joined span by span.
+block by block. Here the state before a segment is a scan over the states of earlier segments: these
+are computed in parallel, each from zero, and then joined span by span.
 
 Sizes: B batch, T rows, H heads, Hkv heads of states, D and DV (Dv) the two head dims of a state.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
-d head dim. Operands: x, y; o is out. s_d and s_v are those of the states along D and DV.
+d head dim. Operands: x, y; o is out. s_d and s_v are the states' strides along D and DV.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def lightning_states(
 ):  # fmt: skip
     """Write a block (BLOCK_D, BLOCK_DV) of one segment's state from zero.
 
-    It is of one head of states (slots, B, Hkv, D, DV). It sums MEMBERS heads of x and y. Every row
-    has its own weight, so that the sum itself is never multiplied. Shapes are those of `states`.
+    The states are (slots, B, Hkv, D, DV); a program computes one head, and sums MEMBERS heads of x
+    and y. Every row has its own weight, so the sum itself is never multiplied. For shapes see
+    `states`.
     """
     segment, batch, head, block = program(segments, blocks, heads, batches)
     first, across = tl.load(segment + ROW_START), (DV + BLOCK_DV - 1) // BLOCK_DV
@@ -87,9 +88,9 @@ def lightning_scan(
 ):  # fmt: skip
     """Replace segments' states from zero by the states before them.
 
-    A program does so for BLOCK elements of one span, batch and head. states is (slots, pairs,
-    size), with `pairs` of batch and head, and `size` the elements of a state. The span's own state
-    goes to final (leaving, pairs, size), if it leaves. `lengths` (slots,) are the segments' rows.
+    A program replaces BLOCK elements of one span, batch and head. states is (slots, pairs, size),
+    with `pairs` of batch and head, and `size` the elements of a state. If the span's own state
+    leaves, it goes to final (leaving, pairs, size). `lengths` (slots,) are the rows of segments.
     """
     pid = tl.program_id(0)
     chain = chains + pid // (blocks * pairs) * CHAIN_WIDTH
@@ -106,8 +107,7 @@ def lightning_scan(
         else:
             slot = first + step
         at = states + (slot * pairs + pair) * size + element
-        # Not initialised if it is the span's last and the span's state does not leave: not used
-        # then.
+        # Uninitialised, and not used, if it is the span's last and the span's state does not leave.
         segment_state = tl.load(at, mask=in_state, other=0.0)
         tl.store(at, state, mask=in_state)
         nearest, rest = power(rate, tl.load(lengths + slot))
@@ -127,8 +127,8 @@ def lightning_carry(
 ):  # fmt: skip
     """Write out = before + scale · λ^n x·M for BLOCK_DV dims of one segment and head.
 
-    M is the state that enters its span. n counts rows as in `carry`, whose shapes these are.
-    Without ADD there is nothing before.
+    M is the state that enters the segment's span. n counts rows as in `carry`, which also has the
+    shapes. Without ADD, `before` is 0.
     """
     segment, batch, head, block = program(segments, blocks, heads, batches)
     first, stop = tl.load(segment + ROW_START), tl.load(segment + ROW_STOP)
@@ -168,12 +168,12 @@ def states(
     reverse: bool,
     known_by: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the state before each segment, and that of each span whose state leaves.
+    """Return the state before each segment, and the state of each span whose state leaves.
 
-    All are from zero. They are (slots, B, Hkv, D, Dv) and (leaving, B, Hkv, D, Dv), fp32. The state
-    of some rows is Σ_j λ^n xᵀ_j y_j, with n rows after j; `reverse`, it is scale · Σ_i λ^n x_iᵀ y_i
-    with i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is a multiple of the Hkv
-    heads of log_decay (Hkv,) fp64. `known_by` is that of `recurrence`.
+    States start from zero. They are (slots, B, Hkv, D, Dv) and (leaving, B, Hkv, D, Dv), fp32. The
+    state of some rows is Σ_j λ^n xᵀ_j y_j, with n rows after j. With `reverse`, it is scale · Σ_i
+    λ^n x_iᵀ y_i, with n counting i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is
+    a multiple of the Hkv heads of log_decay (Hkv,) fp64. For `known_by` see `recurrence`.
     """
     key = "states", call_key(known_by, tables, config, scale, reverse, x, y, log_decay)
     call: Call | None = tables.prepared.get(key)
@@ -201,7 +201,7 @@ def _prepare_states(
     scale: float,
     reverse: bool,
 ) -> Call:
-    """Check a call of `states`, whose arguments these are, and return it without its tensors."""
+    """Check the arguments of `states`; return the call without its tensors."""
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T H V", DTYPES)
@@ -243,9 +243,9 @@ def carry(
     """Write before + scale · λ^n x_i · initial to out (B, T, H, Dv).
 
     n counts i and the span's rows before it. `reverse`: n counts the rows after i. x is (B, T, H,
-    D); `initial` (n, B, Hkv, D, Dv) is contiguous or the transpose of what is. If `before`, laid
-    out like `out`, is `out` itself, then only spans that a state enters are touched. `known_by` is
-    that of `recurrence`.
+    D); `initial` (n, B, Hkv, D, Dv) is contiguous or the transpose of contiguous. `before` has the
+    strides of `out`. If it is `out` itself, only spans that a state enters change. For `known_by`
+    see `recurrence`.
     """
     tensors = x, before, out, initial, log_decay
     key = "carry", before is out, call_key(known_by, tables, config, scale, reverse, *tensors)
@@ -268,7 +268,7 @@ def _prepare_carry(
     scale: float,
     reverse: bool,
 ) -> Call:
-    """Check a call of `carry`, whose arguments these are, and return it without its tensors."""
+    """Check the arguments of `carry`; return the call without its tensors."""
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("out", out, "B T H V")

@@ -1,9 +1,8 @@
-"""Cutting spans into segments, the stretches of rows that one program walks.
+"""Cut spans into segments, the stretches of rows that one program walks, and list them in tables.
 
-The kernels find them in tables. A span is a stretch of rows of one document. A recurrence goes
-through a span's segments in one direction, forward or from the end; a state enters the span from
-where the walk begins, and the span's own state leaves it where the walk ends. States between
-segments have a slot each, numbered along the rows.
+A span is a stretch of rows of one document. A recurrence walks a span's segments in one direction,
+forward or from the end. A state may enter the span at the beginning of the walk, and the span's own
+state may leave at its end. Each state between segments has a slot, numbered along the rows.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from ..checks import check_indices, check_int, check_type
 Ints = NDArray[np.int64]
 
 # Kernels can read these as they are `tl.constexpr`; the host can index with them as they are
-# integers. Columns of `segments`: a segment's rows; its span's rows; which of the states that enter
-# spans enters its span, or −1; and the slot of the state before it, or −1.
+# integers. Columns of `segments`: a segment's rows; its span's rows; the index of the state that
+# enters its span, or −1; and the slot of the state before it, or −1.
 ROW_START, ROW_STOP, SPAN_START, SPAN_STOP, INCOMING, SLOT = map(tl.constexpr, range(6))
 SEGMENT_WIDTH = tl.constexpr(6)
-# Columns of `chains`: a span's slots, and which of the states that leave spans is its own, or −1.
+# Columns of `chains`: a span's slots, and the index of its own leaving state, or −1.
 SLOT_START, SLOT_STOP, OUTGOING = map(tl.constexpr, range(3))
 CHAIN_WIDTH = tl.constexpr(3)
 
-ALIGNMENT = 64  # segments have a multiple of so many rows; the last one of a span has what remains
-SHORTEST = 8 * ALIGNMENT  # rows for which a state of its own is worth while
+ALIGNMENT = 64  # a segment has a multiple of this number of rows, except for the last of a span
+SHORTEST = 8 * ALIGNMENT  # rows that justify a separate state
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,18 @@ class SegmentTables:
     Tables of segments are (n, 6), with the columns named above and the longest segment first.
     """
 
-    leaving: int  # how many states leave their spans
+    leaving: int  # the number of states that leave their spans
     segments: Tensor  # all
-    summed: Tensor  # those whose state another segment needs, or what comes after the span
-    carried: Tensor  # those of spans that a state enters
+    summed: Tensor  # segments whose state is needed after them
+    carried: Tensor  # segments of spans that a state enters
     chains: Tensor  # (n, 3): the spans that have slots, with the columns named above
     lengths: Tensor  # (slots,) the rows of each slot's segment
-    # of calls, by all that they depend on but values (`launching.py`); freed with the tables
+    # prepared calls (`launching.py`); freed with the tables
     prepared: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def segment_length(tokens: int, count: int) -> int:
-    """Return the length in rows of segments of which about `count` cover so many tokens."""
+    """Return the rows per segment, so that about `count` segments cover the tokens."""
     check_int("tokens", tokens, 0)
     check_int("count", count, 0)
     return max(SHORTEST, -(-tokens // (max(1, count) * ALIGNMENT)) * ALIGNMENT)
@@ -64,8 +63,8 @@ def segment_tables(
 ) -> SegmentTables:
     """Return the tables of n spans edges[i] … edges[i + 1] in segments of `length` rows.
 
-    `incoming` (n,) says which of the states that enter is a span's, and `outgoing` (n,) where its
-    own goes; −1 is none. `reverse` is the walk from the end.
+    `incoming` (n,) is the index of the state that enters each span, and `outgoing` (n,) the index
+    of its own leaving state; −1 is none. `reverse` walks from the end.
     """
     check_indices("edges", edges)
     for name, array in (("incoming", incoming), ("outgoing", outgoing)):

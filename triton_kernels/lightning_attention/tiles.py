@@ -1,12 +1,11 @@
-"""What the kernels share.
+"""Functions of all kernels: a program's rows, head and block, chunks, blocks of states, decays.
 
-That is which rows, head and block a program computes, chunks of rows, blocks of states, and decays.
-A head's decay is λ = exp(rate) with rate <= 0, in fp64. Powers over many rows come from fp64. Those
-within a chunk, or used for one row alone, are exp2 of an fp32 product, whose relative error of
-2^-24 in the exponent e moves 2^-e by less than 2^-24.
+A head's decay is λ = exp(rate) with rate <= 0, in fp64. Powers over many rows are computed in fp64.
+Powers within a chunk, or for one row only, are exp2 of an fp32 product, whose relative error of
+2^-24 in the exponent e changes 2^-e by less than 2^-24.
 
-Sizes: CHUNK_ROWS rows of an operand are loaded at a time, D and DV are the head dims of a state,
-and BLOCK_D and BLOCK_DV those of the block that a program computes. `stride_t` and `stride_d` are
+Sizes: kernels load CHUNK_ROWS rows of an operand at a time. D and DV are the head dims of a state,
+and BLOCK_D and BLOCK_DV the dims of a program's block. `stride_t` and `stride_d` are
 an operand's strides along rows and head dim, and s_d and s_v a state's along D and DV, in elements.
 """
 
@@ -41,11 +40,11 @@ def rate_of(log_decay, head):
 
 @triton.jit
 def power(rate, exponent):
-    """Return λ^exponent as nearest + rest: 0 or 1, and what it differs by in fp32.
+    """Return λ^exponent as nearest + rest: 0 or 1, and the difference in fp32.
 
-    The error of the rest is relative to what a state forgets, not to what it keeps. A state that is
-    multiplied by the two, however often, is so by λ^exponent to within one rounding; a factor that
-    is rounded to fp32 in one piece would be off each time, always the same way.
+    The error of the rest is relative to the part that a state forgets, not to the part it keeps. A
+    state that is multiplied by the two parts, however often, is multiplied by λ^exponent to within
+    one rounding. A single fp32 factor would have the same rounding error each time.
     """
     exact = tl.exp(rate * exponent.to(tl.float64))
     nearest = tl.where(exact > 0.5, 1.0, 0.0)
@@ -69,9 +68,9 @@ def load_chunk(
     x, at, rows, d, stride_t, stride_d,
     CHUNK_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return (CHUNK_ROWS, BLOCK_D): rows `at` and on of x, and its dims d (BLOCK_D,).
+    """Return (CHUNK_ROWS, BLOCK_D): rows of x from `at` on, and its dims d (BLOCK_D,).
 
-    Zeros stand for rows before 0 and from `rows` on, and for dims from D on.
+    Rows before 0 and from `rows` on, and dims from D on, are 0.
     """
     row = at + tl.arange(0, CHUNK_ROWS)
     mask = within((row >= 0) & (row < rows), d, D, BLOCK_D)
@@ -85,10 +84,7 @@ def store_chunk(
     x, values, at, rows, d, stride_t,
     CHUNK_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store values (CHUNK_ROWS, BLOCK_D) where `load_chunk` would load them.
-
-    They are rounded to x's type.
-    """
+    """Store values (CHUNK_ROWS, BLOCK_D), rounded to x's type, where `load_chunk` loads them."""
     row = at + tl.arange(0, CHUNK_ROWS)
     mask = within((row >= 0) & (row < rows), d, D, BLOCK_D)
     x += tl.full([], at, tl.int64) * stride_t
@@ -100,8 +96,7 @@ def store_chunk(
 def load_state(states, slot, pair, pairs, d, dv, s_d, s_v, D: tl.constexpr, DV: tl.constexpr):
     """Return (BLOCK_D, BLOCK_DV): dims d and dv of the state in a slot.
 
-    It is that of one of its `pairs` of batch and KV head. states is (slots, pairs, D, DV); a slot
-    of −1 gives zeros.
+    states is (slots, pairs, D, DV), with `pairs` of batch and KV head. A slot of −1 gives zeros.
     """
     mask = (d < D)[:, None] & (dv < DV)[None, :] & (slot >= 0)
     at = states + (slot * pairs + pair) * D * DV
