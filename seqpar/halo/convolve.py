@@ -2,8 +2,8 @@
 
 Rows are (T, B, C), as in `taps.py`. A rank waits for rows of other ranks at the end. It first
 convolves all of its rows as if they were one document. Then it computes the first rows of each span
-again, whose windows it gathers. In blocks of rows that fit into a CPU's cache, this takes a fifth of
-the time of ATen's convolution.
+again, whose windows it gathers. In blocks of rows that fit into a CPU's cache, this takes a fifth
+of the time of ATen's convolution.
 
 Backward fetches the gradients of the sums after a span instead of returning parts of rows'
 gradients. They are therefore added in the same order under every layout.

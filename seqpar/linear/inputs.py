@@ -173,5 +173,5 @@ def check_constant_decay(log_decay: Tensor | None, kv_heads: int, device: torch.
     check_tensor("log_decay", log_decay, device, or_cpu=True)
     shape, dtype = tuple(log_decay.shape), log_decay.dtype
     if shape != (kv_heads,) or dtype not in (torch.float32, torch.float64):
-        expected = f"({kv_heads},), one a KV head, in fp32 or fp64"
+        expected = f"({kv_heads},), one per KV head, in fp32 or fp64"
         raise ValueError(f"log_decay must be {expected}, got {shape} of {dtype}")

@@ -49,7 +49,7 @@ REFUSALS = [
     ({"state": torch.zeros(3, 2, 8, 6, device="meta")}, "state must be on q's device, cpu"),
     ({"state": None}, "state must be a tensor, got NoneType"),
     ({"log_decay": -0.1}, "log_decay must be a tensor, got float"),
-    ({"log_decay": torch.zeros(4)}, r"log_decay must be \(2,\), one a KV head, .* got \(4,\)"),
+    ({"log_decay": torch.zeros(4)}, r"log_decay must be \(2,\), one per KV head, .* got \(4,\)"),
     ({"log_decay": torch.zeros(2).half()}, r"log_decay must be .* got \(2,\) of torch.float16"),
     ({"log_decay": torch.zeros(2, device="meta")}, "log_decay must be on q's device, cpu"),
 ]

@@ -29,7 +29,7 @@ REFUSALS = [
     ({"causal": False, "log_decay": torch.zeros(1)}, "log_decay must be None with causal=False"),
     (
         {"log_decay": torch.zeros(2)},
-        "log_decay must be \\(1,\\), one a KV head, in fp32 or fp64, got \\(2,\\)",
+        "log_decay must be \\(1,\\), one per KV head, in fp32 or fp64, got \\(2,\\)",
     ),
     ({"log_decay": torch.zeros(1).half()}, "log_decay must be .* got \\(1,\\) of torch.float16"),
     ({"log_decay": torch.tensor([0.5])}, "log_decay must be finite and at most 0, got \\[0.5\\]"),
