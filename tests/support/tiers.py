@@ -17,13 +17,7 @@ SECONDS = float(os.environ.get("SEQPAR_TEST_SECONDS", "5"))
 MARKERS = ("exhaustive", "alone")  # of tests that may take longer
 # Files that take longest, which begin first, so that both workers end at about the same time.
 LONGEST = [
-    *(
-        "test_disagreements.py",
-        "test_demo.py",
-        "test_gpu_steps.py",
-        "test_attend.py",
-        "test_families.py",
-    ),
+    *("test_disagreements.py", "test_demo.py", "test_gpu_steps.py", "test_families.py"),
     *("test_flash_attention.py", "test_lightning_attention.py", "test_launching.py"),
     *("test_triton_backend.py", "test_compile.py", "test_nccl_rules.py"),
     *("test_aot.py", "test_recording.py", "test_liveness.py", "test_servers.py"),
