@@ -29,6 +29,13 @@ def count_up(counts: Ints) -> Ints:
     return ranges(np.zeros_like(counts), counts)
 
 
+def enumerated(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Return the integers first … last of each pair, and before them the index of their pair."""
+    counts = last - first + 1
+    index = np.repeat(np.arange(counts.size), counts)
+    return index, first[index] + count_up(counts)
+
+
 def sort_keys(documents: Ints, positions: Ints) -> Ints:
     """Return integers that sort by document, then position: document << 32 | position."""
     return documents << POSITION_BITS | positions

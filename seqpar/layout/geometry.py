@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys
-from seqpar.layout.cuts.cuts import Columns, Cut, Merged, joined
+from seqpar.layout.cuts.cuts import Columns, Cut, HolderLookup, Merged, joined
 
 _MAX_KEPT_BYTES = 2**26  # of holdings, in addition to the last one used
 
@@ -155,6 +155,11 @@ class Geometry:
     def ranks(self) -> int:
         """How many ranks the tokens are spread over."""
         return len(self.holdings)
+
+    @cached_property
+    def holders(self) -> HolderLookup:
+        """A function that finds the ranks that hold given parts of documents."""
+        return self.cut.holders(self.cu_seqlens)
 
     def derived_with(self, other: Geometry) -> Memo:
         """Return the memo of what is derived from this geometry and `other`; freed with either."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up
-from seqpar.layout.cuts.cuts import Columns, Counts, Cut, joined
+from seqpar.layout.cuts.cuts import Columns, Counts, Cut, HeldSpans, HolderLookup, joined
 
 
 def cut_into_chunks(cu_seqlens: Ints, size: int) -> Ints:
@@ -61,6 +61,28 @@ class Chunked:
             np.maximum(starts[span], begin) - begin,
             np.minimum(stops[span], begin + self.size) - begin,
         )
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return lengths
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        whole, counts = self.whole.holders(self.documents), _chunks(self.documents, self.size)
+        first_chunks = np.cumsum(counts) - counts
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            of_whole = np.searchsorted(first_chunks, documents, side="right") - 1
+            begins = (documents - first_chunks[of_whole]) * self.size
+            spans = whole(of_whole, begins + starts, begins + stops)
+            begins = begins[spans.index]
+            return spans._replace(
+                starts=np.maximum(spans.starts - begins, starts[spans.index]),
+                stops=np.minimum(spans.stops - begins, stops[spans.index]),
+            ).nonempty()
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> None:
+        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Return what each rank holds, in numbers; this makes the spans of one after another."""

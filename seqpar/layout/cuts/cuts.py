@@ -6,6 +6,7 @@ A cut knows the number of ranks and a few options. What it says of a packed batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.core.arguments import Ints
-from seqpar.core.ranges import count_up
+from seqpar.core.ranges import count_up, enumerated, sort_keys
 
 Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
 _BLOCK_ELEMENTS = 2**16  # of the table of comparisons that exists at a time
@@ -26,6 +27,28 @@ class Counts(NamedTuple):
     spans: Ints
     runs: Ints
     continued: Ints
+
+
+class HeldSpans(NamedTuple):
+    """Spans of several documents and the ranks that hold them, as (spans,) arrays, in any order.
+
+    `index` is the number of the span's document in the list of documents that was asked for.
+    Adjacent spans of a rank need not be joined.
+    """
+
+    index: Ints
+    owners: Ints
+    starts: Ints
+    stops: Ints
+
+    def nonempty(self) -> HeldSpans:
+        kept = np.flatnonzero(self.stops > self.starts)
+        return HeldSpans(*(column[kept] for column in self))
+
+
+# (documents, starts, stops), each (n,) -> the spans of all ranks that overlap these positions, and
+# possibly other spans of the same documents. No range of positions is empty.
+HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
 
 
 class Cut(Protocol):
@@ -49,6 +72,18 @@ class Cut(Protocol):
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
         """Return the spans that a rank holds, none empty, by document, then position."""
 
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        """Return how many spans all ranks together hold at most of documents of these lengths."""
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        """Return a function that finds the ranks that hold given parts of documents."""
+
+    def mirrored_edges(self, lengths: Ints) -> Ints | None:
+        """Return the edges of chunks, (documents, 2P + 1), if P ranks hold chunks c and 2P − 1 − c.
+
+        Chunks may be empty. Returns None if the cut is another one.
+        """
+
 
 @dataclass(frozen=True)
 class Contiguous:
@@ -68,11 +103,36 @@ class Contiguous:
             documents, np.maximum(start, first) - start, np.minimum(stop, behind) - start
         )
 
-    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
-        """Return all spans, and the index of each rank's first one, and at the end how many."""
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return np.minimum(lengths, self.ranks)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        cuts = self._cuts(cu_seqlens)
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            begins = cu_seqlens[documents]
+            first, last = (
+                np.searchsorted(cuts, begins + positions, side="right") - 1
+                for positions in (starts, stops - 1)
+            )
+            index, owners = enumerated(first, last)
+            start = np.maximum(cuts[owners] - begins[index], starts[index])
+            stop = np.minimum(cuts[owners + 1] - begins[index], stops[index])
+            return HeldSpans(index, owners, start, stop).nonempty()
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> None:
+        return None
+
+    def _cuts(self, cu_seqlens: Ints) -> Ints:
         whole, rest = divmod(int(cu_seqlens[-1]), self.ranks)
         c = np.arange(self.ranks + 1)
-        cuts = whole * c + rest * c // self.ranks
+        return whole * c + rest * c // self.ranks
+
+    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
+        """Return all spans, and the index of each rank's first one, and at the end how many."""
+        cuts = self._cuts(cu_seqlens)
         edges = np.unique(np.r_[cu_seqlens, cuts])
         documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1
         first = cu_seqlens[documents]
@@ -97,6 +157,30 @@ class Zigzag:
         numbers = rank, rank + 1, chunks - 1 - rank, chunks - rank
         edges = np.stack([lengths * c // chunks for c in numbers], 1).reshape(-1, 2)
         return _nonempty(np.repeat(np.arange(lengths.size), 2), edges[:, 0], edges[:, 1])
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return np.minimum(lengths, 2 * self.ranks)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            whole = lengths[documents]
+            first, last = (_chunk(whole, x, chunks) for x in (starts, stops - 1))
+            index, numbers = enumerated(first, last)
+            start, stop = (whole[index] * c // chunks for c in (numbers, numbers + 1))
+            owners = np.minimum(numbers, chunks - 1 - numbers)
+            return HeldSpans(index, owners, start, stop).nonempty()
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> Ints:
+        chunks = 2 * self.ranks
+        # 32-bit arithmetic takes half of the time.
+        longest = int(lengths.max(initial=0))
+        small = longest < 2**28 and longest * chunks < 2**31
+        lengths = lengths.astype(np.int32 if small else np.int64)
+        return lengths[:, None] * np.arange(chunks + 1, dtype=lengths.dtype) // chunks
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Return what each rank holds, in numbers.
@@ -140,9 +224,8 @@ class Zigzag:
 
     def _owner(self, lengths: Ints, positions: Ints) -> Ints:
         """Return the rank that holds a position of each document."""
-        chunks = 2 * self.ranks
-        chunk = -(-(positions + 1) * chunks // lengths) - 1
-        return np.minimum(chunk, chunks - 1 - chunk)
+        chunk = _chunk(lengths, positions, 2 * self.ranks)
+        return np.minimum(chunk, 2 * self.ranks - 1 - chunk)
 
 
 @dataclass(frozen=True)
@@ -162,6 +245,23 @@ class Striped:
         documents = np.repeat(np.arange(lengths.size), held)
         starts = (rank + self.ranks * count_up(held)) * self.stripe
         return documents, starts, np.minimum(starts + self.stripe, lengths[documents])
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return -(-lengths // self.stripe)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        lengths = np.diff(cu_seqlens)
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            index, stripes = enumerated(starts // self.stripe, (stops - 1) // self.stripe)
+            start = stripes * self.stripe
+            stop = np.minimum(start + self.stripe, lengths[documents[index]])
+            return HeldSpans(index, stripes % self.ranks, start, stop)
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> None:
+        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Return what each rank holds, in numbers."""
@@ -215,6 +315,30 @@ class Spans:
         held = slice(self.edges[rank], self.edges[rank + 1])
         return self.documents[held], self.starts[held], self.stops[held]
 
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return np.minimum(lengths, self.starts.size)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        keys = sort_keys(self.documents, self.starts)
+        order = np.argsort(keys)
+        keys = keys[order]
+        owners = np.repeat(np.arange(self.ranks), np.diff(self.edges))[order]
+        spans_starts, spans_stops = self.starts[order], self.stops[order]
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            # Spans cover every document, so the last one that begins at or before a position has it.
+            first, last = (
+                np.searchsorted(keys, sort_keys(documents, positions), side="right") - 1
+                for positions in (starts, stops - 1)
+            )
+            index, spans = enumerated(first, last)
+            return HeldSpans(index, owners[spans], spans_starts[spans], spans_stops[spans])
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> None:
+        return None
+
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Return what each rank holds, in numbers."""
         return _count(self.edges, (self.documents, self.starts, self.stops))
@@ -246,6 +370,25 @@ class Merged:
         order = np.lexsort((starts, documents))
         return documents[order], starts[order], stops[order]
 
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return self.members.most_spans_of(lengths)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        members = self.members.holders(cu_seqlens)
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            spans = members(documents, starts, stops)
+            return spans._replace(owners=spans.owners // self.size)
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> Ints | None:
+        edges, ranks = self.members.mirrored_edges(lengths), self.members.ranks
+        if edges is None:
+            return None
+        low = np.minimum(np.arange(self.ranks + 1) * self.size, ranks)
+        return edges[:, np.r_[low[:-1], 2 * ranks - low[::-1]]]
+
 
 def joined(columns: Columns, apart: NDArray[np.bool_]) -> tuple[Columns, Ints]:
     """Return spans with those that touch joined into one, and the index of the first of each.
@@ -258,6 +401,11 @@ def joined(columns: Columns, apart: NDArray[np.bool_]) -> tuple[Columns, Ints]:
     first = np.flatnonzero(apart)
     last = np.r_[first[1:], documents.size][: first.size] - 1
     return (documents[first], starts[first], stops[last]), first
+
+
+def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
+    """Return the chunk that holds a position if chunk c begins at ⌊c·length/chunks⌋."""
+    return -(-(positions + 1) * chunks // lengths) - 1
 
 
 def _nonempty(documents: Ints, starts: Ints, stops: Ints) -> Columns:

@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, parse_cu_seqlens
-from seqpar.core.ranges import split_at
-from seqpar.layout.cuts.cuts import Columns, Counts
+from seqpar.core.ranges import count_up, enumerated, split_at
+from seqpar.layout.cuts.cuts import Columns, Counts, HeldSpans, HolderLookup
 from seqpar.layout.cuts.round_robin import Deal, RowPlaces
 
 
@@ -32,7 +32,15 @@ class _Shares(NamedTuple):
         """Return how many of so many tokens of each document are in the low chunk."""
         return (tokens + self.up) // 2
 
-    def equal_ranks(self, behind: int) -> tuple[Ints, Ints]:
+    def take(self, chosen: Ints) -> _Shares:
+        return _Shares(
+            self.lengths[chosen],
+            self.first.take(chosen),
+            self.last.take(chosen),
+            self.up[chosen],
+        )
+
+    def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
         """Return the borders between the ranks below `behind` that get unequal shares.
 
         They are (6, documents) and ascend from 0 to `behind`. Return (5, documents) too: n_c of the
@@ -45,6 +53,21 @@ class _Shares(NamedTuple):
         rows = np.zeros_like(low), low, low + 1, high, high + 1, np.full_like(low, behind)
         borders = np.minimum(np.stack(rows), behind)
         return borders, self.tokens(borders[:-1])
+
+
+    def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
+        """Return where the low and the high chunk of each document start and stop, in turn.
+
+        The chunks are those of one rank, or of one rank for each document.
+        """
+        borders, tokens = self.equal_ranks(rank)
+        low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
+        below = self.last.dealt_below(rank) - self.first.dealt_below(rank)
+        high_stop = self.lengths - (below - low_start)
+        tokens = self.tokens(rank)
+        low = self.low(tokens)
+        starts = np.stack([low_start, high_stop - (tokens - low)], 1).ravel()
+        return starts, np.stack([low_start + low, high_stop], 1).ravel()
 
 
 @dataclass(frozen=True)
@@ -71,22 +94,34 @@ class EvenZigzag:
         """Return the spans that a rank holds."""
         every = self._shares(cu_seqlens)
         documents = np.flatnonzero(every.tokens(rank))
-        shares = _Shares(
-            every.lengths[documents],
-            RowPlaces(*(values[documents] for values in every.first)),
-            RowPlaces(*(values[documents] for values in every.last)),
-            every.up[documents],
-        )
-        borders, tokens = shares.equal_ranks(rank)
-        low_start = (shares.low(tokens) * np.diff(borders, axis=0)).sum(0)
-        below = shares.last.dealt_below(rank) - shares.first.dealt_below(rank)
-        high_stop = shares.lengths - (below - low_start)
-        tokens = shares.tokens(rank)
-        low = shares.low(tokens)
-        starts = np.stack([low_start, high_stop - (tokens - low)], 1).ravel()
-        stops = np.stack([low_start + low, high_stop], 1).ravel()
+        starts, stops = every.take(documents).chunks(rank)
         kept = stops > starts
         return np.repeat(documents, 2)[kept], starts[kept], stops[kept]
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return np.minimum(lengths, 2 * self.ranks)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        every = self._shares(cu_seqlens)
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            first, last = every.first.take(documents), every.last.take(documents)
+            # A document goes to consecutive ranks, from the one whose turn it is, once around or
+            # more often.
+            turns = np.full_like(documents, self.ranks)
+            in_next = last.dealt == first.dealt + first.part
+            turns[in_next] -= np.maximum(first.turn - last.turn - 1, 0)[in_next]
+            in_same = last.dealt == first.dealt
+            turns[in_same] = (last.turn - first.turn + 1)[in_same]
+            index = np.repeat(np.arange(turns.size), turns)
+            owners = (first.turn[index] + count_up(turns)) % self.ranks
+            begins, ends = every.take(documents[index]).chunks(owners)
+            return HeldSpans(np.repeat(index, 2), np.repeat(owners, 2), begins, ends).nonempty()
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> None:
+        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Return what each rank holds, in numbers."""
@@ -144,6 +179,25 @@ class EvenStripes:
         """Return the spans that a rank holds."""
         starts, stops = np.minimum(self._deal(cu_seqlens).parts(rank), cu_seqlens[-1])
         return split_at(cu_seqlens, starts, stops)
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return np.minimum(lengths, lengths // self.stripe + self.ranks + 2)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        deal = self._deal(cu_seqlens)
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            begins = cu_seqlens[documents]
+            first, last = (deal.number_at(begins + x) for x in (starts, stops - 1))
+            index, numbers = enumerated(first, last)
+            start, stop = (deal.edge(n) - begins[index] for n in (numbers, numbers + 1))
+            start, stop = np.maximum(start, starts[index]), np.minimum(stop, stops[index])
+            return HeldSpans(index, numbers % self.ranks, start, stop)
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> None:
+        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Return what each rank holds, in numbers."""

@@ -37,6 +37,9 @@ class RowPlaces(NamedTuple):
         """Count the tokens before the place that the ranks 0 … `rank` − 1 get together."""
         return self.dealt * rank + np.minimum(self.offset, rank * self.part)
 
+    def take(self, chosen: Ints) -> RowPlaces:
+        return RowPlaces(*(values[chosen] for values in self))
+
     @property
     def turn(self) -> Ints:
         """The rank whose turn it is: lower ones have their part of the round, higher ones none."""
@@ -55,6 +58,7 @@ class Deal:
         # is behind the last ones, where the rest is 0, and any part will do.
         self._begin = np.array([0, singles, singles + rounds * part])
         self._part = np.array([1, part, max(rest, 1)])
+        self._first_number = np.array([0, singles, singles + rounds]) * ranks  # of a kind's parts
 
     def place(self, row: Ints) -> RowPlaces:
         """Return where places 0 … T in the row lie."""
@@ -62,6 +66,18 @@ class Deal:
         begin, part = self._begin[kind], self._part[kind]
         rounds, offset = np.divmod(row - begin * self.ranks, part * self.ranks)
         return RowPlaces(begin + rounds * part, offset, part)
+
+    def number_at(self, row: Ints) -> Ints:
+        """Return the number of the part in which each place lies; rank n mod P gets part n."""
+        kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
+        begin = self._begin[kind] * self.ranks
+        return self._first_number[kind] + (row - begin) // self._part[kind]
+
+    def edge(self, number: Ints) -> Ints:
+        """Return the place at which each part begins."""
+        kind = np.searchsorted(self._first_number[1:], number, side="right")
+        begin = self._begin[kind] * self.ranks
+        return begin + (number - self._first_number[kind]) * self._part[kind]
 
     def parts(self, ranks: int | Ints) -> tuple[Ints, Ints]:
         """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in ascending order.

@@ -1,0 +1,285 @@
+"""Count the rows that ranks have for each other under a mask, for all ranks of a group together.
+
+The *reach* of rows is the set of positions on the other side that their rows attend to or are
+attended to from: of queries the keys, of keys the queries. Only documents of the asking rank are
+looked at, and in them only ranks within its reach. Documents are taken in blocks, so no array has
+the size of documents × ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import overlapping, sort_keys, union
+from seqpar.layout.cuts.cuts import HeldSpans
+from seqpar.layout.geometry import Geometry, Holding
+from seqpar.layout.masks.mask import Mask
+
+_BLOCK_SPANS = 2**17  # of all ranks that are looked at together
+_BLOCK_DOCUMENTS = 2**14
+_BLOCK_EDGES = 2**16  # of mirrored chunks; smaller blocks stay in a core's cache
+_MAX_MIRRORED_SPANS = 2  # of a document on the asking rank
+
+
+class Intervals(NamedTuple):
+    """Intervals of positions, as (n,) arrays; `index` says which span each belongs to."""
+
+    index: Ints
+    starts: Ints
+    stops: Ints
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How spans of one side of a mask map to positions of the other side.
+
+    Attributes:
+        lows, highs: (documents,) a row at position p reaches positions p + low … p + high.
+        lengths: (documents,) of the other side.
+        mask: the mask, for its prefix and its ranges.
+        to_keys: whether the rows are queries, and the other side is keys.
+    """
+
+    lows: Ints
+    highs: Ints
+    lengths: Ints
+    mask: Mask
+    to_keys: bool
+
+    @classmethod
+    def to_keys_of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Reach:
+        shift = keys.lengths - queries.lengths
+        return cls(shift - mask.left, shift + mask.right, keys.lengths, mask, True)
+
+    @classmethod
+    def to_queries_of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Reach:
+        shift = keys.lengths - queries.lengths
+        return cls(-shift - mask.right, mask.left - shift, queries.lengths, mask, False)
+
+    def of(self, documents: Ints, starts: Ints, stops: Ints) -> Intervals:
+        """Return the positions that spans, none empty, reach; intervals may overlap."""
+        if self.mask.ranges is not None:
+            return self._in_ranges(documents, starts, stops)
+        lengths = self.lengths[documents]
+        begins = np.maximum(starts + self.lows[documents], 0)
+        ends = np.minimum(stops + self.highs[documents], lengths)
+        index = np.arange(documents.size)
+        if self.mask.prefix is not None:
+            prefix = self._prefix[documents]
+            # All queries attend to keys of the prefix, and these are attended to by all queries.
+            more = index if self.to_keys else np.flatnonzero(starts < prefix)
+            reached = prefix if self.to_keys else lengths
+            index = np.concatenate([index, more])
+            begins = np.concatenate([begins, np.zeros_like(more)])
+            ends = np.concatenate([ends, reached[more]])
+        kept = np.flatnonzero(ends > begins)
+        return Intervals(index[kept], begins[kept], ends[kept])
+
+    @property
+    def _prefix(self) -> Ints:
+        return np.array(self.mask.prefix, dtype=np.int64)
+
+    def _in_ranges(self, documents: Ints, starts: Ints, stops: Ints) -> Intervals:
+        assert self.mask.ranges is not None
+        ranges = self.mask.ranges.columns
+        own, other = ranges[1:3], ranges[3:5]
+        lows, highs = ranges.lows, ranges.highs
+        if not self.to_keys:
+            own, other, lows, highs = other, own, -highs, -lows
+        index, of_range = overlapping((documents, starts, stops), (ranges.documents, *own))
+        first = np.maximum(starts[index], own[0][of_range])
+        last = np.minimum(stops[index], own[1][of_range])
+        begins = np.maximum(first + lows[of_range], other[0][of_range])
+        ends = np.minimum(last + highs[of_range], other[1][of_range])
+        kept = np.flatnonzero(ends > begins)
+        return Intervals(index[kept], begins[kept], ends[kept])
+
+    def union_of(self, rows: Holding) -> Holding:
+        """Return all positions that a rank's rows reach, as spans of documents."""
+        reached = self.of(*rows.columns)
+        return _union(rows.documents[reached.index], reached.starts, reached.stops)
+
+
+class Side(NamedTuple):
+    """One side of attention between ranks: the rows of other ranks, and the reach of both sides.
+
+    Attributes:
+        others: the geometry of the other ranks' rows.
+        own_reach: from the asking rank's rows to rows of other ranks.
+        their_reach: from rows of other ranks to the asking rank's rows.
+    """
+
+    others: Geometry
+    own_reach: Reach
+    their_reach: Reach
+
+    @classmethod
+    def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Side:
+        """Return the side of a rank that asks about its queries and other ranks' keys."""
+        reach = Reach.to_keys_of, Reach.to_queries_of
+        return cls(keys, *(make(queries, keys, mask) for make in reach))
+
+    @classmethod
+    def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Side:
+        """Return the side of a rank that asks about its keys and other ranks' queries."""
+        reach = Reach.to_queries_of, Reach.to_keys_of
+        return cls(queries, *(make(queries, keys, mask) for make in reach))
+
+    def own_rows(self, own: Holding, groups: Ints | None = None) -> Ints:
+        """Count the own rows that rows of each rank reach, (ranks,).
+
+        `groups` (ranks,) gives ranks a number of a group each. The result then counts the own rows
+        that some rank of each group reaches, (groups,).
+        """
+        if groups is None and self._is_mirrored(own):
+            return self._mirrored_own_rows(own)
+        size = self.others.ranks if groups is None else int(groups.max(initial=-1)) + 1
+        counts = np.zeros(size, np.int64)
+        for documents, spans in self._spans_within(self.own_reach.union_of(own)):
+            of_spans = documents[spans.index]
+            group = spans.owners if groups is None else groups[spans.owners]
+            index, starts, stops = self.their_reach.of(of_spans, spans.starts, spans.stops)
+            runs = (spans.index * size + group)[index]
+            order = np.argsort(sort_keys(runs, starts))
+            index, starts, stops, runs = (x[order] for x in (index, starts, stops, runs))
+            starts = _beyond_earlier(runs, starts, stops)
+            before = own.rows_before(of_spans[index], starts)
+            rows = np.maximum(own.rows_before(of_spans[index], stops) - before, 0)
+            counts += np.bincount(group[index], rows, size).astype(np.int64)
+        return counts
+
+    def their_rows(self, own: Holding) -> Ints:
+        """Count the rows of each rank that the own rows reach, (ranks,)."""
+        reached = self.own_reach.union_of(own)
+        if self.others.cut.mirrored_edges(reached.offsets[:0]) is not None:
+            if (np.diff(reached.documents) > 0).all():
+                return self._mirrored_their_rows(reached)
+        counts = np.zeros(self.others.ranks, np.int64)
+        for documents, (index, owners, starts, stops) in self._spans_within(reached):
+            before, behind = (reached.rows_before(documents[index], x) for x in (starts, stops))
+            counts += np.bincount(owners, behind - before, counts.size).astype(np.int64)
+        return counts
+
+    def own_ranges(self, own: Holding, peers: Sequence[Holding]) -> Ints:
+        """Return the own rows that rows of some peers reach, as ranges (m, 2), none touching."""
+        parts = []
+        for peer in peers:
+            reached = self.their_reach.of(*peer.columns)
+            documents = peer.documents[reached.index]
+            parts.append([own.rows_before(documents, x) for x in reached[1:]])
+        starts, stops = np.concatenate(parts, axis=1)
+        kept = np.flatnonzero(stops > starts)
+        order = kept[np.argsort(starts[kept])]
+        return union(starts[order], stops[order])
+
+    def _spans_within(self, reached: Holding) -> Iterator[tuple[Ints, HeldSpans]]:
+        """Yield blocks of documents, and the spans of all ranks near the positions reached."""
+        documents, first, behind = reached.runs
+        starts, stops = reached.starts[first], reached.stops[behind - 1]
+        lookup = self.others.holders
+        limits = self.others.cut.most_spans_of(self.others.lengths[documents])
+        for block in _blocks(limits):
+            yield documents[block], lookup(documents[block], starts[block], stops[block])
+
+    def _is_mirrored(self, own: Holding) -> bool:
+        """Return whether `_mirrored_own_rows` can count."""
+        mask = self.their_reach.mask
+        if mask.ranges is not None or mask.prefix is not None or mask.left < 2**40:
+            return False
+        if self.others.cut.mirrored_edges(own.offsets[:0]) is None:
+            return False
+        _, first, behind = own.runs
+        return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
+
+    def _mirrored_own_rows(self, own: Holding) -> Ints:
+        """Count own rows where other ranks have two mirrored chunks and reach all on one side.
+
+        Queries reach all keys before the last one, and keys all queries behind the first one.
+        """
+        ranks, to_keys = self.others.ranks, self.their_reach.to_keys
+        bounds = self.their_reach.highs if to_keys else self.their_reach.lows
+        documents, first, behind = own.runs
+        counts = np.zeros(ranks, np.int64)
+        for block, edges in self._mirrored(documents):
+            far = 2**30 if edges.dtype == np.int32 else 2**50
+            low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
+            high_starts = edges[:, ranks : 2 * ranks][:, ::-1]
+            high_stops = edges[:, ranks + 1 :][:, ::-1]
+            has_low, has_high = low_stops > low_starts, high_stops > high_starts
+            if to_keys:
+                ends = np.where(has_low, low_stops, edges.dtype.type(-far))
+                np.copyto(ends, high_stops, where=has_high)
+            else:
+                ends = np.where(has_high, high_starts, edges.dtype.type(far))
+                np.copyto(ends, low_starts, where=has_low)
+            for number in range(_MAX_MIRRORED_SPANS):
+                span = np.minimum(first[block] + number, behind[block] - 1)
+                length = own.stops[span] - own.starts[span]
+                length[first[block] + number >= behind[block]] = 0
+                begin = own.starts[span] - bounds[documents[block]]
+                begin = np.clip(begin, -far // 2, far // 2).astype(edges.dtype)[:, None]
+                length = length.astype(edges.dtype)[:, None]
+                before = np.minimum(np.maximum(ends - begin, 0), length)
+                counts += before.sum(0, np.int64) if to_keys else (length - before).sum(0, np.int64)
+        return counts
+
+    def _mirrored_their_rows(self, reached: Holding) -> Ints:
+        """Count rows of other ranks that have two mirrored chunks, in one interval per document."""
+        ranks = self.others.ranks
+        below = np.zeros(2 * ranks + 1, np.int64)
+        for block, edges in self._mirrored(reached.documents):
+            starts, stops = (
+                x[block].astype(edges.dtype)[:, None] for x in (reached.starts, reached.stops)
+            )
+            below += np.minimum(np.maximum(edges, starts), stops).sum(0, np.int64)
+        chunks = np.diff(below)
+        return chunks[:ranks] + chunks[ranks:][::-1]
+
+    def _mirrored(self, documents: Ints) -> Iterator[tuple[slice, Ints]]:
+        """Yield blocks of documents, and the edges of their mirrored chunks."""
+        size = max(1, _BLOCK_EDGES // (2 * self.others.ranks + 1))
+        lengths = self.others.lengths[documents]
+        for first in range(0, documents.size, size):
+            block = slice(first, first + size)
+            edges = self.others.cut.mirrored_edges(lengths[block])
+            assert edges is not None
+            yield block, edges
+
+
+def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
+    """Return intervals of documents in any order as disjoint spans."""
+    order = np.argsort(sort_keys(documents, starts))
+    documents, starts, stops = documents[order], starts[order], stops[order]
+    starts = _beyond_earlier(documents, starts, stops)
+    kept = np.flatnonzero(stops > starts)
+    return Holding((documents[kept], starts[kept], stops[kept]))
+
+
+def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
+    """Return `starts` moved behind all earlier intervals of the same run.
+
+    Intervals are in the order of runs and starts. Those within earlier ones get a start behind
+    their stop, or at it.
+    """
+    reached = np.maximum.accumulate(sort_keys(runs, stops))
+    earlier = np.r_[0, reached[:-1]][: reached.size] - sort_keys(runs, np.zeros_like(runs))
+    return np.maximum(starts, earlier)
+
+
+def _blocks(limits: Ints) -> Iterator[slice]:
+    """Yield slices of documents with at most `_BLOCK_SPANS` spans, but with one document at least.
+
+    `limits` is how many spans each document has at most.
+    """
+    ends, first = np.cumsum(limits), 0
+    while first < limits.size:
+        done = int(ends[first - 1]) if first else 0
+        stop = int(np.searchsorted(ends, done + _BLOCK_SPANS, side="right"))
+        stop = min(max(stop, first + 1), first + _BLOCK_DOCUMENTS)
+        yield slice(first, stop)
+        first = stop
