@@ -156,6 +156,18 @@ class Geometry:
         """How many ranks the tokens are spread over."""
         return len(self.holdings)
 
+    def merged_holding(self, ranks: Sequence[int]) -> Holding:
+        """Return the spans that some ranks hold together, as if they were one rank."""
+        parts = [self.holdings[rank].columns for rank in ranks]
+        documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(sort_keys(documents, starts))
+        return Holding((documents[order], starts[order], stops[order]))
+
+    @cached_property
+    def most_tokens(self) -> int:
+        """How many tokens the rank with the most tokens holds."""
+        return int(self.cut.token_counts(self.cu_seqlens).max())
+
     @cached_property
     def holders(self) -> HolderLookup:
         """A function that finds the ranks that hold given parts of documents."""

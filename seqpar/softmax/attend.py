@@ -8,7 +8,7 @@ associatively. Strategies decide what moves between ranks. All of them compute o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -106,10 +106,10 @@ def attend_blocks(
         out, lse = forward_blocks(q, blocks, slices_of_blocks, options, sinks, into)
         return out, lse
     partial: Partial | None = None
-    remaining = iter(slices_of_blocks.slices)
-    for k, v in blocks:
+    # `zip` takes the slices first, so they are built while their block of keys travels.
+    for slices, (k, v) in zip(slices_of_blocks.slices, blocks, strict=True):
         partial = partial or Partial.nothing(q, v, None if into is None else into[0])
-        attend(q, k, v, next(remaining), partial, options, max_logits)
+        attend(q, k, v, slices, partial, options, max_logits)
         del k, v  # frees the block before the next one arrives and its successor is posted
     assert partial is not None
     if into is None:
@@ -140,13 +140,18 @@ def _backend_of_all(
 ) -> Backend | None:
     """Return the one backend of all blocks that have slices, which are all shaped like this one.
 
-    Return None if there are several backends, or if no block has slices.
+    Return None if there are several backends, if no block has slices, or if the backend of the
+    first slices has no `forward_blocks`: slices of later blocks are then built when needed.
     """
     nonempty: Iterator[Slices] = (slices for slices in slices_of_blocks.slices if len(slices))
-    if options.backend != DEFAULT:
-        nonempty = islice(nonempty, 1)
-    backends = {choose_backend(q, k, v, slices, options) for slices in nonempty}
-    return backends.pop() if len(backends) == 1 else None
+    first = next(nonempty, None)
+    if first is None:
+        return None
+    backend = choose_backend(q, k, v, first, options)
+    if backend.forward_blocks is None or options.backend != DEFAULT:
+        return backend
+    same = all(choose_backend(q, k, v, slices, options) is backend for slices in nonempty)
+    return backend if same else None
 
 
 def attend_backward(

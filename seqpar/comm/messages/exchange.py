@@ -100,6 +100,11 @@ class Comm:
         return known[order, shape]
 
     @property
+    def is_routed(self) -> bool:
+        """Whether this rank may relay messages of other ranks in each exchange of the group."""
+        return self._router is not None
+
+    @property
     def sent_bytes(self) -> int:
         """The bytes that this rank has sent so far, without gloo's headers (`header.py`)."""
         return self._sent["bytes"]

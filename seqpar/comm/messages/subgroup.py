@@ -21,6 +21,11 @@ class SubComm(Comm):
         super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
         self._whole, self._ranks, self._label = whole, ranks, f"{label}, {name}"
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether this rank may relay messages of other ranks of the whole group."""
+        return self._whole.is_routed
+
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
     ) -> Pending:

@@ -62,6 +62,9 @@ class Chunked:
             np.minimum(stops[span], begin + self.size) - begin,
         )
 
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
+
     def most_spans_of(self, lengths: Ints) -> Ints:
         return lengths
 
@@ -73,10 +76,10 @@ class Chunked:
             of_whole = np.searchsorted(first_chunks, documents, side="right") - 1
             begins = (documents - first_chunks[of_whole]) * self.size
             spans = whole(of_whole, begins + starts, begins + stops)
-            begins = begins[spans.index]
+            begins = begins[spans.numbers]
             return spans._replace(
-                starts=np.maximum(spans.starts - begins, starts[spans.index]),
-                stops=np.minimum(spans.stops - begins, stops[spans.index]),
+                starts=np.maximum(spans.starts - begins, starts[spans.numbers]),
+                stops=np.minimum(spans.stops - begins, stops[spans.numbers]),
             ).nonempty()
 
         return lookup

@@ -32,11 +32,11 @@ class Counts(NamedTuple):
 class HeldSpans(NamedTuple):
     """Spans of several documents and the ranks that hold them, as (spans,) arrays, in any order.
 
-    `index` is the number of the span's document in the list of documents that was asked for.
+    `numbers` are the numbers of documents in the list of documents that was asked for.
     Adjacent spans of a rank need not be joined.
     """
 
-    index: Ints
+    numbers: Ints
     owners: Ints
     starts: Ints
     stops: Ints
@@ -72,6 +72,9 @@ class Cut(Protocol):
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
         """Return the spans that a rank holds, none empty, by document, then position."""
 
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        """Return how many tokens each rank holds."""
+
     def most_spans_of(self, lengths: Ints) -> Ints:
         """Return how many spans all ranks together hold at most of documents of these lengths."""
 
@@ -102,6 +105,9 @@ class Contiguous:
         return _nonempty(
             documents, np.maximum(start, first) - start, np.minimum(stop, behind) - start
         )
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, self.ranks)
@@ -157,6 +163,9 @@ class Zigzag:
         numbers = rank, rank + 1, chunks - 1 - rank, chunks - rank
         edges = np.stack([lengths * c // chunks for c in numbers], 1).reshape(-1, 2)
         return _nonempty(np.repeat(np.arange(lengths.size), 2), edges[:, 0], edges[:, 1])
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, 2 * self.ranks)
@@ -246,6 +255,9 @@ class Striped:
         starts = (rank + self.ranks * count_up(held)) * self.stripe
         return documents, starts, np.minimum(starts + self.stripe, lengths[documents])
 
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
+
     def most_spans_of(self, lengths: Ints) -> Ints:
         return -(-lengths // self.stripe)
 
@@ -315,6 +327,9 @@ class Spans:
         held = slice(self.edges[rank], self.edges[rank + 1])
         return self.documents[held], self.starts[held], self.stops[held]
 
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
+
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, self.starts.size)
 
@@ -326,7 +341,7 @@ class Spans:
         spans_starts, spans_stops = self.starts[order], self.stops[order]
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
-            # Spans cover every document, so the last one that begins at or before a position has it.
+            # Spans cover every document: the last one that begins at or before a position has it.
             first, last = (
                 np.searchsorted(keys, sort_keys(documents, positions), side="right") - 1
                 for positions in (starts, stops - 1)
@@ -369,6 +384,10 @@ class Merged:
         documents, starts, stops = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.lexsort((starts, documents))
         return documents[order], starts[order], stops[order]
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        tokens = self.members.token_counts(cu_seqlens)
+        return np.add.reduceat(tokens, np.arange(0, tokens.size, self.size))
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return self.members.most_spans_of(lengths)

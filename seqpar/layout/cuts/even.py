@@ -54,7 +54,6 @@ class _Shares(NamedTuple):
         borders = np.minimum(np.stack(rows), behind)
         return borders, self.tokens(borders[:-1])
 
-
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
         """Return where the low and the high chunk of each document start and stop, in turn.
 
@@ -97,6 +96,9 @@ class EvenZigzag:
         starts, stops = every.take(documents).chunks(rank)
         kept = stops > starts
         return np.repeat(documents, 2)[kept], starts[kept], stops[kept]
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, 2 * self.ranks)
@@ -179,6 +181,9 @@ class EvenStripes:
         """Return the spans that a rank holds."""
         starts, stops = np.minimum(self._deal(cu_seqlens).parts(rank), cu_seqlens[-1])
         return split_at(cu_seqlens, starts, stops)
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, lengths // self.stripe + self.ranks + 2)

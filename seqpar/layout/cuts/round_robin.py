@@ -33,7 +33,7 @@ class RowPlaces(NamedTuple):
         in_round = np.maximum(self.offset - rank * self.part, 0)
         return self.dealt + np.minimum(in_round, self.part)  # np.clip takes several times as long
 
-    def dealt_below(self, rank: int) -> Ints:
+    def dealt_below(self, rank: int | Ints) -> Ints:
         """Count the tokens before the place that the ranks 0 … `rank` − 1 get together."""
         return self.dealt * rank + np.minimum(self.offset, rank * self.part)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import overlapping, sort_keys, union
@@ -27,9 +28,9 @@ _MAX_MIRRORED_SPANS = 2  # of a document on the asking rank
 
 
 class Intervals(NamedTuple):
-    """Intervals of positions, as (n,) arrays; `index` says which span each belongs to."""
+    """Intervals of positions, as (n,) arrays, each with the number of the span that reaches it."""
 
-    index: Ints
+    spans: Ints
     starts: Ints
     stops: Ints
 
@@ -102,7 +103,36 @@ class Reach:
     def union_of(self, rows: Holding) -> Holding:
         """Return all positions that a rank's rows reach, as spans of documents."""
         reached = self.of(*rows.columns)
-        return _union(rows.documents[reached.index], reached.starts, reached.stops)
+        return _union(rows.documents[reached.spans], reached.starts, reached.stops)
+
+
+class ReachedRows(NamedTuple):
+    """Rows of one rank that rows of other ranks reach, as (ranks,) or (groups,) arrays.
+
+    Attributes:
+        counts: how many rows.
+        firsts, behind: the first row, and the row behind the last one. Arbitrary without rows.
+    """
+
+    counts: Ints
+    firsts: Ints
+    behind: Ints
+
+    @classmethod
+    def none(cls, size: int) -> ReachedRows:
+        zeros = np.zeros(size, np.int64)
+        return cls(zeros, np.full(size, np.iinfo(np.int64).max), zeros.copy())
+
+    @property
+    def are_ranges(self) -> NDArray[np.bool_]:
+        """Whether the rows are a single range each."""
+        return (self.counts > 0) & (self.counts == self.behind - self.firsts)
+
+    def add(self, counts: Ints, firsts: Ints, behind: Ints) -> None:
+        """Add rows of some further documents, with extents that are neutral without rows."""
+        np.add(self.counts, counts, out=self.counts)
+        np.minimum(self.firsts, firsts, out=self.firsts)
+        np.maximum(self.behind, behind, out=self.behind)
 
 
 class Side(NamedTuple):
@@ -130,35 +160,40 @@ class Side(NamedTuple):
         reach = Reach.to_queries_of, Reach.to_keys_of
         return cls(queries, *(make(queries, keys, mask) for make in reach))
 
-    def own_rows(self, own: Holding, groups: Ints | None = None) -> Ints:
-        """Count the own rows that rows of each rank reach, (ranks,).
+    def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
+        """Return the own rows that rows of each rank reach.
 
-        `groups` (ranks,) gives ranks a number of a group each. The result then counts the own rows
-        that some rank of each group reaches, (groups,).
+        `groups` (ranks,) gives each rank the number of a group. The result then has the own rows
+        that the ranks of each group reach together.
         """
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
         size = self.others.ranks if groups is None else int(groups.max(initial=-1)) + 1
-        counts = np.zeros(size, np.int64)
+        reached = ReachedRows.none(size)
         for documents, spans in self._spans_within(self.own_reach.union_of(own)):
-            of_spans = documents[spans.index]
+            of_spans = documents[spans.numbers]
             group = spans.owners if groups is None else groups[spans.owners]
             index, starts, stops = self.their_reach.of(of_spans, spans.starts, spans.stops)
-            runs = (spans.index * size + group)[index]
+            runs = (spans.numbers * size + group)[index]
             order = np.argsort(sort_keys(runs, starts))
             index, starts, stops, runs = (x[order] for x in (index, starts, stops, runs))
             starts = _beyond_earlier(runs, starts, stops)
-            before = own.rows_before(of_spans[index], starts)
-            rows = np.maximum(own.rows_before(of_spans[index], stops) - before, 0)
-            counts += np.bincount(group[index], rows, size).astype(np.int64)
-        return counts
+            firsts, behind = (own.rows_before(of_spans[index], x) for x in (starts, stops))
+            kept = np.flatnonzero(behind > firsts)
+            firsts, behind, group = firsts[kept], behind[kept], group[index[kept]]
+            counts = np.bincount(group, behind - firsts, size).astype(np.int64)
+            block = ReachedRows.none(size)
+            np.minimum.at(block.firsts, group, firsts)
+            np.maximum.at(block.behind, group, behind)
+            reached.add(counts, block.firsts, block.behind)
+        return reached
 
     def their_rows(self, own: Holding) -> Ints:
         """Count the rows of each rank that the own rows reach, (ranks,)."""
         reached = self.own_reach.union_of(own)
-        if self.others.cut.mirrored_edges(reached.offsets[:0]) is not None:
-            if (np.diff(reached.documents) > 0).all():
-                return self._mirrored_their_rows(reached)
+        has_mirrored_chunks = self.others.cut.mirrored_edges(reached.offsets[:0]) is not None
+        if has_mirrored_chunks and (np.diff(reached.documents) > 0).all():
+            return self._mirrored_their_rows(reached)
         counts = np.zeros(self.others.ranks, np.int64)
         for documents, (index, owners, starts, stops) in self._spans_within(reached):
             before, behind = (reached.rows_before(documents[index], x) for x in (starts, stops))
@@ -170,7 +205,7 @@ class Side(NamedTuple):
         parts = []
         for peer in peers:
             reached = self.their_reach.of(*peer.columns)
-            documents = peer.documents[reached.index]
+            documents = peer.documents[reached.spans]
             parts.append([own.rows_before(documents, x) for x in reached[1:]])
         starts, stops = np.concatenate(parts, axis=1)
         kept = np.flatnonzero(stops > starts)
@@ -196,37 +231,42 @@ class Side(NamedTuple):
         _, first, behind = own.runs
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
-    def _mirrored_own_rows(self, own: Holding) -> Ints:
+    def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
         """Count own rows where other ranks have two mirrored chunks and reach all on one side.
 
-        Queries reach all keys before the last one, and keys all queries behind the first one.
+        Queries reach all keys before the last one, and keys all queries behind the first one. The
+        own rows of a document that they reach are therefore its first or its last ones.
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
         documents, first, behind = own.runs
-        counts = np.zeros(ranks, np.int64)
+        reached = ReachedRows.none(ranks)
         for block, edges in self._mirrored(documents):
             far = 2**30 if edges.dtype == np.int32 else 2**50
-            low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
-            high_starts = edges[:, ranks : 2 * ranks][:, ::-1]
-            high_stops = edges[:, ranks + 1 :][:, ::-1]
-            has_low, has_high = low_stops > low_starts, high_stops > high_starts
-            if to_keys:
-                ends = np.where(has_low, low_stops, edges.dtype.type(-far))
-                np.copyto(ends, high_stops, where=has_high)
-            else:
-                ends = np.where(has_high, high_starts, edges.dtype.type(far))
-                np.copyto(ends, low_starts, where=has_low)
+            limits = _reached_by_mirrored(edges, far, to_keys)
+            rows = np.zeros(limits.shape, edges.dtype)
+            first_spans, behind_spans = first[block], behind[block]
             for number in range(_MAX_MIRRORED_SPANS):
-                span = np.minimum(first[block] + number, behind[block] - 1)
-                length = own.stops[span] - own.starts[span]
-                length[first[block] + number >= behind[block]] = 0
-                begin = own.starts[span] - bounds[documents[block]]
-                begin = np.clip(begin, -far // 2, far // 2).astype(edges.dtype)[:, None]
-                length = length.astype(edges.dtype)[:, None]
-                before = np.minimum(np.maximum(ends - begin, 0), length)
-                counts += before.sum(0, np.int64) if to_keys else (length - before).sum(0, np.int64)
-        return counts
+                span = np.minimum(first_spans + number, behind_spans - 1)
+                lengths = np.where(first_spans + number < behind_spans, 1, 0)
+                lengths = (lengths * (own.stops[span] - own.starts[span])).astype(edges.dtype)
+                begins = own.starts[span] - bounds[documents[block]]
+                begins = np.clip(begins, -far // 2, far // 2).astype(edges.dtype)
+                rows += np.minimum(np.maximum(limits - begins[:, None], 0), lengths[:, None])
+            first_rows = own.offsets[first_spans][:, None]
+            behind_rows = own.offsets[behind_spans][:, None]
+            if to_keys:
+                firsts, ends = first_rows, first_rows + rows
+            else:
+                rows = behind_rows - first_rows - rows
+                firsts, ends = behind_rows - rows, behind_rows
+            some = rows > 0
+            reached.add(
+                rows.sum(0, np.int64),
+                np.where(some, firsts, reached.firsts).min(0),
+                np.where(some, ends, 0).max(0),
+            )
+        return reached
 
     def _mirrored_their_rows(self, reached: Holding) -> Ints:
         """Count rows of other ranks that have two mirrored chunks, in one interval per document."""
@@ -249,6 +289,24 @@ class Side(NamedTuple):
             edges = self.others.cut.mirrored_edges(lengths[block])
             assert edges is not None
             yield block, edges
+
+
+def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
+    """Return the end of each rank's last row, or the position of its first one if not `to_keys`.
+
+    Without rows they are -far and far. The result is (documents, ranks).
+    """
+    ranks = edges.shape[1] // 2
+    low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
+    high_starts, high_stops = edges[:, ranks : 2 * ranks][:, ::-1], edges[:, ranks + 1 :][:, ::-1]
+    has_low, has_high = low_stops > low_starts, high_stops > high_starts
+    if to_keys:
+        limits = np.where(has_low, low_stops, edges.dtype.type(-far))
+        np.copyto(limits, high_stops, where=has_high)
+    else:
+        limits = np.where(has_high, high_starts, edges.dtype.type(far))
+        np.copyto(limits, low_starts, where=has_low)
+    return limits
 
 
 def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -26,17 +25,21 @@ from seqpar.softmax.wire.row_messages import Rows
 
 def travelling_keys(
     comm: Comm,
-    plan: KeyPlan,
+    steps: Sequence[KeyStep],
     k: Tensor,
     v: Tensor,
     label: str,
     ahead: int,
     message_dtype: torch.dtype | None = None,
 ) -> Generator[Sequence[Tensor], None, None]:
-    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then k and v of each step of the plan.
+    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then k and v of each of these steps.
 
     While the caller computes with them, the exchanges of the next `ahead` steps are under way. Rows
     travel in their own dtype, or in 8 bits (`wire/quantize.py`).
+
+    Steps without rows may be left out, but they count: each exchange is posted at the same point
+    between the numbered steps on all ranks. In backward the exchanges of keys and of gradients
+    alternate, and two ranks must post the exchanges between them in the same order.
     """
     dims, coded = [k.shape[3], v.shape[3]], message_dtype == torch.int8
     row_shape = k.shape[0], k.shape[2], encoded_width(dims) if coded else sum(dims)
@@ -45,7 +48,7 @@ def travelling_keys(
     under_way: deque[Arriving] = deque()
     no_rows: Sequence[Tensor] = ()  # yielded for a step in which no rows arrive
 
-    def post(step: KeyStep) -> None:
+    def post(step: KeyStep, following: KeyStep | None) -> None:
         nonlocal packed
         if not step.travels:  # this rank may still relay messages of other ranks
             idle = comm.exchange([], [], label=label, step=step.number)
@@ -59,23 +62,29 @@ def travelling_keys(
                 packed = rows, encode(message, dims) if coded else message
                 del message
             sends.append((peer, packed[1]))
-        if not step.reused:
+        if following is None or not following.sends_last_rows_of(step):
             packed = None
         block = k.new_empty((step.rows, *row_shape), dtype=message_dtype)
         recvs = _messages(step.source, block, step.counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)
         under_way.append(Arriving([block], pending))
 
-    steps = iter(plan.steps)
-    for step in islice(steps, ahead):
-        post(step)
+    posted = 0
+
+    def post_until(number: int) -> None:
+        """Post the exchanges up to the step of this number."""
+        nonlocal posted
+        while posted < len(steps) and steps[posted].number <= number:
+            following = steps[posted + 1] if posted + 1 < len(steps) else None
+            post(steps[posted], following)
+            posted += 1
+
+    post_until(ahead)
     yield k, v
-    for _ in plan.steps:
-        if not ahead:
-            post(next(steps))
+    for step in steps:
+        post_until(max(step.number - 1 + ahead, step.number))
         arrived = under_way.popleft().wait()
-        if ahead and (following := next(steps, None)) is not None:
-            post(following)
+        post_until(step.number + ahead)
         if arrived and coded:
             yield [x.transpose(0, 1) for x in decode(arrived.pop(), dims, k.dtype)]
         elif arrived:

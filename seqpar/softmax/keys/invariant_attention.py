@@ -84,7 +84,7 @@ class TileCall:
         self._plan = call.once(("tile plan", distances), lambda: TilePlan.of(call, distances))
         self._tiled = self._plan.moved or call.layout
         tiled = call.altered(layout=self._tiled)
-        self._keys = tiled.once(("keys", distances), lambda: KeyPlan.of(tiled, distances))
+        self._keys = tiled.once(("keys", distances), lambda: KeyPlan(tiled, distances, True))
         self._options = replace(call.options, anchored=True)
 
     def forward(self, operands: Operands) -> ForwardResult:
@@ -211,8 +211,8 @@ class TileCall:
         return (job() for job in jobs) if self._by_triton(q) else on_one_thread_each(jobs)
 
     def _pool(self, k: Tensor, v: Tensor) -> Pool:
-        plan = self._keys
-        blocks = travelling_keys(self._comm, plan, k, v, self._label, len(plan.steps))
+        steps = self._keys.steps
+        blocks = travelling_keys(self._comm, steps, k, v, self._label, len(steps))
         return Pool(self._plan, blocks, k, v)
 
     def _return(self, sums: list[SumBlock], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ class TilePlan:
         own = np.flatnonzero(tiles.owners == rank)
         held = keys.token_indices(rank)
         blocks = [held]
-        for step in KeyPlan.of(tiled, distances).steps:
+        for step in KeyPlan(tiled, distances, every_step=True).steps:
             keys_of_peers = [_travelling(tiled, peer, rank) for peer in step.source]
             blocks.append(np.concatenate(keys_of_peers) if keys_of_peers else held[:0])
         attended = [ranges(*tiles.key_ranges(tile).T) for tile in own.tolist()]

@@ -6,17 +6,21 @@ receives rows of ranks r − d. A strategy is a choice of the distances of each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain
 
+import numpy as np
 import torch
 
+from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices
+from seqpar.layout.geometry import Geometry
+from seqpar.layout.masks.blocks import Blocks, LazySlices
+from seqpar.layout.masks.mask import Slices, slices_between, slices_over
+from seqpar.layout.masks.reach import Side
 from seqpar.layout.masks.split_work import halves
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.quantize import encoded_width
@@ -25,94 +29,168 @@ from seqpar.softmax.wire.row_messages import Rows
 Distances = Sequence[Sequence[int]]  # for each step
 
 
-class KeyStep(NamedTuple):
+class KeyStep:
     """An exchange of key rows, as one rank takes part in it.
 
     Attributes:
         number: its number in errors, traces and traffic.
-        to: the ranks that get rows of this rank, each with the rows that its queries attend to.
+        receivers: the ranks that get rows of this rank.
         source: the ranks whose rows arrive here.
         counts: how many rows arrive from each rank of `source`.
-        sent_counts: how many rows go to each rank of `to`.
+        sent_counts: how many rows go to each receiver.
         rows, sent_rows: how many rows arrive and are sent in total.
-        slices: slices of this rank's queries over the block of all rows that arrive.
-        reused: whether the rows that this step sends last are the first that the next step sends.
     """
 
-    number: int
-    to: list[tuple[int, Rows]]
-    source: list[int]
-    counts: list[int]
-    sent_counts: list[int]
-    rows: int
-    sent_rows: int
-    slices: Slices
-    reused: bool = False
+    def __init__(
+        self,
+        number: int,
+        receivers: list[int],
+        sent_counts: list[int],
+        source: list[int],
+        counts: list[int],
+        rows_for: Callable[[int], Rows],
+        build_slices: Callable[[], Slices],
+    ) -> None:
+        self.number, self.receivers, self.source = number, receivers, source
+        self.sent_counts, self.counts = sent_counts, counts
+        self.rows, self.sent_rows = sum(counts), sum(sent_counts)
+        self._rows_for, self._build_slices = rows_for, build_slices
 
     @property
     def travels(self) -> bool:
         return bool(self.rows or self.sent_rows)
 
+    @cached_property
+    def to(self) -> list[tuple[int, Rows]]:
+        """The ranks that get rows of this rank, each with the rows that its queries attend to."""
+        return [(peer, self._rows_for(peer)) for peer in self.receivers]
 
-@dataclass(frozen=True)
+    @cached_property
+    def slices(self) -> Slices:
+        """The slices of this rank's queries over the block of all rows that arrive."""
+        return self._build_slices()
+
+    def sends_last_rows_of(self, step: KeyStep) -> bool:
+        """Return whether the rows that this step sends first are those that `step` sends last."""
+        return bool(step.receivers and self.receivers) and step.to[-1][1] is self.to[0][1]
+
+
 class KeyPlan:
     """The exchanges and slices of one rank, step by step.
 
+    Which ranks exchange how many rows is known at the start. Rows and slices of a step are found
+    when the step is posted and computed, while earlier steps travel.
+
     Attributes:
-        steps: all steps, including those in which this rank sends and receives no rows: all ranks
-            post their exchanges in the same order.
+        steps: the steps in which this rank sends or receives rows, or all steps.
         blocks: for forward, the slices over this rank's own keys and over the keys of each step.
-        own: for backward, the slices over its own keys. If rows travel these are two halves, one to
-            compute before the first step, while keys arrive, and one after the last step, while
-            gradients return. Undivided, 11% of Ring's transfer and 80% of AllGather's were exposed.
     """
 
-    steps: list[KeyStep]
-    blocks: Blocks
-    own: tuple[Slices, ...]
+    def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
+        """Plan for the call's rank; with `every_step`, steps without rows are also in `steps`."""
+        tables = KeyTables(call)
+        numbers, senders, receivers = _numbered(call.rank, call.ranks, distances)
+        sent, received = key_counts(call, call.rank)
+        used = np.full(numbers.size, every_step) | (sent[receivers] > 0) | (received[senders] > 0)
+        self.steps = list[KeyStep]()
+        used_steps, first = np.unique(numbers[used], return_index=True)
+        edges = [*first.tolist(), int(used.sum())]
+        to, source = receivers[used].tolist(), senders[used].tolist()
+        sent_counts, counts = sent[receivers[used]].tolist(), received[senders[used]].tolist()
+        for number, begin, end in zip(used_steps.tolist(), edges, edges[1:], strict=False):
+            part = slice(begin, end)
+            arriving = [x for x in zip(source[part], counts[part], strict=True) if x[1]]
+            leaving = [x for x in zip(to[part], sent_counts[part], strict=True) if x[1]]
+            owners = [peer for peer, _ in arriving]
+            step = KeyStep(
+                number,
+                [peer for peer, _ in leaving],
+                [count for _, count in leaving],
+                owners,
+                [count for _, count in arriving],
+                tables.rows_for,
+                partial(tables.slices_over, owners or source[begin : begin + 1]),
+            )
+            self.steps.append(step)
+        own = partial(tables.slices_over, [call.rank])
+        builders = [own, *(partial(getattr, step, "slices") for step in self.steps)]
+        self.blocks = Blocks(LazySlices(builders))
 
-    @classmethod
-    def of(cls, call: ResolvedCall, distances: Distances) -> KeyPlan:
-        """Return the plan of the call's rank."""
-        steps: list[KeyStep] = []
-        known: dict[bytes, Rows] = {}
-        for number, step in enumerate(distances, start=1):
-            visible = {peer: call.slices(peer, call.rank) for peer in _ahead(call, step)}
-            to = []
-            for peer, slices in visible.items():
-                rows = known.setdefault(slices.sent_rows.tobytes(), Rows(slices.sent_rows))
-                to += [(peer, rows)] if rows.count else []
-            behind = _behind(call, step)
-            arriving = {peer: call.slices(call.rank, peer).key_rows for peer in behind}
-            source = [peer for peer, count in arriving.items() if count]
-            counts = [arriving[peer] for peer in source]
-            if len(behind) == 1:
-                slices = call.slices(call.rank, behind[0])
-            else:
-                slices = call.slices_over(call.rank, behind)
-            sent_counts = [rows.count for _, rows in to]
-            totals = sum(counts), sum(sent_counts)
-            steps.append(KeyStep(number, to, source, counts, sent_counts, *totals, slices))
-        steps = with_reuse(steps)
-        own = call.slices(call.rank, call.rank)
-        blocks = Blocks((own, *(step.slices for step in steps)))
-        travels = any(step.travels for step in steps)
-        return cls(steps, blocks, halves(own) if travels else (own,))
+    @cached_property
+    def own(self) -> tuple[Slices, ...]:
+        """For backward, the slices over this rank's own keys.
+
+        If rows travel these are two halves, one to compute before the first step, while keys
+        arrive, and one after the last step, while gradients return. Undivided, 11% of Ring's
+        transfer and 80% of AllGather's were exposed.
+        """
+        own = self.blocks.slices[0]
+        return halves(own) if any(step.travels for step in self.steps) else (own,)
 
 
-def with_reuse(steps: list[KeyStep]) -> list[KeyStep]:
-    """Set `reused` of each step."""
-    for i, (one, following) in enumerate(pairwise(steps)):
-        reused = bool(one.to and following.to) and one.to[-1][1] is following.to[0][1]
-        steps[i] = one._replace(reused=reused)
-    return steps
+class KeyTables:
+    """Finds rows and slices of a call's rank when they are needed.
+
+    Plans are kept with the layouts, so this does not keep the layouts alive.
+    """
+
+    def __init__(self, call: ResolvedCall) -> None:
+        self._queries, self._keys = weakref.ref(call.layout), weakref.ref(call.kv_layout)
+        self._mask, self._rank = call.mask, call.rank
+        self._known: dict[bytes, Rows] = {}
+
+    @property
+    def _geometry(self) -> tuple[Geometry, Geometry]:
+        queries, keys = self._queries(), self._keys()
+        assert queries is not None and keys is not None
+        return queries, keys
+
+    def rows_for(self, peer: int) -> Rows:
+        """Return this rank's rows that queries of a peer attend to: one object for equal rows."""
+        queries, keys = self._geometry
+        side = Side.of_keys(queries, keys, self._mask)
+        ranges = side.own_ranges(keys.holdings[self._rank], [queries.holdings[peer]])
+        if (rows := self._known.get(ranges.tobytes())) is None:
+            rows = self._known[ranges.tobytes()] = Rows(ranges)
+        return rows
+
+    def slices_over(self, owners: list[int]) -> Slices:
+        """Return the slices of this rank's queries over the keys of one or more ranks."""
+        queries, keys = self._geometry
+        if len(owners) == 1:
+            return slices_between(queries, self._rank, keys, owners[0], self._mask)
+        return slices_over(queries, self._rank, keys, tuple(owners), self._mask)
+
+
+def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
+    """Return how many key rows a rank sends to and receives from each rank, (ranks,) arrays.
+
+    For the rank itself they are 0.
+    """
+    queries, keys = call.layout, call.kv_layout
+    sent = Side.of_keys(queries, keys, call.mask).own_rows(keys.holdings[rank]).counts
+    received = Side.of_queries(queries, keys, call.mask).their_rows(queries.holdings[rank])
+    sent[rank] = received[rank] = 0
+    return sent, received
+
+
+def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, Ints]:
+    """Return the number of each exchange with a pair of ranks, the sender and the receiver."""
+    numbers = np.repeat(np.arange(1, len(distances) + 1), [len(step) for step in distances])
+    flat = np.fromiter(chain.from_iterable(distances), np.int64, numbers.size)
+    return numbers, (rank - flat) % ranks, (rank + flat) % ranks
 
 
 def key_areas(call: ResolvedCall, rank: int, distances: Distances) -> list[int]:
     """Return the areas that a rank computes: over its own keys, then over the keys of each step."""
-    parts = [[rank], *(_behind(call, step, rank) for step in distances)]
-    heads = call.shape.heads
-    return [sum(call.slices(rank, peer).area for peer in part) * heads for part in parts]
+    numbers, senders, _ = _numbered(rank, call.ranks, distances)
+    _, received = key_counts(call, rank)
+    areas = [0] * (len(distances) + 1)
+    areas[0] = call.slices(rank, rank).area
+    used = received[senders] > 0
+    for number, sender in zip(numbers[used].tolist(), senders[used].tolist(), strict=True):
+        areas[number] += call.slices(rank, sender).area
+    return [area * call.shape.heads for area in areas]
 
 
 def key_traffic(
@@ -123,29 +201,24 @@ def key_traffic(
     returning: bool = True,
 ) -> list[Traffic]:
     """Return a rank's messages: keys and values in both passes, and gradients if `returning`."""
-    shape, rows = call.shape, []
+    shape, rows = call.shape, list[Traffic]()
     dims, heads = (shape.dim, shape.value_dim), shape.batch * shape.kv_heads
     size = heads * sum(dims) * shape.dtype.itemsize  # bytes per row
     if message_dtype == torch.int8:
         size = heads * encoded_width(dims)
     gradient_size = heads * sum(dims) * accumulator_dtype(shape.dtype).itemsize
-    for number, step in enumerate(distances, start=1):
-        for peer in _ahead(call, step, rank):
-            total = call.slices(peer, rank).key_rows * size
-            rows += [Traffic(x, number, peer, 1, total) for x in ("forward", "backward")]
-        for peer in _behind(call, step, rank) if returning else ():
-            total = call.slices(rank, peer).key_rows * gradient_size
-            rows.append(Traffic("backward", number, peer, 1, total))
+    numbers, senders, receivers = _numbered(rank, call.ranks, distances)
+    sent, received = key_counts(call, rank)
+
+    def messages(peers: Ints, counts: Ints) -> Iterator[tuple[int, int, int]]:
+        used = np.flatnonzero(counts[peers])
+        columns = numbers[used], peers[used], counts[peers[used]]
+        return zip(*(column.tolist() for column in columns), strict=True)
+
+    for number, peer, count in messages(receivers, sent):
+        rows.append(Traffic("forward", number, peer, 1, count * size))
+        rows.append(Traffic("backward", number, peer, 1, count * size))
+    if returning:
+        for number, peer, count in messages(senders, received):
+            rows.append(Traffic("backward", number, peer, 1, count * gradient_size))
     return rows
-
-
-def _ahead(call: ResolvedCall, step: Sequence[int], rank: int | None = None) -> list[int]:
-    """Return the ranks that get rows of a rank (default: the call's) in a step."""
-    first = call.rank if rank is None else rank
-    return [(first + distance) % call.ranks for distance in step]
-
-
-def _behind(call: ResolvedCall, step: Sequence[int], rank: int | None = None) -> list[int]:
-    """Return the ranks whose rows a rank (default: the call's) gets in a step."""
-    first = call.rank if rank is None else rank
-    return [(first - distance) % call.ranks for distance in step]

@@ -52,17 +52,22 @@ class KeyStrategy(Strategy):
         """Return the number of steps whose exchanges are under way while a rank computes."""
         raise NotImplementedError
 
-    def plan(self, call: ResolvedCall) -> KeyPlan:
-        """Return the call's plan, made once per layout and mask."""
-        build = lambda: KeyPlan.of(call, self.distances(call.ranks))  # noqa: E731
-        return call.once(("keys", self), build)
+    def plan(self, call: ResolvedCall, every_step: bool = False) -> KeyPlan:
+        """Return the call's plan, made once per layout and mask.
+
+        With `every_step` it has steps in which this rank sends and receives no rows; it may still
+        relay messages of other ranks.
+        """
+        build = lambda: KeyPlan(call, self.distances(call.ranks), every_step)  # noqa: E731
+        return call.once(("keys", self, every_step), build)
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         if self.anchored:
             return self._tiles(comm, call, "forward").forward(operands)
         q, k, v, sinks = operands
-        plan, label = self.plan(call), f"{self.name} forward"
-        keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks), self.message_dtype)
+        plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
+        ahead = self.ahead(call.ranks)
+        keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
         out, lse = attend_blocks(q, keys, plan.blocks, call.options, sinks, None, call.max_logits)
         return ForwardResult(out, lse, [])
 
@@ -75,9 +80,10 @@ class KeyStrategy(Strategy):
     ) -> Gradients:
         if self.anchored:
             return self._tiles(comm, call, "backward").gradients(output, operands)
-        plan, label = self.plan(call), f"{self.name} backward"
+        plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
         _, k, v, _ = operands
-        keys = travelling_keys(comm, plan, k, v, label, self.ahead(call.ranks), self.message_dtype)
+        ahead = self.ahead(call.ranks)
+        keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
         return attend_backward_to_all(comm, call, plan, output, operands, keys, label)
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:

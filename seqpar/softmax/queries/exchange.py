@@ -6,6 +6,7 @@ Legend: B batch, T local rows, Hq query heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Arriving, Comm
 from seqpar.comm.messages.header import Message
+from seqpar.core.arguments import Ints
 from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.packing import Packing, RowFormat
 from seqpar.softmax.wire.row_messages import Rows
@@ -26,49 +29,101 @@ from seqpar.softmax.wire.row_messages import Rows
 _ROWS_PER_GROUP = 4096
 
 
-class QueryHop(NamedTuple):
+class QueryHop:
     """In one step, queries of this rank go to a receiver, and queries of a sender come here.
 
     Attributes:
         step: the step's number, from 1.
         receiver, sender: ranks.
-        sent, received: the query rows that go to the receiver, and the sender's rows that come.
-        blocks: the slices of the received rows over each block of keys that is here, or None if no
-            rows are received.
+        sent_count, received_count: how many query rows go to the receiver and come from the sender.
     """
 
-    step: int
-    receiver: int
-    sender: int
-    sent: Rows
-    received: Rows
-    blocks: Blocks | None
+    def __init__(
+        self,
+        step: int,
+        receiver: int,
+        sender: int,
+        counts: tuple[int, int],
+        rows: tuple[Callable[[], Ints], Callable[[], Ints]],
+        slices: Sequence[Callable[[], Slices]],
+    ) -> None:
+        """Keep functions that return the ranges of rows, and slices over each block of keys.
+
+        `counts` and `rows` are those of the rows that are sent, then of those that are received.
+        """
+        self.step, self.receiver, self.sender = step, receiver, sender
+        self.sent_count, self.received_count = counts
+        self._rows, self._slices = rows, slices
+
+    @cached_property
+    def sent(self) -> Rows:
+        """The query rows that go to the receiver."""
+        return Rows(self._rows[0]())
+
+    @cached_property
+    def received(self) -> Rows:
+        """The sender's rows that come."""
+        return Rows(self._rows[1]())
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        """The slices of received rows over each block of keys that is here, or None."""
+        return Blocks([build() for build in self._slices]) if self.received_count else None
 
 
-class GroupHop(NamedTuple):
+class GroupHop:
     """The messages of a hop for one group of heads.
 
     Attributes:
-        step, receiver, sender, blocks: as in `QueryHop`.
+        step, receiver, sender: as in `QueryHop`.
+        number: its number among the groups of all hops; the same on the two ranks of a message.
         group: the number of the group of heads.
-        rows: the rows that go to the receiver, or None if there are none.
+        sends, receives: whether rows go to the receiver, and come from the sender.
         outgoing, incoming: the messages with queries to the receiver, and from the sender.
-        packed: whether outgoing and incoming tensors are packed into one message each; otherwise
-            each tensor is its own message.
         leaving, returning: the messages with the sender's results, and with this rank's results.
     """
 
-    step: int
-    receiver: int
-    sender: int
-    group: int
-    rows: Rows | None
-    blocks: Blocks | None
-    outgoing: Packing
-    incoming: Packing
-    packed: tuple[bool, bool]
-    leaving: Packing
-    returning: Packing
+    def __init__(
+        self,
+        hop: QueryHop,
+        number: int,
+        group: int,
+        sizes: tuple[int, int],
+        formats: tuple[Sequence[RowFormat], Sequence[RowFormat]],
+        packs: bool,
+    ) -> None:
+        """Describe the messages of tensors of these formats: those that travel, and their results.
+
+        `sizes` are the batch and the number of heads. Messages are packed if `packs`.
+        """
+        self._hop, self._packs = hop, packs
+        self.step, self.receiver, self.sender = hop.step, hop.receiver, hop.sender
+        self.number, self.group = number, group
+        self.sends, self.receives = bool(hop.sent_count), bool(hop.received_count)
+        (batch, heads), (travelling, results) = sizes, formats
+        sent, received = (batch, hop.sent_count, heads), (batch, hop.received_count, heads)
+        self.outgoing, self.incoming = Packing(sent, travelling), Packing(received, travelling)
+        self.leaving, self.returning = Packing(received, results), Packing(sent, results)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that go to the receiver."""
+        return self._hop.sent
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """As in `QueryHop`."""
+        return self._hop.blocks
+
+    @property
+    def sends_packed(self) -> bool:
+        """Whether the tensors that are sent are packed into one message, or one message each."""
+        return self._packs or not self._hop.sent.is_range
+
+    @property
+    def receives_packed(self) -> bool:
+        """Whether the tensors that are received are packed into one message."""
+        return self._packs or not self._hop.received.is_range
 
 
 class HeadSlices(NamedTuple):
@@ -98,33 +153,18 @@ class QuerySchedule(NamedTuple):
         results: Sequence[RowFormat],
     ) -> QuerySchedule:
         """Return the schedule of a pass in which tensors of these formats travel and return."""
-        groups, hops = head_groups(call), []
-        for step, receiver, sender, sent, received, blocks in query_hops:
-            packed = are_packed(call, sent), are_packed(call, received)
-            for number, heads in enumerate(groups):
-                count = heads.queries.stop - heads.queries.start
-                sent_sizes = call.shape.batch, sent.count, count
-                received_sizes = call.shape.batch, received.count, count
-                hop = GroupHop(
-                    step,
-                    receiver,
-                    sender,
-                    number,
-                    sent if sent.count else None,
-                    blocks,
-                    outgoing=Packing(sent_sizes, travelling),
-                    incoming=Packing(received_sizes, travelling),
-                    packed=packed,
-                    leaving=Packing(received_sizes, results),
-                    returning=Packing(sent_sizes, results),
-                )
-                hops.append(hop)
+        groups, packs, hops = head_groups(call), packs_all_rows(call), list[GroupHop]()
+        for hop in query_hops:
+            for group, heads in enumerate(groups):
+                sizes = call.shape.batch, heads.queries.stop - heads.queries.start
+                number = hop.step * len(groups) + group
+                hops.append(GroupHop(hop, number, group, sizes, (travelling, results), packs))
         return cls(groups, hops)
 
 
 def head_groups(call: ResolvedCall) -> list[HeadSlices]:
     """Return the groups in which heads travel: the same on all ranks."""
-    rows = max(holding.tokens for holding in call.layout.holdings) * call.shape.batch
+    rows = call.layout.most_tokens * call.shape.batch
     heads, kv_heads = call.shape.heads, call.shape.kv_heads
     groups = max(1, min(kv_heads, rows // _ROWS_PER_GROUP))
     edges = pairwise(i * kv_heads // groups for i in range(groups + 1))
@@ -132,14 +172,12 @@ def head_groups(call: ResolvedCall) -> list[HeadSlices]:
     return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
 
 
-def are_packed(call: ResolvedCall, rows: Rows) -> bool:
-    """Return whether all tensors of rows that travel are packed into one message.
+def packs_all_rows(call: ResolvedCall) -> bool:
+    """Return whether all tensors that travel are packed into one message, whatever their rows are.
 
-    They are not packed if the rows are one range with all heads and the batch is 1: the tensors are
-    then sent without a copy.
+    Otherwise tensors whose rows are one range are sent one by one, without a copy.
     """
-    in_place = rows.is_range and call.shape.batch == 1
-    return not in_place or len(head_groups(call)) > 1
+    return call.shape.batch > 1 or len(head_groups(call)) > 1
 
 
 class QueryExchange:
@@ -182,13 +220,17 @@ class QueryExchange:
         returning: tuple[GroupHop, Arriving] | None = None
         for hop, following in zip_longest(hops, hops[1:]):
             assert arriving is not None
-            received = arriving.wait()
-            arriving = self._post_queries(following) if following else None
-            message = compute(hop, received) if hop.blocks else None
+            received, arriving = arriving.wait(), None
+            # Where ranks leave out hops without rows, all post the others in one order.
+            if adjacent := following and following.number == hop.number + 1:
+                arriving = self._post_queries(following)
+            message = compute(hop, received) if hop.receives else None
             del received  # before the next queries are computed
             returned = self._returned(*returning) if returning else None
             returning = hop, self._post_results(hop, message)
             del message
+            if following and not adjacent:
+                arriving = self._post_queries(following)
             if returned:
                 yield returned
             del returned
@@ -201,20 +243,19 @@ class QueryExchange:
     ) -> tuple[int, slice | Tensor, list[Tensor]] | None:
         """Wait for the results of a hop; return None if it has no rows."""
         tensors = results.wait()
-        return (hop.group, hop.rows.local(self._device), tensors) if hop.rows else None
+        return (hop.group, hop.rows.local(self._device), tensors) if hop.sends else None
 
     def _post_queries(self, hop: GroupHop) -> Arriving:
-        sends_packed, receives_packed = hop.packed
         sends, recvs, received = list[Message](), list[Message](), list[Tensor]()
-        if hop.blocks and receives_packed:
+        if hop.receives and hop.receives_packed:
             message, received = hop.incoming.empty(self._device)
             recvs = [(hop.sender, message)]
-        elif hop.blocks:
+        elif hop.receives:
             received = hop.incoming.apart(self._device)
             recvs = [(hop.sender, x) for x in received]
-        if hop.rows:
+        if hop.sends:
             travelling = self._travelling[hop.group]
-            if sends_packed:
+            if hop.sends_packed:
                 packed, tensors = hop.outgoing.empty(self._device)
                 for x, out in zip(travelling, tensors, strict=True):
                     hop.rows.select(x, out)
@@ -227,7 +268,7 @@ class QueryExchange:
     def _post_results(self, hop: GroupHop, message: Tensor | None) -> Arriving:
         sends = [] if message is None else [(hop.sender, message)]
         recvs, results = list[Message](), list[Tensor]()
-        if hop.rows:
+        if hop.sends:
             arriving, results = hop.returning.empty(self._device)
             recvs = [(hop.receiver, arriving)]
         pending = self._results.exchange(sends, recvs, label=self._label, step=hop.step)

@@ -25,14 +25,13 @@ from seqpar.softmax.queries.exchange import (
     GroupHop,
     QueryExchange,
     QuerySchedule,
-    are_packed,
     head_groups,
+    packs_all_rows,
 )
 from seqpar.softmax.queries.tiles import Tile, Tiles
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.packing import RowFormat
 from seqpar.softmax.wire.quantize import decode, encode, encoded_width
-from seqpar.softmax.wire.row_messages import Rows
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,19 @@ class TileStrategy(Strategy):
         return Tiles(call.layout, call.kv_layout, call.mask, self.columns_of(call))
 
     def plan(
-        self, call: ResolvedCall, travelling: Sequence[RowFormat], results: Sequence[RowFormat]
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        travelling: Sequence[RowFormat],
+        results: Sequence[RowFormat],
     ) -> tuple[Tile, QuerySchedule]:
         """Return this rank's tile, and the schedule by which tensors of these formats travel.
 
         Both are made once for all calls that differ only in their tensors.
         """
-        columns = self.columns_of(call)
-        tile = call.once(("tile", columns), lambda: Tile.of(call, self.tiles(call)))
-        key = "query schedule", columns, tuple(travelling), tuple(results)
+        columns, routed = self.columns_of(call), comm.is_routed
+        tile = call.once(("tile", columns, routed), lambda: Tile(call, self.tiles(call), routed))
+        key = "query schedule", columns, routed, tuple(travelling), tuple(results)
         build = lambda: QuerySchedule.of(call, tile.query_hops, travelling, results)  # noqa: E731
         return tile, call.once(key, build)
 
@@ -88,11 +91,13 @@ class TileStrategy(Strategy):
         width = encoded_width(dims) if coded else dims[0]
         query_format = RowFormat((q.shape[-1],), q.dtype)
         out_format = RowFormat((width,), self.partial_dtype or accumulator)
-        tile, schedule = self.plan(call, [query_format], [out_format, RowFormat((), accumulator)])
+        tile, schedule = self.plan(
+            comm, call, [query_format], [out_format, RowFormat((), accumulator)]
+        )
         total, groups = Partial.nothing(q, v), schedule.groups
         totals = [total.of_heads(heads.queries) for heads in groups]
-        steps = len(tile.keys.steps)
-        travelling = travelling_keys(comm, tile.keys, k, v, label, steps, self.keys_dtype)
+        steps = tile.steps
+        travelling = travelling_keys(comm, steps, k, v, label, len(steps), self.keys_dtype)
         # The first `next` posts the exchanges of all steps.
         arriving: Iterator[Sequence[Tensor]] = chain([next(travelling)], travelling)
         blocks: list[Sequence[Tensor]] = []
@@ -146,10 +151,10 @@ class TileStrategy(Strategy):
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]
         formats = [RowFormat(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
-        tile, schedule = self.plan(call, formats, [RowFormat((q.shape[-1],), total.dq.dtype)])
-        groups, steps = schedule.groups, tile.keys.steps
+        tile, schedule = self.plan(comm, call, formats, [RowFormat((q.shape[-1],), total.dq.dtype)])
+        groups, steps = schedule.groups, tile.steps
         totals = [total.dq[:, :, heads.queries] for heads in groups]
-        arriving = travelling_keys(comm, tile.keys, k, v, label, len(steps), self.keys_dtype)
+        arriving = travelling_keys(comm, steps, k, v, label, len(steps), self.keys_dtype)
         blocks, gradients = [next(arriving)], [total]
         keys: list[list[list[Tensor]]] = []  # for each group of heads, each block's k, v, dk and dv
         returning: list[GradientReturn] = []
@@ -215,16 +220,19 @@ class TileStrategy(Strategy):
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         shape, tiles = call.shape, self.tiles(call)
         element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
-        rows, groups = [], len(head_groups(call))
+        rows, groups = list[Traffic](), len(head_groups(call))
         row, column = tiles.row(rank), tiles.column(rank)
         kv_heads, dims = shape.batch * shape.kv_heads, (shape.dim, shape.value_dim)
         key_size = encoded_width(dims) if self.keys_dtype == torch.int8 else sum(dims) * element
-        for step, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), 1):
-            sent, received = Rows(tiles.key_rows(rank, receiver)), Rows(tiles.key_rows(owner, rank))
-            keys = sent.count * kv_heads * key_size
-            rows += [Traffic(x, step, receiver, 1, keys) for x in ("forward", "backward")]
-            returned = received.count * kv_heads * sum(dims) * accumulator
-            rows.append(Traffic("backward", step, owner, 1, returned))
+        if column:
+            sent, received = tiles.sent_keys(rank).counts, tiles.received_keys(rank)
+            for step, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), 1):
+                keys = int(sent[tiles.row_number(receiver)]) * kv_heads * key_size
+                rows += [Traffic(x, step, receiver, 1, keys) for x in ("forward", "backward")]
+                returned = int(received[owner]) * kv_heads * sum(dims) * accumulator
+                rows.append(Traffic("backward", step, owner, 1, returned))
+        if not row:
+            return rows
         partial = shape.value_dim * (self.partial_dtype or accumulator_dtype(shape.dtype)).itemsize
         if self.partial_dtype == torch.int8:
             partial = encoded_width([shape.value_dim])
@@ -235,16 +243,16 @@ class TileStrategy(Strategy):
             "forward": (1, shape.dim * element, partial + accumulator),
             "backward": (3, gradient_size, shape.dim * accumulator),
         }
+        reached, arriving = tiles.sent_queries(rank), tiles.received_queries(rank)
+        unpacked, heads = reached.are_ranges & ~packs_all_rows(call), shape.batch * shape.heads
         first_step = len(column) + 1
         for step, (receiver, sender) in enumerate(zip(row, reversed(row), strict=True), first_step):
-            sent = Rows(tiles.query_rows(rank, receiver))
-            received = Rows(tiles.query_rows(sender, rank))
+            number = tiles.column_number(receiver)
+            leaving, received_rows = int(reached.counts[number]), int(arriving[sender])
             for direction, (tensors, query_size, result_size) in sizes.items():
-                messages = groups if are_packed(call, sent) else tensors
-                for peer, moved, count, size in (
-                    (receiver, sent, messages, query_size),
-                    (sender, received, groups, result_size),
-                ):
-                    total = moved.count * shape.batch * shape.heads * size
-                    rows.append(Traffic(direction, step, peer, count, total))
+                messages = tensors if unpacked[number] else groups
+                total = leaving * heads * query_size
+                rows.append(Traffic(direction, step, receiver, messages, total))
+                total = received_rows * heads * result_size
+                rows.append(Traffic(direction, step, sender, groups, total))
         return rows

@@ -7,18 +7,18 @@ the rank where the row of the first crosses the column of the second.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import weakref
+from functools import cached_property, partial
 
 import numpy as np
 
 from seqpar.core.arguments import Ints
-from seqpar.core.ranges import union
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Mask, Slices, local_slices
+from seqpar.layout.masks.reach import ReachedRows, Side
 from seqpar.layout.masks.split_work import halves
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.keys.plan import KeyPlan, KeyStep, with_reuse
+from seqpar.softmax.keys.plan import KeyStep
 from seqpar.softmax.queries.exchange import QueryHop
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -26,12 +26,12 @@ from seqpar.softmax.wire.row_messages import Rows
 class Tiles:
     """The tiles of all ranks of a call, on a mesh whose ranks are counted along its rows.
 
-    It caches all slices that it makes, which takes much memory: use one object and drop it.
+    It does not keep the layouts alive, because plans that are kept with the layouts use it.
     """
 
     def __init__(self, queries: Geometry, keys: Geometry, mask: Mask, columns: int) -> None:
-        self._geometry, self._columns = (queries, keys, mask), columns
-        self._local: dict[tuple[int, int], Slices] = {}
+        self._weak_queries, self._weak_keys = weakref.ref(queries), weakref.ref(keys)
+        self._mask, self._columns, self._ranks = mask, columns, queries.ranks
         self._query_rows: dict[tuple[int, int], Ints] = {}
         self._key_rows: dict[tuple[int, int], Ints] = {}
 
@@ -42,8 +42,14 @@ class Tiles:
 
     def column(self, rank: int) -> list[int]:
         """Return the other ranks of a rank's column, in the order in which it sends them keys."""
-        ranks = self._geometry[0].ranks
-        return [other % ranks for other in range(rank + self._columns, rank + ranks, self._columns)]
+        ranks, columns = self._ranks, self._columns
+        return [other % ranks for other in range(rank + columns, rank + ranks, columns)]
+
+    def row_number(self, rank: int) -> int:
+        return rank // self._columns
+
+    def column_number(self, rank: int) -> int:
+        return rank % self._columns
 
     def query_rows(self, rank: int, receiver: int) -> Ints:
         """Return (m, 2): ranges of a rank's queries that travel to another rank of its row.
@@ -51,8 +57,10 @@ class Tiles:
         These are the queries that attend to a key of the receiver's column.
         """
         if (rows := self._query_rows.get((rank, receiver))) is None:
-            parts = [self._slices(rank, peer).seeing for peer in [receiver, *self.column(receiver)]]
-            rows = self._query_rows[rank, receiver] = _union(parts)
+            queries, keys = self._geometry
+            column = [keys.holdings[peer] for peer in [receiver, *self.column(receiver)]]
+            rows = self._side_of_queries.own_ranges(queries.holdings[rank], column)
+            self._query_rows[rank, receiver] = rows
         return rows
 
     def key_rows(self, rank: int, receiver: int) -> Ints:
@@ -61,9 +69,33 @@ class Tiles:
         These are the keys that queries of the receiver's row attend to.
         """
         if (rows := self._key_rows.get((rank, receiver))) is None:
-            parts = [self._slices(peer, rank).k_rows for peer in [receiver, *self.row(receiver)]]
-            rows = self._key_rows[rank, receiver] = _union(parts)
+            queries, keys = self._geometry
+            row = [queries.holdings[peer] for peer in [receiver, *self.row(receiver)]]
+            rows = self._side_of_keys.own_ranges(keys.holdings[rank], row)
+            self._key_rows[rank, receiver] = rows
         return rows
+
+    def sent_queries(self, rank: int) -> ReachedRows:
+        """Return the queries that a rank sends to the rank of its row in each column."""
+        queries, groups = self._geometry[0], np.arange(self._ranks) % self._columns
+        groups_of_ranks = groups if self._columns < self._ranks else None
+        return self._side_of_queries.own_rows(queries.holdings[rank], groups_of_ranks)
+
+    def sent_keys(self, rank: int) -> ReachedRows:
+        """Return the keys that a rank sends to the rank of its column in each row."""
+        keys, groups = self._geometry[1], np.arange(self._ranks) // self._columns
+        groups_of_ranks = groups if self._columns > 1 else None
+        return self._side_of_keys.own_rows(keys.holdings[rank], groups_of_ranks)
+
+    def received_queries(self, rank: int) -> Ints:
+        """Return how many queries of each rank, (ranks,), attend to a key of a rank's column."""
+        column = self._geometry[1].merged_holding([rank, *self.column(rank)])
+        return self._side_of_keys.their_rows(column)
+
+    def received_keys(self, rank: int) -> Ints:
+        """Return how many keys of each rank, (ranks,), queries of a rank's row attend to."""
+        row = self._geometry[0].merged_holding([rank, *self.row(rank)])
+        return self._side_of_queries.their_rows(row)
 
     def slices(self, q_rank: int, k_rank: int, at: int) -> Slices:
         """Return the slices of one rank's queries over another's keys, as the rank `at` has them.
@@ -80,77 +112,110 @@ class Tiles:
         """Return the number of (query, key) pairs between one rank's queries and another's keys."""
         return self._slices(q_rank, k_rank).area
 
+    @property
+    def _geometry(self) -> tuple[Geometry, Geometry]:
+        queries, keys = self._weak_queries(), self._weak_keys()
+        assert queries is not None and keys is not None
+        return queries, keys
+
+    @property
+    def _side_of_queries(self) -> Side:
+        return Side.of_queries(*self._geometry, self._mask)
+
+    @property
+    def _side_of_keys(self) -> Side:
+        return Side.of_keys(*self._geometry, self._mask)
+
     def _slices(self, q_rank: int, k_rank: int) -> Slices:
-        if (slices := self._local.get((q_rank, k_rank))) is None:
-            queries, keys, mask = self._geometry
-            slices = local_slices(queries, q_rank, keys, k_rank, mask)
-            self._local[q_rank, k_rank] = slices
-        return slices
+        queries, keys = self._geometry
+        return local_slices(queries, q_rank, keys, k_rank, self._mask)
 
 
-def _union(parts: list[Ints]) -> Ints:
-    """Return the union of ranges in any order, as (m, 2)."""
-    starts, stops = np.concatenate(parts).T
-    order = np.argsort(starts, kind="stable")
-    return union(starts[order], stops[order])
-
-
-class Tile(NamedTuple):
+class Tile:
     """The exchanges and slices of one rank, decided once per layout and mask.
 
+    Which ranks exchange how many rows is known at the start. The slices of queries that arrive are
+    built when their hop is computed, while other hops travel.
+
     Attributes:
-        keys: how keys travel in its column, one rank per step.
+        steps: how keys travel in its column, one rank per step.
+        blocks: the slices of its own queries over its own keys and over the keys of each step.
         query_hops: how queries travel in its row; their steps are numbered after those of keys.
-        own: the slices of its own queries over each block of keys, in two halves, for backward:
-            gradients of a block leave while the second halves are computed.
-        last: the block of keys of which forward leaves work for the end, and its slices: all of
-            them or, if the block is its own keys, half of them.
+            Hops in which no rows travel are left out, unless `every_hop`.
     """
 
-    keys: KeyPlan
-    query_hops: list[QueryHop]
-    own: list[tuple[Slices, Slices]]
-    last: tuple[int, Slices]
+    def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
+        rank = call.rank
+        self.steps = _key_steps(rank, tiles)
+        own = partial(tiles.slices, rank, rank, rank)
+        self.blocks = [own(), *(step.slices for step in self.steps)]
+        self.query_hops = _query_hops(rank, tiles, every_hop)
 
-    @classmethod
-    def of(cls, call: ResolvedCall, tiles: Tiles) -> Tile:
-        """Return the tile of the call's rank."""
-        steps = _key_steps(call.rank, tiles)
-        blocks = [tiles.slices(call.rank, call.rank, call.rank), *(step.slices for step in steps)]
-        own = [halves(slices) for slices in blocks]
-        keys = KeyPlan(steps, Blocks(tuple(blocks)), own[0])
-        last = max((i for i, slices in enumerate(blocks) if len(slices)), default=0)
-        last_slices = blocks[last] if last else own[0][1]
-        return cls(keys, _query_hops(call.rank, tiles), own, (last, last_slices))
+    @cached_property
+    def own(self) -> list[tuple[Slices, Slices]]:
+        """The slices of own queries over each block of keys, in two halves, for backward.
+
+        Gradients of a block leave while the second halves are computed.
+        """
+        return [halves(slices) for slices in self.blocks]
+
+    @cached_property
+    def last(self) -> tuple[int, Slices]:
+        """The block of keys of which forward leaves work for the end, and the slices of that work.
+
+        These are all slices of the block or, if it is the rank's own keys, half of them.
+        """
+        last = max((i for i, slices in enumerate(self.blocks) if len(slices)), default=0)
+        return last, self.blocks[last] if last else self.own[0][1]
 
     def first(self, block: int) -> Slices | None:
         """Return the slices over a block of keys that forward begins with."""
         if block != self.last[0]:
-            return self.keys.blocks.slices[block]
+            return self.blocks[block]
         return None if block else self.own[0][0]
 
 
 def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
-    column, steps = tiles.column(rank), list[KeyStep]()
+    column = tiles.column(rank)
+    if not column:
+        return []
+    sent, received = tiles.sent_keys(rank).counts, tiles.received_keys(rank)
     known: dict[bytes, Rows] = {}
+
+    def rows_for(receiver: int) -> Rows:
+        rows = tiles.key_rows(rank, receiver)
+        return known.setdefault(rows.tobytes(), Rows(rows))
+
+    steps = []
     for number, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), start=1):
-        slices, sent = tiles.slices(rank, owner, rank), tiles.key_rows(rank, receiver)
-        rows, arriving = known.setdefault(sent.tobytes(), Rows(sent)), slices.key_rows
-        to, sent_counts = ([(receiver, rows)], [rows.count]) if rows.count else ([], [])
-        source, counts = ([owner], [arriving]) if arriving else ([], [])
-        totals = arriving, rows.count
-        steps.append(KeyStep(number, to, source, counts, sent_counts, *totals, slices))
-    return with_reuse(steps)
+        leaving, arriving = int(sent[tiles.row_number(receiver)]), int(received[owner])
+        step = KeyStep(
+            number,
+            [receiver] if leaving else [],
+            [leaving] if leaving else [],
+            [owner] if arriving else [],
+            [arriving] if arriving else [],
+            rows_for,
+            partial(tiles.slices, rank, owner, rank),
+        )
+        steps.append(step)
+    return steps
 
 
-def _query_hops(rank: int, tiles: Tiles) -> list[QueryHop]:
-    row, column, hops = tiles.row(rank), tiles.column(rank), []
-    sources = [rank, *reversed(column)]
+def _query_hops(rank: int, tiles: Tiles, every_hop: bool) -> list[QueryHop]:
+    row, column = tiles.row(rank), tiles.column(rank)
+    if not row:
+        return []
+    sent, received = tiles.sent_queries(rank).counts, tiles.received_queries(rank)
+    sources, hops = [rank, *reversed(column)], list[QueryHop]()
     first_step = len(column) + 1
     for step, (receiver, sender) in enumerate(zip(row, reversed(row), strict=True), first_step):
-        sent = Rows(tiles.query_rows(rank, receiver))
-        received = Rows(tiles.query_rows(sender, rank))
-        slices = [tiles.slices(sender, x, rank) for x in sources] if received.count else []
-        blocks = Blocks(tuple(slices)) if slices else None
-        hops.append(QueryHop(step, receiver, sender, sent, received, blocks))
+        counts = int(sent[tiles.column_number(receiver)]), int(received[sender])
+        if every_hop or any(counts):
+            builders = [partial(tiles.slices, sender, source, rank) for source in sources]
+            rows = (
+                partial(tiles.query_rows, rank, receiver),
+                partial(tiles.query_rows, sender, rank),
+            )
+            hops.append(QueryHop(step, receiver, sender, counts, rows, builders))
     return hops
