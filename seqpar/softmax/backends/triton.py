@@ -145,7 +145,7 @@ def _forward_launches(
         if device.type == "cuda" and splits:
             properties = torch.cuda.get_device_properties(device)
             programs = properties.multi_processor_count // heads
-        planned = kernels.forward_launches(blocks, config, device, continued, programs)
+        planned = kernels.forward_launches(list(blocks), config, device, continued, programs)
         some_continue = any(
             x.has_partial and x.parts == 1 for launches in planned for x in launches
         )

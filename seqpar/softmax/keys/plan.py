@@ -84,6 +84,7 @@ class KeyPlan:
     Attributes:
         steps: the steps in which this rank sends or receives rows, or all steps.
         blocks: for forward, the slices over this rank's own keys and over the keys of each step.
+        ends_early: whether steps without rows were left out at the end.
     """
 
     def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
@@ -112,6 +113,8 @@ class KeyPlan:
                 partial(tables.slices_over, owners or source[begin : begin + 1]),
             )
             self.steps.append(step)
+        last = self.steps[-1].number if self.steps else 0
+        self.ends_early = last < len(distances)
         own = partial(tables.slices_over, [call.rank])
         builders = [own, *(partial(getattr, step, "slices") for step in self.steps)]
         self.blocks = Blocks(LazySlices(builders))

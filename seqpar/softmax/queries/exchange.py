@@ -139,27 +139,33 @@ class QuerySchedule(NamedTuple):
     Attributes:
         groups: the groups in which heads travel; the same on all ranks.
         hops: each hop of each group.
+        ends_early: whether hops without rows were left out at the end.
     """
 
     groups: list[HeadSlices]
     hops: list[GroupHop]
+    ends_early: bool
 
     @classmethod
     def of(
         cls,
         call: ResolvedCall,
         query_hops: Sequence[QueryHop],
+        last_step: int,
         travelling: Sequence[RowFormat],
         results: Sequence[RowFormat],
     ) -> QuerySchedule:
-        """Return the schedule of a pass in which tensors of these formats travel and return."""
+        """Return the schedule of a pass in which tensors of these formats travel and return.
+
+        `last_step` is the number of the last hop, which may have been left out.
+        """
         groups, packs, hops = head_groups(call), packs_all_rows(call), list[GroupHop]()
         for hop in query_hops:
             for group, heads in enumerate(groups):
                 sizes = call.shape.batch, heads.queries.stop - heads.queries.start
                 number = hop.step * len(groups) + group
                 hops.append(GroupHop(hop, number, group, sizes, (travelling, results), packs))
-        return cls(groups, hops)
+        return cls(groups, hops, bool(hops) and hops[-1].step < last_step)
 
 
 def head_groups(call: ResolvedCall) -> list[HeadSlices]:
@@ -234,6 +240,11 @@ class QueryExchange:
             if returned:
                 yield returned
             del returned
+        if returning and self._schedule.ends_early:
+            # Sums have the same bits whether hops without rows are left out or not.
+            if returned := self._returned(*returning):
+                yield returned
+            returning = None
         compute_last()
         if returning and (returned := self._returned(*returning)):
             yield returned

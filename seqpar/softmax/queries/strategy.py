@@ -81,7 +81,10 @@ class TileStrategy(Strategy):
         columns, routed = self.columns_of(call), comm.is_routed
         tile = call.once(("tile", columns, routed), lambda: Tile(call, self.tiles(call), routed))
         key = "query schedule", columns, routed, tuple(travelling), tuple(results)
-        build = lambda: QuerySchedule.of(call, tile.query_hops, travelling, results)  # noqa: E731
+
+        def build() -> QuerySchedule:
+            return QuerySchedule.of(call, tile.query_hops, tile.last_step, travelling, results)
+
         return tile, call.once(key, build)
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:

@@ -142,6 +142,7 @@ class Tile:
         blocks: the slices of its own queries over its own keys and over the keys of each step.
         query_hops: how queries travel in its row; their steps are numbered after those of keys.
             Hops in which no rows travel are left out, unless `every_hop`.
+        last_step: the number of the last hop, which may be left out.
     """
 
     def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
@@ -150,6 +151,7 @@ class Tile:
         own = partial(tiles.slices, rank, rank, rank)
         self.blocks = [own(), *(step.slices for step in self.steps)]
         self.query_hops = _query_hops(rank, tiles, every_hop)
+        self.last_step = len(tiles.column(rank)) + len(tiles.row(rank))
 
     @cached_property
     def own(self) -> list[tuple[Slices, Slices]]:
