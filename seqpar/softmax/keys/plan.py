@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
+from typing import overload
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.blocks import Blocks, LazySlices
+from seqpar.layout.masks.blocks import Blocks
 from seqpar.layout.masks.mask import Slices, slices_between, slices_over
 from seqpar.layout.masks.reach import Side
 from seqpar.layout.masks.split_work import halves
@@ -75,6 +76,28 @@ class KeyStep:
         return bool(step.receivers and self.receivers) and step.to[-1][1] is self.to[0][1]
 
 
+class LazySlices(Sequence[Slices]):
+    """Slices over own keys and over the keys of each step, built when they are computed.
+
+    Messages of later steps travel meanwhile.
+    """
+
+    def __init__(self, own: Callable[[], Slices], steps: Sequence[KeyStep]) -> None:
+        self._own, self._steps = own, steps
+
+    def __len__(self) -> int:
+        return 1 + len(self._steps)
+
+    @overload
+    def __getitem__(self, block: int) -> Slices: ...
+    @overload
+    def __getitem__(self, block: slice) -> list[Slices]: ...
+    def __getitem__(self, block: int | slice) -> Slices | list[Slices]:
+        if isinstance(block, slice):
+            return [self[one] for one in range(*block.indices(len(self)))]
+        return self._steps[block - 1].slices if block else self._own()
+
+
 class KeyPlan:
     """The exchanges and slices of one rank, step by step.
 
@@ -100,15 +123,13 @@ class KeyPlan:
         sent_counts, counts = sent[receivers[used]].tolist(), received[senders[used]].tolist()
         for number, begin, end in zip(used_steps.tolist(), edges, edges[1:], strict=False):
             part = slice(begin, end)
-            arriving = [x for x in zip(source[part], counts[part], strict=True) if x[1]]
-            leaving = [x for x in zip(to[part], sent_counts[part], strict=True) if x[1]]
-            owners = [peer for peer, _ in arriving]
+            owners = _with_rows(source[part], counts[part])
             step = KeyStep(
                 number,
-                [peer for peer, _ in leaving],
-                [count for _, count in leaving],
+                _with_rows(to[part], sent_counts[part]),
+                [count for count in sent_counts[part] if count],
                 owners,
-                [count for _, count in arriving],
+                [count for count in counts[part] if count],
                 tables.rows_for,
                 partial(tables.slices_over, owners or source[begin : begin + 1]),
             )
@@ -116,8 +137,7 @@ class KeyPlan:
         last = self.steps[-1].number if self.steps else 0
         self.ends_early = last < len(distances)
         own = partial(tables.slices_over, [call.rank])
-        builders = [own, *(partial(getattr, step, "slices") for step in self.steps)]
-        self.blocks = Blocks(LazySlices(builders))
+        self.blocks = Blocks(LazySlices(own, self.steps))
 
     @cached_property
     def own(self) -> tuple[Slices, ...]:
@@ -175,6 +195,10 @@ def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
     received = Side.of_queries(queries, keys, call.mask).their_rows(queries.holdings[rank])
     sent[rank] = received[rank] = 0
     return sent, received
+
+
+def _with_rows(ranks: list[int], counts: list[int]) -> list[int]:
+    return [rank for rank, count in zip(ranks, counts, strict=True) if count]
 
 
 def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, Ints]:

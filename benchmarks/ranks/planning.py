@@ -1,0 +1,143 @@
+"""How long does one rank plan the first call of a layout, and how much memory does that take?
+
+A packed batch has a new layout in every step, so each step pays for planning once. One rank of many
+plans a causal call: `traffic` lists its messages, and `plan` is what the first call needs before it
+posts messages. Nothing is sent. Layouts are made beforehand. Each figure is a median over rounds,
+in milliseconds of the process's CPU time, because other programs share the machine's cores; peak
+memory is what Python and NumPy allocate beyond the layout. The messages are checked against the
+tables of pairs of ranks, for some peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import RESULTS
+from seqpar import Layout, make_attention
+from seqpar.costs.profile import harness
+from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
+from seqpar.simulate import Comm
+
+CASES = [
+    ("zigzag", 64, 64),
+    ("zigzag", 512, 512),
+    ("zigzag", 2048, 2048),
+    ("zigzag", 4096, 8000),
+    ("min_chunk=128", 512, 512),
+    ("min_chunk=128", 4096, 8000),
+    ("spans of a plan", 512, 512),
+    ("spans of a plan", 4096, 8000),
+]
+KV_HEADS, HEAD_DIM = 8, 128
+ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # of k and v, in bf16
+
+
+def documents(count: int, seed: int) -> np.ndarray[Any, Any]:
+    """Return cu_seqlens of documents of log-normal lengths, of up to 2^20 tokens."""
+    lengths = np.random.default_rng(seed).lognormal(8.5, 1.2, count).astype(np.int64)
+    return np.r_[0, np.cumsum(np.clip(lengths, 64, 2**20))]
+
+
+def layout_of(kind: str, ranks: int, count: int, seed: int) -> Layout:
+    cu = documents(count, seed)
+    if kind == "zigzag":
+        return Layout.zigzag(cu, ranks)
+    if kind.startswith("min_chunk"):
+        return Layout.zigzag(cu, ranks, min_chunk=128)
+    contiguous = Layout.contiguous(cu, ranks)
+    return Layout.from_spans([contiguous.spans(rank) for rank in range(ranks)], cu)
+
+
+def check(rows: list[Any], layout: Layout, rank: int) -> None:
+    """Raise a SystemExit if the bytes of some messages are not those of tables of pairs."""
+    sent = {row.peer: row.bytes for row in rows if row.direction == "forward"}
+    geometry, mask = layout.geometry, Mask(UNLIMITED, 0)
+    peers = {(rank + step) % layout.ranks for step in (1, 2, layout.ranks // 2, layout.ranks - 1)}
+    for peer in peers - {rank}:
+        expected = slices_between(geometry, peer, geometry, rank, mask).key_rows * ROW_BYTES
+        if sent.get(peer, 0) != expected:
+            raise SystemExit(
+                f"rank {rank} sends {sent.get(peer, 0)} bytes to {peer}, not {expected}"
+            )
+
+
+def messages(layout: Layout) -> list[Any]:
+    return module(layout).traffic(*operands(layout), layout, causal=True)
+
+
+def plan(layout: Layout) -> None:
+    """Plan a call, as the first call of a layout does."""
+    attn = module(layout)
+    attn._bound.strategy.plan(attn._resolve(*operands(layout), layout, causal=True))
+
+
+def module(layout: Layout) -> Any:
+    return make_attention("ring", Comm("planning", layout.ranks // 3, layout.ranks))
+
+
+def operands(layout: Layout) -> list[torch.Tensor]:
+    """Return q, k and v of the rank, without data."""
+    tokens = layout.tokens_on(layout.ranks // 3)
+    heads = 4 * KV_HEADS, KV_HEADS, KV_HEADS
+    return [torch.empty(tokens, n, HEAD_DIM, dtype=torch.bfloat16, device="meta") for n in heads]
+
+
+def row_of(kind: str, ranks: int, count: int, rounds: int) -> dict[str, Any]:
+    """Return a row of the results; each sample has a layout that nobody has seen before."""
+    seeds = iter(range(4 * rounds + 1))
+    layout = layout_of(kind, ranks, count, next(seeds))
+    check(messages(layout), layout, ranks // 3)
+    samples: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, function in (("traffic", messages), ("plan", plan)):
+            layout = layout_of(kind, ranks, count, next(seeds))
+            gc.collect()  # of earlier rounds
+            start = time.process_time()
+            function(layout)
+            milliseconds = 1e3 * (time.process_time() - start)
+            samples.setdefault(name, []).append(milliseconds)
+            layout = layout_of(kind, ranks, count, next(seeds))
+            tracemalloc.start()
+            function(layout)
+            peak = tracemalloc.get_traced_memory()[1] / 2**20
+            tracemalloc.stop()
+            samples.setdefault(f"{name} MiB", []).append(peak)
+    return {
+        "layout": kind,
+        "ranks": ranks,
+        "documents": count,
+        "medians": {name: statistics.median(values) for name, values in samples.items()},
+        "samples": samples,
+    }
+
+
+def main() -> int:
+    """Measure all cases, print them, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    options = parser.parse_args()
+    rows = []
+    print("| layout | ranks | documents | traffic, ms | MiB | plan, ms | MiB |")
+    print("|---|---|---|---|---|---|---|")
+    for case in CASES:
+        rows.append(row := row_of(*case, options.rounds))
+        medians = row["medians"]
+        figures = [medians[name] for name in ("traffic", "traffic MiB", "plan", "plan MiB")]
+        print(f"| {' | '.join(map(str, case))} | {' | '.join(f'{x:.1f}' for x in figures)} |")
+    if not options.no_write:
+        harness.write(RESULTS, "planning", {"rounds": options.rounds, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
