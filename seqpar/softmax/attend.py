@@ -106,12 +106,14 @@ def attend_blocks(
         out, lse = forward_blocks(q, blocks, slices_of_blocks, options, sinks, into)
         return out, lse
     partial: Partial | None = None
-    # `zip` takes the slices first, so they are built while their block of keys travels.
-    for slices, (k, v) in zip(slices_of_blocks.slices, blocks, strict=True):
+    arriving = iter(blocks)
+    for slices in slices_of_blocks.slices:  # built while their block of keys travels
+        k, v = next(arriving)  # `zip` would keep the block while the next one arrives
         partial = partial or Partial.nothing(q, v, None if into is None else into[0])
         attend(q, k, v, slices, partial, options, max_logits)
         del k, v  # frees the block before the next one arrives and its successor is posted
     assert partial is not None
+    next(arriving, None)  # ends the exchange, which frees the last block
     if into is None:
         return partial.finish(sinks, q.dtype)
     assert sinks is None  # sinks join a result only once, on the rank that owns the queries
