@@ -128,7 +128,9 @@ def context_parallel(
     _entered.active, swapped = True, []
     try:
         for x, part in zip(buffers, parts, strict=True):
-            swap_contents(x, part)  # `part` holds the whole from here on
+            # From here on `part` holds the whole. Setting `data` would also change what autograd
+            # saved of the buffer, and torch's `swap_tensors` refuses saved tensors.
+            swap_contents(x, part)
             if not any(x is kept for kept in no_restore_buffers):
                 swapped.append((x, part))
         del parts

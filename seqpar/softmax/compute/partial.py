@@ -186,7 +186,7 @@ class PartialGradients:
 
 @dataclass
 class PackedGradients(PartialGradients):
-    """Gradients whose dk and dv share one tensor, so that they are sent and added together.
+    """Gradients whose dk and dv share one tensor, so that they are sent and added in one operation.
 
     Attributes:
         packed: (Tk, B, Hkv, D + Dv); dk and dv are views of it.
@@ -210,7 +210,8 @@ class PackedGradients(PartialGradients):
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the gradients in a dtype and contiguous, freeing each before the next is cast.
 
-    The results share no memory, as torch requires of an operator's results.
+    torch requires that an operator's results share no memory. In half precision the cast separates
+    dk and dv; in fp32 that takes one more copy.
     """
     remaining = list(gradients)
     del gradients

@@ -105,7 +105,8 @@ class KeyPlan:
     when the step is posted and computed, while earlier steps travel.
 
     Attributes:
-        steps: the steps in which this rank sends or receives rows, or all steps.
+        steps: the steps in which this rank sends or receives rows, or all steps, if ranks relay
+            messages for others: such ranks count exchanges.
         blocks: for forward, the slices over this rank's own keys and over the keys of each step.
         ends_early: whether steps without rows were left out at the end.
     """
