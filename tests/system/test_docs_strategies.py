@@ -78,7 +78,7 @@ def test_tables_match_the_existing_results(tmp_path):
         "| result | machine | date | setting |\n"
         "| --- | --- | --- | --- |\n"
         "| [recurrent-ranks](recurrent.md) | Some processor, 4 cores, torch 2.13.0 | 2026-01-02 "
-        "| ranks of one thread, and one process with as many threads. |\n"
+        "| ranks of one thread, and one process with one thread per rank. |\n"
     )
 
 
@@ -120,20 +120,20 @@ STEP = {"rate_mbit": 50, "shape": [4096, 2, 8], "transport": "scan", "total": 0.
             [
                 (
                     "communication, exposed, sent",
-                    "4 ranks, 100 Mbit/s for each pair, 2 x 2",
+                    "4 ranks, 100 Mbit/s per pair, 2 x 2",
                     "200 ms, 25%, 3.0 MiB",
                     "",
                 ),
                 (
-                    "its speed, that of Ring = 1",
-                    "4 ranks, 100 Mbit/s for each pair, 2 x 2",
+                    "speed of communication, Ring = 1",
+                    "4 ranks, 100 Mbit/s per pair, 2 x 2",
                     "2.50",
                     "",
                 ),
             ],
         ),
         (
-            figures.beside_all,
+            figures.relative_to_all,
             "mesh",
             {
                 "rows": [{"setting": {"rate_mbit": rate}} for rate in (0, 400)],
@@ -158,7 +158,7 @@ STEP = {"rate_mbit": 50, "shape": [4096, 2, 8], "transport": "scan", "total": 0.
             [
                 (
                     "a step, over one with nothing sent, bytes",
-                    "2 ranks, 50 Mbit/s for each pair, 4,096 tokens, scan",
+                    "2 ranks, 50 Mbit/s per pair, 4,096 tokens, scan",
                     "",
                     "250 ms, 1.50, 1.0 MiB",
                 )

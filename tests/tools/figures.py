@@ -1,7 +1,7 @@
-"""What committed results say of a strategy: rows (what, where, forward, forward + backward).
+"""Rows (what, where, forward, forward + backward) of a strategy, from committed results.
 
-Each of the first functions takes the content of a result file and the name of a strategy's page,
-and yields such rows with the cells that the page shows: nothing for a strategy that is not in it.
+Each of the first functions takes the content of a result file and the name of a strategy's page. It
+yields rows with the cells that the page shows, and no row if the file does not have the strategy.
 """
 
 import re
@@ -12,13 +12,13 @@ from benchmarks.ranks.same_bits import AS_IT_IS, EIGHT_BITS, PARTS, WAYS
 from benchmarks.recurrent.ranks import RANKS
 from benchmarks.simulate.choices import NEAR
 
-PASSES = "forward", "forward+backward"  # as results name them, but for spaces
-LINK = {"rate_mbit": 100, "ratio": 1.5}  # of the settings that were measured, the one that is shown
+PASSES = "forward", "forward+backward"  # as results name them, without spaces
+LINK = {"rate_mbit": 100, "ratio": 1.5}  # the measured setting that the page shows
 TRANSPORTS = {"lasp2": "all_gather", "zeco": "scan"}
 
 
 def speed(found, strategy):
-    """Yield the speed of ranks beside SDPA's."""
+    """Yield the speed of ranks relative to SDPA."""
     ranks, ratios = found["shape"]["ranks"], found["ratio_to_sdpa"]
     for dtype in dict.fromkeys(key.split("/")[0] for key in ratios):
         keys = [f"{dtype}/{way}/{strategy}" for way in PASSES]
@@ -28,7 +28,7 @@ def speed(found, strategy):
 
 
 def communication(found, strategy):
-    """Yield what communication takes, what of it is exposed, and its speed beside Ring's."""
+    """Yield the time of communication, its exposed share, and its speed relative to Ring's."""
     shown = [row for row in found["rows"] if row.items() >= LINK.items()]
     of_ring = {
         named(row, "topology", "pass"): row["communication"]
@@ -45,11 +45,11 @@ def communication(found, strategy):
             where = place(row, found["shape"]["ranks"], option)
             yield "communication, exposed, sent", where, *cells(rows, exposed)
             if strategy != "ring":
-                yield "its speed, that of Ring = 1", where, *cells(rows, faster)
+                yield "speed of communication, Ring = 1", where, *cells(rows, faster)
 
 
 def gain(found, strategy):
-    """Yield the speed of steps beside Ring's."""
+    """Yield the speed of steps relative to Ring's."""
     for rows in by_pass(found["rows"], "topology", "ranks", "ratio", "contender"):
         row = either(rows)
         if (option := option_of(strategy, row["contender"])) is not None and "gain" in row:
@@ -58,7 +58,7 @@ def gain(found, strategy):
 
 
 def host(found, strategy):
-    """Yield the host's time, of forward and of both, and how many times that of a bare loop."""
+    """Yield the host's time in forward and in both passes, and its ratio to a bare loop's."""
     if transport := TRANSPORTS.get(strategy):
         strategy = f"lasp2 {transport}"
     mine = [row for row in found["rows"] if row["strategy"] == strategy]
@@ -67,11 +67,11 @@ def host(found, strategy):
         both = {name: first[name] + second[name] for name in ("strategy", "floor")}
         shown = [(x["strategy"], x["strategy"] / x["floor"]) for x in (first, both)]
         times = [f"{microseconds:,.0f} µs, {over:.1f}" for microseconds, over in shown]
-        yield "host's time, and over a bare loop's", rows["forward"]["layout"], *times
+        yield "host's time, and its ratio to a bare loop's", rows["forward"]["layout"], *times
 
 
 def same_bits(found, strategy):
-    """Yield what the same bits cost, and what messages in 8 bits cost, save and lose."""
+    """Yield the time of the same bits, and the time, bytes and errors of messages in 8 bits."""
     where = f"{found['shape']['ranks']} ranks, fp32"
     for way, options in WAYS.get(strategy, {}).items():
         ((name, value),) = options.items()
@@ -86,7 +86,7 @@ def same_bits(found, strategy):
 
 
 def simulated(found, strategy):
-    """Yield how far simulated steps are from measured ones."""
+    """Yield the error of simulated steps."""
     groups = defaultdict(list)
     for row in found["rows"]:
         if row["strategy"] == strategy and row["ranks"] > 1:
@@ -97,8 +97,8 @@ def simulated(found, strategy):
         yield "error of simulated steps, median", f"{ranks} ranks, {where}", "", f"{error:.1%}"
 
 
-def beside_all(found, strategy):
-    """Yield in how many settings a strategy is the fastest or near, and its time over that."""
+def relative_to_all(found, strategy):
+    """Yield the share of settings with a strategy near the fastest, and its relative time."""
     groups = defaultdict(list)
     for row, result in zip(found["rows"], found["results"], strict=True):
         seconds = result["measured"]
@@ -115,7 +115,7 @@ def beside_all(found, strategy):
 
 
 def tasks(found, strategy):
-    """Yield what steps take whose tasks are planned."""
+    """Yield the times of steps with planned tasks."""
     for row in found["rows"]:
         if (option := option_of(strategy, row["contender"])) is not None:
             where = place(row | {"topology": found["topology"]}, row["ranks"], option)
@@ -125,7 +125,7 @@ def tasks(found, strategy):
 
 
 def planning(found, _):
-    """Yield what planning takes, and how even the plan is."""
+    """Yield the time of planning, and the balance of the plan."""
     for name, row in found["planning"].items():
         where = f"{row['documents']:,} documents, lengths of {name}"
         shown = f"{milliseconds(row['seconds'])}, {row['max_over_mean']:.2f}"
@@ -133,14 +133,14 @@ def planning(found, _):
 
 
 def servers(found, _):
-    """Yield how near servers come to their transports, and what they add to a short task."""
+    """Yield servers' share of their transport's bandwidth, and their added time in a short task."""
     for row in found["targets"]:
         if re.match(r"\w+: (bandwidth|added)", row["what"]):
             yield row["what"], "a server of the same machine", number(row["found"]), ""
 
 
 def linear(found, strategy):
-    """Yield what steps of linear attention take."""
+    """Yield the times of steps of linear attention."""
     key = "topology", "ranks", "tokens", "pass"
     slept = [row for row in found["rows"] if row["computes"] == "sleeps" and row["ranks"] > 2]
     of_ring = {named(row, *key): row["total"] for row in slept if row["contender"] == "Ring"}
@@ -152,13 +152,13 @@ def linear(found, strategy):
     for rows in by_pass(slept, *key[:3], "contender"):
         row = either(rows)
         if row["contender"] == f"LASP-2 {TRANSPORTS[strategy]}":
-            where = place(row, row["ranks"], f"{row['tokens']:,} tokens a rank")
+            where = place(row, row["ranks"], f"{row['tokens']:,} tokens per rank")
             what = "a step, over one with nothing sent, speed (Ring = 1)"
             yield what, where, *cells(rows, shown)
 
 
 def kernels(found, _):
-    """Yield what the recurrence takes token by token."""
+    """Yield the time of the recurrence token by token."""
     for rows in by_pass([x | {"pass": PASSES[x["backward"]]} for x in found["rows"]], "kind"):
         row = either(rows)
         shape = f"{row['tokens']:,} tokens, {row['heads']} heads, D = {row['dim']}"
@@ -169,14 +169,14 @@ def kernels(found, _):
 
 
 def kinds(found, _):
-    """Yield the speed of ranks beside that of one process."""
+    """Yield the speed of ranks relative to one process."""
     for rows in by_pass(found["rows"], "kind", "transport"):
         where = f"{RANKS} ranks, {', '.join(named(either(rows), 'kind', 'transport'))}"
         yield "speed, one process = 1", where, *cells(rows, lambda x: f"{x['speed']:.2f}")
 
 
 def maps(found, _):
-    """Yield what steps take whose maps travel on a link."""
+    """Yield the times of steps whose maps travel on a link."""
 
     def shown(row):
         return f"{milliseconds(row['total'])}, {row['ratio']:.2f}, {mebibytes(row)}"
@@ -189,7 +189,7 @@ def maps(found, _):
 
 
 def by_pass(rows, *names):
-    """Return rows as [{pass: row}]: each those that differ in their pass alone."""
+    """Return rows as [{pass: row}], one dict for rows that differ only in their pass."""
     groups = defaultdict(dict)
     for row in rows:
         groups[named(row, *names)][row["pass"].replace(" ", "")] = row
@@ -197,7 +197,7 @@ def by_pass(rows, *names):
 
 
 def either(rows):
-    """Return the row of any pass, for what they share."""
+    """Return the row of any pass, for values that all passes share."""
     return next(iter(rows.values()))
 
 
@@ -207,25 +207,25 @@ def named(row, *names):
 
 
 def cells(rows, shown):
-    """Return what is shown of forward's row, and of that with backward."""
+    """Return the cells of forward, and of forward with backward."""
     return [shown(rows[way]) if way in rows else "" for way in PASSES]
 
 
 def option_of(strategy, contender):
-    """Return what a contender's name says beside its strategy, None if that is another one."""
+    """Return the options in a contender's name, or None if it is another strategy's."""
     match = re.fullmatch(rf"{strategy}\b,? ?(.*)", contender)
     return None if match is None else match[1]
 
 
 def place(row, ranks, *more):
-    """Return on how many ranks and what links a row was measured, and what else there is to say."""
-    links = {"mesh": "for each pair", "switch": "a rank"}[row["topology"]]
+    """Return the ranks and links of a row's measurement, and `more`."""
+    links = {"mesh": "per pair", "switch": "per rank"}[row["topology"]]
     return ", ".join(filter(None, (f"{ranks} ranks", f"{row['rate_mbit']} Mbit/s {links}", *more)))
 
 
 def exposed(row):
     """Return the time of communication, the share that is exposed, and the bytes of a rank."""
-    share = f"{max(row['fraction'], 0):.0%}"  # what is measured may be less than nothing
+    share = f"{max(row['fraction'], 0):.0%}"  # measured shares may be negative
     return f"{milliseconds(row['communication'])}, {share}, {mebibytes(row)}"
 
 

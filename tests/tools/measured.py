@@ -23,7 +23,7 @@ GENERATED = re.compile(
 )
 HEAD = "what", "where", "forward", "forward + backward", "result"
 SETTINGS_HEAD = "result", "machine", "date", "setting"
-LINKS = "emulated links of a known rate, one for each pair of ranks or one a rank"
+LINKS = "emulated links of a known rate, one per pair of ranks or one per rank"
 SHAPE = "{heads} heads, D = {head_dim}"
 
 
@@ -35,7 +35,7 @@ class Source(NamedTuple):
         figures: a function of (file content, strategy) that yields the strategy's rows.
         subject: the quantity it measures, for the line about missing measurements.
         page: the page that explains it, under docs.
-        setting: what all rows share; names in braces are values of the file.
+        setting: the setting that all rows share; names in braces are values of the file.
         changed: (ISO time, reason): results before that time would differ today.
     """
 
@@ -50,35 +50,35 @@ class Source(NamedTuple):
 SPEED = Source(
     "strategies",
     figures.speed,
-    "speed beside SDPA",
+    "speed relative to SDPA",
     "ranks.md",
-    f"{{tokens:,}} tokens, {SHAPE}, causal; ranks of one thread, and SDPA with as many threads.",
+    f"{{tokens:,}} tokens, {SHAPE}, causal. Ranks have one thread; SDPA has one per rank.",
 )
 LINK = Source(
     "network-softmax",
     figures.communication,
-    "communication beside Ring's",
+    "communication relative to Ring's",
     "network.md",
-    f"{LINKS}; {{tokens_per_rank:,}} tokens a rank, {SHAPE}, {{dtype}}, no mask. Communication "
-    "alone; the share of it that a step does not hide in which compute takes "
-    f"{figures.LINK['ratio']:g} times as long as a transfer of Ring's; and what a rank sends.",
+    f"{LINKS}; {{tokens_per_rank:,}} tokens per rank, {SHAPE}, {{dtype}}, no mask. Rows have "
+    "the time of communication without compute, its exposed share in a step whose compute takes "
+    f"{figures.LINK['ratio']:g} times as long as a transfer of Ring's, and the bytes of a rank.",
     ("2026-11-22T06:33", "Ring and AllGather send keys with values and hide more of backward"),
 )
 GAIN = Source(
     "network-mesh",
     figures.gain,
-    "steps beside Ring's on a mesh of ranks",
+    "steps relative to Ring's on a mesh of ranks",
     "network.md",
-    f"{LINKS}; {{tokens_per_rank:,}} tokens a rank, {SHAPE}, {{dtype}}, no mask. Compute is in "
-    "units of a transfer of Ring's.",
+    f"{LINKS}; {{tokens_per_rank:,}} tokens per rank, {SHAPE}, {{dtype}}, no mask. The unit of "
+    "compute is a transfer of Ring's.",
 )
 HOST = Source(
     "overhead",
     figures.host,
     "the host's time",
     "ranks.md",
-    "what the host of one of many ranks needs for the strategy's part of a call, beside a bare "
-    "loop of its messages, copies and launches.",
+    "the host's time on one of many ranks for the strategy's part of a call, and its ratio to a "
+    "bare loop of the same messages, copies and launches.",
 )
 BITS = Source(
     "same-bits",
@@ -96,8 +96,8 @@ SIMULATED = Source(
 )
 CHOICES = Source(
     "choices",
-    figures.beside_all,
-    "steps beside all others",
+    figures.relative_to_all,
+    "steps relative to all others",
     "simulate.md",
     "settings are random lengths, heads, windows and layouts, on ranks of one thread or on "
     "emulated links, fp32. Times are medians over settings.",
@@ -108,7 +108,7 @@ TASKS = Source(
     "steps whose tasks are planned",
     "disaggregated.md",
     f"{LINKS}; {{tokens:,}} tokens in documents of up to {{context:,}}, {SHAPE}, {{kv_heads}} of "
-    "keys, {dtype}. Documents are in order but where the row says otherwise.",
+    "keys, {dtype}. Documents are in order unless the row names another placement.",
 )
 PLANNING = Source(
     "disaggregated-plans",
@@ -137,14 +137,14 @@ KERNELS = Source(
     figures.kernels,
     "speed on one core",
     "recurrent.md",
-    "both are differentiated by autograd; fp32, one thread.",
+    "autograd differentiates both; fp32, one thread.",
 )
 KINDS = Source(
     "recurrent-ranks",
     figures.kinds,
-    "speed of ranks beside one process",
+    "speed of ranks relative to one process",
     "recurrent.md",
-    "ranks of one thread, and one process with as many threads.",
+    "ranks of one thread, and one process with one thread per rank.",
 )
 MAPS = Source(
     "recurrent-links",
