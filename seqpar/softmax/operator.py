@@ -185,7 +185,7 @@ def _save_for_backward(ctx: _CallContext, inputs: tuple[Any, ...], results: list
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.tensors()  # hooks may copy saved tensors
     sink_inputs = [] if sinks is None else [out, lse]
-    if not residuals or ctx.bound.strategy.keeps_beside:
+    if not residuals or ctx.bound.strategy.keeps_operands:
         residuals = [q, k, v, out, lse, *residuals]
     saved = *arguments.tensors(), numbers, sinks, *sink_inputs, *residuals
     ctx.save_for_backward(*saved)

@@ -27,7 +27,7 @@ class ForwardResult(NamedTuple):
         out: (B, T_local, Hq, Dv), in q's dtype.
         lse: (B, T_local, Hq), fp32 (fp64 for fp64).
         residuals: tensors for backward. If there are none, backward gets q, k, v, out and lse. If
-            the strategy `keeps_beside`, it gets these five and then the residuals.
+            the strategy `keeps_operands`, backward gets these five and then the residuals.
     """
 
     out: Tensor
@@ -46,7 +46,7 @@ class Strategy:
 
     name: ClassVar[str]
     routable: ClassVar[bool] = True
-    keeps_beside: ClassVar[bool] = False  # see `ForwardResult`
+    keeps_operands: ClassVar[bool] = False  # see `ForwardResult`
     finds_max_logits: ClassVar[bool] = True  # False if scores are computed in another process
     # Whether tiles begin at fixed positions of a document, so that bits are the same on any number
     # of ranks.

@@ -1,10 +1,11 @@
-"""Disaggregated attention: a plan decides, task by task, which rank computes what.
+"""Disaggregated attention: a plan assigns each task to a rank, or to an attention server.
 
 Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-(2025), sections 3 and 4: a task is some queries and the keys that they see, and any rank may serve
-it. Servers are in place: every rank is home of its tokens and serves tasks, its own and others'.
-Unlike in the paper keys of a task may be split, since partials merge at home; dispatch hides under
-the work that stays at home, even with one batch; and results return stage by stage.
+(2025), sections 3 and 4: a task is some queries and the keys to which they attend, and any rank may
+compute it. In place, every rank owns its tokens and is also a server.
+
+Unlike in the paper, the keys of a task may be split, because partials merge at the owner of the
+queries. Local work hides the messages even with one batch, and results return stage by stage.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ from seqpar.softmax.tasks.task_attention import (
 from seqpar.softmax.tasks.traffic import task_traffic
 from seqpar.strategies.registry import register
 
-# A stage has at most so many rows of others, if there are not too many for the stages.
-_ROWS = 512
+# A stage has about this many foreign rows, or more if the largest number of stages is reached.
+_ROWS_PER_STAGE = 512
 
 
 @dataclass(frozen=True)
 class Disaggregated(SplitStrategy[TaskExchange]):
-    """Queries and keys travel to whoever computes with them, and results return."""
+    """Queries and keys travel to the servers of their tasks, and results return."""
 
     name = "disaggregated"
-    plan: Any = None  # who computes what: None (its own planner's), Tasks, or what makes them
-    backward_plan: Any = None  # who does in backward; None: the same
-    keep: str = "home"  # who keeps what a server was sent, for backward
-    tolerance: float = 0.05  # by how much the slowest rank of its own plan may exceed the mean
+    plan: Any = None  # tasks, or a function that makes them; None: the default planner
+    backward_plan: Any = None  # the same for backward; None: as in forward
+    keep: str = "home"  # "server" if servers keep the rows that they receive until backward
+    tolerance: float = 0.05  # the slowest rank's allowed excess over the mean, in the default plan
 
     def __post_init__(self) -> None:
         for name in ("plan", "backward_plan"):
@@ -116,23 +117,23 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         return {name: self.task_rows(call, direction).digest for name, direction in passes.items()}
 
     def task_plan(self, call: ResolvedCall, direction: str) -> TaskPlan:
-        """Return what the call's rank sends, computes and returns in a pass."""
+        """Return the messages and the work of the call's rank in a pass."""
         key = "task plan", *self._chosen(direction)
         return call.once(key, lambda: TaskPlan.of(call, self.task_rows(call, direction)))
 
     def task_rows(self, call: ResolvedCall, direction: str) -> TaskRows:
-        """Return what travels for a pass's tasks, on all ranks."""
+        """Return the rows that travel for the tasks of a pass, on all ranks."""
         name, plan, tolerance = self._chosen(direction)
 
         def build() -> TaskRows:
             geometry = call.layout, call.kv_layout, call.mask
             tasks = _own_tasks(call, tolerance) if plan is None else plan.tasks(name, *geometry)
-            return TaskRows(tasks, *geometry, max(1, _ROWS // max(1, call.shape.batch)))
+            return TaskRows(tasks, *geometry, max(1, _ROWS_PER_STAGE // max(1, call.shape.batch)))
 
         return call.once(("task rows", name, plan, tolerance), build)
 
     def _chosen(self, direction: str) -> tuple[str, Any, float]:
-        """Return the option that says who computes a pass, what it is, and the tolerance."""
+        """Return the name and the value of the option that plans a pass, and the tolerance."""
         name = "plan"
         if direction == "backward" and self.backward_plan is not None:
             name = "backward_plan"
@@ -160,23 +161,23 @@ class Disaggregated(SplitStrategy[TaskExchange]):
     ) -> list[Tensor]:
         if self.keep == "home":
             return []
-        sizes = torch.library.get_ctx()  # how many rows come depends on the layout
-        guests, keys = sizes.new_dynamic_size(), sizes.new_dynamic_size()
+        sizes = torch.library.get_ctx()  # the number of foreign rows depends on the layout
+        queries, keys = sizes.new_dynamic_size(), sizes.new_dynamic_size()
         batch, _, heads, dim = k.shape
         return [
-            q.new_empty((guests, batch, *q.shape[2:])),
+            q.new_empty((queries, batch, *q.shape[2:])),
             k.new_empty((keys, batch, heads, dim + v.shape[3])),
         ]
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Return the tasks of the strategy's own planner, by the costs of an H100.
+    """Return the tasks of the default planner, with the costs of an H100.
 
-    They balance as well on another device as its times are in the same proportion. All ranks make
-    the same tasks, and nothing is sent to agree.
+    These also balance other devices whose costs have similar ratios. All ranks make the same tasks
+    without a message.
     """
     s = call.shape
-    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # some ranks of a mesh have none
+    heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # ranks of a mesh may have no heads
     model = Model("", (Layer("softmax", None, 0, 0),), s.dim, heads, kv_heads, s.dim, 1)
     nodes = -(-call.ranks // 8)
     cluster = Cluster.preset(f"{nodes}x{min(call.ranks, 8)}-h100")
@@ -192,72 +193,77 @@ def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
 
 @register
 class DisaggregatedAttention(SplitAttention):
-    """Softmax attention cut into tasks, each of which a plan gives to some rank.
+    """Softmax attention cut into tasks, each of which a plan assigns to a rank.
 
-    A task is some queries of a document and some of its keys, of which it has the visible pairs.
-    In place, on a group, every rank is home of its tokens, and server of tasks. On a `ServerPool`
-    this process is home of all tokens, so layouts are of one rank, and the pool's servers compute.
-    See `Attention` for the call, which all strategies share.
+    A task is some queries and some keys of one document, with their visible pairs. On a group,
+    every rank owns its tokens, and is also a server: it computes its own and other ranks' tasks. On
+    a `ServerPool`, this process owns all tokens, so layouts have one rank, and the pool's servers
+    compute. See `Attention` for the call, which all strategies share.
 
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.
-        check_ranks, deterministic, routing: as in `Attention`; a pool has nothing to route.
-        plan: who computes what: a `seqpar.layout.tasks.tasks.TaskRectangles`, or a function of the
-            geometries of queries and of keys and of the mask that returns one, the same on all
-            ranks. Each visible pair must be in just one task; else a call raises a ValueError
-            before anything is sent. By default `seqpar.balance.disaggregate` plans, by the costs
-            of an H100.
-        keep: "home" (the default): backward sends q, k and v to servers again; "server": servers
-            keep them.
-        backward_plan: who computes what in backward, likewise, if not the same as in forward; only
-            with `keep="home"`.
-        tolerance: by how much the work of a rank in the default plan may exceed the mean.
+        check_ranks, deterministic, routing: as in `Attention`. A pool takes no routing.
+        plan: the tasks of each rank, a `seqpar.layout.tasks.tasks.TaskRectangles`, or a function of
+            the geometries of queries and of keys and of the mask that returns one, the same on all
+            ranks. Each visible pair must be in exactly one task; otherwise a call raises a
+            ValueError before it sends anything. By default `seqpar.balance.disaggregate` plans with
+            the costs of an H100.
+        keep: "home", the default: backward sends q, k and v to the servers again. "server": servers
+            keep the rows that they receive until backward.
+        backward_plan: another plan for backward, only with `keep="home"`. None: the plan of
+            forward.
+        tolerance: the relative excess over the mean work that the default plan allows a rank.
 
-    Options on a pool, in place of the last three; the same on all trainers and in all runs whose
-    bits are compared, since the tasks of a call follow from them and the call alone:
-        tasks: into how many tasks a call is cut, at most, and one more if something is left over.
-            More of them are shared more evenly by unequal servers, and cost more bytes.
-        tile: query rows that a kernel computes together. A task has a multiple of them, but at the
-            end of a document, and the work of at least four squares of them.
+    A pool has two options instead of the last four. They must be the same on all trainers, and in
+    all runs whose bits are compared, because a call's tasks follow only from them and the call:
+        tasks: the largest number of tasks of a call; one more is made if work is left over. More
+            tasks share the work more evenly among unequal servers, and cost more bytes.
+        tile: the number of query rows that a kernel computes together. A task has a multiple of
+            them, except at the end of a document, and the work of at least four squares of this
+            size.
 
-    Bytes sent by rank r, with m(r, s) its query rows, and n(r, s) its key rows, that see or are
-    seen in a task of server s by the pass's plan, b the bytes of an element, and e = 4 (8 for
-    fp64). Sums are over the other ranks s; a row travels to a server once:
+    Bytes sent by rank r. In the plan of a pass, m(r, s) of its query rows and n(r, s) of its key
+    rows belong to tasks of server s; b is the bytes of an element, and e = 4 (8 for fp64). Sums are
+    over the other ranks s. A row travels to a server once.
 
-    * forward: Σ m(r, s)·B·Hq·D·b and Σ n(r, s)·B·Hkv·(D + Dv)·b to servers, and as a server
+    * forward: to servers, Σ m(r, s)·B·Hq·D·b and Σ n(r, s)·B·Hkv·(D + Dv)·b; as a server,
       Σ m(s, r)·B·Hq·(Dv + 1)·e of results;
-    * backward: Σ m(r, s)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the keys again, and as
-      a server Σ m(s, r)·B·Hq·D·e of dq and Σ n(s, r)·B·Hkv·(D + Dv)·e of dk and dv, summed over its
-      tasks. With `keep="server"` the D·b of queries and the keys do not travel.
+    * backward: to servers, Σ m(r, s)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient) and the keys
+      again; as a server, Σ m(s, r)·B·Hq·D·e of dq, and Σ n(s, r)·B·Hkv·(D + Dv)·e of dk and dv,
+      summed over its tasks. With `keep="server"`, the D·b of queries and the keys do not travel.
 
-    Messages: in each stage to a server one of queries (in backward q and dout are one, and the
-    statistics one), one of keys, and back one of results; keys that guests of several stages see
-    are apart from the others, since their gradients return later. `traffic` says how many.
+    Messages: in each stage, a server gets one message of queries (in backward, one of q and dout,
+    and one of statistics) and one of keys, and sends one back. Keys that queries of several stages
+    attend to travel separately, because their gradients return later. `traffic` returns the number.
 
-    Memory beside inputs and results, in bytes, where m rows of queries and n of keys come to a rank
-    and m' rows of its queries leave: in forward the partial B·T·Hq·(4·Dv + 8), what comes,
-    B·(m·Hq·D + n·Hkv·(D + Dv))·b, and results, (m + m')·B·Hq·(Dv + 1)·4; in backward dq, dk and dv,
-    what comes, its gradients, (m + m')·B·Hq·D·4 + n·B·Hkv·(D + Dv)·4, and those of its own keys
-    that return. With `keep="server"` what comes stays until backward, in place of nothing.
+    Memory in addition to inputs and results, in bytes, for a rank that receives m query rows and n
+    key rows, and sends m' query rows:
+
+    * forward: the partial B·T·Hq·(4·Dv + 8), received rows B·(m·Hq·D + n·Hkv·(D + Dv))·b, and
+      results (m + m')·B·Hq·(Dv + 1)·4;
+    * backward: dq, dk and dv, received rows, their gradients
+      (m + m')·B·Hq·D·4 + n·B·Hkv·(D + Dv)·4, and the gradients of its own keys that return.
+
+    With `keep="server"`, received rows are also kept from forward to backward.
 
     Gradients of keys are added at their owner in the order of stages and servers, so the same plan
     gives the same bits.
 
-    Bytes to and from a pool, summed over the tasks i of a call: with m(i) query rows, n(i) key rows
-    and s(i) slices
+    Bytes to and from a pool, summed over the tasks i of a call, with m(i) query rows, n(i) key rows
+    and s(i) slices:
 
-    * forward: m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b and tables of 48·s(i) + 4·(m(i) + n(i)) to the
-      server, and m(i)·B·Hq·(Dv + 1)·e of results back, or, if no other task has any of its query
-      rows and there are no sinks, m(i)·B·Hq·(Dv·b + e);
-    * backward: m(i)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), the keys and tables again,
-      and m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e of gradients back.
+    * forward: to the server, m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b and tables of
+      48·s(i) + 4·(m(i) + n(i)); results of m(i)·B·Hq·(Dv + 1)·e return, or, if no other task has
+      any of its query rows and there are no sinks, m(i)·B·Hq·(Dv·b + e);
+    * backward: to the server, m(i)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), and the keys
+      and tables again; gradients of m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e return.
 
-    `traffic` has a row for each task, as a step, to the peer −1: whichever server. `sent_bytes`
-    counts a task once, however often it had to be sent. Memory beside inputs and results: what is
-    sent, until it is answered, the results that have come, and the partial or fp32 gradients above.
-    Results are merged and gradients summed in the order of the tasks, so a step has the same bits
-    whichever servers there are, if they are of one kind. A call raises a `ServersError` if the pool
-    is closed, or if its servers, and home, have not computed a task when its deadlines are over.
+    `traffic` has a row per task, with the task as the step and −1, any server, as the peer.
+    `sent_bytes` counts a task once, even if it was sent several times. Memory in addition to inputs
+    and results: requests until they are answered, results that have arrived, and the partial or
+    fp32 gradients above. Results are merged, and gradients summed, in the order of the tasks, so a
+    step has the same bits with any servers of one kind. A call raises a `ServersError` if the pool
+    is closed, or if neither its servers nor this process have computed a task within its deadlines.
 
     Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
     (2025), sections 3 and 4.
@@ -281,7 +287,7 @@ class DisaggregatedAttention(SplitAttention):
         self._bind(strategy, group.comm, check_ranks, deterministic, routing)
 
     def extra_repr(self) -> str:
-        """Return what the module's representation says beside its name."""
+        """Return the part of the module's representation after its name."""
         strategy = self._bound.strategy
         if isinstance(strategy, OnServers):
             return f"{strategy.pool}, tasks={strategy.tasks}, tile={strategy.tile}"

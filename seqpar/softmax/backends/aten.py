@@ -39,11 +39,11 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_CUDA_HEAD_DIM = 256
-# In documents of up to this many queries, half-precision backward runs in fp32. ATen rounds dk and dv
-# once per 1,024 queries. Two ranks that each round their contribution have 1.41 times its error with
-# 1,024 queries, 1.34 times with 1,152, and 0.87 times with 2,048. The limit counts the queries of the
-# document, not of a piece: of 8,192 tokens on 8 ranks, in pieces of 512 rows, most are in half
-# precision.
+# In documents of up to this many queries, half-precision backward runs in fp32. ATen rounds dk and
+# dv once per 1,024 queries. Two ranks that each round their contribution have 1.41 times its error
+# with 1,024 queries, 1.34 times with 1,152, and 0.87 times with 2,048. The limit counts the queries
+# of the document, not of a piece: of 8,192 tokens on 8 ranks, in pieces of 512 rows, most are in
+# half precision.
 _MAX_QUERIES_ROUNDED_ONCE = 1536
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block

@@ -18,9 +18,9 @@ from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 
-# Queries per tile. ATen's CPU kernels use blocks of 256 queries from 768 on. Each tile writes and adds
-# its contribution to dk and dv once, which costs more with smaller tiles. Larger tiles leave ranks
-# without work in short documents.
+# Queries per tile. ATen's CPU kernels use blocks of 256 queries from 768 on. Each tile writes and
+# adds its contribution to dk and dv once, which costs more with smaller tiles. Larger tiles leave
+# ranks without work in short documents.
 TILE = 1024
 
 

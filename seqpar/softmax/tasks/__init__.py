@@ -1,7 +1,6 @@
-"""Attention as tasks on any rank: the common code of disaggregated attention, and calls that begin
-and finish separately.
+"""Attention as tasks that any rank may compute, and calls in two parts.
 
-Start with `planner.py`, which decides who computes what, then `exchange.py` and
-`task_attention.py`. The files `split_*.py` are calls in two parts, between which a model can do
-other work.
+Start with `planner.py`, which decides who computes each task, then read `exchange.py` and
+`task_attention.py`. The files `split_*.py` are for calls that begin and finish separately, so that
+a model can do other work in between.
 """

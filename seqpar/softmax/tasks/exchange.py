@@ -1,7 +1,7 @@
-"""Send rows to the servers of their tasks, and results back.
+"""Send rows to the servers of their tasks, and results back to the owners.
 
-Messages have rows first, (n, B, H, …), where n is rows, B the batch and H heads, so that those of
-several ranks are one block. What a backend takes, (B, n, H, …), is a view of it.
+Messages are (n, B, H, …): n rows, B batch, H heads. Rows come first, so messages from several ranks
+are parts of one block, and the tensor that a backend takes, (B, n, H, …), is a view of the block.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from seqpar.layout.tasks.task_rows import ServerRows
 from seqpar.softmax.tasks.plan import Sent, Shipment, TaskPlan, TaskStage
 from seqpar.softmax.wire.row_messages import Rows
 
-Packed = dict[tuple[int, int], Tensor]  # of which rows, and of which tensors
+Packed = dict[tuple[int, int], Tensor]  # (id of the rows, id of the tensors) -> message
 
 
 class Returning:
-    """Results that are under way to this rank, each with the rows that it is of."""
+    """Results that are under way to this rank, each with its rows."""
 
     def __init__(self, parts: list[tuple[Rows, Tensor]], pending: Pending) -> None:
         self._parts, self._pending = parts, pending
 
     def wait(self) -> Iterator[tuple[Rows, Tensor]]:
-        """Wait for them; yield them in the order of their servers, freeing each."""
+        """Wait for the results; yield them in the order of their servers, freeing each."""
         self._pending.wait()
         self._parts.reverse()
         while self._parts:
@@ -34,12 +34,12 @@ class Returning:
 
 
 class TaskExchange:
-    """The messages of a pass. All that leaves for servers is posted when it is made.
+    """The messages of a pass. The constructor posts all messages to servers.
 
     Attributes:
-        plan: what it follows.
-        guests: blocks of what comes with guests' rows, (n, B, Hq, …) each.
-        keys: the block of keys and values that come, (n, B, Hkv, D + Dv).
+        plan: the plan that it follows.
+        foreign_queries: one block (n, B, Hq, …) per group of tensors that travel with queries.
+        foreign_keys: the block of foreign keys and values, (n, B, Hkv, D + Dv).
     """
 
     def __init__(
@@ -51,23 +51,24 @@ class TaskExchange:
         keys: Sequence[Tensor],
         kept: Tensor | None = None,
     ) -> None:
-        """Post what leaves and what comes, stage by stage; errors and traces call it `label`.
+        """Post the sends and receives of all stages. `label` names them in errors and traces.
 
-        Tensors (B, T, H, D) of a group of `queries` travel side by side, as one message, and so do
-        the `keys`, k and v. If this rank has `kept` the block of those that came, none travel.
+        The tensors (B, T, H, D) of one group of `queries` share a message, and so do the `keys`, k
+        and v. `kept` is the block of foreign keys that servers kept in forward; with it, no keys
+        travel.
         """
-        # Behind rows that are dispatched, in the same communicator, results would wait.
+        # A separate channel: in the same communicator, results would wait for later stages' rows.
         self.plan, self._label, self._results = plan, label, comm.channel("results")
-        self.guests = [_block(plan.guests, group) for group in queries]
-        self.keys = _block(plan.keys, keys) if kept is None else kept
+        self.foreign_queries = [_block(plan.foreign_queries, group) for group in queries]
+        self.foreign_keys = _block(plan.foreign_keys, keys) if kept is None else kept
         self._pending = list[Pending]()
         for stage in plan.stages:
             moving = [
                 (stage.queries, group, block)
-                for group, block in zip(queries, self.guests, strict=True)
+                for group, block in zip(queries, self.foreign_queries, strict=True)
             ]
             if kept is None:
-                moving += [(shipment, keys, self.keys) for shipment in stage.keys]
+                moving += [(shipment, keys, self.foreign_keys) for shipment in stage.keys]
             sends, recvs = list[Message](), list[Message]()
             packed: Packed = {}
             for shipment, tensors, block in moving:
@@ -76,29 +77,31 @@ class TaskExchange:
             self._pending.append(comm.exchange(sends, recvs, label=label, step=stage.number))
 
     def arrivals(self) -> Iterator[tuple[TaskStage, list[Tensor]]]:
-        """Yield each stage, when it has come, with what came with its guests, (B, n, Hq, …) each.
+        """Yield each stage when it has arrived, with the tensors (B, n, Hq, …) of its queries.
 
-        All keys that they see are there, too.
+        All keys to which these queries attend have then arrived, too.
         """
         for stage, pending in zip(self.plan.stages, self._pending, strict=True):
             pending.wait()
-            yield stage, [block[stage.queries.rows].transpose(0, 1) for block in self.guests]
+            rows = stage.queries.rows
+            yield stage, [block[rows].transpose(0, 1) for block in self.foreign_queries]
 
     def return_results(self, stage: TaskStage, results: Tensor) -> Returning:
-        """Post results (n, B, …) of a stage's guests, and receive those of this rank's queries."""
+        """Post the results (n, B, …) of foreign queries, and receives for this rank's results."""
         return self._return(stage, [(stage.queries, results)])
 
     def return_gradients(self, stage: TaskStage, gradients: Tensor) -> Returning:
-        """Post the gradients of keys that no later stage needs, and receive those of this rank's.
+        """Post gradients of foreign keys, and receives for the gradients of this rank's keys.
 
-        They are some of the `gradients` of the block of all keys.
+        `gradients` belong to the block of all foreign keys. Those of keys that no later stage needs
+        return.
         """
         return self._return(stage, [(x, gradients[x.rows]) for x in stage.done])
 
     def release(self) -> list[Tensor]:
-        """Return the blocks of guests and of keys, which this then keeps no more."""
-        blocks = [*self.guests, self.keys]
-        del self.guests, self.keys
+        """Return the blocks of foreign queries and keys, and drop this object's references."""
+        blocks = [*self.foreign_queries, self.foreign_keys]
+        del self.foreign_queries, self.foreign_keys
         return blocks
 
     def _return(self, stage: TaskStage, moving: Sequence[tuple[Shipment, Tensor]]) -> Returning:
@@ -114,13 +117,13 @@ class TaskExchange:
 
 
 def _block(rows: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new block (rows, B, H, ΣD) for rows of tensors (B, T, H, D), side by side."""
+    """Return a new block (rows, B, H, ΣD) for rows of tensors (B, T, H, D), next to each other."""
     batch, _, heads, _ = tensors[0].shape
     return tensors[0].new_empty((rows, batch, heads, sum(x.shape[3] for x in tensors)))
 
 
 def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> list[Message]:
-    """Return these rows of the tensors as messages; what has been `packed` is not packed again."""
+    """Return rows of the tensors as messages; several peers that get the same rows share a copy."""
     messages = list[Message]()
     for peer, rows in sent:
         key = id(rows), id(tensors)
@@ -130,7 +133,7 @@ def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> 
     return messages
 
 
-def _messages(coming: ServerRows, block: Tensor) -> list[Message]:
-    """Return the messages that the rows of a block are."""
-    parts = block.split_with_sizes(coming.counts) if coming.counts else ()
-    return list(zip(coming.ranks, parts, strict=True))
+def _messages(rows: ServerRows, block: Tensor) -> list[Message]:
+    """Return the parts of a block as messages, one per peer."""
+    parts = block.split_with_sizes(rows.counts) if rows.counts else ()
+    return list(zip(rows.ranks, parts, strict=True))

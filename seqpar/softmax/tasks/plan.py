@@ -1,6 +1,7 @@
-"""Decide, once for a layout, a mask and tasks, what one rank sends, computes and returns.
+"""Plan the messages and the work of one rank, once for a layout, a mask and tasks.
 
-Every rank is home of the tokens that it holds, and server of the tasks that it is given.
+Every rank is the owner of the tokens that it holds, and the server of the tasks that it computes.
+Queries and keys that it receives from other owners are *foreign*.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Sent(NamedTuple):
-    """Rows of this rank that travel to a peer."""
+    """Rows of this rank that it sends to a peer."""
 
     peer: int
     rows: Rows
 
 
 class Shipment(NamedTuple):
-    """Rows that travel in one stage, and whose results or gradients return in one.
+    """Rows that travel in the same stage, and whose results or gradients return in the same stage.
 
     Attributes:
-        stages: which need the rows.
-        sent: rows of this rank, in the order of their servers.
-        block: rows that come, those of one peer behind another's.
-        rows: where these are in the block of all that come.
+        stages: the stages in which the server needs the rows.
+        sent: the rows that this rank sends, in the order of their servers.
+        block: the rows that this rank receives, one peer's after another's.
+        rows: the place of these rows in the block of all rows that this rank receives.
     """
 
     stages: Stages
@@ -45,16 +46,17 @@ class Shipment(NamedTuple):
 
 
 class TaskStage(NamedTuple):
-    """What travels at once, and is computed when it has come.
+    """The rows that travel together, and the work that is done when they have arrived.
 
     Attributes:
-        number: what errors, traces and traffic call it.
-        queries: those that visit servers, of which this rank is one.
-        keys: those that come.
-        done: those that no later stage needs.
-        blocks: the slices of the guests over this rank's keys, and over the block of all keys.
-        own: the slices of this rank's queries over keys that have come.
-        key_rows: where these are in the block of all keys.
+        number: its number in errors, traces and traffic.
+        queries: the queries that travel.
+        keys: the keys that travel.
+        done: the keys that no later stage needs; their gradients can return.
+        blocks: slices of foreign queries over this rank's keys, and over the block of all foreign
+            keys.
+        own: slices of this rank's queries over foreign keys that have arrived.
+        key_rows: the place of these keys in the block of all foreign keys.
     """
 
     number: int
@@ -67,22 +69,22 @@ class TaskStage(NamedTuple):
 
 
 class TaskPlan(NamedTuple):
-    """What a rank sends, computes and returns.
+    """The messages and the work of one rank in a pass.
 
     Attributes:
-        stages: all of them, also those in which nothing travels to this rank or from it.
+        stages: all stages, including those in which this rank sends and receives no rows.
         first, last: slices of this rank's queries over its own keys. The first are computed while
             rows travel, and the last while results return.
-        guests, keys: how many rows come to it, in all stages.
-        away: whether some of its queries are, so that results return.
+        foreign_queries, foreign_keys: the number of rows that it receives, over all stages.
+        sends_queries: whether other ranks compute some of its queries, so that results return.
     """
 
     stages: list[TaskStage]
     first: Slices
     last: Slices
-    guests: int
-    keys: int
-    away: bool
+    foreign_queries: int
+    foreign_keys: int
+    sends_queries: bool
 
     @classmethod
     def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
@@ -97,13 +99,13 @@ class TaskPlan(NamedTuple):
         for number in range(rows.stages):
             of_stage = [x for x in queries if x.stages.first == number]
             nothing = Shipment(Stages(-1, number, number), [], ServerRows.joined([]), slice(0, 0))
-            guests = of_stage[0] if of_stage else nothing
+            arriving = of_stage[0] if of_stage else nothing
             block = ServerRows.joined([x.block for x in keys if x.stages.own == number])
-            over = (task_slices(parts, guests.block, x, shift) for x in (own_keys, all_keys))
+            over = (task_slices(parts, arriving.block, x, shift) for x in (own_keys, all_keys))
             stop_key = first_key + block.holding.tokens
             stage = TaskStage(
                 number,
-                guests,
+                arriving,
                 [x for x in keys if x.stages.first == number],
                 [x for x in keys if x.stages.last == number],
                 Blocks(tuple(over)),
@@ -112,21 +114,21 @@ class TaskPlan(NamedTuple):
             )
             stages.append(stage)
             first_key = stop_key
-        guest_rows = sum(x.block.holding.tokens for x in queries)
-        away = any(x.sent for x in queries)
-        at_home = halves(task_slices(parts, own, own_keys, shift))
-        return cls(stages, *at_home, guest_rows, first_key, away)
+        foreign_queries = sum(x.block.holding.tokens for x in queries)
+        sends_queries = any(x.sent for x in queries)
+        local = halves(task_slices(parts, own, own_keys, shift))
+        return cls(stages, *local, foreign_queries, first_key, sends_queries)
 
 
 def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> list[Shipment]:
-    """Return what leaves a rank and what comes to it, in order of their stages."""
-    leaving, coming = (
+    """Return the rows that a rank sends and receives, in the order of their stages."""
+    leaving, arriving = (
         _leaving(rank, geometry, needed, count),
         arriving_at(rank, geometry, needed, count),
     )
     shipments, row = [], 0
-    for stages in sorted({*leaving, *coming}):
-        block = coming.get(stages) or ServerRows.joined([])
+    for stages in sorted({*leaving, *arriving}):
+        block = arriving.get(stages) or ServerRows.joined([])
         stop = row + block.holding.tokens
         shipments.append(Shipment(stages, leaving.get(stages, []), block, slice(row, stop)))
         row = stop
@@ -136,7 +138,7 @@ def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> l
 def _leaving(
     rank: int, geometry: Geometry, needed: Segments, count: int
 ) -> dict[Stages, list[Sent]]:
-    """Return what a rank sends, by its stages."""
+    """Return the rows that a rank sends, by their stages."""
     sent = sent_by(rank, geometry, needed, count)
     order = np.lexsort((sent.servers, sent.lasts, sent.firsts, sent.owns))
     labels = np.stack([sent.owns, sent.firsts, sent.lasts, sent.servers])[:, order]

@@ -1,4 +1,4 @@
-"""Options that say who computes what: tasks, or a function that makes them for each layout."""
+"""The option that assigns tasks to ranks: tasks, or a function that makes them for a layout."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 
 
 class Planner:
-    """What users give as such an option, with a name that is the same on all ranks.
+    """A user's tasks, or function that makes tasks, with a name that is the same on all ranks.
 
-    Two planners of one name are the same object: strategies are told apart by their strings.
+    Strategies are compared by their strings, so planners with the same name are one object.
     """
 
     def __init__(self, name: str, plan: TaskRectangles | Plans) -> None:
@@ -33,9 +33,9 @@ class Planner:
 
     @classmethod
     def of(cls, option: str, plan: Any) -> Planner:
-        """Return the planner of tasks or a function; of anything else raise a ValueError.
+        """Return the planner for a user's tasks or function; raise a ValueError for other values.
 
-        It names the option.
+        The error names the option.
         """
         if isinstance(plan, Planner):
             return plan
@@ -47,7 +47,8 @@ class Planner:
             raise ValueError(f"{option} must be None, Tasks, or a function, got {shown(plan)}")
         kind = plan if hasattr(plan, "__qualname__") else type(plan)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        for number in count(1):  # of functions that share a name, in the order in which they came
+        # Different functions with one name are numbered in the order in which they are first used.
+        for number in count(1):
             planner = _planners.setdefault(f"{name}#{number}", cls(f"{name}#{number}", plan))
             if _same(planner._plan, plan):
                 return planner
@@ -56,7 +57,7 @@ class Planner:
     def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> TaskRectangles:
         """Return the tasks of a batch.
 
-        Unless they are all of its attention, raise a ValueError that names the option.
+        Raises a ValueError that names the option if the tasks do not have each visible pair once.
         """
         tasks = self._plan
         if not isinstance(tasks, TaskRectangles):
@@ -66,10 +67,9 @@ class Planner:
 
 
 def _same(plan: Any, other: Any) -> bool:
-    """Return whether two functions are equal; those that cannot be compared are not."""
     try:
         return bool(plan == other)
-    except Exception:  # of arrays within, say
+    except Exception:  # for example, callable objects that compare arrays
         return plan is other
 
 

@@ -1,4 +1,4 @@
-"""Count the FLOPs of calls in two parts, for torch's FlopCounterMode: where they finish."""
+"""Count the FLOPs of calls in two parts, for torch's FlopCounterMode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _finish_backward(
     *carried: object,
     out_val: object = None,
 ) -> int:
-    """Count a backward where it begins: only there the layout is known."""
+    """Count a backward where it begins, because only this operator gets the layout."""
     return backward_flops(OperandShape.of(*saved[:3]), carried)
 
 

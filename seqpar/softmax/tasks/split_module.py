@@ -1,4 +1,4 @@
-"""The module of attention whose calls can be made in two parts."""
+"""The base class of attention modules whose calls can begin and finish separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqpar.softmax.operator import as_result
 
 
 class BegunCall(NamedTuple):
-    """A call that has begun: its messages are under way. Give it to the module's `finish`."""
+    """A call whose messages are under way. Pass it to the module's `finish`."""
 
     ticket: Tensor
     operands: Operands
@@ -29,26 +29,26 @@ class BegunCall(NamedTuple):
 class SplitAttention(Attention):
     """Attention whose calls can be made in two parts, with other work between them.
 
-    While the messages of one call travel, another batch can be computed with: two nano-batches go
-    through a model in turns. `forward` is both parts, one after the other.
+    While the messages of one call travel, the model can compute another batch: two nano-batches
+    alternate. `forward` makes both parts, one after the other.
     """
 
     def begin(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
     ) -> BegunCall:
-        """Begin a call: post its messages, and return at once.
+        """Post the messages of a call and return immediately.
 
-        The arguments are those of a call, and so are the errors. Give what this returns to
-        `finish`, once. Between the two q, k and v must not be changed in place. All ranks begin and
-        finish their calls in the same order. In backward `finish` posts, and `begin` computes;
-        autograd runs them in the opposite order of forward, so other work lies between them again.
+        Arguments and errors are the same as in a call. Pass the result to `finish`, once. Until
+        then, do not change q, k and v in place. All ranks begin and finish their calls in the same
+        order. Autograd runs the two parts in the opposite order: the backward of `finish` posts,
+        and the backward of `begin` computes, so other work lies between them again.
         """
         operands, arguments, heads = self._inputs(q, k, v, layout, **options)
         (ticket,) = torch.ops.seqpar.attention_begin(*operands, *arguments)
         return BegunCall(ticket, operands, arguments, heads, q.dim() == 3)
 
     def finish(self, begun: BegunCall) -> Tensor | tuple[Tensor, ...]:
-        """Return what the call that has begun returns: out, or a tuple with out and more."""
+        """Return the result of a call that has begun: out, or a tuple that begins with out."""
         if not isinstance(begun, BegunCall):
             raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
         q, k, v, sinks = begun.operands

@@ -1,11 +1,13 @@
-"""The operators of a call in two parts: one forward and one backward each.
+"""The operators of a call in two parts, each with a forward and a backward.
 
-`attention_begin` posts messages, and `attention_finish` computes. In backward the second one's
-derivative posts, and the first one's computes, so that here, too, other work lies between.
+`attention_begin` posts messages, and `attention_finish` computes. In backward, the derivative of
+`attention_finish` posts and the derivative of `attention_begin` computes, so that other work can be
+done between them.
 
-What is under way stays in this process, and between the two goes a ticket: a tensor without
-elements, which has a number in its shape. So it costs no copy to or from a device, its gradient has
-the number too, and compilers see which operator needs which.
+The state of a begun call stays in this process. From one operator to the other goes a ticket: a
+tensor without elements, with a number in its shape. Its gradient has the same number, and compilers
+see which operator needs which. Reading the number as data would need a copy from the device, and
+compilers accept no Python objects.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class _Posted(NamedTuple):
     call: ResolvedCall
     messages: Any
     operands: Operands
-    output: OutputGradient | None = None  # and in backward what flows into the output
+    output: OutputGradient | None = None  # in backward, with the gradients of the results
     residuals: tuple[Tensor, ...] = ()
 
 
@@ -192,7 +194,9 @@ def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> 
     arguments = CallArguments._make(carried)
     out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
     ctx.set_materialize_grads(False)
-    ctx.number = ticket.shape[1]  # not the ticket: recomputed by a checkpoint, it has another
+    ctx.number = ticket.shape[
+        1
+    ]  # not the ticket: if a checkpoint repeats the call, it has another number
     ctx.settings = arguments.settings()
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.tensors()  # hooks may copy saved tensors

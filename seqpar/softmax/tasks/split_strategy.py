@@ -1,6 +1,6 @@
-"""The base class of strategies whose passes are in two parts: posting, and computing.
+"""The base class of strategies whose passes have two parts: posting, and computing.
 
-Between them other work can be done while messages travel: that of another batch.
+Between the two parts, while messages travel, a model can compute another batch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 
-P = TypeVar("P")  # what is under way
+P = TypeVar("P")  # the messages of a pass that has begun
 
 
 @dataclass(frozen=True)
 class SplitStrategy(Strategy, Generic[P]):
-    """A strategy that first posts all that leaves this rank, without waiting for anything."""
+    """A strategy that first posts all messages that need no other message, without waiting."""
 
-    keeps_beside: ClassVar[bool] = True
+    keeps_operands: ClassVar[bool] = True
 
     def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> P:
-        """Begin a forward: post its messages."""
+        """Post the messages of a forward."""
         raise NotImplementedError
 
     def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
-        """Return the result of a forward that has begun."""
+        """Return the result of a forward whose messages are posted."""
         raise NotImplementedError
 
     def post_gradients(
@@ -40,7 +40,7 @@ class SplitStrategy(Strategy, Generic[P]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> P:
-        """Begin a backward: post its messages. `residuals` are those of forward's result."""
+        """Post the messages of a backward; `residuals` come from forward's result."""
         raise NotImplementedError
 
     def complete_gradients(
@@ -51,7 +51,7 @@ class SplitStrategy(Strategy, Generic[P]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> Gradients:
-        """Return dq, dk and dv of a backward that has begun."""
+        """Return dq, dk and dv of a backward whose messages are posted."""
         raise NotImplementedError
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:

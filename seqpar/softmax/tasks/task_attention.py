@@ -1,8 +1,9 @@
-"""Attention by tasks: a pass in two parts, of which the first posts what leaves and what comes.
+"""Attention by tasks, in two parts: post all rows, then compute.
 
-The second computes: half of the work that is at home altogether, while rows travel; in each stage
-the guests' tasks, whose results return at once, and then this rank's own with the keys that came;
-and the other half, while the last results return.
+The rank computes half of its local work (own queries over own keys) while rows travel. In each
+stage it computes foreign queries and returns their results immediately, then its own queries over
+the foreign keys that have arrived. It computes the other half of its local work while the last
+results return.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from seqpar.softmax.tasks.plan import TaskPlan, TaskStage
 
 
 def post_forward(comm: Comm, plan: TaskPlan, label: str, operands: Operands) -> TaskExchange:
-    """Post the rows of a forward that leave for servers, and those that come."""
+    """Post the rows that a forward sends to servers and receives as a server."""
     q, k, v, _ = operands
     return TaskExchange(comm, plan, label, [[q]], [k, v])
 
@@ -28,30 +29,30 @@ def post_forward(comm: Comm, plan: TaskPlan, label: str, operands: Operands) -> 
 def complete_forward(
     exchange: TaskExchange, call: ResolvedCall, operands: Operands, keep: bool
 ) -> ForwardResult:
-    """Return the result; residuals to `keep` are the blocks of queries and of keys that came."""
+    """Return the result; with `keep`, its residuals are the blocks of foreign queries and keys."""
     (q, k, v, sinks), plan = operands, exchange.plan
     total = Partial.nothing(q, v)
-    arrived, returning = _split(exchange.keys, k, v), list[Returning]()
+    foreign_keys, returning = _split(exchange.foreign_keys, k, v), list[Returning]()
     attend(q, k, v, plan.first, total, call.options, call.max_logits)
-    if not plan.away:  # no results return that the other half would hide
+    if not plan.sends_queries:  # the other half would hide no results
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
-    for stage, (guests,) in exchange.arrivals():
-        results = _serve(guests, [(k, v), arrived], stage, call, total)
+    for stage, (queries,) in exchange.arrivals():
+        results = _serve(queries, [(k, v), foreign_keys], stage, call, total)
         returning.append(exchange.return_results(stage, results))
-        del guests, results
-        coming, values = (x[:, stage.key_rows] for x in arrived)
-        attend(q, coming, values, stage.own, total, call.options, call.max_logits)
-        del coming, values
-    del arrived
-    came = exchange.release()  # which, unless they are kept, frees them
+        del queries, results
+        keys, values = (x[:, stage.key_rows] for x in foreign_keys)
+        attend(q, keys, values, stage.own, total, call.options, call.max_logits)
+        del keys, values
+    del foreign_keys
+    received = exchange.release()
     if not keep:
-        came.clear()
-    if plan.away:
+        received.clear()  # frees the blocks before the next compute
+    if plan.sends_queries:
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for each in returning:
         for sent, results in each.wait():
             total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))
-    return ForwardResult(*total.finish(sinks, q.dtype), came)
+    return ForwardResult(*total.finish(sinks, q.dtype), received)
 
 
 def post_backward(
@@ -61,15 +62,19 @@ def post_backward(
     label: str,
     output: OutputGradient,
     operands: Operands,
-    came: list[Tensor],
+    kept: list[Tensor],
 ) -> TaskExchange:
-    """Post the rows of a backward; what `came` in forward, if it was kept, does not come again."""
+    """Post the rows of a backward.
+
+    `kept` are the blocks of queries and keys that servers kept in forward, if any; these do not
+    travel again.
+    """
     q, k, v, _ = operands
     dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
     columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
-    rows = [output.dout] if came else [output.dout, q]
+    rows = [output.dout] if kept else [output.dout, q]
     moving = [rows, [torch.stack(columns, -1)]]
-    return TaskExchange(comm, plan, label, moving, [k, v], came[1] if came else None)
+    return TaskExchange(comm, plan, label, moving, [k, v], kept[1] if kept else None)
 
 
 def complete_backward(
@@ -77,27 +82,28 @@ def complete_backward(
     call: ResolvedCall,
     output: OutputGradient,
     operands: Operands,
-    came: list[Tensor],
+    kept: list[Tensor],
 ) -> Gradients:
     """Return dq, dk and dv, in the accumulator's dtype."""
     q, k, v, _ = operands
     plan, total = exchange.plan, PartialGradients.zeros(q, k, v)
-    arrived, of_keys = _split(exchange.keys, k, v), total.of_block(plan.keys)
-    blocks = [(k, v, total.dk, total.dv), (*arrived, of_keys.dk, of_keys.dv)]
+    foreign_keys = _split(exchange.foreign_keys, k, v)
+    foreign_sums = total.of_block(plan.foreign_keys)
+    blocks = [(k, v, total.dk, total.dv), (*foreign_keys, foreign_sums.dk, foreign_sums.dv)]
     attend_backward(output, q, k, v, plan.first, total, call.options)
     returning, returning_keys = list[Returning](), list[Returning]()
-    for stage, (guests, statistics) in exchange.arrivals():
-        queries = came[0][stage.queries.rows].transpose(0, 1) if came else None
-        results = _serve_backward(queries, guests, statistics, blocks, stage, call)
+    for stage, (rows, statistics) in exchange.arrivals():
+        queries = kept[0][stage.queries.rows].transpose(0, 1) if kept else None
+        results = _serve_backward(queries, rows, statistics, blocks, stage, call)
         returning.append(exchange.return_results(stage, results))
-        del queries, guests, statistics, results
-        coming, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
+        del queries, rows, statistics, results
+        keys, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
         into = PartialGradients(total.dq, dk, dv)
-        attend_backward(output, q, coming, values, stage.own, into, call.options)
-        returning_keys.append(exchange.return_gradients(stage, of_keys.packed))
-        del coming, values, dk, dv, into
+        attend_backward(output, q, keys, values, stage.own, into, call.options)
+        returning_keys.append(exchange.return_gradients(stage, foreign_sums.packed))
+        del keys, values, dk, dv, into
     exchange.release()
-    del arrived, of_keys, blocks
+    del foreign_keys, foreign_sums, blocks
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:
         for sent, results in each.wait():
@@ -109,40 +115,41 @@ def complete_backward(
 
 
 def _serve(
-    guests: Tensor,
+    q: Tensor,
     blocks: list[tuple[Tensor, Tensor]],
     stage: TaskStage,
     call: ResolvedCall,
     total: Partial,
 ) -> Tensor:
-    """Return the results of a stage's guests, (n, B, Hq·(Dv + 1)), in the dtype of `total`.
+    """Return the results of a stage's foreign queries, (n, B, Hq·(Dv + 1)), in `total`'s dtype.
 
-    `blocks` are k and v of this rank, and of those that come.
+    `blocks` are this rank's k and v, and the foreign k and v.
     """
     batch, _, heads, dim = total.out.shape
-    results = total.out.new_empty((guests.shape[1], batch, heads * (dim + 1)))
+    results = total.out.new_empty((q.shape[1], batch, heads * (dim + 1)))
     if len(results):
         into = _out_and_lse(results, heads)
-        attend_blocks(guests, blocks, stage.blocks, call.options, None, into, call.max_logits)
+        attend_blocks(q, blocks, stage.blocks, call.options, None, into, call.max_logits)
     return results
 
 
 def _serve_backward(
     q: Tensor | None,
-    guests: Tensor,
+    rows: Tensor,
     statistics: Tensor,
     blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]],
     stage: TaskStage,
     call: ResolvedCall,
 ) -> Tensor:
-    """Return dq of a stage's guests, (n, B, Hq, D), and add to dk and dv of the blocks.
+    """Return dq of a stage's foreign queries, (n, B, Hq, D); add to dk and dv of the blocks.
 
-    With the guests came dout and then q, unless that was kept, and lse, delta and maybe dlse.
+    `rows` have dout and, if q is None, then q. `statistics` are lse, delta and, if lse has a
+    gradient, dlse.
     """
     value_dim = blocks[0][1].shape[-1]
-    q = guests[..., value_dim:] if q is None else q
+    q = rows[..., value_dim:] if q is None else q
     lse, delta, *dlse = statistics.unbind(-1)
-    output = OutputGradient(guests[..., :value_dim], None, lse, dlse[0] if dlse else None, delta)
+    output = OutputGradient(rows[..., :value_dim], None, lse, dlse[0] if dlse else None, delta)
     dq = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
     for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
         into = PartialGradients(dq.transpose(0, 1), dk, dv)
@@ -159,7 +166,7 @@ def _split(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _out_and_lse(results: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Return the views out (B, n, Hq, Dv) and lse (B, n, Hq) of results (n, B, Hq·(Dv + 1)).
 
-    A row has out of all heads first, so that each is as well aligned as in a tensor of its own.
+    A row has the out of all heads first, then the lse, so that out is aligned for kernels.
     """
     sizes = [results.shape[2] - heads, heads]
     out, lse = results.transpose(0, 1).split_with_sizes(sizes, -1)

@@ -58,7 +58,7 @@ def softmax_call(attn, layout, mask):
     bound = attn._bound
     out, lse, residuals = bound.strategy.forward(bound.comm.call(), call, Operands(q, k, v, sinks))
     kept, dlse = residuals or [q, k, v, out, lse], torch.empty_like(lse)
-    if residuals and bound.strategy.keeps_beside:
+    if residuals and bound.strategy.keeps_operands:
         kept = [q, k, v, out, lse, *residuals]
     bound.strategy.backward(bound.comm.call(), call, dout, dlse, sinks, kept)
 
