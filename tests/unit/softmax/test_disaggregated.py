@@ -172,6 +172,6 @@ def test_any_plan_on_any_call(drawn, data):
         options.append(("backward_plan", data.draw(st.none() | plans)))
     made = dataclasses.replace(drawn_case, strategy="disaggregated", module_options=tuple(options))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(disaggregated, "_ROWS", stage)
+        patched.setattr(disaggregated, "_ROWS_PER_STAGE", stage)
         got = virtual(ranks, run, made)
     assert_right(got[0], oracle(made), torch.float64)

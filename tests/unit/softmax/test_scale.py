@@ -33,7 +33,8 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
 
     with monkeypatch.context() as patched, fake_group(s.rank, s.ranks) as group:
         patched.setattr(Comm, "start", post)
-        patched.setattr(disaggregated, "_ROWS", 2**40)  # of whose plan all comes in one stage
+        # All rows then travel in one stage.
+        patched.setattr(disaggregated, "_ROWS_PER_STAGE", 2**40)
         patched.setattr(aten, "forward", lambda *arguments: None)
         patched.setattr(aten, "backward", lambda *arguments: None)
         attn = module(PLANNED.get(strategy, strategy), group, **module_options)
