@@ -1,9 +1,9 @@
 """Measure the bytes that give all ranks equal attention, and the time of planning.
 
 Lengths are Pretrain's or ProLong's, packed in order; each rank has the tokens of the context. "cut"
-splits documents at the ranks' ends into separate documents, as the published simulation's packing
-does. "whole" keeps them whole, so queries after such an end need keys before it on any rank. Plans
-are checked before they count: they compute each visible pair once.
+splits a document where a rank's tokens end into separate documents, as in the published simulation.
+"whole" keeps documents whole, so queries after such an end also need keys of other ranks. Each plan
+is checked first: it must have every visible pair once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from seqpar.layout.masks.mask import UNLIMITED, Mask
 from seqpar.layout.tasks.tasks import TaskRectangles
 
 CAUSAL = Mask(UNLIMITED, 0)
-ROWS = RowBytes(
-    4 * 32 * 128, 4 * 8 * 128
-)  # 8B in bf16; lse is left out, as the published rule does
-# Bytes that a layer of 8B keeps of a token, its rows of attention among them.
+# Llama 8B in bf16, without lse, as in the published rule.
+ROWS = RowBytes(4 * 32 * 128, 4 * 8 * 128)
 COSTS = Costs(Cluster.preset("4x8-h200"), Model.preset("llama-8b"))
+# Bytes per token that a layer keeps, including the rows of attention.
 LAYER_BYTES = float(COSTS.activation_bytes(1)) / len(COSTS.model.layers)
 TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 MIB = 2**20
@@ -50,11 +49,11 @@ def packed(name: str, ranks: int, context: int, seed: int, cut: bool) -> Layout:
 
 
 def figures(layout: Layout, tasks: TaskRectangles) -> dict[str, float]:
-    """Return the balance of tasks, and the MiB that travel to a rank, without and with tasks."""
+    """Return the balance of tasks, the MiB that ranks receive, and the balance of memory."""
     load, travels = loads(tasks, layout.ranks), received(tasks, layout, ROWS)
     lengths = layout.geometry.lengths
     if load.sum() != causal_pairs(np.zeros_like(lengths), lengths).sum():
-        raise RuntimeError("tasks do not have every pair once")
+        raise RuntimeError("tasks must have every pair once")
     rows = np.array(layout.tokens_per_rank) * sum(ROWS)
     peak, layer = rows + travels, np.array(layout.tokens_per_rank) * LAYER_BYTES + travels
     return {
@@ -68,7 +67,7 @@ def figures(layout: Layout, tasks: TaskRectangles) -> dict[str, float]:
 
 
 def at_home(layout: Layout) -> TaskRectangles:
-    """Return the tasks if all work stays with its queries."""
+    """Return the tasks if every rank computes its own queries."""
     return disaggregate(layout, CAUSAL, row_bytes=ROWS, tolerance=float(layout.ranks))
 
 
@@ -107,7 +106,7 @@ def curve(ranks: int, context: int, seeds: int, cut: bool) -> dict[str, Any]:
 
 
 def chosen_homes(ranks: int, context: int, seeds: int) -> dict[str, float]:
-    """Return the figures with chosen homes of documents, and the seconds to choose them."""
+    """Return the figures of layouts by `place_homes`, and the seconds that it takes."""
     found = []
     for seed in range(seeds):
         lengths = draw("pretrain", ranks * context, context, seed)
@@ -160,7 +159,7 @@ def draw_figure(cells: dict[str, Any], homes: dict[str, float] | None, path: Pat
 
 
 def table(cells: dict[str, Any]) -> str:
-    """Return MiB a rank and max/mean of each cell: tolerance 0.05, and the rule's own 0.1."""
+    """Return the table of MiB per rank and max/mean, at tolerance 0.05 (published rule: 0.1)."""
     head = ["cell", "at home", "bound", "ours", "published rule", "by surplus"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, cell in cells.items():
@@ -176,7 +175,7 @@ def table(cells: dict[str, Any]) -> str:
 
 
 def by_tolerance(values: dict[Any, Any], tolerance: float) -> Any:
-    """Return the values for a tolerance, which is text as a key in JSON."""
+    """Return the values for a tolerance; JSON keys are text."""
     return values.get(tolerance, values.get(str(tolerance)))
 
 

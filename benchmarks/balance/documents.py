@@ -13,9 +13,10 @@ from seqpar.costs.grid import Floats
 
 PATH = Path(__file__).parents[1] / "data/length_distributions.json"
 DISTRIBUTIONS: dict[str, Any] = json.loads(PATH.read_text())["distributions"]
-SHORTEST = 256  # tokens; an assumption, where no lengths of short documents were published
+SHORTEST = 256  # tokens; assumed, because no lengths of short documents were published
 BASE = 65536  # the context for which Pretrain and ProLong were sampled
-# Edges of buckets whose token shares were published; within, lengths are assumed log-uniform.
+# Edges of the buckets whose token shares were published. Within a bucket, lengths are assumed to be
+# log-uniform.
 LONG = [2**i for i in range(16, 22)]
 SHORT = 4096  # tokens: four fifths of ByteScale's documents have no more
 
@@ -64,9 +65,8 @@ def _sample(name: str, count: int, context: int, generator: np.random.Generator)
     edges = np.array([SHORTEST, SHORT, *LONG], np.float64)
     percent = [*DISTRIBUTIONS["byted"]["token_share_percent"].values()]
     documents = _documents(edges, np.array([0.0, *percent]))
-    if (
-        name == "github"
-    ):  # only longer lengths were published; shorter ones are assumed to be like Byted's
+    if name == "github":
+        # Only the longer lengths were published. The shorter ones are assumed to be like Byted's.
         below = int(np.searchsorted(edges, 2**17))
         longer = np.array([6.4, 9.8])
         tokens = documents[:below] * _mean(edges)[:below]

@@ -3,11 +3,11 @@
 `Cluster.here` profiles a machine by a grid of calls. Here rounds interleave that profile with
 held-out work: packed documents, hops of a ring, windows, other heads and head dims, linear
 attention, and linear modules. The median of the measured times is compared with two predictions:
-the fitted costs, and the rule of other planners, by which time is proportional to the pairs of the
-mask, at the rate that fits the profile best.
+the fitted costs, and the rule of other planners that time is proportional to the pairs of the mask.
+The rule's rate is the median over the profile.
 
-On a CPU all times, the canary's included, are CPU times of the rank's core
-(`seqpar/costs/profile/machine.py`), which other processes lengthen little.
+On a CPU all times, including the canary's, are CPU times of the rank's core
+(`seqpar/costs/profile/machine.py`): other processes change them little.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def held_out(setting: Setting) -> list[tuple[dict[str, Any], Calls]]:
     scale = 8 if setting.device == "cuda" else 1
     found: list[tuple[dict[str, Any], Calls]] = []
     for i, work in enumerate(softmax_work(scale)):
-        # every third call has twice the heads, or half the heads with twice the head dim
+        # Some calls have twice the heads, or half the heads with twice the head dim.
         heads, dim = ((1, 1), (2, 1), (0.5, 2))[i % 3] if i % 2 else (1, 1)
         used = replace(setting, heads=int(setting.heads * heads), head_dim=setting.head_dim * dim)
         if used.head_dim > 128:
@@ -235,10 +235,10 @@ def main() -> int:
     found_errors = summary(rows)
     for kind, sizes in found_errors.items():
         other = sizes["median_of_pairs_alone"]
-        beside = "" if other is None else f"; pairs alone: {other:.1%}"
+        rule = "" if other is None else f"; proportional to pairs: {other:.1%}"
         print(
             f"{kind:18} median {sizes['median']:.1%}, 9 of 10 below {sizes['ninth_decile']:.1%}"
-            f"{beside}"
+            f"{rule}"
         )
     drift = harness.check_canary(before, after)
     if not options.no_write:

@@ -20,7 +20,7 @@ LENGTHS = Path(__file__).parents[1] / "data/length_distributions.json"
 def pretrain_documents(tokens: int, mean: int | None = None, seed: int = 0) -> list[int]:
     """Return cu_seqlens of documents drawn from the published Pretrain quantiles.
 
-    The last document is cut; lengths are scaled to a mean if one is given.
+    The last document is cut at `tokens`. With `mean`, lengths are scaled to this mean.
     """
     quantiles = np.array(
         json.loads(LENGTHS.read_text())["distributions"]["pretrain"][
@@ -91,9 +91,9 @@ class Workload:
         return 4.0 * self.slices.area * self.dim * self.heads * self.batch
 
     def bytes(self, element: int, on_chip: int) -> float:
-        """Return the fewest bytes that a forward moves.
+        """Return the fewest bytes that a forward moves between memory and chip.
 
-        This is each operand once, or, if larger, N²d²/M elements with M on the chip.
+        It moves each operand once or, if that is more, N²d²/M elements, with M elements on chip.
         """
         rows = self.tokens * self.heads * 2 + self.slices.key_rows * self.kv_heads * 2
         once = rows * self.dim * self.batch * element

@@ -82,15 +82,15 @@ def context_parallel(
         layout: which tokens of the packed batch each rank holds.
         strategy: its name, or a module of `make_attention`.
         buffers: tensors of whole batches, such as ids, labels and tables of positions. In the
-            context each is this rank's part, without any message. Afterwards it is as before, with
-            every bit and its own memory. Buffers must not require gradients.
+            context each has this rank's part, without any message. Afterwards it has its old
+            contents again, bit for bit and in the same memory. Buffers must not require gradients.
         buffer_seq_dims: the dimension of each buffer that has the layout's tokens, padding
             included.
         no_restore_buffers: buffers that remain this rank's part, so that the whole is freed.
-        replicated_keys: numbers of keys, such as `[77]` for cross attention to 77 text tokens.
-            Calls with one of these numbers have keys and values that every rank holds whole; torch
-            computes them on each rank without messages. No rank may hold this number of the
-            layout's tokens.
+        replicated_keys: numbers of keys, such as `[77]` for cross attention to 77 text tokens. If a
+            call has one of these numbers of keys, every rank holds all its keys and values, and
+            torch computes the call on each rank without messages. No rank may hold this number of
+            the layout's tokens.
         options: the strategy's options, if it is given by name.
 
     Yields:
@@ -103,10 +103,10 @@ def context_parallel(
 
     Raises:
         ValueError: if an argument is wrong, or if a context is entered within another one. Inside
-            the context: if a call cannot be computed exactly, which includes calls with
-            `attn_mask` or `dropout_p`, of other tokens than the layout's, in a checkpoint with
-            `use_reentrant`, and calls of torch's other attention functions and operators, such as
-            `nn.MultiheadAttention`'s, which would attend to this rank's keys only.
+            the context, if a call cannot be computed exactly: with `attn_mask` or `dropout_p`, with
+            other tokens than the layout's, or in a checkpoint with `use_reentrant`. Torch's other
+            attention functions and operators, such as `nn.MultiheadAttention`'s, also raise it,
+            because they would attend to this rank's keys only.
     """
     if getattr(_entered, "active", False):
         raise ValueError("context_parallel must not be entered again within itself")
@@ -291,8 +291,8 @@ class _ToAllRanks(TorchFunctionMode):
 def _refuse_reentrant_checkpoint() -> None:
     """Raise a ValueError inside a reentrant checkpoint.
 
-    It computes everything again in backward, without a check. Outside of the context that would
-    silently attend to this rank's keys only. Other checkpoints raise there.
+    In backward, such a checkpoint repeats the call without a check. Outside of the context, the
+    call would then silently attend to this rank's keys only. Other checkpoints raise an error.
     """
     frame = inspect.currentframe()
     while frame is not None:

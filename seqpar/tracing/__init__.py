@@ -1,1 +1,1 @@
-"""Record what ranks compute, send and wait for, and measure what of it is not hidden."""
+"""Traces of computation, messages and waits, and the communication that compute does not hide."""
