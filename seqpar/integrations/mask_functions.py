@@ -230,7 +230,7 @@ def _compare(
     wrong = np.flatnonzero(np.broadcast_to(np.asarray(expected.cpu()), seen.shape) != seen)
     if wrong.size:
         pair = f"query {q[wrong[0]]} and key {k[wrong[0]]}"
-        reason = f"at {pair} it is not what its parts have in this version of transformers"
+        reason = f"at {pair} it differs from its parts in known versions of transformers"
         raise ValueError(f"mask_function must be one that is understood: {reason}")
 
 
@@ -240,7 +240,7 @@ def _in_document(area: Area, cu: Ints) -> Range:
     inside = document + 1 < cu.size and area.k_start >= cu[document]
     if not inside or max(area.q_stop, area.k_stop) > cu[document + 1]:
         pair = f"queries {area.q_start} to {area.q_stop} and keys {area.k_start} to {area.k_stop}"
-        raise ValueError(f"mask_function must let documents see only themselves, not {pair}")
+        raise ValueError(f"mask_function must not let documents attend to others, got {pair}")
     return _as_range(area, document, int(cu[document]))
 
 

@@ -110,7 +110,8 @@ def masks_of(
     if shape != MaskShape(causal=layer.is_decoder):
         raise ValueError(f"its scores have a bias by distance, and its mask is {shape}")
     if tuple(bias.shape) != (1, layer.n_heads, 1, len(bands)):
-        raise ValueError(f"its bias is {tuple(bias.shape)}, which it did not make itself")
+        shape_of_bias = tuple(bias.shape)
+        raise ValueError(f"its bias of shape {shape_of_bias} does not come from its own buckets")
     if layer.is_decoder not in known:
         lengths = [stop - start for _, start, stop in documents.squares()]
         far = max(lengths) - 1

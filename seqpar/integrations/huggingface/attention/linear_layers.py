@@ -43,10 +43,10 @@ class LinearLayer:
 def check_linear(shape: MaskShape, softmax_only: Mapping[str, object]) -> None:
     """Raise a ValueError if a linear layer's call has a mask or options of softmax attention."""
     if shape != MaskShape(causal=True):
-        raise ValueError(f"it is linear, and its mask is {shape}: only a causal one can be")
+        raise ValueError(f"it is linear and takes only a causal mask, got {shape}")
     for name, value in softmax_only.items():
         if value:
-            raise ValueError(f"it is linear, and has {name}, which only softmax attention can have")
+            raise ValueError(f"it is linear and takes no {name}, which needs softmax attention")
 
 
 def make_linear(

@@ -256,7 +256,7 @@ def test_layers_with_windows_cannot_become_linear():
         sp.make_linear([0])
         sp.model(**sp.shard(hf.batch()))
 
-    assert "model.layers.0.self_attn: it is linear, and its mask" in hf.refusal(run)
+    assert "model.layers.0.self_attn: it is linear and takes only a causal mask" in hf.refusal(run)
 
 
 def test_saved_models_load_without_seqpar(llama, tmp_path):
