@@ -120,7 +120,11 @@ def fit_modules(profile: Profile) -> float:
 
 
 def fit_new_memory(profile: Profile) -> float:
-    """Return the additional seconds to write a byte of newly allocated memory; at least 0."""
+    """Return the additional seconds to write a byte of newly allocated memory; at least 0.
+
+    On a CPU, most memory that torch allocates has new pages. A step of two ranks took 11 to 23 ms
+    of a core in addition to its attention; its bytes at the rate of a copy take only 3 to 9 ms.
+    """
     new, kept = (profile["rates"].get(name) for name in ("new", "kept"))
     if new is None or kept is None:  # GPUs and old profiles
         return 0.0

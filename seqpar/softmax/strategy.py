@@ -39,9 +39,9 @@ class ForwardResult(NamedTuple):
 class Strategy:
     """Decides what moves between ranks, forward and backward, and computes with it.
 
-    Fields are options. `str()` must show all of them, because modules with the same string on one
-    group share a BoundStrategy. q is (B, T_local, Hq, D), k (B, Tkv_local, Hkv, D), v (B,
-    Tkv_local, Hkv, Dv).
+    Fields are options, and USP's outer strategy is a field. `str()` must show all fields, because
+    modules with the same string on one group share a BoundStrategy. q is (B, T_local, Hq, D), k (B,
+    Tkv_local, Hkv, D), v (B, Tkv_local, Hkv, Dv).
     """
 
     name: ClassVar[str]

@@ -46,7 +46,12 @@ class Ulysses(Strategy):
 
     name = "ulysses"
     head_groups: int = 2  # groups of a rank's heads, at most one per head
-    keep: str = "heads"  # forward keeps q, k, v and out of this rank's "heads" or "tokens"
+    # Forward keeps q, k, v and out of this rank's "heads" or "tokens". With "heads", these are
+    # extra results of the forward operator and replace the local q, k, v and out, so that backward
+    # does not send q, k and v again. delta could replace out, but kernels that require out would
+    # then get a multiple of dout, and making that in fp32 takes more memory than out. With
+    # "tokens", delta is sent, because out would be as large as dout.
+    keep: str = "heads"
     # USP sets these two: the number of ranks that exchange heads (0: all), and the strategy between
     # rows.
     inner: int = field(default=0, metadata=NO_OPTION)

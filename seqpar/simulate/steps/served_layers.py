@@ -64,6 +64,9 @@ def record_layers(
 ) -> list[Program]:
     """Return the programs of trainers and servers for `count` equal, consecutive layers.
 
+    Servers take tasks in order of arrival. By task number, trainers with few tasks would delay
+    trainers with many.
+
     Args:
         layout: which trainer holds which documents.
         servers: the number of servers.

@@ -182,7 +182,9 @@ def step(
         one, sent_by_one = simulator.play(attending, products, 1)
         two = None
         if servers and count > 1 and not attending.linear:
-            # The next layer's nano-batches hide the end of a layer.
+            # The next layer's nano-batches hide the end of a layer, so the end of the last layer
+            # counts once. Each further layer adds the time of the second, which is exact for equal
+            # layers.
             two, _ = simulator.play(attending, products, 2)
         seconds += _all_layers(count, one.seconds, None if two is None else two.seconds)
         for activity in ACTIVITIES:

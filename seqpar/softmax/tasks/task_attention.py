@@ -4,6 +4,12 @@ The rank computes half of its local work (own queries over own keys) while rows 
 stage it computes foreign queries and returns their results immediately, then its own queries over
 the foreign keys that have arrived. It computes the other half of its local work while the last
 results return.
+
+In one stage, a rank would wait for all keys before it computes. Each stage has keys evenly from all
+owners: if a stage's keys were cut by position, few owners would send while the others wait, twice
+the time on 8 zigzag ranks where links are the limit. A server spreads its own work over the stages.
+Done in the first possible stage, that work delayed later results and gradients, and a step took
+1.10 times as long (4 emulated ranks, documents in order, 1 Gbit/s).
 """
 
 from __future__ import annotations
