@@ -42,8 +42,9 @@ def make_attention(
     For linear or recurrent attention, make a `LASP2Attention` or a `RecurrentAttention` instead.
 
     Args:
-        name: "ring", "ulysses", "all_gather", "token_ring", "disaggregated", "auto" (an
-            `AutoAttention`, which chooses a strategy), or, on a 2-D mesh, "mesh" or "usp".
+        name: "ring", "ulysses", "all_gather", "token_ring", "disaggregated", "auto", or, on a 2-D
+            mesh, "mesh" or "usp". "auto" makes an `AutoAttention`, which needs the extra
+            `plan`. On a new machine it measures for about 15 s; in calls it may measure candidates.
         group: a process group or a DeviceMesh. "disaggregated" also takes a `ServerPool`.
         check_ranks, deterministic: as in `Attention`.
         options: the strategy's options, such as `partial_dtype` of "token_ring". The docstring of

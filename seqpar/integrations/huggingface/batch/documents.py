@@ -164,7 +164,8 @@ def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
 
     Raises a ValueError if positions restart elsewhere.
     """
-    lists = [parse_cu_seqlens(batch[name]) for name in CU_SEQLENS if batch.get(name) is not None]
+    names = [name for name in CU_SEQLENS if batch.get(name) is not None]
+    lists = [parse_cu_seqlens(batch[name], name) for name in names]
     cu = lists[0]
     if any(not np.array_equal(cu, other) for other in lists):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same")

@@ -52,6 +52,11 @@ BATCHES = {
         {},
         "cu_seq_lens_q must end",
     ),
+    "documents that do not start at 0": (
+        lambda: {"input_ids": IDS[:1], "cu_seq_lens_k": torch.tensor([1, 22])},
+        {},
+        "cu_seq_lens_k must start at 0",
+    ),
     "labels of other tokens": (
         lambda: {"input_ids": IDS, "labels": IDS[:, 1:]},
         {},
