@@ -1,2 +1,4 @@
-"""Batches for trainers: `batches.py` reads documents in the order of a plan, and `collate.py` turns
-them into packed tensors."""
+"""Batches for trainers.
+
+`batches.py` reads documents in the order of a plan, and `collate.py` packs them into tensors.
+"""

@@ -1,4 +1,4 @@
-"""Batches: the steps of a training, planned and read while the step before is computed."""
+"""Training steps as batches: planned and read in worker processes ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -27,38 +27,43 @@ T = TypeVar("T", covariant=True)
 
 
 class LocalStep(NamedTuple):
-    """A step as one rank has it: its plan, and what `collate` returned of it."""
+    """A step for one rank: the plan, and the rank's micro-batches as `collate` returned them."""
 
     plan: Plan
     micro_batches: list[dict[str, Any]]
 
 
 class Batches:
-    """The global batches of a training, each planned for the ranks that there are.
+    """The global batches of a training run, each planned for the current number of ranks.
 
-    Which documents a step has follows from the lengths, `tokens`, the seed, the epoch and the step,
-    but not from the number of ranks. So a training may go on from a state on another number of
-    ranks, with another planner, and no document is lost or repeated.
+    The documents of a step depend on the lengths, `tokens`, `deferral`, the seed, the epoch and the
+    step, but not on the number of ranks. A training run can therefore resume from a saved state on
+    a different number of ranks, or with a different planner, without losing or repeating a
+    document.
 
-    Iterating yields the plan of each step that remains of the epoch, and then the state is at the
-    next epoch. `read` also reads the documents. Both work ahead, in a process of their own.
+    Iterating yields the plans of the steps that remain in the epoch and leaves the state at the
+    start of the next epoch. `read` also reads the documents. Both prepare steps ahead in separate
+    processes.
 
     Args:
-        lengths: (documents,) tokens of each document of the dataset. Empty ones are in no step.
-        planner: returns the plan of the lengths that it is called with: `partial(balance.plan,
-            cluster=cluster, model=model, capacity=capacity)`. All ranks need the same one.
-        seed: of the order of documents, in each epoch another one.
-        tokens: of a step, at most; a longer document has a step of its own.
-        deferral: by how many steps a document may come later than it was drawn, so that steps take
-            equally long. 0: by none.
-        micro_batches: how many each plan has, if that must be equal: empty ones are added. A
-            ValueError where a plan has more. None: as many as the planner makes.
-        workers: processes that plan and read; 0: this one, when a step is asked for.
-        ahead: steps that each of them is ahead.
+        lengths: (documents,) tokens of each document of the dataset. Empty documents are skipped.
+        planner: function from the lengths of a step's documents to their `Plan`, for example
+            `partial(balance.plan, cluster=cluster, model=model, capacity=capacity)`. All ranks need
+            the same planner.
+        seed: seed of the random order of documents, which differs in each epoch.
+        tokens: maximum number of tokens in a step. A longer document gets a separate step.
+        deferral: maximum number of steps by which a document may come later than it was drawn, so
+            that steps take about equally long. 0: documents are not deferred.
+        micro_batches: number of micro-batches in every plan, for callers that need a fixed number.
+            Empty micro-batches are added; a plan with more raises a ValueError. None: the number
+            that the planner chooses.
+        workers: number of processes that plan and read. 0: the calling process plans a step when it
+            is requested.
+        ahead: number of steps that each worker prepares ahead.
 
     Attributes:
-        epoch, step: of the next plan.
-        dropped: how many documents are empty.
+        epoch, step: position of the next plan.
+        dropped: number of empty documents.
     """
 
     def __init__(
@@ -89,33 +94,40 @@ class Batches:
         self._steps: tuple[int, list[Ints]] | None = None  # an epoch, and its steps
 
     def __len__(self) -> int:
-        """Return how many steps the epoch has, those before `step` included."""
+        """Return the number of steps in the epoch, including those before `step`."""
         return len(self._of_epoch())
 
     def __iter__(self) -> Iterator[Plan]:
-        """Yield the plans of the steps that remain of this epoch."""
+        """Yield the plans of the steps that remain in this epoch.
+
+        Raise a RuntimeError if `load_state_dict` or another iteration has moved the position
+        meanwhile.
+        """
         return self._ahead_of(self._planner.plan)
 
     def read(self, dataset: Documents, rank: int, **options: Any) -> Iterator[LocalStep]:
-        """Yield the steps that remain of this epoch, with what a rank computes: see `collate`.
+        """Yield the steps that remain in this epoch, each with this rank's micro-batches.
 
-        `dataset[i]` has the document of `lengths[i]`; only those that the rank needs are read.
-        `options` are those of `collate`.
+        `dataset[i]` is the document of `lengths[i]`. Only documents that the rank needs are read.
+        `options` are passed to `collate`, which makes the micro-batches.
         """
 
         return self._ahead_of(partial(self._planner.read, dataset, rank, options))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: where the next step is, and of what, as numbers and text."""
+        """Return the position of the next step, and the options that fix the order of documents.
+
+        The dict contains only numbers and text.
+        """
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
         options = {"tokens": self._tokens, "deferral": self._deferral, "lengths": digest}
         return {"version": VERSION} | self._place() | options
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another object's `state_dict` was, also on another number of ranks.
+        """Continue at the position of another object's `state_dict`, on any number of ranks.
 
-        Raise a ValueError that names what is missing, or what differs: then the steps would not be
-        the same ones.
+        Raise a ValueError that names an entry which is missing, or which differs from this
+        object's: the steps would then have other documents.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be a dict, as state_dict returns it, got {shown(state)}")
@@ -140,7 +152,7 @@ class Batches:
         return {"seed": self._seed, "epoch": self.epoch, "step": self.step}
 
     def _of_epoch(self) -> list[Ints]:
-        """Return the documents of each step of this epoch."""
+        """Return the document indices of each step of this epoch."""
         if self._steps is None or self._steps[0] != self.epoch:
             lengths, seed = self._lengths[self._kept], self._seed
             steps = steps_of_epoch(lengths, self._tokens, seed, self.epoch, self._deferral)
@@ -148,7 +160,7 @@ class Batches:
         return self._steps[1]
 
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
-        """Yield `make(documents)` for each step that remains, made while the caller computes."""
+        """Yield `make(documents)` for each remaining step; workers, if any, compute it ahead."""
         epoch, steps = self.epoch, self._of_epoch()
         loader: DataLoader[T] = DataLoader(
             _Made(make),
@@ -165,7 +177,7 @@ class Batches:
             found = f"planner and dataset must be picklable, to work in other processes: {error}"
             raise ValueError(f"{found}; with workers=0 they need not be") from None
         for step, made in enumerate(_of_workers(made_ahead), start=self.step + 1):
-            # The state is behind the step that is yielded, and behind the last one at an epoch.
+            # While a step is yielded, the state already points at the next step or epoch.
             self.epoch, self.step = (epoch, step) if step < len(steps) else (epoch + 1, 0)
             place = self._place()
             yield made
@@ -176,14 +188,14 @@ class Batches:
 
 @dataclass(frozen=True)
 class _StepPlanner:
-    """What plans a step; it can be sent to other processes."""
+    """Plans a step. Picklable, so that worker processes can use it."""
 
     lengths: Ints
     planner: Callable[[Ints], Plan]
     micro_batches: int | None
 
     def plan(self, documents: Ints) -> Plan:
-        """Plan a step; the plan's documents are indices into all lengths."""
+        """Plan a step; the plan's document indices refer to the whole dataset."""
         try:
             plan = self.planner(self.lengths[documents])
         except Exception as error:
@@ -200,13 +212,13 @@ class _StepPlanner:
         return replace(plan, micro_batches=tuple(parts))
 
     def read(self, dataset: Documents, rank: int, options: Any, documents: Ints) -> LocalStep:
-        """Plan a step, and read what a rank computes in it."""
+        """Plan a step, and read this rank's part of it."""
         plan = self.plan(documents)
         return LocalStep(plan, collate(plan, dataset, rank, **options))
 
 
 class _Made(Dataset[T]):
-    """What a function makes of each index."""
+    """Applies a function to each index."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make = make
@@ -216,10 +228,10 @@ class _Made(Dataset[T]):
 
 
 def _of_workers(made: Iterator[T]) -> Iterator[T]:
-    """Yield what workers made, and pass on their errors without the frames that raised them here.
+    """Yield the workers' results; raise their errors without the traceback of this process.
 
-    These refer to each other in a circle. So workers would only be let go when garbage is collected
-    and then in an order in which they are waited for, 5 seconds.
+    Such a traceback is part of a reference cycle that keeps the workers alive until the next
+    garbage collection, which then frees them in an order that waits 5 seconds for them.
     """
     try:
         yield from made

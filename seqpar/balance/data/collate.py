@@ -1,4 +1,4 @@
-"""Read what a rank computes in a step: its tokens, and what belongs to them."""
+"""Read one rank's part of a step: its tokens, their labels, and the other values of documents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MADE = ("position_ids", "layout", "documents", "loss_weight")  # keys that docum
 
 
 class Documents(Protocol):
-    """A dataset: document i is its tokens' ids, or a mapping with them as "input_ids"."""
+    """A dataset: item i is a document's token ids, or a mapping with the ids as "input_ids"."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -32,35 +32,35 @@ def collate(
     label_tokens: int | None = None,
     per_token: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return what a rank computes in each micro-batch of a plan, read from `dataset`.
+    """Read this rank's part of each micro-batch of a plan, as one dict per micro-batch.
 
-    Each is a dict of tensors on the CPU, in the layout's local order:
+    Tensors are on the CPU, in the layout's local order. The keys are:
 
     * "input_ids" and "position_ids", (T_local,) int64;
-    * "labels", (T_local,) int64: the next token of the document, −100 at its end. If documents have
-      "labels", these are shifted like that, as they are aligned with the tokens;
+    * "labels", (T_local,) int64: the next token of the document, −100 at the document's end. If
+      documents have "labels", aligned with their tokens, these are shifted in the same way;
     * "layout": the `seqpar.Layout` to give to attention;
-    * "documents": (n,) int64, the indices of those that the rank has tokens of;
+    * "documents": (n,) int64, the indices of the documents of which the rank has tokens;
     * "loss_weight": 1 over the number of labels in the step, on all ranks and in all micro-batches.
-      The sum of the losses of all labels, times it, is their mean, whoever computes them; multiply
-      it by the number of ranks where DDP or FSDP averages gradients;
-    * every other key of the documents. A tensor, array or list with an entry for each token is cut
-      like the tokens; of other values there is a list, one for each of "documents".
+      The sum of all labels' losses times this weight is the mean loss, on whichever ranks the
+      losses are computed. Multiply it by the number of ranks if DDP or FSDP averages gradients;
+    * every other key of the documents. A tensor, array or list with one entry per token is cut like
+      the tokens. Other values are collected in a list, one for each of "documents".
 
-    Only documents of which the rank has tokens are read; where it has none of a micro-batch, its
-    first one is, for its keys. A rank computes all micro-batches, also those, since the others'
-    attention may wait for it.
+    Only documents of which the rank has tokens are read. If the rank has no tokens in a
+    micro-batch, the micro-batch's first document is read for its keys. The rank must still compute
+    that micro-batch, since the attention of other ranks may wait for it.
 
     Args:
         plan: its documents are indices into the dataset.
         rank: this rank.
-        label_tokens: how many labels the step has, on all ranks. It must be given if documents have
-            labels of −100. Default: all tokens but the last of each document.
-        per_token: the other keys with an entry for each token. Default: those whose values are as
-            long as their documents. A vector that a document happens to be as long as is then taken
-            for one.
+        label_tokens: number of labels in the step, on all ranks. Required if documents have labels
+            of −100. Default: all tokens but the last of each document.
+        per_token: the other keys with one entry per token. Default: keys whose values are as long
+            as their documents. By default a vector that happens to be as long as its document is
+            therefore cut too.
 
-    Raise a ValueError naming the document which is not as planned.
+    Raise a ValueError that names a document which is not as planned.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be a balance.Plan, got {shown(plan)}")
@@ -76,7 +76,7 @@ def collate(
         made = {"loss_weight": weight, "layout": batch.layout}
         if batch.documents.size or not found:
             made |= _read(batch, dataset, rank, masked, per_token)
-        else:  # one that was added, so that all steps have as many: it has the first one's keys
+        else:  # added to reach the requested number; it takes its keys from the first one
             made |= {name: x[:0] for name, x in found[0].items() if name not in made}
         found.append(made)
     return found
@@ -89,7 +89,7 @@ def _read(
     masked: bool,
     per_token: Collection[str] | None,
 ) -> dict[str, Any]:
-    """Return what the rank has of the documents of a micro-batch, by key."""
+    """Return the rank's part of a micro-batch's documents, by key."""
     spans = {
         document: [slice(span.start, span.stop) for span in group]
         for document, group in groupby(batch.layout.spans(rank), key=lambda span: span.document)
@@ -131,14 +131,13 @@ def _read(
 
 
 def _per_token(value: Any, length: int) -> bool:
-    """Return whether a document's value has an entry for each of its tokens."""
     return isinstance(value, Tensor) and value.shape[:1] == (length,)
 
 
 def _document(
     dataset: Documents, index: int, length: int, masked: bool, per_token: Collection[str] | None
 ) -> dict[str, Any]:
-    """Return a document's values by key, with shifted labels; those of numbers as tensors."""
+    """Return a document's values by key: numeric values as tensors, labels shifted."""
     found = dataset[index]
     item = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
     if "input_ids" not in item:
@@ -166,7 +165,7 @@ def _document(
 
 
 def _as_tensor(value: Any) -> Any:
-    """Return numbers as a tensor, and anything else as it is."""
+    """Return a tensor if the value is an array or a list of numbers; otherwise the value itself."""
     if isinstance(value, np.ndarray | list | tuple):
         try:
             return torch.as_tensor(value)

@@ -1,7 +1,7 @@
 """Cells: the work of attention as its layout places it, before any of it moves.
 
-A cell is what a rank has of a document in one piece, a span of query rows, with all keys that they
-may see. Cells are disjoint, and together have every visible (query, key) pair.
+A cell has a contiguous span of one rank's query rows of a document, and all keys that these rows
+may attend to. Cells are disjoint, and together contain every visible (query, key) pair.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Spanned = tuple[Ints, Ints, Ints, Ints]
 
 
 def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
-    """Return (n,) predicted seconds of each, forward and backward; without costs, its pairs."""
+    """Return (n,) predicted forward and backward seconds of each cell; without costs, its pairs."""
     pairs = cells.areas().astype(np.float64)
     if costs is None:
         return pairs
     rows, keys = (cells.q_stops - cells.q_starts), (cells.k_stops - cells.k_starts)
-    # Whether any row's window leaves keys out; near the start of a document not all rows' does.
+    # 1 if the window of any row excludes keys. Rows near a document's start may exclude none.
     windowed = np.where(cells.lows > cells.k_starts - cells.q_stops, 1.0, 0.0)
     calls = Tasks.of(rows, keys, pairs, np.where(pairs > 0, windowed, 0.0))
     grid, heads = costs.cluster.device.attention, (costs.model.heads, costs.model.head_dim)
@@ -51,9 +51,9 @@ def spans_of(geometry: Geometry) -> Spanned:
 
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-    """Return the cells of a mask, where the layout of the queries has them.
+    """Return the cells of a mask, each on the server that owns its queries.
 
-    Keys that a prefix shows to all queries are in cells of their own, without a band.
+    Keys that a prefix makes visible to all queries are in separate cells, without a band.
     """
     servers, documents, starts, stops = spans_of(queries)
     first, length = np.zeros_like(documents), keys.lengths[documents]
@@ -62,10 +62,10 @@ def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
 
 
 class KeyPlacement:
-    """Which keys servers have, and which travel to them if no work moves.
+    """The keys that each server has, and those that travel to it if no work moves.
 
     Attributes:
-        counts: (documents,) how many servers have or receive keys of each.
+        counts: (documents,) number of servers that have or receive keys of each document.
     """
 
     def __init__(self, cells: Parts, spans: Spanned) -> None:
@@ -78,7 +78,7 @@ class KeyPlacement:
         self.counts: list[int] = np.diff(self._edges).tolist()
 
     def received(self, servers: int) -> Ints:
-        """Return (servers,) how many keys travel to each if no work moves."""
+        """Return (servers,) the number of keys that travel to each server if no work moves."""
         return self._all.sizes(servers) - self._own.sizes(servers)
 
     def foreign(self, server: int, document: int) -> Intervals:

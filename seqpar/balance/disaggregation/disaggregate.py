@@ -1,10 +1,14 @@
-"""Cut core attention into tasks, and give them to whoever has time.
+"""Cut core attention into tasks, and give the tasks to ranks or servers that have time.
 
 DistCA ("Efficient Long-Context Language Model Training by Core Attention Disaggregation", 2025)
-does that once a micro-batch: every rank is a server of attention beside what it does anyway. Here a
-server with too much sheds until none has more than (1 + tolerance) times the mean (the paper fills
-those with too little, and surplus may stay on one of the others); a task may have some of its
-queries' keys, and keys count once a server, and not at all where they are at home.
+does this once per micro-batch; every rank is then also an attention server. This version differs
+from the paper in three points:
+
+* An overloaded server gives work away until no server has more than (1 + tolerance) times the mean.
+  The paper fills underloaded servers instead, which can leave a surplus on an overloaded one.
+* A task may use only some of the keys of its queries.
+* A key that travels is counted once per server, and a key that its server already has is not
+  counted.
 """
 
 from __future__ import annotations
@@ -34,13 +38,13 @@ LIMIT_ROUNDS = 4  # for finding each server's share of the work
 
 
 class Stage(NamedTuple):
-    """A batch of attention that servers compute in one tick: that of a pipeline's stage.
+    """A batch of attention that the servers compute in one tick, such as a pipeline stage's batch.
 
     Attributes:
-        layout: the home of its queries.
-        mask: who sees whom.
-        kv_layout: the home of its keys, if they are others.
-        servers: which server each rank of the layout is; by default they have one number.
+        layout: which rank owns which queries.
+        mask: which keys each query attends to.
+        kv_layout: which rank owns which keys, if it differs from `layout`.
+        servers: the server number of each rank of the layout; by default the rank's number.
     """
 
     layout: Layout | Geometry
@@ -62,25 +66,29 @@ def disaggregate(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> TaskRectangles:
-    """Return tasks that give all ranks about equally much to do, for few bytes.
+    """Return tasks that give all ranks about the same amount of work while few bytes travel.
 
-    Nothing is computed or sent; the same arguments give the same tasks, on every rank.
+    Nothing is computed or sent. The same arguments give the same tasks on every rank. Raise a
+    ValueError that names the argument which is wrong.
 
     Args:
-        layout: the home of the queries: which rank has them, and needs their results.
-        mask: who sees whom.
-        costs: what tasks cost, forward and backward; by default their visible pairs.
+        layout: which rank owns which queries, and needs their results.
+        mask: which keys each query attends to.
+        costs: predicts the forward and backward seconds of tasks; by default a task costs its
+            number of visible pairs.
         row_bytes: bytes of a row of queries and of keys.
-        kv_layout: the home of the keys, if they are others.
-        tolerance: by how much the work of a server may be above the mean, as a fraction.
-        weights: (ranks,) relative speeds; a rank of weight 0 gets nothing, and gives all it can.
-        memory: bytes that a server may have of queries, results and keys, its own and others'; one
-            number or one a rank. Work stays where it is if there is no memory for it elsewhere.
-        price: work that a server could do while a byte travels to it. It computes its own work
-            meanwhile, and what that does not hide counts. By default a link's seconds, both ways,
-            if there are costs, else 0.
-        tile: query rows that a kernel computes together: a task has a multiple of them, and what is
-            over at the end of what its home has.
+        kv_layout: which rank owns which keys, if it differs from `layout`.
+        tolerance: fraction by which the work of a server may exceed the mean.
+        weights: (ranks,) relative speeds. A rank of weight 0 receives no work, and gives away as
+            much as it can.
+        memory: bytes of queries, results and keys, its own and others', that a server may have; one
+            number, or one per rank. Work stays where it is if no other server has memory for it.
+        price: work that a server could do in the time that a byte takes to reach it. A server
+            computes its own work while data travels, so only longer travel counts. By default the
+            seconds that a link takes for a byte in both directions if `costs` is given, otherwise
+            0.
+        tile: number of query rows that a kernel computes together. A task has a multiple of it,
+            plus the remainder if the task reaches the end of its owner's span.
     """
     stage = Stage(layout, mask, kv_layout)
     servers = _geometry("layout", layout).ranks
@@ -109,10 +117,10 @@ def disaggregate_stages(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> list[TaskRectangles]:
-    """Return the tasks of several batches that the same servers compute at once.
+    """Return one set of tasks per stage, for batches that the same servers compute simultaneously.
 
-    So all stages of a pipeline share their time: a tick lasts as long as its slowest server. The
-    arguments are those of `disaggregate`; tasks are in the order of the stages.
+    Because a tick lasts as long as its slowest server, all stages of a pipeline share the servers'
+    time. The other arguments and errors are as in `disaggregate`.
     """
     servers, tile = as_ranks("servers", servers), as_int("tile", tile, 1)
     row_bytes = check_row_bytes(row_bytes)
@@ -156,10 +164,11 @@ def _even(
     shares: Floats,
     tolerance: float,
 ) -> Parts:
-    """Move cells until no server has more than its share and the tolerance; return them.
+    """Move parts of cells until no server exceeds its share by more than the tolerance.
 
-    If waiting for messages, or a lack of memory, leaves too little room for that, the least that
-    does is found by bisection. What servers then have is compared with what the costs say of it.
+    If waiting for messages, or a lack of memory, makes that impossible, bisection looks for the
+    lowest level that is reachable. After each round, the planned work of a server is compared with
+    the predicted costs of its tasks, and the ratio corrects the server's next limit.
     """
     work = seconds_of(cells, costs)
     low = level = (1 + tolerance) * work.sum()
@@ -190,7 +199,7 @@ def _even(
 def _concatenated(
     stages: Sequence[Stage], servers: int, row_bytes: RowBytes
 ) -> tuple[Parts, KeyPlacement, Floats, Ints]:
-    """Return all stages' cells, keys and bytes at home, and where each one's documents begin."""
+    """Join all stages: their cells, keys, owned bytes, and each stage's first document."""
     found, spans, edges, resident = [], [], [0], np.zeros(servers)
     for stage in stages:
         queries = _geometry("layout", stage.layout)
@@ -222,7 +231,7 @@ def _concatenated(
 
 
 def _split(tasks: Parts, edges: Ints) -> list[TaskRectangles]:
-    """Return each stage's tasks, by server, document and position."""
+    """Return each stage's tasks, sorted by server, document and position."""
     order = np.lexsort((tasks.k_starts, tasks.q_starts, tasks.documents, tasks.servers))
     tasks = tasks.take(order)
     stage = np.searchsorted(edges, tasks.documents, side="right") - 1
@@ -236,7 +245,7 @@ def _split(tasks: Parts, edges: Ints) -> list[TaskRectangles]:
 
 
 def check_mask(mask: Mask, queries: Geometry, keys: Geometry) -> None:
-    """Raise a ValueError that names the mask unless it is one of these documents."""
+    """Raise a ValueError that names the mask unless it fits these documents."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {shown(mask)}")
     mask.check_fits(queries, keys)
@@ -251,7 +260,7 @@ def _geometry(name: str, layout: object) -> Geometry:
 
 
 def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
-    """Return (count,) floats, none negative or NaN; raise a ValueError that names them."""
+    """Return (count,) floats; raise a ValueError that names them if any is negative or NaN."""
     try:
         found = np.asarray(values, np.float64)
         found = np.array(np.broadcast_to(found, count))
@@ -263,7 +272,7 @@ def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
 
 
 def _price(costs: Costs | None) -> float:
-    """Return seconds of a byte that travels to a server, and of its gradient."""
+    """Return the seconds that a byte takes to a server, plus those of its gradient."""
     if costs is None:
         return 0.0
     cluster = costs.cluster

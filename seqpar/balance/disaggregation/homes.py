@@ -1,10 +1,10 @@
-"""Choose the homes of documents together with the tasks of their attention.
+"""Choose which ranks own which tokens so that their attention is balanced with little traffic.
 
-Under a causal mask the last rows of a document have most work a token, and need all keys before
-them; its first rows are a shorter document, whole again. So a document with more work than a rank
-has time for gives its last rows to one rank after another, as many as each has time for, until the
-rest is no more than a rank's share. Short documents, whose tokens have little work, then fill the
-ranks to equally many tokens. No queries travel, and few keys.
+Under a causal mask the last rows of a document have the most work per token, and need all keys
+before them; the first rows are again a complete, shorter document. A document with more work than a
+rank has time for therefore gives its last rows to one rank after another, each according to its
+time, until the remainder is no more than a rank's share. Short documents, which have little work
+per token, then fill the ranks to equal numbers of tokens. No queries travel, and few keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_int_arra
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.layout import Layout
 
-# Tokens that a rank may have beyond the mean, as a fraction: as few as let keys have their memory.
+# Tokens that a rank may have above the mean, as a fraction. `place_homes` uses the first one that
+# leaves enough memory for keys.
 SLACKS = (0.0, 0.01, 0.02, 0.03, 0.05)
 
 
@@ -32,21 +33,22 @@ def place_homes(
     tolerance: float = 0.05,
     tile: int = TILE_ROWS,
 ) -> Layout:
-    """Return a layout of documents whose causal attention is even, and sends few keys.
+    """Return a layout whose causal attention is balanced over the ranks and sends few keys.
 
-    No rank has much more work, memory or tokens than the mean, unless documents leave no other way;
-    `disaggregate` evens out what is left of the work. Nothing is computed or sent, and the same
-    arguments give the same layout.
+    No rank has much more work, memory or tokens than the mean, unless the documents make that
+    impossible. `disaggregate` balances the work that is still uneven. Nothing is computed or sent,
+    and the same arguments give the same layout. Raise a ValueError that names the argument which is
+    wrong.
 
     Args:
-        lengths: (documents,) tokens of each.
-        ranks: over how many ranks they are spread.
+        lengths: (documents,) tokens of each document.
+        ranks: number of ranks over which documents are spread.
         row_bytes: bytes of a row of queries and of keys.
-        token_bytes: what a rank keeps of a token in a layer, beside keys that travel to it; by
-            default its rows.
-        tolerance: by how much a rank's work and bytes may be above the mean, as a fraction. If keys
-            of other ranks take too much of its memory, it gets up to 5% fewer tokens.
-        tile: documents are cut at multiples of so many tokens.
+        token_bytes: bytes that a rank keeps per token in a layer, in addition to keys that travel
+            to it; by default the token's rows.
+        tolerance: fraction by which a rank's work and bytes may exceed the mean. If keys of other
+            ranks take too much of its memory, a rank gets up to 5% fewer tokens.
+        tile: documents are cut at multiples of this number of tokens.
     """
     lengths, ranks = as_int_array("lengths", lengths), as_ranks("ranks", ranks)
     row_bytes = check_row_bytes(row_bytes)
@@ -71,7 +73,7 @@ def place_homes(
 
 
 class _Placing:
-    """Documents, and the room of ranks for their work, tokens and bytes."""
+    """Documents to place, and each rank's room for work, tokens and bytes."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class _Placing:
         mean = work.sum() / ranks
         self.time = np.full(ranks, mean * (1 + tolerance))
         self.tokens, self.received = np.zeros(ranks, np.int64), np.zeros(ranks)
-        # A document is light if its tokens have less work than tokens have on average.
+        # A document is light if it has less work per token than the average.
         self.light = int(2 * mean * ranks / max(lengths.sum(), 1))
         light = lengths < self.light
         self.light_work, self.light_tokens = float(work[light].sum()), float(lengths[light].sum())
@@ -98,11 +100,11 @@ class _Placing:
 
     @property
     def table(self) -> Ints:
-        """(4, n) ranks, documents, starts and stops of what was placed."""
+        """(4, n) ranks, documents, starts and stops of the pieces placed so far."""
         return np.array(self.pieces, np.int64).reshape(-1, 4).T
 
     def place(self) -> None:
-        """Place all documents, the longest first; what is left of one has its new length."""
+        """Place all documents, longest first. The remainder of a cut document is placed later."""
         left = [(-length, i) for i, length in enumerate(self.lengths.tolist()) if length]
         heapq.heapify(left)
         while left:
@@ -123,9 +125,9 @@ class _Placing:
         self.light_tokens += sign * length
 
     def _choose(self, length: int) -> tuple[int, int]:
-        """Return the rank that has most time for a document, and from where on it gets it.
+        """Return the rank with most time for a document, and the position where its part starts.
 
-        The time that counts is what is left once light documents have filled the rank.
+        Time that light documents will need to fill the rank does not count.
         """
         density = self.light_work / max(self.light_tokens, 1.0)
         free = (self.most_tokens - self.tokens).astype(np.float64)
@@ -135,7 +137,7 @@ class _Placing:
         spare = self.time - density * np.maximum(room, 0.0)
         whole = np.where(room >= length, spare, -np.inf)
         rank, light = int(whole.argmax()), length < self.light
-        more = length * (length + 1) / 2 - density * length  # than as many light tokens have
+        more = length * (length + 1) / 2 - density * length  # than light tokens of this number have
         if room[rank] >= length and (light or more <= spare[rank]):
             return rank, 0
         rank, start = int((room if light else spare).argmax()), 0.0

@@ -13,10 +13,10 @@ Intervals = Sequence[tuple[int, int]]
 
 
 class Unions:
-    """For each (server, document) the union of some ranges of its positions.
+    """For each (server, document) the union of ranges of the document's positions.
 
     Attributes:
-        servers, documents: (groups,) those pairs that have any, by server, then document.
+        servers, documents: (groups,) the pairs that have any positions, by server, then document.
     """
 
     def __init__(self, servers: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
@@ -28,13 +28,13 @@ class Unions:
         begins, ends = sort_keys(number, starts), sort_keys(number, stops)
         order = np.argsort(begins, kind="stable")
         begins, ends = begins[order], np.maximum.accumulate(ends[order])
-        apart = begins[1:] > ends[:-1]  # always so in another group
+        apart = begins[1:] > ends[:-1]  # always true between groups
         first, last = np.r_[True, apart][: begins.size], np.r_[apart, True][: begins.size]
         positions = 2**POSITION_BITS - 1
         self._starts, self._stops = begins[first] & positions, ends[last] & positions
         self._number = begins[first] >> POSITION_BITS
         self._edges = np.searchsorted(self._number, np.arange(self._groups.size + 1))
-        self._found: dict[int, Intervals] = {}  # those that were asked for, by pair
+        self._found: dict[int, Intervals] = {}  # cache by (server, document)
 
     def of(self, server: int, document: int) -> Intervals:
         """Return the union of one pair, as ascending ranges that do not touch."""
@@ -49,13 +49,13 @@ class Unions:
         return found
 
     def sizes(self, servers: int) -> Ints:
-        """Return (servers,) how many positions each has, of all documents."""
+        """Return (servers,) the number of positions of each server, over all documents."""
         lengths = self._stops - self._starts
         return np.bincount(self.servers[self._number], lengths, servers).astype(np.int64)
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Intervals:
-    """Return the union of ranges as ascending ones that do not touch."""
+    """Return the union of ranges, as ascending ranges that do not touch."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -66,7 +66,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def without(ranges: Intervals, others: Intervals) -> Intervals:
-    """Return what of some ranges is in none of the others; both ascend and do not touch."""
+    """Return the parts of `ranges` that are in none of `others`. Both must ascend and not touch."""
     found = []
     for start, stop in ranges:
         for first, last in others:
@@ -80,7 +80,7 @@ def without(ranges: Intervals, others: Intervals) -> Intervals:
 
 
 def covered(ranges: Intervals, start: float, stop: float) -> float:
-    """Return how much of start … stop ranges cover that do not touch."""
+    """Return how many positions from `start` to `stop` the ranges cover. They must not touch."""
     total = 0.0
     for a, b in ranges:
         if a < stop and b > start:

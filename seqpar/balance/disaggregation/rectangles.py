@@ -1,9 +1,10 @@
-"""The rectangle of a cell that moves so many pairs for the fewest bytes.
+"""Find the rectangle of a cell that moves a given number of pairs for the fewest bytes.
 
-A task of n query rows over w keys that all see each other has n·w pairs. To compute it elsewhere, n
-rows of queries and results travel, and w rows of keys and values. That takes least where both cost
-the same: 2·sqrt(m·q·k) bytes for m pairs, of rows of q and k bytes. Under a causal mask the best
-rectangles are the last queries over the first keys, which may lose a corner to the mask.
+A task of n query rows over w keys, all visible to each other, has n·w pairs. To compute it on
+another server, n rows of queries and results travel, and w rows of keys and values. For m pairs,
+and rows of q and k bytes, the total is least if queries and keys take the same number of bytes; it
+is then 2·sqrt(m·q·k). Under a causal mask the best rectangles are the last queries over the first
+keys, which may lose a corner to the mask.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ ROUNDING_ERROR = 1e-9  # relative, of computed numbers of rows and keys
 
 
 class Cell(NamedTuple):
-    """A cell, in numbers of Python, and what its work costs.
+    """A cell as Python numbers, with the work of a pair.
 
     Attributes:
-        pairs: how many (query, key) pairs are visible.
+        pairs: number of visible (query, key) pairs.
         document, q_start, q_stop, k_start, k_stop, low, high: as in `Parts`.
         rate: the work of a pair.
     """
@@ -37,18 +38,18 @@ class Cell(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        """How many keys the last row would see if the cell had more; inf if all rows see all."""
+        """Number of keys that the last row could attend to; inf if all rows attend to all keys."""
         if self.pairs == (self.q_stop - self.q_start) * (self.k_stop - self.k_start):
             return inf
         return self.q_stop + self.high - self.k_start
 
     @property
     def windowed(self) -> bool:
-        """Whether a row does not see the first keys."""
+        """Whether some row does not attend to the first keys."""
         return self.low > self.k_start - self.q_stop + 1
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return what is left of the cell: other rows, and other keys of the same rows."""
+        """Return the remainder of the cell: the other rows, and the other keys of the same rows."""
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
         beside = part.q_start, q_stop, part.k_stop, k_stop
@@ -61,14 +62,14 @@ class Cell(NamedTuple):
 
 
 class CellPart(NamedTuple):
-    """The rows from `q_start` on of a cell, over some of its keys.
+    """The rows of a cell from `q_start` on, over some of its keys.
 
     Attributes:
-        q_start, k_start, k_stop: where it begins, and which keys it has.
-        pairs: how many of it are visible.
-        rows: how many query rows travel with it.
-        keys: how many keys travel to where it goes.
-        freed: how many need not travel any more to where it was.
+        q_start, k_start, k_stop: the first row, and the range of keys.
+        pairs: number of visible pairs.
+        rows: number of query rows that travel with the part.
+        keys: number of keys that travel to the new server.
+        freed: number of keys that need not travel to the old server any more.
     """
 
     q_start: int
@@ -81,12 +82,12 @@ class CellPart(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What the travel of a cell's rows to a server costs.
+    """The price of sending a cell's rows to a server.
 
     Attributes:
         query, key: bytes of a row.
-        held: keys of the document that the server has anyway.
-        foreign: keys that travel to the cell's own server for this cell alone.
+        held: keys of the document that the server has or receives anyway.
+        foreign: keys that travel to the cell's current server only for this cell.
     """
 
     query: float
@@ -95,14 +96,14 @@ class Prices(NamedTuple):
     foreign: Intervals
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
-        """Return how many keys travel with a cell's last rows over some, and how many no more."""
+        """Return how many keys travel with a cell's last rows, and how many no longer need to."""
         freed = 0.0
         if self.foreign and rows >= cell.q_stop - cell.q_start:
             freed = covered(self.foreign, first, stop)
         return stop - first - covered(self.held, first, stop), freed
 
     def least(self, cell: Cell, pairs: float) -> float:
-        """Return bytes a pair that a part of so many pairs takes at least, about."""
+        """Return an approximate lower bound on the bytes per pair of a part with `pairs` pairs."""
         pairs = min(pairs, cell.pairs)
         held = sum(stop - start for start, stop in self.held)
         width = max(min(sqrt(pairs * self.query / self.key), cell.k_stop - cell.k_start), held)
@@ -111,13 +112,13 @@ class Prices(NamedTuple):
         return self.query / width + keys * self.key / pairs
 
     def bytes(self, cell: Cell, rows: float, width: float) -> float:
-        """Return the bytes that travel more if a cell's last rows over its first keys go."""
+        """Return the additional bytes that travel if a cell's last rows over its first keys go."""
         keys, freed = self.keys(cell, rows, cell.k_start, cell.k_start + width)
         return rows * self.query + (keys - freed) * self.key
 
 
 def area(q0: int, q1: int, k0: int, k1: int, low: int, high: int) -> int:
-    """Count the pairs of a rectangle that a band shows, low ≤ j − i ≤ high."""
+    """Count the pairs of a rectangle inside the band low ≤ j − i ≤ high."""
     w = k1 - k0
     return _below(q0, q1, w, high + 1 - k0) - _below(q0, q1, w, low - k0)
 
@@ -136,11 +137,11 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
 
 
 def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> CellPart | None:
-    """Return the cheapest part that has about so many pairs, or None if there is no such part.
+    """Return the cheapest part with about `pairs` pairs, or None if there is not one.
 
-    It has at most so many, or with `at_least` no fewer, but for half a pair of each row that the
-    mask cuts. Its rows begin a multiple of `tile` behind the cell's, so both have no more tiles
-    than the whole.
+    The part has at most `pairs`, or with `at_least` at least `pairs`, up to half a pair per row
+    that the mask cuts. Its first row is a multiple of `tile` after the cell's first row, so that
+    both parts together have no more tiles than the whole.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:
@@ -151,7 +152,7 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     for w in _widths(cell, pairs, bottom, prices):
         n = _rows_over(w, bottom, pairs)
         if rows - tile / 2 < n < rows * (1 + ROUNDING_ERROR):
-            n = rows  # to which it is rounded: what all rows free is much
+            n = rows  # n is rounded to this below, and moving all rows frees many keys
         if n <= rows:
             nbytes = prices.bytes(cell, n, w)
             if nbytes < least:
@@ -169,9 +170,9 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
 def _last_rows(
     cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool
 ) -> CellPart | None:
-    """Return the part with so many pairs that has all keys of its rows: the last rows.
+    """Return the part with about `pairs` pairs that has the last rows and all of their keys.
 
-    Rows of a window see other keys each, so parts of their keys would save little.
+    Rows of a window attend to different keys, so using only some of the keys would save little.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     low, high = 0, (rows - 1) // tile  # tiles of rows before the part
@@ -197,11 +198,12 @@ def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:
 
 
 def _rows_over(width: float, bottom: float, pairs: float) -> float:
-    """Return how many last rows have so many pairs with the first `width` keys.
+    """Return how many last rows have `pairs` pairs with the first `width` keys.
 
-    The last row sees `bottom` keys, and each row before it one less; inf if there are too few.
+    The last row attends to `bottom` keys, and each row before it to one less. Return inf if all
+    rows together have fewer pairs.
     """
-    full = max(bottom - width, 0.0)  # rows that see all of them
+    full = max(bottom - width, 0.0)  # rows that attend to all of them
     if pairs <= full * width:
         return pairs / width
     seen, rest = min(width, bottom), pairs - full * width
@@ -210,8 +212,8 @@ def _rows_over(width: float, bottom: float, pairs: float) -> float:
 
 
 def _width_of(rows: float, bottom: float, pairs: float) -> float:
-    """Return how many first keys have so many pairs with the last rows; inf if all have fewer."""
-    top = bottom - rows  # what the first of the rows sees
+    """Return how many first keys have `pairs` pairs with the last rows; inf if all have fewer."""
+    top = bottom - rows  # keys that the first of the rows attends to
     if pairs <= rows * top:
         return pairs / rows
     # rows·w − (w − top)²/2 = pairs
@@ -220,11 +222,12 @@ def _width_of(rows: float, bottom: float, pairs: float) -> float:
 
 
 def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[float]:
-    """Return how many keys a part of so many pairs may have: some are the cheapest.
+    """Return candidate numbers of keys for a part with `pairs` pairs, the cheapest among them.
 
-    These are all of the cell; those of a rectangle that costs least; of the widest one that loses
-    no corner; where both sides of one that does lose it weigh alike; those of all rows; and as many
-    as the server has anyway.
+    The candidates are: all keys of the cell; the width of the cheapest full rectangle; the largest
+    width that loses no corner to the mask; the width at which both sides of a rectangle with a lost
+    corner cost the same; the width if the part takes all rows; and the numbers of keys that the
+    server has anyway.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     ratio = prices.query / prices.key

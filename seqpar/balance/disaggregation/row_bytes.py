@@ -1,4 +1,4 @@
-"""What travels with a row of attention."""
+"""Bytes that travel with a row of queries or keys."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from seqpar.core.arguments import as_float, shown
 
-MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # bytes of a row: more than any has, whatever the unit
+MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # wider than any row needs, in any unit
 
 
 class RowBytes(NamedTuple):
-    """Bytes that travel with a row of queries (q, out and lse), and with one of keys (k and v)."""
+    """Bytes that travel with a row of queries (q, out, lse) and with a row of keys (k and v)."""
 
     query: float
     key: float
@@ -24,7 +24,7 @@ class RowBytes(NamedTuple):
         value_dim: int | None = None,
         itemsize: int = 2,
     ) -> RowBytes:
-        """Return those of a forward, of which a backward has the same in gradients."""
+        """Return the bytes of a forward pass; the gradients of a backward pass have the same."""
         width = head_dim + (head_dim if value_dim is None else value_dim)
         return cls(heads * (width * itemsize + 4), kv_heads * width * itemsize)
 
@@ -38,10 +38,11 @@ class RowBytes(NamedTuple):
         itemsize: int = 2,
         backward: float = 2.5,
     ) -> RowBytes:
-        """Return what `DisaggregatedAttention` sends, as if both passes took equally long.
+        """Return the bytes that `DisaggregatedAttention` sends, scaled to passes of equal time.
 
-        They are those of the pass with more bytes for its time, where backward takes so many times
-        as long as forward: with a `price` neither pass then waits. Results travel in fp32.
+        The result is for the pass with more bytes for its time. The backward pass takes `backward`
+        times as long as the forward pass. With a `price` neither pass then waits for messages.
+        Results travel in fp32.
         """
         value_dim, exact = head_dim if value_dim is None else value_dim, max(4, itemsize)
         operands, width = head_dim * itemsize, head_dim + value_dim
@@ -58,7 +59,7 @@ class RowBytes(NamedTuple):
 
 
 def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
-    """Return the bytes of rows, or raise a ValueError that names them unless they are positive."""
+    """Return `row_bytes`, or raise a ValueError that names it unless both numbers are positive."""
     if not isinstance(row_bytes, RowBytes):
         raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
     if not all(MIN_ROW_BYTES <= as_float("row_bytes", each) <= MAX_ROW_BYTES for each in row_bytes):

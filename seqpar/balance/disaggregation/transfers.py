@@ -1,4 +1,4 @@
-"""Move work from the servers that have too much to those that have time, for few bytes."""
+"""Move work from overloaded servers to servers that have time, sending few bytes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LIMIT_TOLERANCE = 2e-3  # relative; a server with a smaller surplus is done
 
 
 class Terms(NamedTuple):
-    """What servers may hold, and what travel costs.
+    """Memory of the servers, and the price of sending rows.
 
     Attributes:
-        memory: (servers,) bytes that may travel to each.
+        memory: (servers,) bytes that may travel to each server.
         query, key: bytes of a row.
         exposed: work that a server could do while a byte travels to it.
-        tile: query rows that a kernel computes together.
+        tile: number of query rows that a kernel computes together.
     """
 
     memory: Floats
@@ -43,7 +43,7 @@ class Terms(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A part of a cell that goes to a server, with bytes for a unit of work."""
+    """A part of a cell that moves to a server. `price` is in bytes per unit of work."""
 
     price: float
     work: float
@@ -53,7 +53,10 @@ class Move(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A part of a cell, yet to be found, for a server; sorted by its least bytes a unit of work."""
+    """A possible move whose part is not computed yet, sorted by its least price.
+
+    `least` is a lower bound on its bytes per unit of work.
+    """
 
     least: float
     server: int
@@ -63,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class ServerLoads:
-    """What each server has to do, and where there is room."""
+    """The work, memory and incoming bytes of each server, while parts of cells move."""
 
     def __init__(
         self, cells: Parts, work: Floats, keys: KeyPlacement, limits: Floats, terms: Terms
@@ -79,15 +82,15 @@ class ServerLoads:
         self._pairs = cells.areas()
         self._rates = work / self._pairs
         self._order = order
-        self._rooms: dict[int, float] = {}  # of servers that have any
+        self._rooms: dict[int, float] = {}  # of servers that have room
         self._edges = np.searchsorted(cells.servers[order], np.arange(servers + 1)).tolist()
-        # Of servers that have given: what is left of their cells, largest first.
+        # The remaining cells of servers that gave parts away, largest first.
         self._left: dict[int, list[Cell]] = {}
         self._moved: list[tuple[CellPart, Cell, int]] = []
         self._guest_keys: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by document, server
 
     def cells_now(self) -> Parts:
-        """Return the cells as they are now, with those parts that have moved."""
+        """Return all cells as they are now, including the parts that have moved."""
         stays = ~np.isin(self._cells.servers, [*self._left])
         rows = [(*cell[1:8], server) for server, left in self._left.items() for cell in left]
         for part, cell, server in self._moved:
@@ -98,36 +101,40 @@ class ServerLoads:
         return Parts(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
 
     def loads(self) -> Floats:
-        """Return (servers,) how much each has to do."""
+        """Return (servers,) the work of each server."""
         return np.array(self._home) + self._guests
 
     def ends(self) -> Floats:
-        """Return (servers,) when each has done it, with what it waits for."""
+        """Return (servers,) when each server is done, in units of work, including its waiting."""
         servers = range(len(self._home))
         return np.array([self._own(server) + self._guests[server] for server in servers])
 
     def room(self, server: int) -> float:
-        """Return how much work a server can still take, below 0 if it has too much.
+        """Return how much more work a server can take; below 0 if it has too much.
 
-        It computes its own while the rest travels to it, and waits if that takes longer.
+        A server computes its own work while other rows travel to it, and waits if they take longer.
         """
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
-        """Return when a server can begin with what is not its own, in work."""
+        """Return when a server can begin with moved work, in units of work."""
         return max(self._home[server], self._terms.exposed * self._received[server])
 
     def level(self) -> None:
-        """Move parts of the server with most surplus until none has any.
+        """Move parts away from the server with the largest surplus until no server has a surplus.
 
-        If one can shed no more, all may take as long as it does: the others need not be faster.
+        If one server can give nothing more away, all limits rise in proportion until its surplus is
+        gone: the other servers need not be faster.
         """
         while (stuck := self._move()) is not None:
             late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]
             self._limits = [limit * late for limit in self._limits]
 
     def _move(self) -> int | None:
-        """Move parts until no server has a surplus, or none can take one; return whose that is."""
+        """Move parts until no surplus is left; return a server that cannot give its surplus away.
+
+        Return None if no surplus is left, no server has room, or only one server is stuck.
+        """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
         takers = sorted((room, server) for room, server in rooms if room > 0)
@@ -157,10 +164,11 @@ class ServerLoads:
         return room < -LIMIT_TOLERANCE * self._limits[server]
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return the move that takes fewest bytes a unit of work.
+        """Return the move with the fewest bytes per unit of work.
 
-        Takers are those that have keys of the cell's document, and the one with the least room for
-        all of the surplus, or else the most room: the larger a part, the cheaper is its work.
+        Candidates to take it are the servers that have keys of the cell's document, and the server
+        with the smallest room that holds all of the surplus, or the largest room if none does.
+        Larger parts are cheaper per unit of work.
         """
         fitting = bisect_left(takers, (surplus, -1))
         room, server = takers[fitting if fitting < len(takers) else -1]
@@ -195,7 +203,7 @@ class ServerLoads:
         return None
 
     def _fit(self, offer: Offer, surplus: float) -> Move | None:
-        """Return the move of a part for which the server has the time and the memory, if any."""
+        """Return the move of a part for which the server has the time and the memory, or None."""
         _, server, cell, prices, room = offer
         wanted, at_least = min(surplus, room) / cell.rate, surplus <= room
         own = self._own(server)
@@ -217,7 +225,7 @@ class ServerLoads:
         return None
 
     def _make(self, giver: int, move: Move) -> None:
-        """Take a part from its cell, and give it to its server."""
+        """Remove a part from its cell, and give it to its server."""
         _, work, server, cell, part = move
         self._home[giver] -= work
         self._guests[server] += work
@@ -236,7 +244,7 @@ class ServerLoads:
         self._memory[server] -= nbytes
 
     def _cells_of(self, server: int) -> list[Cell]:
-        """Return what is left of a server's cells, those with most work first."""
+        """Return the remaining cells of a server, those with the most work first."""
         found = self._left.get(server)
         if found is None:
             index = self._order[self._edges[server] : self._edges[server + 1]]
@@ -246,9 +254,10 @@ class ServerLoads:
         return found
 
     def _holders(self, document: int, least: float) -> list[int]:
-        """Return servers with keys of a document and so much room: the most roomy few.
+        """Return the servers with keys of a document and `least` room: at most `MAX_HOLDERS`.
 
-        Of a document that is on many servers they are not looked up: whoever has room has keys.
+        Lists of more than `MAX_SERVERS_SCANNED` servers are skipped: any server with room is then
+        likely to have keys of the document.
         """
         found: dict[int, None] = {}
         guests = self._guest_keys.get(document, {})
@@ -266,7 +275,7 @@ class ServerLoads:
         return held if guests is None else union([*held, *guests])
 
     def _foreign(self, cell: Cell, giver: int) -> Intervals:
-        """Return the keys that travel to a server for one of its cells alone."""
+        """Return the keys that travel to the giver only for this one of its cells."""
         if self._keys.counts[cell.document] == 1:
             return ()
         for other in self._cells_of(giver):

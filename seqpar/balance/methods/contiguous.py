@@ -1,6 +1,6 @@
 """Contiguous packing: documents in their order, cut where a rank's share of the tokens ends.
 
-That is what a loader does which concatenates documents and cuts the row into equal sequences.
+A loader that concatenates documents and cuts them into equal sequences packs in this way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks: what each rank has so far, and how documents are dealt to the lightest of them."""
+"""Greedy assignment: give documents to the ranks with the lowest load so far."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ MIN_RANKS_FOR_ROUNDS = 32  # with fewer, placing one document at a time is faste
 
 
 class GreedyAssigner:
-    """What ranks have, while a method places documents.
+    """The load of each rank while a method places documents.
 
-    A rank is light if it has little of what is scarce: seconds, by the mean, or tokens, by the
-    capacity. So where memory is tight, tokens are balanced as well.
+    The load of a rank is the larger of its seconds over the mean and its tokens over the capacity.
+    Where memory is tight, tokens are therefore balanced as well.
 
     Attributes:
-        seconds, held: (ranks,) what each has; held are tokens of its capacity.
+        seconds: (ranks,) seconds of the placed documents.
+        held: (ranks,) tokens of the capacity that are taken.
         parts: the pieces placed so far.
     """
 
@@ -31,23 +32,23 @@ class GreedyAssigner:
 
     @property
     def load(self) -> Floats:
-        """(ranks,) how loaded each is: 1 at the mean of seconds, or at its capacity."""
+        """(ranks,) load of each rank: 1 at the mean of seconds, or at its capacity."""
         return np.maximum(
             self.seconds / max(self.batch.mean, 1e-30), self.held / self.batch.capacity
         )
 
     def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
-        """Place documents on rings, whose members follow one another."""
+        """Place documents on rings. `members` lists the ranks of one ring after another."""
         pieces = Pieces.rings(self.batch, documents, sizes, members)
         seconds = (self.batch.weights[documents] / sizes)[_owners(sizes)]
         self.seconds += np.bincount(members, seconds, self.batch.ranks)
         self._add(pieces)
 
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
-        """Give each document, in order, to the lightest ranks, `sizes` of them, by default one.
+        """Give each document, in order, to the lightest ranks: to `sizes` of them, by default one.
 
-        Those for which these have no room go to the ranks with the fewest tokens. What finds no
-        room there is cut as room is left.
+        Documents that do not fit there go to the ranks with the fewest tokens. Documents that do
+        not fit there either are cut to fit the remaining room.
         """
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):
@@ -63,7 +64,7 @@ class GreedyAssigner:
     def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
         """Place whole documents, each on the lightest rank; return the indices that had no room.
 
-        It does what rounds do, and is faster where a round has few ranks.
+        The result is the same as in rounds. This is faster if a round has few ranks.
         """
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()
@@ -89,14 +90,14 @@ class GreedyAssigner:
         return np.flatnonzero(~placed)
 
     def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
-        """Place documents in rounds; return the indices of those that found no room.
+        """Place documents in rounds; return the indices of documents that found no room.
 
-        In each round the ranks are sorted, and given documents as long as the next rank is the
-        lightest one, or for a sixteenth of them.
+        Each round sorts the ranks by load and fills them in that order. It ends when the next rank
+        is not the lightest any more, but not before a sixteenth of the ranks have been filled.
         """
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
         weights = batch.weights[documents] / sizes
-        # A chunk may have one token more than another, so two of them two.
+        # A rank of a ring has two chunks, and each may have one token more than another chunk.
         taken = -(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)
         held, before = taken * batch.kept[documents], self.held.copy()
         heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
@@ -123,14 +124,14 @@ class GreedyAssigner:
             chosen.append(members)
             place += count
         if chosen:
-            # Rounds counted two tokens too many of what is cut.
+            # The rounds counted too many tokens per share of a cut document. `_add` counts again.
             self.held = before
             members, placed = np.concatenate(chosen), ~late
             self._add(Pieces.rings(batch, documents[placed], sizes[placed], members))
         return np.flatnonzero(late)
 
     def _squeeze(self, document: int) -> None:
-        """Place a document where there is room: whole, or on as few ranks as have it together."""
+        """Place a document whole on a rank with room, or cut it over the fewest ranks with room."""
         batch, length = self.batch, int(self.batch.lengths[document])
         room = ((batch.capacity - self.held) / batch.kept[document]).astype(np.int64)
         whole = np.flatnonzero(room >= length)
@@ -141,7 +142,7 @@ class GreedyAssigner:
         order = np.argsort(-room, kind="stable")
         count = int(np.searchsorted(np.cumsum(room[order]), length)) + 1
         members, stops = order[:count], np.minimum(np.cumsum(room[order[:count]]), length)
-        # The last one gets a tile of tokens at least, if it has room and the one before enough.
+        # The last rank gets at least a tile, if it has room and the rank before has enough tokens.
         enough = min(MIN_SHARE_TOKENS, int(room[members[-1]]))
         if stops[-2] > length - enough and room[members[-2]] >= 2 * MIN_SHARE_TOKENS:
             stops[-2] = length - enough
@@ -158,11 +159,11 @@ class GreedyAssigner:
 
     @property
     def pieces(self) -> Pieces:
-        """All that was placed."""
+        """All pieces placed so far."""
         return Pieces.joined(self.parts)
 
 
 def _owners(sizes: Ints) -> Ints:
-    """Return the index of each size, as often as the size says."""
+    """Return the index of each size, repeated `size` times."""
     index = np.arange(sizes.size)
     return index if (sizes == 1).all() else np.repeat(index, sizes)

@@ -1,7 +1,7 @@
-"""Karmarkar–Karp: the largest differencing method, on as many sets as there are ranks.
+"""Karmarkar–Karp: the largest differencing method, with one set per rank.
 
-Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982); length balancing in trainers
-for reinforcement learning uses it. It takes P·log P steps a document, so it is for few ranks.
+Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). Trainers for reinforcement
+learning use it to balance lengths. It takes P·log P steps per document, so it suits few ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from seqpar.costs.grid import Floats
 
 
 def place(batch: DocumentBatch) -> Pieces:
-    """Partition the documents into sets of nearly equal work, one a rank.
+    """Partition the documents into sets of nearly equal work, one per rank.
 
-    Documents longer than a rank's capacity are cut over as few ranks as hold them, and the sets
-    with most work then go to the lightest ranks. What finds no room goes elsewhere.
+    Documents longer than a rank's capacity are first cut over the fewest ranks that hold them. The
+    sets with the most work then go to the lightest ranks. Documents that do not fit go to other
+    ranks.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     cut = batch.least_ranks[order] > 1
@@ -41,8 +42,9 @@ def place(batch: DocumentBatch) -> Pieces:
 def partition(weights: Floats, ranks: int) -> list[Ints]:
     """Return the indices of `ranks` sets of nearly equal weight, the heaviest set first.
 
-    Partial solutions are lists of sets. The two whose heaviest and lightest sets differ most are
-    merged, the heaviest sets of one with the lightest ones of the other, until one is left.
+    A partial solution is a list of sets. Each step merges the two solutions whose heaviest and
+    lightest sets differ most: the heaviest sets of one with the lightest sets of the other. The
+    last solution is the result.
     """
     empty: list[list[int]] = [[] for _ in range(ranks)]
     heap: list[tuple[float, int, Floats, list[list[int]]]] = []

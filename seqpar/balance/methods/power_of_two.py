@@ -1,7 +1,7 @@
 """Power-of-two groups: Megatron's dynamic context parallelism.
 
-Megatron Core, `default_dynamic_cp`: a document is cut over the next power of two of ranks, which
-are an aligned block, as communicators are made once for such blocks.
+In Megatron Core (`default_dynamic_cp`) the number of ranks of a document is rounded up to a power
+of two, and the ranks are an aligned block, because communicators are created once for such blocks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from seqpar.balance.predict.batch import DocumentBatch, Pieces
 def place(batch: DocumentBatch) -> Pieces:
     """Give each document, longest first, to the lightest aligned block of a power of two of ranks.
 
-    A block is as large as the document's share of all work asks, and its tokens. Whole documents
-    go to the lightest rank; what no block has room for is cut as room is left.
+    The block's size follows from the document's share of all work and from its tokens. Whole
+    documents go to the lightest rank. Documents that no block has room for are cut to fit the
+    remaining room.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
@@ -26,7 +27,7 @@ def place(batch: DocumentBatch) -> Pieces:
         size = int(sizes[document])
         blocks = batch.ranks // size
         load = ranks.load[: blocks * size].reshape(blocks, size)
-        # two chunks may have a token more than others
+        # a rank's two chunks may each have one token more than others
         share = (-(-int(batch.lengths[document]) // size) + 2) * batch.kept[document]
         room = batch.capacity - ranks.held[: blocks * size].reshape(blocks, size).max(1)
         open_blocks = np.flatnonzero(room >= share)

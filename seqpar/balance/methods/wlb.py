@@ -1,8 +1,8 @@
 """WLB-LLM: longest document first, to the lightest rank.
 
 Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training" (2025),
-section 4. Documents are whole unless they are longer than a rank's capacity. Outliers are not
-deferred to later batches here.
+section 4. Only documents longer than a rank's capacity are cut. Unlike WLB-LLM, this method does
+not defer outliers to later batches.
 """
 
 from __future__ import annotations

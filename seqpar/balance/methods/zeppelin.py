@@ -1,8 +1,9 @@
 """Zeppelin's hierarchical partitioning: long documents over nodes, then over a node's devices.
 
 "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
-section 4.1. Where quadratic compute crosses communication within nodes and between them, documents
-fall into three zones: inter-node, intra-node and local. Each is on a ring over just its ranks.
+section 4.1. The lengths at which quadratic compute exceeds communication, within nodes and between
+nodes, divide documents into three zones: inter-node, intra-node and local. Each document is on a
+ring of only its own ranks.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from seqpar.costs.grid import Floats
 
 
 class Buckets(NamedTuple):
-    """What buckets have: (rows, width) work and tokens. A row is a node, or the whole cluster."""
+    """(rows, width) work and tokens of buckets. A row is a node, or the whole cluster."""
 
     work: Floats
     tokens: Floats
 
 
 def place(batch: DocumentBatch) -> Pieces:
-    """Partition documents between nodes, then those of each node between its devices."""
+    """Partition documents between nodes, then each node's documents between its devices."""
     cluster, order = batch.costs.cluster, batch.longest_first
     nodes, devices = cluster.nodes, cluster.devices_per_node
-    # A ring hides its messages if each rank has so much of it. The smallest have two members.
+    # A ring hides its messages if each rank has this share. The smallest rings have two members.
     zone = 2 * devices * batch.hidden_share["between"]
     cluster_row, no_work = np.zeros_like(order), np.zeros((1, nodes))
     sizes, members = partition(
@@ -59,12 +60,12 @@ def partition(
 ) -> tuple[Ints, Ints]:
     """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
 
-    Those of at least `zone` tokens are cut over as many buckets as their work would fill. All
-    others go whole to the bucket with the least work. While a bucket has too many tokens, the
-    threshold drops, so that more of the longest are cut; each time by twice as many.
+    Documents of at least `zone` tokens are cut over the number of buckets that their work would
+    fill. All others go whole to the bucket with the least work. While a bucket has too many tokens,
+    more of the longest documents are cut; the number at least doubles each time.
 
-    Return over how many buckets each document is, and the buckets of one after another: numbers
-    that count through the rows.
+    Return the number of buckets of each document, and the bucket numbers of one document after
+    another. Bucket numbers count through the rows.
     """
     held, weights, width = batch.held[documents], batch.weights[documents], had.work.shape[1]
     mean = had.work.sum(1) + np.bincount(row, weights, had.work.shape[0])
@@ -84,9 +85,10 @@ def partition(
 def _assign(
     held: Floats, weights: Floats, row: Ints, had: Buckets, sizes: Ints
 ) -> tuple[Ints, Floats]:
-    """Give documents to the buckets with the least work of their rows, all rows at once.
+    """Give documents to the buckets with the least work of their rows, all rows in parallel.
 
-    Those that are cut come first, one a turn; of the whole ones a turn gives each bucket one.
+    Documents that are cut come first, one per turn. A turn of whole documents gives one to each
+    bucket.
     """
     rows, width = had.work.shape
     work, tokens = had.work.copy(), had.tokens.copy()
@@ -114,7 +116,7 @@ def _assign(
 
 
 def _with_room(batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
-    """Place documents on their rings; those for which ranks have no room go where there is some."""
+    """Place documents on their rings. If a ring has no room, its document goes elsewhere."""
     owner = np.repeat(np.arange(documents.size), sizes)
     share = (-(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)) * batch.kept[documents]
     by_rank = np.argsort(members, kind="stable")

@@ -1,4 +1,4 @@
-"""Zigzag for all: every document is cut over all ranks, as context parallelism does it."""
+"""Zigzag for all: cut every document over all ranks, as usual in context parallelism."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from seqpar.layout.cuts.even import EvenZigzag
 def place(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
     """Cut every document into 2P chunks, and predict the ranks.
 
-    There is no list of pieces, which would have documents × ranks of them. The ranks' shares differ
-    little: those of the first and the last one are predicted, and the others interpolated.
+    Pieces are not listed, since there would be documents × ranks of them. The shares of ranks
+    differ little, so the first and the last rank are predicted, and the other ranks are
+    interpolated.
     """
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
-    if ranks == 1:  # whole documents, not two spans of each that touch
+    if ranks == 1:  # one span per document instead of two that touch
         documents = np.arange(batch.lengths.size)
         here = np.zeros_like(documents)
         return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
@@ -42,7 +43,7 @@ def place(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
 
 
 def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> DocumentShares:
-    """Return what a rank has of each document of which it has any."""
+    """Return the rank's shares of the documents of which it has any tokens."""
     pieces = Pieces(*_with_rank(cut.columns(cu, rank), rank))
     documents, share = np.unique(pieces.documents, return_inverse=True)
 
@@ -53,7 +54,8 @@ def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> Docum
     own, last = total(length), np.zeros(documents.size)
     np.maximum.at(last, share, pieces.stops)
     sizes = np.minimum(batch.lengths[documents], batch.ranks)
-    # Its low chunk goes to all others, its high one to those before it, whose high ones are behind.
+    # The low chunk goes to all other ranks. The high chunk goes to the ranks before this one: their
+    # own high chunks come after it.
     high = 2 * pieces.starts >= batch.lengths[pieces.documents]
     readers = np.where(high, np.minimum(rank, sizes[share] - 1), sizes[share] - 1)
     seen: dict[int | None, Floats] = {None: last - own}

@@ -1,4 +1,4 @@
-"""Divide documents between micro-batches: into as few as hold them, or of equal seconds."""
+"""Divide documents between micro-batches: the fewest that hold them, or a given number."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from seqpar.core.arguments import Ints
 
 
 def as_few(batch: DocumentBatch) -> list[Ints]:
-    """Divide documents between as few micro-batches as hold them.
+    """Divide documents between the fewest micro-batches that hold them, as far as they pack well.
 
-    Longest first they are dealt forth and back, so each micro-batch has long and short ones.
+    Documents are assigned longest first, back and forth over the micro-batches, so that each
+    micro-batch has long and short ones. Documents that do not fit go to the micro-batch with the
+    fewest tokens, or to an additional one.
     """
     most, lengths, held = batch.room, batch.lengths, batch.held
     count = math.ceil(held.sum() / most)
@@ -42,12 +44,12 @@ def as_few(batch: DocumentBatch) -> list[Ints]:
 
 
 def even(batch: DocumentBatch, count: int) -> list[Ints]:
-    """Divide documents between so many micro-batches, which take about equally long.
+    """Divide documents between `count` micro-batches that take about equally long.
 
-    Ge et al., "ByteScale" (2025), section 5, balances pipelines so: every micro-batch draws from
-    buckets of all lengths. Here each document, most work first, goes to the micro-batch that has
-    least so far; where that has no room, to the next one. The most that a micro-batch then has over
-    the mean is a short document's work, unless a single document has more than the mean.
+    Ge et al., "ByteScale" (2025), section 5, balances pipelines in this way: every micro-batch
+    draws from buckets of all lengths. Here each document, most work first, goes to the micro-batch
+    with the least work so far; if that one has no room, to the next. A micro-batch then exceeds the
+    mean by at most a short document's work, unless a single document has more work than the mean.
 
     Raise a ValueError that names `micro_batches` if they do not hold all documents.
     """

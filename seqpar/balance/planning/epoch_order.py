@@ -1,4 +1,4 @@
-"""Deal the documents of an epoch to its steps, whatever the number of ranks."""
+"""Assign the documents of an epoch to steps, independently of the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from seqpar.core.ranges import mix
 
 
 def in_order(lengths: Ints, most: int) -> list[Ints]:
-    """Divide documents, in their order, between as few parts of at most `most` tokens.
+    """Divide documents, in their order, between the fewest parts of at most `most` tokens.
 
-    Return the indices of each part. A document that is longer has a part of its own.
+    Return the indices of each part. A longer document is a separate part.
     """
     parts, first, ends = [], 0, np.cumsum(lengths)
     while first < lengths.size:
@@ -27,11 +27,12 @@ def in_order(lengths: Ints, most: int) -> list[Ints]:
 def steps_of_epoch(
     lengths: Ints, tokens: int, seed: int, epoch: int, deferral: int = 0
 ) -> list[Ints]:
-    """Return the documents of each step of an epoch: all of them, once, in a random order.
+    """Return the documents of each step of an epoch: all documents once, in random order.
 
-    Each step has as many as `tokens` tokens hold. With `deferral`, documents are dealt evenly to
-    the steps of each window of `deferral` + 1: so none is taken more steps later than it was drawn
-    for. The order is a sort by hashes, so it is the same with every version of numpy.
+    Each step takes the next documents while they have at most `tokens` tokens. With `deferral`, the
+    documents of each window of `deferral` + 1 steps are then spread evenly over these steps, so a
+    document moves back by at most `deferral` steps. The order is a sort by hashes, so it is the
+    same with every version of numpy.
     """
     of_epoch = int(mix(np.array([epoch]), seed)[0])
     order = np.argsort(mix(np.arange(lengths.size), of_epoch), kind="stable")
@@ -43,10 +44,10 @@ def steps_of_epoch(
 
 
 def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
-    """Deal the steps' documents to them anew, longest first, each to the step with least work.
+    """Assign the steps' documents to them again, longest first, each to the step with least work.
 
-    The work of a document is its tokens and their squares, as shares of all that is dealt. Where a
-    document finds no room, the steps stay as they are.
+    A document's work is the sum of its share of the tokens and its share of the squared lengths. If
+    a document finds no room, the steps stay as they are.
     """
     documents = np.concatenate(steps)
     documents = documents[np.argsort(-lengths[documents], kind="stable")]

@@ -1,8 +1,9 @@
-"""Level ranks by the shares that they have of cut documents.
+"""Balance ranks by changing their shares of cut documents.
 
-A document that is cut symmetrically, into chunks from its front and as many tokens from its back,
-has the same work in each token of a pair. So a rank's share of it may be any number of tokens, and
-its work is in proportion: ranks that share a document can be made even to the token.
+A symmetric cut gives a rank chunks from a document's front and the same number of tokens from its
+back. Each such pair of tokens has the same work, so a rank's work is proportional to its share, and
+the share may be any number of tokens. Ranks that share a document can therefore be balanced to the
+token.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ MAX_SWEEPS = 24
 
 
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
-    """Return pieces in which ranks that share a document have shares that make them more even.
+    """Return pieces in which the ranks that share documents have more nearly equal seconds.
 
-    In each sweep all documents move tokens at once, from those of their ranks that are slower than
-    their mean to those that are faster. No rank gets more than its capacity, and a rank that has a
-    tile of a document keeps one, or none of it. Whole documents stay where they are.
+    In each sweep all documents simultaneously move tokens from ranks that are slower than the mean
+    of the document's ranks to ranks that are faster. No rank exceeds its capacity. A rank that has
+    a tile of a document keeps at least a tile, or nothing. Whole documents stay where they are.
     """
     cut = ~pieces.whole(batch)
     if not cut.any():
@@ -30,7 +31,7 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     shared = Pieces(*(column[cut] for column in pieces))
     documents, ranks, tokens = _shares(batch, shared)
     least, kept = np.minimum(tokens, MIN_SHARE_TOKENS), batch.kept[documents]
-    each = (batch.weights / batch.lengths)[documents]  # seconds of a token
+    each = (batch.weights / batch.lengths)[documents]  # seconds per token
     seconds, wanted = found.seconds.copy(), tokens.astype(np.float64)
     taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]
     room = batch.capacity - np.bincount(pieces.ranks, taken, batch.ranks)
@@ -62,7 +63,7 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
-    """Return the documents, ranks and tokens of all shares, a document's in order of position."""
+    """Return documents, ranks and tokens of all shares, by document and position."""
     key = pieces.documents * batch.ranks + pieces.ranks
     found, share = np.unique(key, return_inverse=True)
     tokens = np.bincount(share, pieces.stops - pieces.starts).astype(np.int64)
@@ -76,25 +77,24 @@ def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
 def _symmetric(
     batch: DocumentBatch, documents: Ints, ranks: Ints, tokens: Floats, unit: int
 ) -> Pieces:
-    """Cut each document between ranks that have so many tokens of it, half of them from its back.
+    """Cut each document into shares of `tokens` tokens, half from its front and half from its back.
 
-    They are rounded to multiples of `unit`, but for what is left at the end, where less than a tile
-    goes to the rank before. A document's shares follow one another, and sum to its length.
+    A document's shares follow one another in the arrays, and sum to its length. They are rounded to
+    multiples of `unit`, except for the remainder at the document's end; a remainder of less than a
+    tile goes to the rank before.
     """
     ends = np.cumsum(tokens)
     last = np.flatnonzero(np.diff(documents, append=-1))
     before = np.repeat(np.r_[0.0, ends[last[:-1]]], np.diff(last, prepend=-1))
     length = batch.lengths[documents]
     stops = np.rint((ends - before) / unit).astype(np.int64) * unit
-    stops[length - stops < min(unit, MIN_SHARE_TOKENS)] = (
-        2**62
-    )  # what would be left is less than a tile
+    stops[length - stops < min(unit, MIN_SHARE_TOKENS)] = 2**62  # less than a tile would be left
     stops[last] = 2**62
     stops = np.minimum(stops, length)
     starts = np.r_[0, stops[:-1]]
     starts[np.r_[0, last[:-1] + 1]] = 0
-    low, high = starts // 2, stops // 2  # of the front; the back has what is left
-    high = np.where(stops - starts == length, length, high)  # all of it: one piece, not two
+    low, high = starts // 2, stops // 2  # tokens from the front; the rest is from the back
+    high = np.where(stops - starts == length, length, high)  # one piece if whole
     front = Pieces(documents, ranks, low, high)
     back = Pieces(documents, ranks, length - (stops - high), length - (starts - low))
     both = Pieces.joined([front, back])

@@ -13,17 +13,17 @@ from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
 MAX_STEPS = 512
-MAX_PEERS_PER_STEP = 4  # ranks tried in each step
-MAX_DOCUMENTS_PER_RANK = 64  # tried in each step
+MAX_PEERS_PER_STEP = 4  # fast ranks tried per step
+MAX_DOCUMENTS_PER_RANK = 64  # tried per step
 LEVEL_RATIO = 1.0001  # slowest rank / mean, below which shares are not levelled
 DONE_RATIO = 1.001  # slowest rank / mean, below which the search ends
 
 
 def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
-    """Return pieces whose slowest rank is no slower, and what is predicted of them.
+    """Return pieces whose slowest rank is no slower than before, and their prediction.
 
-    Shares of cut documents are levelled, whole documents change ranks, and shares are levelled
-    again. Each result is kept if it is faster.
+    Shares of cut documents are balanced, whole documents change ranks, and shares are balanced
+    again. Each result is kept if its slowest rank is faster.
     """
     for improve, enough in ((level, LEVEL_RATIO), (exchange, DONE_RATIO), (level, DONE_RATIO)):
         if found.seconds.max() <= enough * found.seconds.mean():
@@ -38,10 +38,11 @@ def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pie
 
 
 def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
-    """Return pieces with some whole documents on other ranks, so that the slowest rank is faster.
+    """Move or swap whole documents between ranks until the slowest rank is close to the mean.
 
-    In each step the slowest rank gives one of the fastest a document, or swaps two with it, such
-    that their seconds come closest. It ends where no step helps.
+    Each step moves a document from the slowest rank to one of the fastest, possibly in exchange for
+    another document, so that the seconds of the two ranks come as close as possible. The search
+    ends when no step helps; `pieces` itself is returned if none did.
     """
     seconds, ranks = found.seconds.copy(), pieces.ranks.copy()
     taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]
@@ -50,7 +51,7 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     whole = np.flatnonzero(pieces.whole(batch))
     whole = whole[np.lexsort((weight[whole], ranks[whole]))]
     edges = np.searchsorted(ranks[whole], np.arange(batch.ranks + 1))
-    held: dict[int, Ints] = {}  # of the ranks that were looked at
+    held: dict[int, Ints] = {}  # by rank; filled when a rank is first tried
     enough = DONE_RATIO * float(seconds.mean())
 
     def of(rank: int) -> Ints:
@@ -82,24 +83,24 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _fastest(seconds: Floats) -> Iterator[int]:
-    """Yield the fastest rank, and then, which is rarely asked for, a few of the fastest."""
+    """Yield the fastest rank, then a few of the fastest, which are rarely needed."""
     yield int(seconds.argmin())
     peers = min(MAX_PEERS_PER_STEP, seconds.size)
     yield from seconds.argpartition(peers - 1)[:peers].tolist()
 
 
 def _some(documents: Ints) -> Ints:
-    """Return the documents, or at most `MAX_DOCUMENTS_PER_RANK` of them, of all sizes."""
+    """Return at most `MAX_DOCUMENTS_PER_RANK` of the documents, spread over all sizes."""
     return documents[:: 1 + documents.size // MAX_DOCUMENTS_PER_RANK]
 
 
 def _step(
     ones: Ints, twos: Ints, weight: Floats, taken: Floats, gap: float, room: tuple[float, float]
 ) -> tuple[int, int] | None:
-    """Return a document of the slower rank and one of the faster, or −1 for none, to be swapped.
+    """Return a document of the slower rank and one of the faster, or −1 for none, to swap.
 
-    Their difference comes closest to half of the gap. Return None if none is between 0 and the gap,
-    or there is no room for what is.
+    The difference of their seconds is as close as possible to half of `gap`, so that the two ranks
+    end close together. Return None if no swap with enough room on both ranks reduces the gap.
     """
     twos = np.append(twos, -1)
     values, sizes = weight[twos], taken[twos]

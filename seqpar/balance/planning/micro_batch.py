@@ -20,14 +20,14 @@ class MicroBatch:
     """Documents that all ranks compute together.
 
     Attributes:
-        documents: (n,) indices into the lengths that were planned, in the layout's order.
-        lengths: (n,) tokens of each.
-        cut: which spans of them each rank holds.
-        seconds: (ranks,) predicted seconds of a forward and a backward.
-        tokens: (ranks,) tokens held.
-        bytes: (ranks,) bytes sent in forward and backward, of all layers.
-        offload: (ranks,) the share of its activations that each copies to host memory, to hold its
-            tokens: `seqpar.offload` is called with it.
+        documents: (n,) indices into the planned lengths, in the layout's order.
+        lengths: (n,) tokens of each document.
+        cut: the spans of documents that each rank holds.
+        seconds: (ranks,) predicted seconds of a forward and a backward pass.
+        tokens: (ranks,) tokens that each rank holds.
+        bytes: (ranks,) bytes sent in the forward and backward passes of all layers.
+        offload: (ranks,) the share of its activations that each rank copies to host memory to make
+            room for its tokens: the ratio to pass to `seqpar.offload`.
     """
 
     documents: Ints
@@ -40,7 +40,7 @@ class MicroBatch:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of these documents, for attention; it is made when it is asked for."""
+        """The layout of these documents, for attention; created on first use."""
         return Layout(np.r_[0, np.cumsum(self.lengths)], self.cut)
 
     @classmethod
@@ -51,7 +51,7 @@ class MicroBatch:
         return cls(none, none, cut, zeros, zeros.astype(np.int64), zeros, zeros)
 
     def check(self, ranks: int) -> None:
-        """Raise a ValueError that names an attribute which does not have an entry for each rank."""
+        """Raise a ValueError that names an attribute unless it has one entry per rank."""
         for name in ("seconds", "tokens", "bytes", "offload"):
             if getattr(self, name).shape != (ranks,):
                 found = getattr(self, name).shape
@@ -60,16 +60,17 @@ class MicroBatch:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain numbers and lists, for JSON; the cut as integers."""
+        """Return the fields as plain numbers and lists, for JSON. The cut becomes integers."""
         arrays = {name: getattr(self, name) for name in (*_INTS, *_FLOATS)}
         arrays["cut"] = encode(self.cut)
         return {name: array.tolist() for name, array in arrays.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MicroBatch:
-        """Make a micro-batch from what `as_dict` returned.
+        """Return the micro-batch that `as_dict` returned as these values.
 
-        Raise a KeyError if a field is missing, and a ValueError that names one which is wrong.
+        Raise a KeyError if a field is missing, and a ValueError that names the field if one is
+        wrong.
         """
         fields: dict[str, Any] = {}
         for name in (*_INTS, *_FLOATS, "cut"):

@@ -1,4 +1,4 @@
-"""Draw a plan: ranks × time, documents as colours. This needs matplotlib."""
+"""Draw a plan: ranks × time, one colour per document. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from seqpar.balance.planning.micro_batch import MicroBatch
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_RANKS_DRAWN, MAX_COLOURS = 64, 19  # ranks drawn, and documents with a colour of their own
+MAX_RANKS_DRAWN, MAX_COLOURS = 64, 19  # at most; further documents are grey
 _INK, _GREY, _LOCAL = "#222222", "#777777", "#d9d9d9"
 
 
 def plot_steps(
     batches: Sequence[MicroBatch], ranks: int, bound: float, title: str, path: Path
 ) -> None:
-    """Draw each rank's seconds in each micro-batch, and the bound as a dotted line, into `path`.
+    """Draw each rank's seconds per micro-batch into `path`, with the bound as a dotted line.
 
-    A rank's time is divided between its documents by the pairs and tokens that it has of them. The
-    longest have a colour each, the others are grey. Of many ranks some are drawn.
+    A rank's time is divided between its documents according to their pairs and tokens. The longest
+    documents have separate colours, the others are grey. With more than `MAX_RANKS_DRAWN` ranks,
+    only some are drawn.
     """
     from matplotlib.figure import Figure
 
@@ -45,7 +46,7 @@ def plot_steps(
 
 
 def _draw(axes: Axes, batch: MicroBatch, ranks: Sequence[int], begin: float) -> None:
-    """Draw a micro-batch, the documents on most ranks first."""
+    """Draw a micro-batch. On each rank the longest documents come first."""
     from matplotlib import colormaps
 
     longest = np.argsort(-batch.lengths, kind="stable")[:MAX_COLOURS]

@@ -1,6 +1,6 @@
-"""Plan: lengths of documents, a cluster and a model in, micro-batches out.
+"""Plan micro-batches from the lengths of documents, a cluster and a model.
 
-Nothing is computed or sent, and the same arguments give the same plan, on every rank.
+Nothing is computed or sent. The same arguments give the same plan on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from seqpar.costs.model import Model
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.serialize import LayoutCut
 
-# Methods that say where pieces go; zigzag has none, since it cuts all.
+# Methods that place pieces. Zigzag is not one of them, since it cuts every document.
 PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
     "zeppelin": place_zeppelin,
     "bytescale": place_bytescale,
@@ -55,8 +55,8 @@ PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
 METHODS = (*PLACES, "zigzag")
 """The names of the methods, without "auto"."""
 
-# "auto" cuts documents with more than this share of a rank's mean work. With 0 every rank gets a
-# part of each long document.
+# "auto" tries to cut documents with more than these shares of a rank's mean work. With 0 every rank
+# gets a part of each long document.
 CUT_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
 # A plan is large from this many documents × ranks, or above these numbers of ranks and of
 # micro-batches. For a large plan "auto" tries only ByteScale's assignment, with fewer thresholds.
@@ -68,12 +68,12 @@ GOOD_RATIO = 1.01  # slowest rank / mean, at which a large plan tries no further
 MAX_REFINED = 2  # placements that local search improves, best first
 DONE_RATIO = 1.005  # slowest rank / mean, at which no further placement is refined
 MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks
-# These methods cut more finely than a kernel's tile. "auto" tries only zigzag of them, and only if
-# all documents are long.
+# These methods cut more finely than a kernel's tile. "auto" never tries contiguous packing, and
+# tries zigzag only if all documents are long.
 FINE_CUTTING_METHODS = ("contiguous", "zigzag")
 MAX_BATCHES = 2**20
 
-Placed = tuple[str, Ints, LayoutCut, Prediction]  # the method, the order of documents, …
+Placed = tuple[str, Ints, LayoutCut, Prediction]  # method, order of documents, cut, prediction
 
 
 def plan(
@@ -89,33 +89,36 @@ def plan(
     micro_batches: int | None = None,
     heads: int = 1,
 ) -> Plan:
-    """Plan a step: which documents are computed together, and which rank holds what of each.
+    """Plan a step: which documents are computed together, and which rank holds which part of each.
 
     Args:
-        lengths: (documents,) tokens of each. Empty ones are dropped, and counted in the plan.
+        lengths: (documents,) tokens of each document. Empty documents are dropped, and counted in
+            the plan.
         cluster: the devices and their links.
-        model: the model; its layers' kinds say what attention costs.
+        model: the model; the kinds of its layers determine the cost of attention.
         capacity: tokens that a rank may hold in a micro-batch (`Costs.token_capacity`).
         method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
-            "power_of_two"; "auto" takes the one with the least predicted seconds, refined.
-        offload: the most of its activations that a rank may copy to host memory, from 0 to 1. Then
-            ranks hold more tokens than their capacity, as far as the copy hides under compute
-            (ByteScale), and each micro-batch says what to call `seqpar.offload` with. Contiguous
-            packing has no such choice.
-        checkpointing: how activations are kept, as in `Costs.activation_bytes`: what is recomputed
-            is not copied.
-        remap: whether linear modules run on equally many tokens on each rank (`token_balanced`),
-            to which and back `Layout.remap` moves them in each layer. Then the plan balances
-            attention alone, and its seconds have those of moving (Zeppelin).
-        micro_batches: how many the plan has, which then take about equally long, as stages of a
-            pipeline want (ByteScale's balance for pipelines). None: as few as hold the documents.
-            Contiguous packing keeps the order of documents, and so has no such choice.
-        heads: how many ranks of a node share attention's heads. With more than 1 the plan is for
-            `USPAttention` on a mesh of (ranks / heads, heads): each row of the mesh is as one rank,
-            whose ranks hold equal parts of its tokens.
+            "power_of_two"; "auto" takes the method with the least predicted seconds, and refines
+            its result.
+        offload: the largest share of its activations that a rank may copy to host memory, from 0 to
+            1. Ranks then hold more tokens than their capacity, as far as compute hides the copies
+            (ByteScale), and each micro-batch has the ratio to pass to `seqpar.offload`. Must be 0
+            with contiguous packing and with `remap`.
+        checkpointing: how activations are kept, as in `Costs.activation_bytes`. Activations that
+            are recomputed are not copied.
+        remap: whether linear modules run on a layout with equal numbers of tokens per rank
+            (`token_balanced`); `Layout.remap` moves tokens there and back in each layer. The plan
+            then balances only attention, and its seconds include the moves (Zeppelin). Must be
+            False with `heads` > 1.
+        micro_batches: number of micro-batches, which then take about equally long, as the stages of
+            a pipeline need (ByteScale's balance for pipelines). None: the fewest that hold the
+            documents. Must be None with contiguous packing, which keeps the order of documents.
+        heads: number of ranks of a node that share attention's heads. With more than 1 the plan is
+            for `USPAttention` on a mesh of (ranks / heads, heads). Each row of the mesh is planned
+            as one rank, and the ranks of a row hold equal parts of its tokens.
 
-    Raise a ValueError that names the argument which is wrong, such as a document longer than all
-    ranks' capacity.
+    Raise a ValueError that names the argument which is wrong, for example if a document exceeds the
+    capacity of all ranks together.
     """
     lengths = as_lengths("lengths", lengths)
     costs = alone = Costs(cluster, model)
@@ -170,9 +173,10 @@ def plan(
 
 
 def _takes_more(batch: DocumentBatch) -> bool:
-    """Return whether documents need more room with offloading, which leaves some of each rank's.
+    """Return whether the documents need more room with offloading than without.
 
-    They do where less is copied than is left, so that all is full without copies.
+    With offloading, `room` counts one token less per rank. If less than that is copied away, the
+    documents fit better without offloading.
     """
     most = batch.capacity * batch.ranks
     if batch.offloading is None or batch.lengths.max(initial=0) > most:
@@ -182,7 +186,10 @@ def _takes_more(batch: DocumentBatch) -> bool:
 
 
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
-    """Raise a ValueError that names a document, of these indices, which no ranks can hold."""
+    """Raise a ValueError that names a document which all ranks together cannot hold.
+
+    `indices` are the documents' indices in the caller's lengths.
+    """
     too_long = (batch.held > batch.room) | (batch.lengths > MAX_DOCUMENT_TOKENS)
     if not too_long.any():
         return
@@ -196,10 +203,10 @@ def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
 
 
 def _bound(batch: DocumentBatch) -> float:
-    """Return seconds that no plan can be faster than, as costs are predicted.
+    """Return a lower bound on the seconds of any plan, according to the predicted costs.
 
-    Those are of ranks that share all work evenly, or of the longest document's ranks, or of a rank
-    with one token. Nothing is sent, and each layer is called once.
+    It is the largest of three times: all work shared evenly, the longest document over all ranks,
+    and a rank with a single token. Nothing is sent, and each layer is called once.
     """
     if not batch.lengths.size:
         return 0.0
@@ -212,9 +219,9 @@ def _bound(batch: DocumentBatch) -> float:
 
 
 def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
-    """Place a micro-batch's documents by a method, or by the best of them, refined.
+    """Place a micro-batch's documents by a method; "auto" refines the best of several.
 
-    `many` says whether there are too many documents and ranks to try all.
+    With `many` documents and ranks, "auto" tries only some methods.
     """
     if method == "zigzag":
         return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
@@ -255,7 +262,7 @@ def _slowest(tried: tuple[str, Pieces, Prediction]) -> float:
 
 
 def _ordered(method: str, batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Placed:
-    """Order documents: inter-node, intra-node, local (Zeppelin's queues).
+    """Order documents as Zeppelin's queues do: inter-node, intra-node, local.
 
     A rank's rows are then in that order, too.
     """
@@ -270,7 +277,7 @@ def _ordered(method: str, batch: DocumentBatch, pieces: Pieces, found: Predictio
 
 
 def _zones(batch: DocumentBatch, pieces: Pieces) -> Ints:
-    """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, else 0."""
+    """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, otherwise 0."""
     zones = np.zeros(batch.lengths.size, np.int64)
     cut = np.flatnonzero(~pieces.whole(batch))
     documents, node = pieces.documents[cut], pieces.ranks[cut]

@@ -1,4 +1,4 @@
-"""Plan: which documents are computed together, on which ranks, and what that takes."""
+"""The plan of a step: its micro-batches, the ranks that compute them, and the predicted seconds."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ FORMAT, VERSION = "seqpar.plan", 2
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Micro-batches, one after another, which together have every document once.
+    """Consecutive micro-batches that together contain every document once.
 
     Attributes:
-        micro_batches: what is computed together.
+        micro_batches: the documents that are computed together, and their placement.
         method: how documents were placed.
-        ranks: how many ranks there are.
+        ranks: number of ranks.
         capacity: tokens that a rank may hold.
-        bound: seconds that no plan can be faster than, as costs are predicted: the mean work of
-            ranks with nothing sent, the longest document over all ranks, or a rank's least.
-        dropped: how many empty documents were left out.
-        remap: whether linear modules run on other layouts, those that `token_balanced` returns.
-        heads: how many ranks of a node share attention's heads: the rows of `USPAttention`'s mesh.
+        bound: lower bound on the seconds of any plan, according to the predicted costs: the largest
+            of the ranks' mean work with nothing sent, the longest document over all ranks, and a
+            rank's minimum.
+        dropped: number of empty documents that were left out.
+        remap: whether linear modules run on other layouts, which `token_balanced` returns.
+        heads: number of ranks of a node that share attention's heads: the row length of
+            `USPAttention`'s mesh.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -52,12 +54,12 @@ class Plan:
 
     @property
     def share(self) -> float:
-        """The share of the bound that is reached: 1 is the best there can be."""
+        """The bound divided by `seconds`; 1 is the best possible."""
         return self.bound / self.seconds if self.seconds else 1.0
 
     @cached_property
     def digest(self) -> str:
-        """A hash of what the plan says: ranks whose plans have the same one hold the same spans."""
+        """A hash of the plan's spans: ranks with the same digest hold the same spans."""
         named = FORMAT, VERSION, self.ranks, self.capacity, self.remap, self.heads
         found = hashlib.sha256(" ".join(map(str, named)).encode())
         for batch in self.micro_batches:
@@ -72,7 +74,7 @@ class Plan:
         return hash(self.digest)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the plan as JSON; with `path` it is also written into that file."""
+        """Return the plan as JSON. With `path`, also write it into that file."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         batches = [batch.as_dict() for batch in self.micro_batches]
         values = {"format": FORMAT, "version": VERSION, **fields, "digest": self.digest}
@@ -85,7 +87,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote as this text.
 
-        Raise a ValueError that names the version if it is another, or the field that is missing or
+        Raise a ValueError if the text has another version, or names the field that is missing or
         wrong.
         """
         try:
@@ -115,7 +117,7 @@ class Plan:
         return plan
 
     def plot(self, path: str | Path) -> None:
-        """Draw ranks × time into `path`, documents as colours. This needs matplotlib."""
+        """Draw ranks × time into `path`, one colour per document. Requires matplotlib."""
         title = str(self).split("\n", 1)[0]
         plot_steps(self.micro_batches, self.ranks, self.bound, title, as_path("path", path))
 

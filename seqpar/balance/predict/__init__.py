@@ -1,4 +1,4 @@
-"""How long a batch will take and how much memory it needs under a given assignment.
+"""Predict the duration and the memory of a batch under a given assignment.
 
 Start with `prediction.py`.
 """

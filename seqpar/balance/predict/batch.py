@@ -1,4 +1,4 @@
-"""Batch: the documents of one micro-batch, what each costs, and what the ranks may hold."""
+"""The documents of one micro-batch, their costs, and the capacity of the ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
 
-MIN_SHARE_TOKENS = 128  # of a cut document on a rank: one tile of a kernel
+MIN_SHARE_TOKENS = 128  # per rank of a cut document: one tile of a kernel
 WAYS = (False, True)  # forward, backward
-COMPUTE_BOUND_TOKENS = 2**20  # enough that their FLOPs take longer than reading the weights
+COMPUTE_BOUND_TOKENS = 2**20  # enough for FLOPs to take longer than reading the weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +24,14 @@ class DocumentBatch:
     """Documents for the ranks of a cluster.
 
     Attributes:
-        lengths: (documents,) tokens of each, none 0; they fit into the ranks' capacity together.
-        attention: (2, documents) seconds of each one's attention, forward and backward.
-        costs: what work and messages cost.
-        capacity: tokens that a rank may hold, all of whose activations stay on it.
+        lengths: (documents,) tokens of each document, all at least 1. Together they fit into the
+            ranks' capacity.
+        attention: (2, documents) seconds of each document's attention, forward and backward.
+        costs: the costs of work and messages.
+        capacity: tokens that a rank may hold if all of their activations stay on it.
         offloading: what ranks may copy to host memory; None: nothing.
-        remap: whether linear modules run on as many tokens on each rank, so that attention alone
-            is balanced.
+        remap: whether linear modules run on equal numbers of tokens per rank, so that only
+            attention is balanced.
     """
 
     lengths: Ints
@@ -49,13 +50,12 @@ class DocumentBatch:
         offloading: Offloading | None = None,
         remap: bool = False,
     ) -> DocumentBatch:
-        """Return the batch of documents of these lengths."""
         attention = [costs.span_work(np.zeros_like(lengths), lengths, way) for way in WAYS]
         return cls(lengths, np.stack(attention), costs, capacity, offloading, remap)
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.costs.cluster.ranks
 
     def part(self, documents: Ints) -> DocumentBatch:
@@ -65,7 +65,7 @@ class DocumentBatch:
 
     @cached_property
     def kept(self) -> Floats:
-        """(documents,) which share of each one's activations stays on devices, the copy hidden."""
+        """(documents,) share of each one's activations that stays on devices while copies hide."""
         if self.offloading is None:
             return np.ones(self.lengths.size)
         forward = self.attention[0] + self.token_seconds[0] * self.lengths
@@ -73,20 +73,20 @@ class DocumentBatch:
 
     @cached_property
     def held(self) -> Floats:
-        """(documents,) tokens of capacity that each takes."""
+        """(documents,) tokens of capacity that each document takes."""
         return self.lengths * self.kept
 
     @property
     def room(self) -> int:
         """Tokens of capacity that documents may take together.
 
-        With offloading a rank may be left with room for less than a token.
+        With offloading, less than one token of each rank's capacity may stay unused.
         """
         return (self.capacity - (self.offloading is not None)) * self.ranks
 
     @cached_property
     def token_seconds(self) -> Floats:
-        """(2,) seconds of a token's linear modules, forward and backward."""
+        """(2,) seconds of linear modules per token, forward and backward."""
         return (
             np.array([self.costs.tokenwise(COMPUTE_BOUND_TOKENS, way) for way in WAYS])
             / COMPUTE_BOUND_TOKENS
@@ -94,31 +94,31 @@ class DocumentBatch:
 
     @cached_property
     def weights(self) -> Floats:
-        """(documents,) seconds that each adds to a rank that has it whole: what is balanced."""
+        """(documents,) seconds that a whole document adds to a rank; methods balance these."""
         return self.attention.sum(0) + self.linear * (not self.remap)
 
     @cached_property
     def linear(self) -> Floats:
-        """(documents,) seconds of each one's linear modules, forward and backward."""
+        """(documents,) seconds of each document's linear modules, forward and backward."""
         return self.token_seconds.sum() * self.lengths
 
     @cached_property
     def mean(self) -> float:
-        """The seconds of each rank that documents add, if work could be cut anywhere."""
+        """Seconds that documents add to each rank if work could be cut anywhere."""
         return float(self.weights.sum()) / self.ranks
 
     @cached_property
     def ideal(self) -> float:
-        """The seconds of each rank if nothing were sent, and work could be cut anywhere."""
+        """Seconds of each rank if nothing were sent and work could be cut anywhere."""
         return float((self.attention.sum(0) + self.linear).sum()) / self.ranks
 
     @cached_property
     def longest_first(self) -> Ints:
-        """The documents, longest first; of equal ones the first one first."""
+        """The documents, longest first; documents of equal length stay in order."""
         return self.by_length(np.arange(self.lengths.size))
 
     def by_length(self, documents: Ints) -> Ints:
-        """Return documents, longest first; of equal ones the first one first."""
+        """Return documents, longest first; documents of equal length stay in order."""
         return documents[np.argsort(-self.lengths[documents], kind="stable")]
 
     @property
@@ -128,26 +128,29 @@ class DocumentBatch:
 
     @cached_property
     def most_ranks(self) -> Ints:
-        """(documents,) how many ranks each may be cut over."""
+        """(documents,) the largest number of ranks over which each document may be cut."""
         return np.clip(self.lengths // MIN_SHARE_TOKENS, 1, self.ranks)
 
     @cached_property
     def least_ranks(self) -> Ints:
-        """(documents,) how many ranks it takes to hold each."""
+        """(documents,) the number of ranks that it takes to hold each document."""
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def shares_of(self, seconds: float) -> Ints:
-        """Return over how many ranks each document is cut so that none has more seconds of it."""
+        """Return the number of ranks over which to cut each document.
+
+        No rank then has more than `seconds` of a document, unless `most_ranks` limits the cut.
+        """
         wanted = np.minimum(np.ceil(self.weights / max(seconds, 1e-30)), self.most_ranks)
         return np.maximum(wanted.astype(np.int64), self.least_ranks)
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:
-        """Tokens a rank must have of a ring for its messages to hide under its work, by link.
+        """Tokens that each rank of a ring needs for its work to hide the messages, by link.
 
-        There compute, which is quadratic, crosses communication, which is linear: a step has so
-        many queries over as many keys, and sends as many. It is infinite without softmax layers,
-        and where messages and work do not overlap.
+        At this length compute, which is quadratic, exceeds communication, which is linear: a step
+        of a ring has this number of queries and of keys, and sends the keys. The length is infinite
+        without softmax layers, and if messages and work do not overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
@@ -163,7 +166,7 @@ class DocumentBatch:
 
 
 class Pieces(NamedTuple):
-    """Spans of documents and the ranks that hold them, as (n,) arrays; together all tokens."""
+    """Spans of documents and the ranks that hold them, as (n,) arrays."""
 
     documents: Ints
     ranks: Ints
@@ -190,14 +193,14 @@ class Pieces(NamedTuple):
             np.concatenate([length * low // (2 * size), length * high // (2 * size)]),
             np.concatenate([length * (low + 1) // (2 * size), length * (high + 1) // (2 * size)]),
         )
-        # A ring of one is a whole document: one span of it, not two that touch.
+        # A ring of one rank holds a whole document: one span instead of two that touch.
         single = size == 1
         whole.stops[: size.size][single] = length[single]
         kept = np.r_[np.ones(size.size, bool), ~single] & (whole.stops > whole.starts)
         return cls(*(column[kept] for column in whole))
 
     def whole(self, batch: DocumentBatch) -> NDArray[np.bool_]:
-        """Return (n,): whether each piece is all of its document."""
+        """Return (n,) whether each piece is a whole document."""
         return self.stops - self.starts == batch.lengths[self.documents]
 
     @classmethod

@@ -1,9 +1,9 @@
 """Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
 
-Work that pieces add to a rank is summed. Messages are those of `RingAttention`, which sends a rank
-the keys that its queries see, straight from their owner, and hides them under the work on the same
-document: what is left of them is added. With linear layers, each rank of a cut document sends its
-state to the others, which nothing hides.
+The work of a rank's pieces is summed. Messages are those that `RingAttention` sends: a rank
+receives the keys that its queries attend to directly from their owners, and hides the messages
+under the work on the same document. Only the time that is not hidden is added. With linear layers,
+each rank of a cut document sends its state to the others, and no work hides that.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ GRADIENT_ITEMSIZE = 4  # gradients of keys and values travel in fp32
 
 
 class DocumentShares(NamedTuple):
-    """What a rank has of a document, as (n,) arrays.
+    """A rank's shares of documents, as (n,) arrays.
 
     Attributes:
-        ranks: whose it is.
-        sizes: how many ranks have some of the document.
-        beside: how many of these are in the rank's node.
-        tokens: how many it has.
-        seen: how many keys of other ranks its queries see; and in a window layer, by its window.
-        sent: how many keys it sends, each as often as it is sent; likewise.
+        ranks: the rank of each share.
+        sizes: number of ranks that have a share of the document.
+        beside: how many of these ranks are in the rank's node, including itself.
+        tokens: tokens of the share.
+        seen: number of other ranks' keys that its queries attend to, by window; None: layers
+            without a window.
+        sent: number of keys that the rank sends, each counted every time it is sent; by window,
+            like `seen`.
         work: (2, n) seconds of attention, forward and backward.
     """
 
@@ -47,12 +49,12 @@ class DocumentShares(NamedTuple):
 
 
 def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
-    """Return (count,) sums of the values of each index."""
+    """Return (count,) sums of the values that have the same index."""
     return np.bincount(index, values, count).astype(np.float64)
 
 
 class Prediction(NamedTuple):
-    """(ranks,) arrays: seconds of a step, tokens, bytes sent, and the ratio that is offloaded."""
+    """(ranks,) arrays: seconds of a step, tokens, bytes sent, and the ratio to offload."""
 
     seconds: Floats
     tokens: Ints
@@ -61,7 +63,7 @@ class Prediction(NamedTuple):
 
 
 def predict(batch: DocumentBatch, pieces: Pieces) -> Prediction:
-    """Predict a step of pieces, which are spans of the batch's documents."""
+    """Predict a step in which ranks hold these pieces of the batch's documents."""
     length = pieces.stops - pieces.starts
     tokens = np.bincount(pieces.ranks, length, batch.ranks).astype(np.int64)
     whole = pieces.whole(batch)
@@ -74,8 +76,9 @@ def predict(batch: DocumentBatch, pieces: Pieces) -> Prediction:
 def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
     """Return (2, n) seconds of attention on each piece, forward and backward.
 
-    Where all layers see all keys, that is no less than the piece's share of its whole document's:
-    the nodes of a grid make some spans seem to cost less than that.
+    If all layers are softmax attention without windows, a piece takes at least its share of its
+    whole document's seconds. Interpolation between the measured points of a grid makes some spans
+    seem to cost less.
     """
     costs, starts, stops = batch.costs, pieces.starts, pieces.stops
     alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
@@ -87,7 +90,7 @@ def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
 
 
 def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
-    """Sum pieces to what each rank has of each document; count the keys that it sees and sends."""
+    """Sum pieces to shares of documents, and count the keys that each attends to and sends."""
     key = pieces.documents * batch.ranks + pieces.ranks
     found, share = np.unique(key, return_inverse=True)
     documents, ranks = np.divmod(found, batch.ranks)
@@ -99,11 +102,11 @@ def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
     tokens, last = total(length), np.zeros(found.size, np.int64)
     np.maximum.at(last, share, pieces.stops)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
-    node = found // batch.costs.cluster.devices_per_node  # ascending, and so one after another
+    node = found // batch.costs.cluster.devices_per_node  # ascending, so equal nodes are adjacent
     first = np.flatnonzero(np.diff(node, prepend=-1))
     count = np.diff(first, append=found.size)
     beside = np.repeat(count, count)
-    # A piece goes to each other rank whose last query is behind it. No two ranks' last ones are.
+    # Each other rank whose last query is after a piece receives it. Last queries are all different.
     ends = np.sort(sort_keys(documents, last))
     behind = np.searchsorted(ends, sort_keys(pieces.documents, np.full_like(length, 2**31)))
     readers = behind - np.searchsorted(ends, sort_keys(pieces.documents, pieces.stops)) - 1
@@ -121,9 +124,10 @@ def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
 def seconds_of(
     batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict ranks that have the shares, (ranks,) tokens in all, and `local` seconds beside.
+    """Predict ranks that hold the shares.
 
-    These are (2, ranks), forward and backward.
+    `tokens` is (ranks,) all tokens of each rank. `local` is (2, ranks) seconds of attention,
+    forward and backward, in addition to the shares' attention.
     """
     costs, ranks, cut = batch.costs, tokens.size, shares.sizes > 1
     local = np.zeros((2, ranks)) if local is None else local
@@ -137,7 +141,7 @@ def seconds_of(
         offload = batch.offloading.needed(tokens)
         copying = offload * tokens * batch.offloading.copy_seconds
     np.maximum.at(steps, shares.ranks, shares.sizes)
-    # The last step's work has no message left to hide.
+    # During the last step of a ring no message is left to hide.
     hides = cut * (1 - 1 / shares.sizes)
     for way in WAYS:
         work = local[int(way)] + np.bincount(shares.ranks, shares.work[int(way)], ranks)
@@ -154,9 +158,9 @@ def seconds_of(
 def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Return (n,) bytes that each share sends, and seconds of messages that work hides and others.
+    """Return (n,) bytes that each share sends, and (ranks,) seconds of two kinds of messages.
 
-    These are (ranks,). Nothing hides states.
+    Work can hide messages of the first kind, but not of the second, which includes states.
     """
     row, itemsize = float(costs.kv_bytes(1)), costs.itemsize
     moved = np.zeros(shares.ranks.size)
@@ -181,7 +185,7 @@ def _messages(
 
 
 def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
-    """Return (ranks,) seconds of so many bytes between each share's rank and the others.
+    """Return (ranks,) seconds to send `sent` bytes from each share's rank to the document's others.
 
     A rank sends one message to each other rank, for all of its documents.
     """

@@ -1,7 +1,8 @@
-"""What it takes to move tokens to even ranks for linear modules, and back for attention.
+"""Predict the cost of moving tokens to balanced ranks for linear modules, and back for attention.
 
-Zeppelin (2025), "Remapping": queries, keys and values, made where tokens are even, move to the
-layout of attention, and its results move back. In backward their gradients do.
+Zeppelin (2025), "Remapping". Linear modules compute queries, keys and values where tokens are
+balanced. These move to the layout of attention, and attention's results move back. In the backward
+pass the gradients of both move.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from seqpar.costs.grid import Floats
 def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
     """Return (ranks,) seconds and bytes sent of remapping all layers, in forward or in backward.
 
-    `tokens` are (ranks,) those of attention. A rank with more of them than of others gets what
-    attention reads of the difference, and sends what it writes; the rank with fewer does the
-    opposite. In backward gradients go the other way, so both send half of all that is moved.
+    `tokens` is (ranks,) tokens in attention. For the difference, a rank with more tokens in
+    attention than in linear modules receives attention's inputs and sends attention's results; a
+    rank with fewer does the opposite. In backward gradients go the other way, so over both passes
+    each rank sends half of all that is moved.
     """
     cluster, ranks = costs.cluster, tokens.size
     one, other, count = moves(tokens, cluster).T
     inside = one // cluster.devices_per_node == other // cluster.devices_per_node
-    share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, where all devices send
+    share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, if all devices send
     nbytes = costs.attention_bytes(count)
     near, far = cluster.inside, cluster.between
     rate = np.where(inside, near.rate, far.rate * share)

@@ -1,8 +1,9 @@
-"""Plan for groups of ranks that share the heads of attention, each as if it were one rank.
+"""Plan for groups of ranks that share the heads of attention, each group as if it were one rank.
 
-Fang and Zhao, "USP" (2024): heads are exchanged within a group of a node's ranks, and a ring runs
-between the groups. So each rank computes its heads of all of its group's tokens, and only these are
-sent between groups. Linear modules run on an equal part of the tokens.
+Fang and Zhao, "USP" (2024). Heads are exchanged within a group of a node's ranks, and a ring runs
+between the groups. Each rank therefore computes its own heads for all tokens of its group, and
+sends only these heads to other groups. Linear modules run on an equal part of the group's tokens
+per rank.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from seqpar.layout.serialize import LayoutCut
 class SharedHeads(Costs):
     """Costs of a cluster whose ranks are groups of `heads` ranks of a node.
 
-    Tokens are a group's; seconds and bytes are those of each of its ranks. Raise a ValueError that
-    names `heads` if it does not divide a node's devices and the model's heads.
+    Tokens are per group; seconds and bytes are per rank of the group. Raise a ValueError that names
+    `heads` unless it divides a node's devices and the model's heads, KV heads included, or if the
+    model has linear layers.
     """
 
     def __init__(self, cluster: Cluster, model: Model, heads: int) -> None:
@@ -42,7 +44,7 @@ class SharedHeads(Costs):
         if any(layer.kind == "linear" for layer in model.layers):
             raise ValueError(f"heads must be 1 with linear layers, got {heads}")
         self.heads, self._alone = heads, Costs(cluster, model)
-        share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, where all send
+        share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, if all devices send
         between = Link(cluster.between.latency, cluster.between.rate * (share or 1.0))
         groups = cluster.devices_per_node // heads
         grouped = replace(cluster, devices_per_node=groups, nics=groups, between=between)
@@ -56,11 +58,11 @@ class SharedHeads(Costs):
         return self._alone.tokenwise(part, backward) + exchange
 
     def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
-        """Return the bytes that each rank keeps of so many tokens from forward to backward."""
+        """Return the bytes that each rank keeps of `tokens` tokens from forward to backward."""
         return self._alone.kept_bytes(tokens, checkpointing) / self.heads
 
     def exchange_bytes(self, tokens: ArrayLike) -> Floats:
-        """Return what each rank sends within its group, in forward or in backward."""
+        """Return the bytes that each rank sends within its group, in forward or in backward."""
         part = np.asarray(tokens, np.float64) / self.heads
         return self._alone.attention_bytes(part) * (1 - 1 / self.heads)
 
@@ -68,7 +70,10 @@ class SharedHeads(Costs):
 def spread(
     costs: SharedHeads, lengths: Ints, cut: LayoutCut, found: Prediction
 ) -> tuple[LayoutCut, Prediction]:
-    """Return the cut in which each group's ranks hold equal parts of its tokens, in their order."""
+    """Return a cut in which the ranks of each group hold equal parts of its tokens, in order.
+
+    The prediction becomes one per rank, and includes the bytes of exchanging heads.
+    """
     groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
     table = []
     for group in range(groups):

@@ -1,10 +1,10 @@
-"""Give ranks equally many tokens, for layers whose work grows with tokens alone.
+"""Give ranks equal numbers of tokens, for layers whose work depends only on the number of tokens.
 
-Zeppelin (2025), "Remapping": of all ways to move surplus tokens to ranks that lack some, the one
-in which the rank that sends longest is done soonest. That is a linear program, min_M max_i Σ_j
-C_ij M_ij. A token that leaves a rank has one price inside the node and another between nodes, so
-all that is open is how many each rank sends inside, and the program has a closed solution: a node's
-room goes to those of its ranks that would otherwise send longest.
+Zeppelin (2025), "Remapping", moves surplus tokens to ranks that lack some such that the rank that
+sends longest is done as early as possible. That is a linear program, min_M max_i Σ_j C_ij M_ij. A
+token that leaves a rank has one price inside the node and another between nodes. The only choice is
+therefore how many tokens each rank sends inside its node, and the program has a closed solution: a
+node's room goes to those of its ranks that would otherwise send longest.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from seqpar.layout.layout import Layout
 
 
 def token_balanced(layout: Layout, cluster: Cluster) -> Layout:
-    """Return the layout with ⌊T/P⌋ or ⌈T/P⌉ tokens on each rank that takes least to move to.
+    """Return the layout, fastest to move to, that has ⌊T/P⌋ or ⌈T/P⌉ tokens on each rank.
 
-    `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves as few tokens as can be,
-    and as many of them as can be inside nodes. A rank that sends tokens keeps its first ones.
+    `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves the fewest tokens
+    possible, and as large a part of them as possible inside nodes. A rank that sends tokens keeps
+    its first ones.
+
+    Raise a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
@@ -43,11 +46,11 @@ def token_balanced(layout: Layout, cluster: Cluster) -> Layout:
 
 
 def moves(tokens: Ints, cluster: Cluster) -> Ints:
-    """Return (n, 3): from which rank to which how many tokens move; `tokens` is (ranks,)."""
+    """Return (n, 3) sender, receiver and number of tokens to move; `tokens` is (ranks,)."""
     ranks, size = tokens.size, cluster.devices_per_node
     target = np.full(ranks, tokens.sum() // ranks)
     most = np.argsort(-tokens, kind="stable")[: tokens.sum() % ranks]
-    target[most] += 1  # those that have most keep one more, so fewer move
+    target[most] += 1  # the ranks with the most tokens keep one more, so fewer move
     surplus, room = np.maximum(tokens - target, 0), np.maximum(target - tokens, 0)
     prices = 1 / cluster.inside.rate, 1 / cluster.between.rate if cluster.nodes > 1 else 1.0
     found: list[Ints] = []
@@ -65,12 +68,12 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
     """Return how many tokens each rank of a node sends inside it, to `room` free places.
 
     A rank that sends a of its s surplus tokens inside takes inside·a + between·(s − a) seconds. The
-    longest of these is least if ranks above a level are brought down to it.
+    longest time is least if all ranks above a level are brought down to that level.
     """
     if surplus.sum() <= room:
         return surplus
     gain = max(between - inside, 0.0)
-    if not gain:  # the links inside are no faster, so any choice does
+    if not gain:  # links inside are not faster, so any choice is optimal
         return _fill(surplus, room)
     low, high = 0.0, float(surplus.max()) * between
 
@@ -78,7 +81,7 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
         wanted = np.ceil((surplus * between - level) / gain)
         return np.clip(wanted, 0, surplus).astype(np.int64)
 
-    # Bisection, to the last bit of the level.
+    # Bisect to the last bit of the level.
     while low < (level := (low + high) / 2) < high:
         low, high = (low, level) if sent(level).sum() <= room else (level, high)
     least = sent(high)
@@ -86,13 +89,13 @@ def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
 
 
 def _fill(most: Ints, total: int) -> Ints:
-    """Return as many of each rank, the first ranks first, as make `total`, at most `most`."""
+    """Return counts that sum to `total`, each at most `most`, filling the first ranks first."""
     before = np.cumsum(most) - most
     return np.clip(total - before, 0, most)
 
 
 def _match(sent: Ints, room: Ints) -> Ints:
-    """Return (n, 3): sender, receiver and count, the tokens and the places both in order."""
+    """Return (n, 3) sender, receiver and count; tokens and free places are matched in order."""
     ends = np.cumsum(sent), np.cumsum(room)
     total = min(int(ends[0][-1]), int(ends[1][-1]))
     stops = np.unique(np.minimum(np.concatenate(ends), total))
@@ -103,7 +106,7 @@ def _match(sent: Ints, room: Ints) -> Ints:
 
 
 def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
-    """Return for each rank which ranks its tokens go to, itself first, and how many to each."""
+    """Return the ranks that each rank's tokens go to, itself first, and how many go to each."""
     ranks = np.arange(tokens.size)
     kept = tokens - np.bincount(moved[:, 0], moved[:, 2], tokens.size).astype(np.int64)
     table = np.concatenate([np.stack([ranks, ranks, kept], 1), moved])
