@@ -1,1 +1,1 @@
-"""Say who holds which tokens, who may see whom, and what that costs."""
+"""Layouts and masks: which rank holds which tokens, and which query attends to which key."""

@@ -1,8 +1,8 @@
-"""Who holds which tokens, as arrays of spans: the data that a `Layout` wraps for users.
+"""The tokens that each rank holds, as arrays of spans: the data that a `Layout` wraps for users.
 
-Tokens on a rank are ordered by document, then position, so all that a rank holds of one document is
-a *run*: a stretch of local rows whose positions ascend. A *row* is an index into a rank's local
-tokens, a *position* an index into a document.
+Tokens on a rank are ordered by document, then position. The tokens that a rank holds of one
+document are a *run*: consecutive local rows whose positions ascend. A *row* is an index into a
+rank's local tokens, a *position* an index into a document.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys
 from seqpar.layout.cuts.cuts import Columns, Cut, HolderLookup, Merged, joined
 
-_MAX_KEPT_BYTES = 2**26  # of holdings, in addition to the last one used
+_MAX_KEPT_BYTES = 2**26  # of cached holdings, not counting the last one used
 
 
 class Runs(NamedTuple):
-    """A rank's runs, as (runs,) arrays: run i is spans first_spans[i] … stop_spans[i] − 1."""
+    """A rank's runs, as (runs,) arrays: run i has spans first_spans[i] … stop_spans[i] − 1."""
 
     documents: Ints
     first_spans: Ints
@@ -37,7 +37,7 @@ class Holding:
 
     Attributes:
         documents, starts, stops: (spans,) each span's document, and positions in it.
-        offsets: (spans + 1,) the local row where each span begins, and at the end all rows.
+        offsets: (spans + 1,) the local row where each span begins, followed by the number of rows.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -53,21 +53,21 @@ class Holding:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the rank holds."""
+        """Number of tokens that the rank holds."""
         return int(self.offsets[-1])
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes with its positions and runs, at most."""
+        """Upper limit on the bytes of this object, including its positions and runs."""
         return 64 * self.documents.size + 4 * self.tokens
 
     @cached_property
     def positions(self) -> NDArray[np.int32]:
-        """(tokens,) the position of every row in its document."""
+        """(tokens,) int32 position of every row in its document."""
         return ranges(self.starts, self.stops).astype(np.int32)
 
     def aligned(self, shift: Ints) -> NDArray[np.int32]:
-        """Return `positions`, to which each document's `shift` (documents,) is added."""
+        """Return `positions` plus the `shift` (documents,) of each row's document."""
         if not shift.any():
             return self.positions
         of_rows = np.repeat(shift[self.documents], self.stops - self.starts)
@@ -80,9 +80,9 @@ class Holding:
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
     def holds_some(self, begins: Ints, ends: Ints) -> NDArray[np.bool_]:
-        """Return whether it has rows of each range, none empty, between two sort keys."""
+        """Return whether the rank has rows in each nonempty range between two sort keys."""
         stops = sort_keys(self.documents, self.stops)
-        found = np.searchsorted(stops, begins, side="right")  # the first span that ends behind it
+        found = np.searchsorted(stops, begins, side="right")  # the first span that ends after it
         return np.r_[self._sort_keys, np.iinfo(np.int64).max][found] < ends
 
     def rows_before(self, documents: Ints, positions: Ints) -> Ints:
@@ -100,9 +100,9 @@ class Holding:
 
 
 class Holdings(Sequence[Holding]):
-    """A Holding for each rank, made when it is asked for.
+    """A Holding for each rank, created on first use.
 
-    Few are kept, since all of them together may be far larger than the documents.
+    Only few are cached, since all of them together may be far larger than the documents.
     """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
@@ -133,10 +133,10 @@ class Holdings(Sequence[Holding]):
 
 
 class Geometry:
-    """The documents of a packed batch, and how they are cut; `holdings` has one for each rank.
+    """The documents of a packed batch, their cut, and a `Holding` for each rank.
 
-    It owns the tables that are derived from it (slices, routes of states), so they are freed with
-    it.
+    A geometry owns the tables that are derived from it (slices, routes of states), so they are
+    freed with it.
     """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
@@ -148,12 +148,12 @@ class Geometry:
 
     @property
     def tokens(self) -> int:
-        """T: how many tokens the packed batch has."""
+        """T: number of tokens of the packed batch."""
         return int(self.cu_seqlens[-1])
 
     @property
     def ranks(self) -> int:
-        """How many ranks the tokens are spread over."""
+        """Number of ranks."""
         return len(self.holdings)
 
     def merged_holding(self, ranks: Sequence[int]) -> Holding:
@@ -165,7 +165,7 @@ class Geometry:
 
     @cached_property
     def most_tokens(self) -> int:
-        """How many tokens the rank with the most tokens holds."""
+        """Number of tokens on the rank with the most tokens."""
         return int(self.cut.token_counts(self.cu_seqlens).max())
 
     @cached_property
@@ -174,7 +174,7 @@ class Geometry:
         return self.cut.holders(self.cu_seqlens)
 
     def derived_with(self, other: Geometry) -> Memo:
-        """Return the memo of what is derived from this geometry and `other`; freed with either."""
+        """Return the memo of tables that need both this geometry and `other`; freed with either."""
         if other is self:
             return self.derived
         return self._derived_with.setdefault(other, Memo())
@@ -196,15 +196,15 @@ class Geometry:
         )
 
     def token_indices(self, rank: int) -> Ints:
-        """Return the index in the packed batch of every row of a rank."""
+        """Return the index in the packed batch of each of a rank's rows."""
         holding = self.holdings[rank]
         first = self.cu_seqlens[holding.documents]
         return ranges(first + holding.starts, first + holding.stops)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of who holds which token: the same for equal geometries, whatever made them."""
-        # Documents that are cut alike are hashed once; then their hashes stand for them.
+        """A hash of which rank holds which token. Equal geometries have the same, for any cut."""
+        # Documents of the same length that are cut alike are hashed once.
         lengths, documents = self.lengths, np.arange(self.lengths.size)
         if self.cut.alike:
             lengths, documents = np.unique(lengths, return_inverse=True)

@@ -1,14 +1,15 @@
 """Pass a geometry through an operator as a tensor.
 
-An operator takes tensors, numbers and strings, but no Python objects. A handle is a 1-D int64
-tensor on the CPU with all that determines a geometry: its documents and its cut, behind a digest of
-them. A compiled graph takes it as data: the graph neither specialises on a layout nor recompiles
-for the next one. A copy of a handle, whatever made it and in whatever process, is as good.
+Operators take tensors, numbers and strings, but not Python objects. A handle is a 1-D int64 tensor
+on the CPU with everything that determines a geometry: a digest, followed by the documents and the
+cut. A compiled graph takes a handle as data, so it neither specialises on a layout nor recompiles
+for the next one. A copy of a handle works like the original, in any process.
 
-Lifetime: a table finds geometries by digest and holds them weakly, so equal layouts share one. A
-handle's storage is a numpy array that refers to its geometry, so whatever keeps the tensor (a
-Layout, an autograd context, the saved tensors of a compiled graph) keeps the geometry, with all
-that was derived from it. Where only copies are left, it is made again from what they hold.
+Lifetime: a table finds geometries by digest and holds them weakly, so equal layouts share one
+geometry. A handle's storage is a numpy array that refers to its geometry. Whatever keeps the tensor
+(a Layout, an autograd context, the saved tensors of a compiled graph) therefore keeps the geometry,
+with all tables derived from it. If only copies of the handle are left, the geometry is created
+again from their content.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.serialize import LayoutCut, decode, encode
 
 DIGEST_WORDS = 4  # at the start of a handle
-# Added to sizes, another multiple to each: torch.compile specialises on sizes of 0 and 1, and on
+# A different multiple is added to each size: torch.compile specialises on sizes of 0 and 1, and on
 # which sizes are equal.
 _SIZE_STRIDE = 2**42
 _by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDictionary()
@@ -41,7 +42,7 @@ class _OwningArray(np.ndarray[Any, Any]):
 
 
 def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
-    """Return the geometry of these documents and this cut, and a tensor that determines it."""
+    """Return the geometry of these documents and this cut, and the handle that determines it."""
     content = np.concatenate([[cu_seqlens.size], cu_seqlens, encode(cut)])
     words = np.concatenate([digest_of(content), content])
     geometry = _by_digest.get(key_of(words)) or _decode(words)
@@ -54,21 +55,21 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
 
 
 class Sizes(NamedTuple):
-    """What torch.compile must know of a rank to infer shapes, as `sizes_of` reads it."""
+    """The sizes of a rank that torch.compile needs to infer shapes, as `sizes_of` reads them."""
 
-    tokens_before: int  # on the ranks before it
+    tokens_before: int  # on all lower ranks
     documents: int  # of the layout
-    padding: int  # how many tokens at its end are padding
+    padding: int  # tokens at the end of the layout
     spans: int
     runs: int
     continued: int  # spans that do not begin their document
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return, for each rank and for one behind the last, a tensor whose shape has its sizes.
+    """Return one tensor per rank, and one more at the end, whose shapes hold the ranks' sizes.
 
-    The tensors have no elements. torch.compile takes shapes as data, while it specialises on
-    numbers of an object that is a module's attribute.
+    The tensors are empty. torch.compile takes shapes as data, but specialises on numbers of an
+    object that is a module's attribute.
     """
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
     held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
@@ -83,14 +84,14 @@ def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
 
 
 def sizes_of(tensor: Tensor) -> Sizes:
-    """Return the sizes that the shape of a tensor of `make_sizes` has."""
+    """Return the sizes that the shape of a tensor from `make_sizes` holds."""
     return Sizes(*(size - i * _SIZE_STRIDE for i, size in enumerate(tensor.shape[1:], 1)))
 
 
 def from_handle(handle: Tensor) -> Geometry:
     """Return the geometry that a handle, or a copy of one, determines.
 
-    Raises a ValueError if it is no handle, or was changed.
+    Raises a ValueError if the tensor is not a handle, or was changed.
     """
     words = (handle if handle.is_cpu else handle.cpu()).numpy()
     geometry = _by_digest.get(key_of(words))
@@ -103,8 +104,8 @@ def from_handle(handle: Tensor) -> Geometry:
 def name_of(handle: Tensor, canonical: bool) -> str:
     """Return 16 hexadecimal digits that name a layout in errors and comparisons.
 
-    Those that are `canonical` are the same for equal layouts, whatever made them; it may take
-    seconds to find them for thousands of ranks.
+    With `canonical`, equal layouts have the same name, whatever cut made them. Such a name may take
+    seconds to compute for thousands of ranks.
     """
     if canonical:
         return from_handle(handle).digest[:16]
@@ -112,7 +113,7 @@ def name_of(handle: Tensor, canonical: bool) -> str:
 
 
 def tokens_of(sizes: list[Tensor], ranks: range) -> int:
-    """Return how many tokens consecutive ranks hold, given what `make_sizes` returned."""
+    """Return the number of tokens on consecutive ranks, from the tensors of `make_sizes`."""
     edges = sizes_of(sizes[ranks.start]), sizes_of(sizes[ranks.stop])
     return edges[1].tokens_before - edges[0].tokens_before
 
@@ -127,11 +128,11 @@ def _decode(words: Ints) -> Geometry:
 
 
 def digest_of(content: Ints) -> Ints:
-    """Return the digest of what a handle has behind it, as words."""
+    """Return the digest of a handle's content, as words."""
     sha = hashlib.sha256(content.astype("<i8", copy=False).tobytes())
     return np.frombuffer(sha.digest(), dtype=np.int64)
 
 
 def key_of(words: Ints) -> bytes:
-    """Return the digest that a handle begins with, by which tables find what it determines."""
+    """Return the digest at the start of a handle, the key of tables of geometries and masks."""
     return words[:DIGEST_WORDS].tobytes()

@@ -1,4 +1,4 @@
-"""The numbers of a rank's tokens, and the operators by which torch.compile takes them."""
+"""The indices and positions of a rank's tokens, and the operators that torch.compile traces."""
 
 from __future__ import annotations
 

@@ -13,12 +13,14 @@ from seqpar.core.ranges import ranges
 
 @outside_graphs
 def shift_labels(ids: Tensor, cu_seqlens: CuSeqlens, by: int = 1) -> Tensor:
-    """Return next-token labels, of the shape of `ids`, (T,) or (…, T).
+    """Return next-token labels with the shape and dtype of `ids`, (T,) or (…, T).
 
-    The label of a token is the id of the next token of its document, or of the token `by` places
-    behind it, as multi-token prediction has it. The last `by` tokens of each document have none and
-    get −100, the index that `cross_entropy` ignores. Shift before you shard: on a rank the next row
-    is often not the next token.
+    The label of a token is the id of its document's next token, or of the token `by` places after
+    it for multi-token prediction. The last `by` tokens of each document get −100, the index that
+    `cross_entropy` ignores. Shift before you shard: on a rank the next row is often not the next
+    token.
+
+    Raise a ValueError unless `ids` has T tokens in its last dimension and a signed integer dtype.
     """
     check_tensor("ids", ids)
     cu = parse_cu_seqlens(cu_seqlens)

@@ -1,8 +1,8 @@
 """Layout: which tokens of a packed batch each rank holds.
 
-A packed batch is T tokens in a row, cut into documents by `cu_seqlens`. A layout gives every token
-to one rank; on a rank the order is document, then position. Only `unshard` and `remap`
-communicate.
+A packed batch is T tokens in a row, cut into documents by `cu_seqlens`. A layout assigns every
+token to one rank. On a rank tokens are ordered by document, then position. Only `unshard` and
+`remap` communicate.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from seqpar.layout.spans import Span, parse_spans
 
 
 class Layout:
-    """Which tokens of a packed batch each rank holds.
+    """The assignment of a packed batch's tokens to ranks.
 
-    Make one with `contiguous`, `zigzag`, `striped`, `from_position_ids` or `from_spans`.
-    `cu_seqlens` is an int (one document of so many tokens), a list, a numpy array or a tensor of
-    any integer dtype, from 0 to T without decreasing; a tensor on a GPU costs one synchronisation.
-    A dense (B, S) batch needs no layout of its own: describe one row, and it holds for each.
+    Create a layout with `contiguous`, `zigzag`, `striped`, `from_position_ids` or `from_spans`.
+    `cu_seqlens` is an int (one document with that number of tokens), or a list, a numpy array or a
+    tensor of any integer dtype, which ascends from 0 to T and may repeat values; a tensor on a GPU
+    costs one synchronisation. For a dense (B, S) batch, describe one row: the layout holds for each
+    row. A wrong argument raises a ValueError that names it.
 
     With `equal=True` each rank holds ⌈T/P⌉ tokens, rounded up to a multiple of `multiple_of`, for
-    any documents. Padding is one more document, the last one, which is there even without tokens.
-    It counts in `tokens`, `documents` and `cu_seqlens`; `padding` says where it is.
+    any documents. Padding is an additional last document, which exists even if it has no tokens. It
+    counts in `tokens`, `documents` and `cu_seqlens`; `padding` returns which tokens it has.
 
-    Layouts are immutable, can be pickled, and own the tables that attention derives from them: make
-    one a batch, use it for every layer, and drop it.
+    Layouts are immutable, can be pickled, and own the tables that attention derives from them.
+    Create one layout per batch, use it for every layer, and drop it.
 
     Attributes:
-        ranks: P, how many ranks it is spread over.
-        tokens_per_rank: T_local, how many tokens each rank holds.
+        ranks: P, the number of ranks.
+        tokens_per_rank: T_local, the number of tokens on each rank.
         geometry: the same information as arrays, for code that builds on layouts.
     """
 
@@ -106,15 +107,16 @@ class Layout:
         multiple_of: int = 1,
         min_chunk: int | None = None,
     ) -> Layout:
-        """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c holds c and 2P−1−c.
+        """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c has chunks c and 2P−1−c.
 
-        So each rank has the same work under a causal mask. With `equal` the chunks of a document
-        differ by up to two tokens, so that ranks hold equally many of the pack.
+        Each rank then has the same work under a causal mask. With `equal` the chunks of a document
+        differ by up to two tokens, so that ranks hold the same number of tokens of the pack.
 
         With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
-        lie whole on one rank: of all their tokens, longest document first, ranks in turn get
-        2·min_chunk. Ranks hold equally many tokens then, but for fewer than P in all, and nearly
-        the same work, if there are enough of such documents for all ranks.
+        are whole on one rank: the ranks in turn get 2·min_chunk tokens of these documents, longest
+        document first. Ranks then hold the same number of tokens, except that fewer than P are
+        missing in all. They have nearly the same work if there are enough such documents for all
+        ranks.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if min_chunk is not None:
@@ -136,10 +138,11 @@ class Layout:
     ) -> Layout:
         """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s.
 
-        By default stripes have 128 tokens. Where that leaves ranks without tokens, stripes are
-        counted through the pack, not in each document, and have an eighth of a rank's tokens, or
-        128; the last P ones are smaller, so that ranks hold equally many, but for fewer than P in
-        all. With `equal`, stripes are counted like that whatever their size.
+        By default stripes have 128 tokens. If that would leave ranks without tokens, stripes are
+        counted through the pack instead of per document, and have an eighth of a rank's tokens, at
+        most 128. The last P stripes are then smaller, so that ranks hold the same number of tokens,
+        except that fewer than P are missing in all. With `equal`, stripes of any size are counted
+        through the pack.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if stripe is not None:
@@ -155,11 +158,12 @@ class Layout:
     def from_position_ids(
         cls, position_ids: PositionIds, ranks: int, kind: str = "zigzag", **options: Any
     ) -> Layout:
-        """Make a layout from each token's position in its document, (T,) or (B, S).
+        """Create a layout from each token's position in its document, (T,) or (B, S).
 
         The rows of (B, S) follow one another in the pack, so they may hold different documents. A
-        document begins at 0, with each row and where a position is not one more than that before.
-        `kind` is "contiguous", "zigzag" or "striped", and takes `options`.
+        document begins with each row, and wherever a position is not one more than the position
+        before. It must begin at 0. `kind` is "contiguous", "zigzag" or "striped", and takes
+        `options`.
         """
         if kind not in ("contiguous", "zigzag", "striped"):
             raise ValueError(f"kind must be contiguous, zigzag or striped, got {kind!r}")
@@ -171,21 +175,22 @@ class Layout:
     def from_spans(
         cls, spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu_seqlens: CuSeqlens
     ) -> Layout:
-        """Make a layout from a list of (document, start, stop) for each rank, in any order.
+        """Create a layout from a list of (document, start, stop) spans per rank, in any order.
 
-        Together the spans must cover every token once. Spans of one rank that touch are joined.
+        Together the spans must cover every token once; otherwise a ValueError names the place.
+        Spans of one rank that touch are joined.
         """
         cu = parse_cu_seqlens(cu_seqlens)
         return cls(cu, parse_spans(spans_per_rank, cu))
 
     @property
     def tokens(self) -> int:
-        """T: how many tokens the packed batch has."""
+        """T: number of tokens of the packed batch."""
         return self._tokens_on(slice(0, self.ranks))
 
     @property
     def documents(self) -> int:
-        """How many documents the packed batch has."""
+        """Number of documents of the packed batch."""
         return sizes_of(self._sizes[0]).documents
 
     @property
@@ -196,12 +201,12 @@ class Layout:
 
     @outside_graphs
     def spans(self, rank: int) -> list[Span]:
-        """Return the spans that a rank holds, in its local order; adjacent ones are joined."""
+        """Return the spans that a rank holds, in its local order. Adjacent spans are joined."""
         columns = [x.tolist() for x in self.geometry.holdings[self._rank(rank)].columns]
         return [Span(*span) for span in zip(*columns, strict=True)]
 
     def tokens_on(self, rank: int) -> int:
-        """Return T_local: how many tokens a rank holds."""
+        """Return T_local, the number of tokens that a rank holds."""
         rank = self._rank(rank)
         return self._tokens_on(slice(rank, rank + 1))
 
@@ -210,19 +215,19 @@ class Layout:
         return to_device(self._numbers("token_indices", rank), device)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return (T_local,) int64: each token's position inside its document, for RoPE."""
+        """Return (T_local,) int64: each token's position in its document, for RoPE."""
         return to_device(self._numbers("position_ids", rank), device)
 
     def padding(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return (T_local,) bool: which of a rank's tokens are padding, always its last ones."""
+        """Return (T_local,) bool: whether each token of a rank is padding, which is always last."""
         return self.token_indices(rank, device) >= self.tokens - self._padding
 
     def shard(self, x: Tensor, rank: int, dim: int = 0, value: float = 0) -> Tensor:
         """Return a rank's part of a packed tensor: (T, …) -> (T_local, …) along `dim`.
 
-        It is a copy, and nothing is communicated. It is differentiable; the gradient reaches only
-        this rank's tokens. Where the layout has padding, `x` may lack it: padding gets `value`,
-        which should be −100 for labels.
+        The part is a copy, made without communication. It is differentiable: the gradient reaches
+        only this rank's tokens of `x`. If the layout has padding, `x` may lack it; padding gets
+        `value`, which should be −100 for labels.
         """
         check_tensor("x", x)
         held = self.token_indices(rank, x.device)
@@ -232,9 +237,9 @@ class Layout:
     def unshard(self, x_local: Tensor, group: Group, dim: int = 0) -> Tensor:
         """Return the packed tensor from every rank's part: (T_local, …) -> (T, …), on every rank.
 
-        It is differentiable: backward sums the gradients of all ranks at the rank that holds the
-        token, in rank order. Each rank sends (P − 1)·T_local rows in forward, and the gradients of
-        T − T_local rows in backward. Where the layout has padding, that is at the end.
+        Every rank must call it. Backward sums the gradients of all ranks, in rank order, at the
+        rank that holds the token. Each rank sends (P − 1)·T_local rows in forward, and the
+        gradients of T − T_local rows in backward. Padding, if any, is at the end.
         """
         return unshard(x_local, self.geometry, group, dim)
 
@@ -242,8 +247,10 @@ class Layout:
     def remap(self, x_local: Tensor, to: Layout, group: Group, dim: int = 0) -> Tensor:
         """Return this rank's tokens in layout `to`: (T_local, …) -> (T_local of `to`, …).
 
-        It sends just the tokens that change ranks, straight to where they go. It is differentiable:
-        gradients go back the same way. `to.remap(…, to=self)` restores every bit.
+        Only tokens that change ranks are sent, directly to their new rank. Gradients return the
+        same way. `to.remap(…, to=self)` restores every bit.
+
+        Raise a ValueError unless both layouts have the same documents and ranks.
         """
         if not isinstance(to, Layout):
             raise ValueError(f"to must be a seqpar.Layout, got {type(to).__name__}")
@@ -253,10 +260,10 @@ class Layout:
     def chunked(self, size: int) -> Layout:
         """Return the layout in which each document is cut into documents of `size` tokens.
 
-        Every rank holds the same tokens in the same order, so attention takes it with the same q, k
-        and v, and sees no key outside of a query's chunk. The last chunk of a document is shorter.
-        Its `position_ids` count from the beginning of the chunk. It is made once, and kept with
-        this layout.
+        Every rank holds the same tokens in the same order, so attention takes the same q, k and v,
+        and no query attends to a key outside its chunk. The last chunk of a document may be
+        shorter. `position_ids` of the result count from the start of the chunk. The result is
+        cached with this layout.
         """
         size = min(as_int("size", size, 1), MAX_DOCUMENT_TOKENS)
 
@@ -268,17 +275,18 @@ class Layout:
 
     @outside_graphs
     def plot(self, path: str | Path) -> None:
-        """Draw which rank holds which token, and each rank's work under a causal mask, into `path`.
+        """Draw which rank holds which token, and each rank's causal work, into the file `path`.
 
         `seqpar.layout.plot.plot_layouts({name: layout}, path)` compares several layouts in one
-        picture. This needs matplotlib.
+        picture. Requires matplotlib.
         """
         plot_layouts({"": self}, path)
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """Return token indices or position ids; in a graph, by the operator of that name.
+        """Return token indices or position ids; in a graph, from the operator of that name.
 
-        Only there, since under a FakeTensorMode operators do not take real handles.
+        Outside of graphs the operator is not used, since operators do not take real handles under a
+        FakeTensorMode.
         """
         rank = self._rank(rank)
         if not torch.compiler.is_compiling():
@@ -289,11 +297,11 @@ class Layout:
 
     @property
     def _padding(self) -> int:
-        """How many tokens at the end of the pack are padding."""
+        """Number of padding tokens at the end of the pack."""
         return sizes_of(self._sizes[0]).padding
 
     def _tokens_on(self, ranks: slice) -> int:
-        """Return how many tokens consecutive ranks hold, in a way that torch.compile can trace."""
+        """Return the number of tokens on consecutive ranks. torch.compile can trace this."""
         if not torch.compiler.is_compiling():
             return sum(self.tokens_per_rank[ranks])
         first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))

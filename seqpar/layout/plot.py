@@ -1,7 +1,7 @@
-"""Pictures of layouts and masks: which rank holds which token, and who sees whom.
+"""Pictures of layouts and masks: which rank holds which token, and which keys a query attends to.
 
-Separate functions return the arrays behind the pictures, so that tests compare numbers instead of
-pixels.
+Separate functions return the data of the pictures as arrays, so that tests compare numbers instead
+of pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_work", "plot_layouts", "plot_masks"]
 
-MAX_COLUMNS = 1600  # of a layout's picture; in a longer batch a column has several tokens
+MAX_COLUMNS = 1600  # in a layout's picture; in a longer batch a column has several tokens
 MAX_MASK_TOKENS = 2000  # a mask's picture has a row and a column per token
 # Paul Tol's "bright", which colour-blind people can tell apart
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
@@ -30,27 +30,27 @@ _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
 
 
 class DrawnLayout(Protocol):
-    """The part of `seqpar.Layout` that is drawn. Its file imports this one, so not the reverse."""
+    """The part of `seqpar.Layout` that is drawn. A protocol, since layout.py imports this file."""
 
     ranks: int
 
     @property
     def documents(self) -> int:
-        """Return how many documents the packed batch has."""
+        """Number of documents of the packed batch."""
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens it has."""
+        """Number of tokens of the packed batch."""
 
     @property
     def cu_seqlens(self) -> NDArray[np.int64]:
-        """Return (documents + 1,): the borders of the documents."""
+        """(documents + 1,) boundaries of the documents."""
 
     def token_indices(self, rank: int) -> Any:
-        """Return a tensor (T_local,): the index in the packed batch of each of a rank's tokens."""
+        """Return a (T_local,) tensor: the index in the packed batch of each of a rank's tokens."""
 
     def position_ids(self, rank: int) -> Any:
-        """Return a tensor (T_local,): their positions in their documents."""
+        """Return a (T_local,) tensor: the position of each of a rank's tokens in its document."""
 
 
 class DrawnMask(Protocol):
@@ -58,25 +58,25 @@ class DrawnMask(Protocol):
 
     @property
     def left(self) -> int:
-        """Return how many keys before its own position a query sees."""
+        """Number of keys before its own position that a query attends to."""
 
     @property
     def right(self) -> int:
-        """Return how many keys behind its own position a query sees."""
+        """Number of keys after its own position that a query attends to."""
 
     @property
     def prefix(self) -> tuple[int, ...] | None:
-        """Return how many of the first keys of each document all its queries see."""
+        """Number of first keys of each document that all its queries attend to."""
 
     @property
     def ranges(self) -> Any:
-        """Return the `MaskRanges` that alone say who sees whom, or None."""
+        """The `MaskRanges` that replace all other fields, or None."""
 
 
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
     """Return (ranks, min(columns, T)): the fraction of each column's tokens that each rank holds.
 
-    A batch of at most `columns` tokens has a column for each token, and only zeros and ones.
+    A batch of at most `columns` tokens has a column per token, and only zeros and ones.
     """
     columns = min(columns, layout.tokens)
     column = np.arange(layout.tokens) * columns // max(layout.tokens, 1)
@@ -88,16 +88,16 @@ def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[n
 
 
 def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (ranks,): how many (query, key) pairs each rank computes under a causal mask."""
+    """Return (ranks,): the number of (query, key) pairs of each rank under a causal mask."""
     return np.array(
         [int((layout.position_ids(rank) + 1).sum()) for rank in range(layout.ranks)], dtype=np.int64
     )
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (T, T): for each query (a row) and key (a column) the rank that holds the query.
+    """Return (T, T): the rank that holds the query, for each query (row) and key (column).
 
-    Both are counted as in the packed batch. Pairs that do not see each other have −1.
+    Rows and columns are in the order of the packed batch. Pairs that the mask hides have −1.
     """
     cu = layout.cu_seqlens
     document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
@@ -121,9 +121,9 @@ def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
 def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     """Draw layouts of one packed batch below each other, with their names, into the file `path`.
 
-    A layout has a strip for each rank, in which the tokens that it holds are coloured. Lines divide
-    the documents. The bars to the right are the ranks' shares of the work under a causal mask, and
-    the number beside them is the busiest rank's work over the mean.
+    A layout has a strip per rank, with the rank's tokens coloured. Lines divide the documents. The
+    bars to the right are the ranks' shares of the work under a causal mask, and the number next to
+    them is the busiest rank's work divided by the mean.
     """
     path = _checked(path, *layouts.values())
     heights = [min(0.27 * layout.ranks, 5.0) for layout in layouts.values()]
@@ -146,8 +146,8 @@ def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
 def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | Path) -> None:
     """Draw masks over one layout side by side, with their names, into the file `path`.
 
-    A query is a row and a key is a column. A pair that sees each other has the colour of the rank
-    that holds the query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
+    A row is a query and a column is a key. A visible pair has the colour of the rank that holds the
+    query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
     """
     path = _checked(path, layout)
     if layout.tokens > MAX_MASK_TOKENS:
@@ -166,7 +166,7 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
 
 
 def _checked(path: str | Path, *layouts: DrawnLayout) -> Path:
-    """Return the file that a picture goes to; raise an error that names a wrong argument."""
+    """Return the file of a picture; raise an error that names a wrong argument."""
     for layout in layouts:
         if not hasattr(layout, "token_indices"):
             raise TypeError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
@@ -185,7 +185,7 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _colours(layout: DrawnLayout) -> list[str]:
-    """Return a colour for each rank; they repeat where there are more ranks than colours."""
+    """Return a colour per rank. Colours repeat if there are more ranks than colours."""
     return [_COLOURS[rank % len(_COLOURS)] for rank in range(layout.ranks)]
 
 
@@ -242,7 +242,7 @@ def _draw_work(axes: Axes, layout: DrawnLayout) -> None:
 def _draw_mask(axes: Axes, mask: DrawnMask, layout: DrawnLayout, name: str) -> None:
     from matplotlib.colors import to_rgba_array
 
-    colours = to_rgba_array([*_colours(layout), _LANE])  # the last one is that of rank −1
+    colours = to_rgba_array([*_colours(layout), _LANE])  # the last colour is for rank −1
     box = (0, max(layout.tokens, 1), max(layout.tokens, 1), 0)
     axes.imshow(colours[computing_ranks(mask, layout)], interpolation="nearest", extent=box)
     for border in layout.cu_seqlens[1:-1]:
@@ -255,7 +255,7 @@ def _draw_mask(axes: Axes, mask: DrawnMask, layout: DrawnLayout, name: str) -> N
 
 
 def _draw_ranks(figure: Figure, layout: DrawnLayout) -> None:
-    """Write below the picture which colour is which rank's."""
+    """Write a legend of the ranks' colours below the picture."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour) for colour in _colours(layout)[:16]]

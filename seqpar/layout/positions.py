@@ -15,10 +15,10 @@ PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[Any] | Tensor
 
 
 def cu_seqlens_of(position_ids: PositionIds) -> Ints:
-    """Return cu_seqlens of a batch whose tokens have these positions, (T,) or (B, S).
+    """Return the cu_seqlens of a batch from the positions of its tokens, (T,) or (B, S).
 
-    The rows of (B, S) follow one another. A document begins with each row, and where a position is
-    not one more than that before it. Raise a ValueError where one does not begin at 0.
+    The rows of (B, S) follow one another. A document begins with each row, and wherever a position
+    is not one more than the position before. Raise a ValueError if a document does not begin at 0.
     """
     ids = _as_rows(position_ids)
     begins = np.ones(ids.shape, dtype=bool)

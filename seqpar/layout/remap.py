@@ -16,11 +16,11 @@ from seqpar.layout.reshard import check_part
 
 
 class RemappedRows(NamedTuple):
-    """A rank's rows in one layout, by the ranks that hold the same tokens in another.
+    """A rank's rows in one layout, grouped by the rank that holds the same tokens in another.
 
     Attributes:
-        rows: (T_local,) the rows of each of these ranks, one rank after another.
-        counts: how many rows each rank has.
+        rows: (T_local,) the rows for each of these ranks, one rank after another.
+        counts: number of rows for each rank.
     """
 
     rows: Ints
@@ -71,9 +71,9 @@ def move(
 
 
 def share(rank: int, own: Geometry, other: Geometry) -> RemappedRows:
-    """Return a rank's rows in `own`, by the ranks that hold their tokens in `other`.
+    """Group a rank's rows in `own` by the ranks that hold their tokens in `other`.
 
-    The rows that two ranks share are in the order of the pack, whichever of the two asks.
+    The rows that two ranks share are in the order of the pack on both sides.
     """
     holding, (edges, owners) = own.holdings[rank], _owners(other)
     first = own.cu_seqlens[holding.documents]
@@ -87,7 +87,7 @@ def share(rank: int, own: Geometry, other: Geometry) -> RemappedRows:
 def _share_on(
     rank: int, own: Geometry, other: Geometry, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return a share, found once, with its rows as a tensor on a device."""
+    """Return a cached share, with its rows as a tensor on a device."""
 
     def build() -> tuple[Tensor, list[int]]:
         rows, counts = share(rank, own, other)
@@ -97,7 +97,7 @@ def _share_on(
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
-    """Return where in the pack each span begins, ascending, and its rank."""
+    """Return the start of each span in the pack, ascending, followed by T; and the spans' ranks."""
 
     def build() -> tuple[Ints, Ints]:
         starts = [geometry.cu_seqlens[x.documents] + x.starts for x in geometry.holdings]

@@ -17,8 +17,8 @@ from seqpar.layout.geometry import Geometry
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
     """Return a rank's part of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
 
-    `indices` are those of the rank's tokens in a pack of `tokens`, of which the first `real` ones
-    are no padding.
+    `indices` are the indices of the rank's tokens in a pack of `tokens` tokens. The first `real`
+    tokens of the pack are not padding.
     """
     dim = as_dim("dim", dim)
     length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1
@@ -34,7 +34,7 @@ def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: f
 
 
 def _check_value(value: float, dtype: torch.dtype) -> None:
-    """Raise unless the dtype holds the value: -100, which is for labels, would wrap in uint8."""
+    """Raise unless the dtype can hold the value; −100, for labels, would wrap in uint8."""
     if dtype == torch.bool:
         fits = value in (0, 1)
     elif dtype.is_floating_point or dtype.is_complex:
@@ -57,7 +57,7 @@ def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> 
 
 
 def check_part(x_local: Tensor, geometry: Geometry, group: Group, dim: int) -> tuple[int, Comm]:
-    """Return `dim`, and the Comm of a new call; raise unless x_local is this rank's part."""
+    """Return `dim` and the Comm of a new call; raise unless x_local is this rank's part."""
     check_tensor("x_local", x_local)
     dim, comm = as_dim("dim", dim), Comm.of(group)
     if geometry.ranks != comm.size:
@@ -108,9 +108,9 @@ class _Unshard(torch.autograd.Function):
 
 
 def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
-    """Return (T,): where in the packed batch all ranks' tokens are, one rank after another.
+    """Return (T,): the index in the packed batch of all ranks' tokens, one rank after another.
 
-    It is copied to a device once.
+    The tensor is cached per device.
     """
 
     def build() -> Tensor:

@@ -13,7 +13,7 @@ from seqpar.layout.cuts.cuts import Contiguous, Spans, Striped, Zigzag
 from seqpar.layout.cuts.even import EvenStripes, EvenZigzag
 
 LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | Chunked
-# A new kind goes to the end.
+# Append new kinds at the end: codes contain the index.
 _KINDS = Contiguous, Zigzag, Striped, Spans, EvenZigzag, EvenStripes, Chunked
 
 

@@ -1,4 +1,4 @@
-"""Spans as users list them: what `Layout.from_spans` takes."""
+"""Spans as users list them for `Layout.from_spans`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Span(NamedTuple):
 def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: Ints) -> Spans:
     """Return the cut in which each rank holds the spans listed for it.
 
-    Raise a ValueError (TypeError for what is no list) that names `spans_per_rank` unless they cover
-    every token once.
+    Raise a ValueError that names `spans_per_rank` unless the spans cover every token once, or a
+    TypeError if it does not hold lists.
     """
     expected = "(document, start, stop) triples of integers"
     try:

@@ -1,5 +1,4 @@
-"""How a document is cut into what each rank holds: contiguous, striped, zigzag, even, and in
-chunks.
+"""Cuts of documents into the spans that each rank holds: contiguous, striped, zigzag and others.
 
 Start with `cuts.py`.
 """

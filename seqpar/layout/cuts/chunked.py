@@ -1,4 +1,4 @@
-"""Cut the documents of a layout into chunks, which become documents of their own."""
+"""Cut the documents of a layout into chunks, each of which becomes a separate document."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from seqpar.layout.cuts.cuts import Columns, Counts, Cut, HeldSpans, HolderLooku
 
 
 def cut_into_chunks(cu_seqlens: Ints, size: int) -> Ints:
-    """Return cu_seqlens of chunks of `size` tokens; the last one of a document is shorter."""
+    """Return cu_seqlens of chunks of `size` tokens; a document's last chunk may be shorter."""
     count = _chunks(cu_seqlens, size)
     document = np.repeat(np.arange(count.size), count)
     return np.r_[cu_seqlens[document] + count_up(count) * size, cu_seqlens[-1]]
 
 
 def _chunks(cu_seqlens: Ints, size: int) -> Ints:
-    """Return how many chunks each document has: a document of no tokens has one."""
+    """Return the number of chunks of each document; an empty document has one."""
     return np.maximum(-(-np.diff(cu_seqlens) // size), 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Chunked:
-    """Another cut of documents, each rank's tokens being now those of chunks of `size` tokens.
+    """Another cut, with its documents cut into chunks of `size` tokens; ranks keep their tokens.
 
     Attributes:
-        whole: the cut of the documents that have the borders `documents`, as cu_seqlens has them.
+        whole: the cut of the whole documents.
+        documents: cu_seqlens of the whole documents.
     """
 
     whole: Cut
@@ -39,12 +40,12 @@ class Chunked:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the tokens are given to."""
+        """Number of ranks."""
         return self.whole.ranks
 
     @property
     def most_spans(self) -> int | None:
-        """How many spans of a chunk a rank has at most, if there is a limit."""
+        """Largest number of spans of a chunk that a rank holds; None without a limit."""
         return self.whole.most_spans
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
@@ -88,7 +89,7 @@ class Chunked:
         return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers; this makes the spans of one after another."""
+        """Count the tokens, spans and runs of all ranks, from the spans of one rank at a time."""
         rows = []
         for rank in range(self.ranks):
             columns = self.columns(cu_seqlens, rank)

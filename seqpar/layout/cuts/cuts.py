@@ -1,7 +1,7 @@
-"""Ways of cutting a packed batch: which spans each rank holds, derived for the rank asked for.
+"""Ways of cutting a packed batch into the spans that each rank holds.
 
-A cut knows the number of ranks and a few options. What it says of a packed batch follows from
-`cu_seqlens`, and nothing has the size of documents × ranks.
+A cut stores the number of ranks and a few options. Spans are derived from `cu_seqlens` for one rank
+at a time, so no array has the size of documents × ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up, enumerated, sort_keys
 
 Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
-_BLOCK_ELEMENTS = 2**16  # of the table of comparisons that exists at a time
+_BLOCK_ELEMENTS = 2**16  # in each block of a table of comparisons
 
 
 class Counts(NamedTuple):
-    """How many tokens, spans, runs, and spans that continue a document each rank has: (ranks,)."""
+    """(ranks,) numbers of tokens, spans, runs, and spans that do not begin their document."""
 
     tokens: Ints
     spans: Ints
@@ -32,8 +32,8 @@ class Counts(NamedTuple):
 class HeldSpans(NamedTuple):
     """Spans of several documents and the ranks that hold them, as (spans,) arrays, in any order.
 
-    `numbers` are the numbers of documents in the list of documents that was asked for.
-    Adjacent spans of a rank need not be joined.
+    `numbers` are indices into the list of documents that the caller gave. Adjacent spans of a rank
+    need not be joined.
     """
 
     numbers: Ints
@@ -52,39 +52,40 @@ HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
 
 
 class Cut(Protocol):
-    """What a geometry knows of how its tokens are given to ranks.
+    """The interface of all cuts.
 
-    `alike` says whether documents of one length are all cut alike, wherever they are in the pack.
+    `alike` is whether documents of the same length are all cut alike, wherever they are in the
+    pack.
     """
 
     @property
     def ranks(self) -> int:
-        """How many ranks the tokens are given to."""
+        """Number of ranks."""
 
     @property
     def alike(self) -> bool:
-        """Whether the cut of a document follows from its length."""
+        """Whether the cut of a document depends only on its length."""
 
     @property
     def most_spans(self) -> int | None:
-        """How many spans of a document a rank has at most, if there is a limit."""
+        """Largest number of spans of a document that a rank holds; None without a limit."""
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a rank holds, none empty, by document, then position."""
+        """Return the nonempty spans that a rank holds, by document, then position."""
 
     def token_counts(self, cu_seqlens: Ints) -> Ints:
-        """Return how many tokens each rank holds."""
+        """Return (ranks,) the number of tokens that each rank holds."""
 
     def most_spans_of(self, lengths: Ints) -> Ints:
-        """Return how many spans all ranks together hold at most of documents of these lengths."""
+        """Return an upper limit on the spans of all ranks together, per document length."""
 
     def holders(self, cu_seqlens: Ints) -> HolderLookup:
         """Return a function that finds the ranks that hold given parts of documents."""
 
     def mirrored_edges(self, lengths: Ints) -> Ints | None:
-        """Return the edges of chunks, (documents, 2P + 1), if P ranks hold chunks c and 2P − 1 − c.
+        """Return (documents, 2P + 1) edges of chunks if each rank c holds chunks c and 2P − 1 − c.
 
-        Chunks may be empty. Returns None if the cut is another one.
+        P is the number of ranks. Chunks may be empty. Returns None for all other cuts.
         """
 
 
@@ -97,7 +98,6 @@ class Contiguous:
     most_spans: ClassVar[int | None] = 1
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a rank holds."""
         first, behind = (int(cu_seqlens[-1]) * c // self.ranks for c in (rank, rank + 1))
         begin = np.searchsorted(cu_seqlens, first, side="right") - 1
         documents = np.arange(begin, np.searchsorted(cu_seqlens, behind))
@@ -137,7 +137,7 @@ class Contiguous:
         return whole * c + rest * c // self.ranks
 
     def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
-        """Return all spans, and the index of each rank's first one, and at the end how many."""
+        """Return the index of each rank's first span, then the number of spans; and all spans."""
         cuts = self._cuts(cu_seqlens)
         edges = np.unique(np.r_[cu_seqlens, cuts])
         documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1
@@ -145,20 +145,18 @@ class Contiguous:
         return np.searchsorted(edges, cuts), (documents, edges[:-1] - first, edges[1:] - first)
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers."""
         return _count(*self.table(cu_seqlens))
 
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Each document of L tokens has 2P chunks, cut at ⌊cL/2P⌋; rank c holds c and 2P−1−c."""
+    """Each document of L tokens has 2P chunks, cut at ⌊cL/2P⌋; rank c holds chunks c and 2P−1−c."""
 
     ranks: int
     alike: ClassVar[bool] = True
     most_spans: ClassVar[int | None] = 2
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a rank holds."""
         lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
         numbers = rank, rank + 1, chunks - 1 - rank, chunks - rank
         edges = np.stack([lengths * c // chunks for c in numbers], 1).reshape(-1, 2)
@@ -192,11 +190,11 @@ class Zigzag:
         return lengths[:, None] * np.arange(chunks + 1, dtype=lengths.dtype) // chunks
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers.
+        """Count the tokens, spans and runs of all ranks.
 
-        A document of L = a·2P + b tokens has a tokens in each chunk, and one more where a document
-        of b tokens has one. So documents count by b. Those of less than 2P tokens, the short ones,
-        have chunks without tokens.
+        A document of L = a·2P + b tokens has a tokens in each chunk, and one more in the chunks in
+        which a document of b tokens has one. Documents with the same b are therefore counted
+        together. Documents of fewer than 2P tokens, the short ones, have empty chunks.
         """
         lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
         rest, is_long = lengths % chunks, lengths >= chunks
@@ -213,8 +211,8 @@ class Zigzag:
         for first in range(0, self.ranks, rows):
             c = np.arange(first, min(first + rows, self.ranks), dtype=b.dtype)[:, None]
             remainder = c * b % chunks
-            # Chunk c has a token where the next edge passes a multiple of 2P. Its mirror image has
-            # one where the edge comes from a multiple, or passes one.
+            # Chunk c has a token if the next edge passes a multiple of 2P. Its mirror image has one
+            # if the edge starts at a multiple, or passes one.
             leaves, passes = remainder == 0, remainder + b >= chunks
             both = passes.astype(np.float64) + (leaves | (remainder + b > chunks))
             some = (leaves | passes).astype(np.float64)
@@ -224,7 +222,7 @@ class Zigzag:
         tokens = of_all + 2 * int((lengths // chunks).sum())
         spans = of_short + 2 * longs
         spans[-1] -= longs  # its chunks touch
-        # Short documents' chunks on both sides of the middle may touch, with none between.
+        # The chunks of a short document on both sides of its middle may touch.
         left, right = (self._owner(short, short // 2 + side) for side in (-1, 0))
         np.subtract.at(spans, left[(left == right) & (short > 1)], 1)
         begun = np.bincount(self._owner(short, np.zeros_like(short)), minlength=self.ranks)
@@ -232,7 +230,7 @@ class Zigzag:
         return Counts(tokens, spans, runs + longs, spans - begun)
 
     def _owner(self, lengths: Ints, positions: Ints) -> Ints:
-        """Return the rank that holds a position of each document."""
+        """Return the rank that holds the given position of each document."""
         chunk = _chunk(lengths, positions, 2 * self.ranks)
         return np.minimum(chunk, 2 * self.ranks - 1 - chunk)
 
@@ -247,7 +245,6 @@ class Striped:
     most_spans: ClassVar[int | None] = None
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a rank holds."""
         lengths = np.diff(cu_seqlens)
         stripes = -(-lengths // self.stripe)
         held = np.maximum(-(-(stripes - rank) // self.ranks), 0)
@@ -276,7 +273,6 @@ class Striped:
         return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers."""
         lengths = np.diff(cu_seqlens)
         full, rest = lengths // self.stripe, lengths % self.stripe
         stripes = full + (rest > 0)
@@ -288,7 +284,7 @@ class Striped:
         return Counts(tokens, spans, runs, spans - begun)
 
     def _dealt(self, numbers: Ints) -> Ints:
-        """Return how many each rank gets if so many are dealt to ranks in turn, several times."""
+        """Return how many items each rank gets if each of `numbers` is dealt from rank 0 on."""
         return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
 
     def _above(self, numbers: Ints) -> Ints:
@@ -298,7 +294,7 @@ class Striped:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Rank c holds the spans edges[c] … edges[c+1] − 1 of a table; those that touch are joined."""
+    """Rank c holds spans edges[c] … edges[c+1] − 1 of a table. Spans that touch are joined."""
 
     edges: Ints
     documents: Ints
@@ -319,11 +315,10 @@ class Spans:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the spans are given to."""
+        """Number of ranks."""
         return self.edges.size - 1
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a rank holds."""
         held = slice(self.edges[rank], self.edges[rank + 1])
         return self.documents[held], self.starts[held], self.stops[held]
 
@@ -341,7 +336,7 @@ class Spans:
         spans_starts, spans_stops = self.starts[order], self.stops[order]
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
-            # Spans cover every document: the last one that begins at or before a position has it.
+            # Spans cover every document: the last span that begins at or before a position has it.
             first, last = (
                 np.searchsorted(keys, sort_keys(documents, positions), side="right") - 1
                 for positions in (starts, stops - 1)
@@ -355,13 +350,12 @@ class Spans:
         return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers."""
         return _count(self.edges, (self.documents, self.starts, self.stops))
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Each `size` consecutive ranks of another cut, merged into one that holds all their tokens."""
+    """Another cut with each `size` consecutive ranks merged into one that has all their tokens."""
 
     members: Cut
     size: int
@@ -369,16 +363,15 @@ class Merged:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are after merging."""
+        """Number of merged ranks."""
         return -(-self.members.ranks // self.size)
 
     @property
     def alike(self) -> bool:
-        """Whether the cut of a document follows from its length."""
+        """Whether the cut of a document depends only on its length."""
         return self.members.alike
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a merged rank holds."""
         ranks = range(rank * self.size, min((rank + 1) * self.size, self.members.ranks))
         columns = [self.members.columns(cu_seqlens, member) for member in ranks]
         documents, starts, stops = (np.concatenate(column) for column in zip(*columns, strict=True))
@@ -410,9 +403,9 @@ class Merged:
 
 
 def joined(columns: Columns, apart: NDArray[np.bool_]) -> tuple[Columns, Ints]:
-    """Return spans with those that touch joined into one, and the index of the first of each.
+    """Join spans that touch; return the joined spans, and the index of the first span of each.
 
-    Spans that are `apart` from the one before them stay so.
+    A span that is `apart` is not joined to the span before it.
     """
     documents, starts, stops = columns
     apart = apart.copy()
@@ -433,7 +426,7 @@ def _nonempty(documents: Ints, starts: Ints, stops: Ints) -> Columns:
 
 
 def _count(edges: Ints, columns: Columns) -> Counts:
-    """Count what each rank holds: spans edges[c] … edges[c+1] − 1 of joined, sorted ones."""
+    """Count what each rank holds: spans edges[c] … edges[c+1] − 1 of joined, sorted spans."""
     documents, starts, stops = columns
     begins_run = np.r_[True, documents[1:] != documents[:-1]][: documents.size]
     begins_run[edges[edges < documents.size]] = True

@@ -1,6 +1,7 @@
-"""Cuts that give every rank as many tokens, by dealing the tokens of the pack to ranks.
+"""Cuts that give every rank the same number of tokens, by dealing out the tokens of the pack.
 
-Of T tokens each of P ranks gets ⌈T/P⌉, or fewer by less than P in all, whatever the documents are.
+Each of P ranks gets ⌈T/P⌉ of T tokens, whatever the documents are. Fewer than P tokens are missing
+in all if P does not divide T.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from seqpar.layout.cuts.round_robin import Deal, RowPlaces
 
 
 class _Shares(NamedTuple):
-    """What ranks get of documents: rank c of each n_c tokens, ⌊(n_c + up)/2⌋ in its low chunk."""
+    """Each rank's share of each document: n_c tokens on rank c, ⌊(n_c + up)/2⌋ in its low chunk."""
 
     lengths: Ints
     first: RowPlaces
@@ -25,11 +26,11 @@ class _Shares(NamedTuple):
     up: Ints
 
     def tokens(self, ranks: int | Ints) -> Ints:
-        """Return n_c of each document for the given rank, or ranks."""
+        """Return n_c of each document for the given rank or ranks."""
         return self.last.dealt_to(ranks) - self.first.dealt_to(ranks)
 
     def low(self, tokens: Ints) -> Ints:
-        """Return how many of so many tokens of each document are in the low chunk."""
+        """Return the tokens of the low chunk, out of a rank's `tokens` tokens of each document."""
         return (tokens + self.up) // 2
 
     def take(self, chosen: Ints) -> _Shares:
@@ -41,11 +42,11 @@ class _Shares(NamedTuple):
         )
 
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
-        """Return the borders between the ranks below `behind` that get unequal shares.
+        """Divide the ranks below `behind` into groups of consecutive ranks with equal shares.
 
-        They are (6, documents) and ascend from 0 to `behind`. Return (5, documents) too: n_c of the
-        ranks between. There are no more, since ranks get alike in a round, but for the ones whose
-        turn it is when the document begins and ends.
+        Return (6, documents) borders of the groups, ascending from 0, and (5, documents) n_c of
+        each group. Five groups suffice: all ranks get the same number in a round, except for the
+        ranks whose turn it is when the document begins and ends.
         """
         turns = self.first.turn, self.last.turn
         low = np.minimum(*turns)
@@ -55,9 +56,9 @@ class _Shares(NamedTuple):
         return borders, self.tokens(borders[:-1])
 
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
-        """Return where the low and the high chunk of each document start and stop, in turn.
+        """Return where chunks start and stop: the low and the high chunk of each document in turn.
 
-        The chunks are those of one rank, or of one rank for each document.
+        The chunks belong to one rank, or to one rank per document.
         """
         borders, tokens = self.equal_ranks(rank)
         low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
@@ -71,17 +72,18 @@ class _Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class EvenZigzag:
-    """Zigzag, with as many tokens on each rank.
+    """Zigzag with the same number of tokens on each rank.
 
-    Tokens are dealt to ranks singly, which settles only how many of each document a rank gets, n_c.
-    The document is then cut into the low chunks of rank 0 … P − 1, of n_c/2 tokens, and the high
-    chunks of rank P − 1 … 0, of the others. Where n_c is odd the high chunk is the longer one in
-    the first document dealt, the low chunk in the second, and so on in turn. So a rank has, but for
-    a token, the same part of each document and of its causal work.
+    Tokens are dealt to ranks one by one. That determines only n_c, the number of tokens of a
+    document that rank c gets. The document is then cut into the low chunks of ranks 0 … P − 1, of
+    n_c/2 tokens, and the high chunks of ranks P − 1 … 0, of the other tokens. If n_c is odd, the
+    high chunk is longer in the first document dealt, the low chunk in the second, and so on
+    alternately. A rank therefore has the same part of each document and of its causal work, except
+    for one token.
 
-    Documents of fewer than 2P·min_chunk tokens are dealt behind all others, and in parts of
-    2·min_chunk tokens. So such a document is on few ranks, or whole on one. They are dealt longest
-    first, so that the ranks' parts of a round have about the same work.
+    Documents of fewer than 2P·min_chunk tokens are dealt after all others, in parts of 2·min_chunk
+    tokens. Such a document is therefore on few ranks, or whole on one. The order is longest first,
+    so that the ranks' parts of a round have about the same work.
     """
 
     ranks: int
@@ -90,7 +92,6 @@ class EvenZigzag:
     most_spans: ClassVar[int | None] = 2
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a rank holds."""
         every = self._shares(cu_seqlens)
         documents = np.flatnonzero(every.tokens(rank))
         starts, stops = every.take(documents).chunks(rank)
@@ -108,8 +109,8 @@ class EvenZigzag:
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             first, last = every.first.take(documents), every.last.take(documents)
-            # A document goes to consecutive ranks, from the one whose turn it is, once around or
-            # more often.
+            # A document goes to consecutive ranks, starting with the rank whose turn it is, for one
+            # round or more.
             turns = np.full_like(documents, self.ranks)
             in_next = last.dealt == first.dealt + first.part
             turns[in_next] -= np.maximum(first.turn - last.turn - 1, 0)[in_next]
@@ -126,13 +127,12 @@ class EvenZigzag:
         return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers."""
         shares = self._shares(cu_seqlens)
         borders, tokens = shares.equal_ranks(self.ranks)
-        tokens[borders[:-1] == borders[1:]] = 0  # those of no rank
+        tokens[borders[:-1] == borders[1:]] = 0  # groups without ranks
 
         def on_ranks(numbers: Ints) -> Ints:
-            """Return (ranks,): the sum over documents of what the ranks between borders have."""
+            """Return (ranks,) sums over documents of the numbers of each rank's group."""
             steps = [
                 np.bincount(edges.ravel(), numbers.ravel(), self.ranks + 1)
                 for edges in (borders[:-1], borders[1:])
@@ -167,9 +167,9 @@ class EvenZigzag:
 
 @dataclass(frozen=True)
 class EvenStripes:
-    """Stripes that are counted through the pack; rank s mod P holds stripe s.
+    """Stripes that are counted through the pack, not per document; rank s mod P holds stripe s.
 
-    The last round has smaller stripes, so that each rank holds as many tokens.
+    The last round has smaller stripes, so that each rank holds the same number of tokens.
     """
 
     ranks: int
@@ -178,7 +178,6 @@ class EvenStripes:
     most_spans: ClassVar[int | None] = None
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans that a rank holds."""
         starts, stops = np.minimum(self._deal(cu_seqlens).parts(rank), cu_seqlens[-1])
         return split_at(cu_seqlens, starts, stops)
 
@@ -205,12 +204,11 @@ class EvenStripes:
         return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Return what each rank holds, in numbers."""
         deal, held = self._deal(cu_seqlens), np.flatnonzero(np.diff(cu_seqlens))
         first = deal.place(cu_seqlens[held])
         last = deal.place(cu_seqlens[held + 1] - 1)
         rounds = (last.dealt - first.dealt) // self.stripe
-        # A document's stripes are consecutive: it begins on one rank and goes around.
+        # A document's stripes are consecutive: they begin on one rank and continue round robin.
         stripes = rounds * self.ranks + last.turn - first.turn + 1
         runs = self._around(first.turn, np.minimum(stripes, self.ranks))
         spans = self._around(first.turn, stripes) if self.ranks > 1 else runs
@@ -219,7 +217,7 @@ class EvenStripes:
         return Counts(tokens, spans, runs, spans - begun)
 
     def _around(self, first: Ints, numbers: Ints) -> Ints:
-        """Return how many each rank gets if so many are dealt, each time from a first rank on."""
+        """Return how many items each rank gets if each of `numbers` is dealt from `first` on."""
         rest, size = numbers % self.ranks, 2 * self.ranks
         steps = np.bincount(first, minlength=size) - np.bincount(first + rest, minlength=size)
         twice = np.cumsum(steps).reshape(2, -1).sum(0)
@@ -232,7 +230,7 @@ class EvenStripes:
 def padded(
     cu_seqlens: CuSeqlens, ranks: int, equal: bool, multiple_of: int
 ) -> tuple[Ints, int, int]:
-    """Return cu_seqlens with a last document of padding, if `equal`; ranks; tokens of padding.
+    """Return cu_seqlens, the ranks and the padding; with `equal` a last document has the padding.
 
     Raise a ValueError that names a wrong argument.
     """

@@ -1,9 +1,9 @@
-"""Deal a row of tokens to ranks in rounds, so that each rank gets as many.
+"""Deal a row of tokens to ranks in rounds, so that each rank gets the same number.
 
-A round gives each rank, in turn, a part of consecutive tokens; all parts of a round are equal. The
-last round has smaller ones, so that of T tokens each of P ranks gets n = ⌈T/P⌉. Only where T < P·n
-does the end of the row lack tokens, fewer than P in all. All counts are closed forms: no array has
-an entry for each round, and none for each document and rank.
+In a round each rank in turn gets a part of consecutive tokens. All parts of a round are equal. The
+last round has smaller parts, so that each of P ranks gets n = ⌈T/P⌉ of T tokens. If T < P·n, tokens
+are missing only at the end of the row, fewer than P in all. All counts are closed forms: no array
+has an entry per round, or per document and rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from seqpar.core.arguments import Ints
 
 
 class RowPlaces(NamedTuple):
-    """Where places in the row lie, as arrays.
+    """Places in the row, as arrays.
 
     Attributes:
-        dealt: how many tokens each rank got in the rounds before this one.
-        offset: how many tokens of this round come before the place.
-        part: how many tokens of this round each rank gets.
+        dealt: number of tokens that each rank got in earlier rounds.
+        offset: number of tokens of this round before the place.
+        part: number of tokens that each rank gets in this round.
     """
 
     dealt: Ints
@@ -34,7 +34,7 @@ class RowPlaces(NamedTuple):
         return self.dealt + np.minimum(in_round, self.part)  # np.clip takes several times as long
 
     def dealt_below(self, rank: int | Ints) -> Ints:
-        """Count the tokens before the place that the ranks 0 … `rank` − 1 get together."""
+        """Count the tokens before the place that ranks 0 … `rank` − 1 get together."""
         return self.dealt * rank + np.minimum(self.offset, rank * self.part)
 
     def take(self, chosen: Ints) -> RowPlaces:
@@ -42,33 +42,33 @@ class RowPlaces(NamedTuple):
 
     @property
     def turn(self) -> Ints:
-        """The rank whose turn it is: lower ones have their part of the round, higher ones none."""
+        """The rank whose turn it is. Only lower ranks have their part of the round already."""
         return self.offset // self.part
 
 
 class Deal:
-    """How T tokens are dealt to P ranks: first singly, `singles` a rank, then in larger parts."""
+    """T tokens dealt to P ranks: first one by one, `singles` per rank, then in larger parts."""
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
         self.tokens, self.ranks = tokens, ranks
         self.per_rank = -(-tokens // ranks)
         singles = min(singles, self.per_rank)
         rounds, rest = divmod(self.per_rank - singles, part)
-        # Rounds of equal parts: how many tokens each rank has before them, and their part. No token
-        # is behind the last ones, where the rest is 0, and any part will do.
+        # For each of three kinds of rounds: the tokens that each rank has before, and the size of a
+        # part. If the rest is 0, the last kind has no tokens, and its parts may have any size.
         self._begin = np.array([0, singles, singles + rounds * part])
         self._part = np.array([1, part, max(rest, 1)])
-        self._first_number = np.array([0, singles, singles + rounds]) * ranks  # of a kind's parts
+        self._first_number = np.array([0, singles, singles + rounds]) * ranks  # of each kind
 
     def place(self, row: Ints) -> RowPlaces:
-        """Return where places 0 … T in the row lie."""
+        """Return the places of the given indices of the row, each from 0 to T."""
         kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
         begin, part = self._begin[kind], self._part[kind]
         rounds, offset = np.divmod(row - begin * self.ranks, part * self.ranks)
         return RowPlaces(begin + rounds * part, offset, part)
 
     def number_at(self, row: Ints) -> Ints:
-        """Return the number of the part in which each place lies; rank n mod P gets part n."""
+        """Return the number of the part that contains each place; rank n mod P gets part n."""
         kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
         begin = self._begin[kind] * self.ranks
         return self._first_number[kind] + (row - begin) // self._part[kind]
@@ -82,7 +82,7 @@ class Deal:
     def parts(self, ranks: int | Ints) -> tuple[Ints, Ints]:
         """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in ascending order.
 
-        They are as if the row had P·n tokens.
+        The row counts as if it had P·n tokens.
         """
         stops = np.r_[self._begin[1:], self.per_rank]
         dealt = [np.arange(*bounds) for bounds in zip(self._begin, stops, self._part, strict=True)]

@@ -1,6 +1,4 @@
-"""Which query attends to which key: masks, their ranges, and the slices that they give two sets of
-tokens.
+"""Masks, their ranges, and the slices of a mask between two sets of tokens.
 
-Start with `mask.py`. `band_intersection.py` finds the rows that two ranks' tokens have for each
-other.
+Start with `mask.py`. `band_intersection.py` finds the rows of two ranks that attend to each other.
 """

@@ -1,6 +1,6 @@
-"""Find the rows of two holdings that see each other under a band of positions.
+"""Find the rows of two holdings that attend to each other under a band of positions.
 
-A band lo ≤ k_pos − q_pos ≤ hi says which keys of its document a query sees.
+Under a band lo ≤ k_pos − q_pos ≤ hi, a query attends to the keys of its document in that range.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from seqpar.layout.geometry import Holding
 
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
-    """Return the clusters of query rows: their runs, first rows, and rows behind their last.
+    """Return the clusters of query rows: their runs, their first rows, and their ends.
 
-    Under a window the spans of a run may see keys far apart, and the keys between need not travel.
-    A cluster is consecutive spans of a run that see one range of positions without a gap: those
-    between which the gap is no wider than the band, `band` = hi − lo.
+    Under a window the spans of a run may attend to keys far apart, and the keys between need not
+    travel. A cluster is a sequence of consecutive spans of a run that attend to one range of
+    positions without a gap: the gaps between the spans are no wider than the band, `band` = hi −
+    lo.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -31,8 +32,9 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
     """Cut ranges of query rows, each within a run, where clusters of a band's width hi − lo begin.
 
-    Return also, first, of which range each piece is; empty ranges have none. Ranges whose band no
-    gap is wider than stay whole, and the others are cut for the narrowest band of any.
+    Return the index of each piece's range, and the pieces' starts and stops; empty ranges have no
+    pieces. A range stays whole if no gap is wider than its band. All other ranges are cut for the
+    narrowest of their bands.
     """
     gaps = q.starts[1:] - q.stops[:-1]
     widest = gaps[q.documents[1:] == q.documents[:-1]].max(initial=0)
@@ -51,9 +53,10 @@ def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[In
 def trim(
     q_starts: Ints, q_stops: Ints, k_starts: Ints, k_stops: Ints, lows: Ints, highs: Ints
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
-    """Return which rectangles of positions show a pair under their bands, and these, trimmed.
+    """Trim rectangles of positions to queries and keys with a visible pair under the bands.
 
-    What is left are queries that each see a key, and the keys that are seen.
+    Return the indices of rectangles with any visible pair, and these rectangles, trimmed: each
+    query in them has a visible key, and each key a query that attends to it.
     """
     some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
     begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)
@@ -77,9 +80,10 @@ def in_reach(
 ) -> Ints:
     """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
 
-    There is one for each cluster of query rows that sees a key of its run of keys at or after
-    position `first_key` and before `key_limit`. Its rows are trimmed to those that see a key, or
-    are seen. What holdings call documents are here the numbers of runs.
+    There is one slice per cluster of query rows that attends to a key of its run of keys at or
+    after position `first_key` and before `key_limit`. It is trimmed to queries that attend to a
+    key, and to keys that a query attends to. The documents of the holdings are here numbers of
+    runs.
     """
     k_start = k.rows_before(k_runs, np.maximum(first_key, q.positions[q_start] + low))
     k_stop = k.rows_before(k_runs, np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
@@ -98,7 +102,7 @@ def in_reach(
 def of_band(
     q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
 ) -> Ints:
-    """Return the slices of a window and a prefix, as `in_reach` does.
+    """Return the slices of a window and a prefix, as (6, n) like `in_reach`.
 
     `shift` aligns the ends of each document.
     """
@@ -119,5 +123,5 @@ def of_band(
 
 
 def _nonempty(table: Ints, start: int) -> Ints:
-    """Return the columns whose range, in the rows `start` and `start` + 1, is not empty."""
+    """Return the columns whose range in rows `start` and `start` + 1 is not empty."""
     return table[:, table[start + 1] > table[start]]

@@ -14,8 +14,8 @@ class Blocks:
     """The slices of a block of queries over each of several blocks of keys, in order of arrival.
 
     Attributes:
-        slices: of each block of keys.
-        derived: what backends derive from all of them together.
+        slices: one element per block of keys.
+        derived: tables that backends derive from all slices together.
     """
 
     slices: Sequence[Slices]

@@ -1,11 +1,11 @@
-"""Mask and Slices: who may see whom, and what it costs.
+"""Mask and Slices: which query attends to which key, and the number of pairs.
 
 A mask is causal, windowed, full, with a prefix, or a list of ranges, always within a document. For
 a rank that holds queries and a rank that holds keys it compiles to *slices*: (q rows, k rows, band
 lo ≤ k_pos − q_pos ≤ hi). Slices never overlap, so no pair of tokens counts twice. Since positions
-ascend within a run, the keys that a query sees are one interval of rows, found by bisection; tables
-are therefore linear in (document, peer) pairs, or in those of ranges, however finely a layout cuts
-its documents.
+ascend within a run, the keys that a query attends to are one interval of rows, found by bisection.
+The size of tables is therefore linear in the number of (document, peer) pairs, or (range, peer)
+pairs, however finely a layout cuts its documents.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Positions = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys of its document a query sees.
+    """The rule for which keys of its document a query attends to.
 
-    A query at position i sees the keys at positions i − left … i + right, and the first `prefix`
-    keys. `left` and `right` may be `UNLIMITED`; `prefix` has a number of keys for each document, or
-    is None. Where a document has L_q queries and L_kv other keys (`kv_layout`), their ends are
-    aligned: query i counts as at position i + L_kv − L_q. If there are `ranges`, they alone say who
-    sees whom.
+    A query at position i attends to the keys at positions i − left … i + right, and to the first
+    `prefix` keys. `left` and `right` may be `UNLIMITED`; `prefix` is one number of keys per
+    document, or None. If a document has L_q queries and L_kv other keys (`kv_layout`), their ends
+    are aligned: query i counts as at position i + L_kv − L_q. If there are `ranges`, only they
+    determine the pairs.
     """
 
     left: int
@@ -54,13 +54,13 @@ class Mask:
         return hash((self.left, self.right, self.prefix or (), self.ranges))
 
     def __hash__(self) -> int:
-        return self._hash  # tables are looked up by it, and a prefix has a number a document
+        return self._hash  # cached: tables are looked up by it, and a prefix may be long
 
     @classmethod
     def of(
         cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry
     ) -> Mask:
-        """Return the mask that an attention call's arguments describe.
+        """Return the mask that the arguments of an attention call describe.
 
         `keys` is the geometry of k and v. Raise a ValueError that names a wrong argument.
         """
@@ -83,22 +83,22 @@ class Mask:
     @classmethod
     @outside_graphs
     def of_ranges(cls, ranges: RangeList) -> Mask:
-        """Return the mask in which just the pairs of these ranges see each other.
+        """Return the mask with exactly the (query, key) pairs of these ranges.
 
-        A range (document, q_start, q_stop, k_start, k_stop, low, high) lets the queries q_start …
-        q_stop − 1 of a document see those of its keys k_start … k_stop − 1 for which low ≤ k_pos −
-        q_pos ≤ high; None is unlimited. Positions count from the start of the document, those of
-        queries among its queries and those of keys among its keys: with a `kv_layout` of other
-        lengths nothing is aligned. Ranges are tuples in any order, or (n, 7) integers; those that
-        show no pair are dropped. A query that is in no range sees no key: its out is 0.
+        In a range (document, q_start, q_stop, k_start, k_stop, low, high), the queries q_start …
+        q_stop − 1 of a document attend to its keys k_start … k_stop − 1 for which low ≤ k_pos −
+        q_pos ≤ high. None is unlimited. Positions of queries count among the document's queries,
+        positions of keys among its keys; with a `kv_layout` of other lengths the ends are not
+        aligned. Ranges are tuples in any order, or (n, 7) integers. Ranges without any pair are
+        dropped. A query that is in no range attends to no key: its out is 0.
 
-        Takes time n log n in the ranges. Raises a ValueError that names a wrong range, or two that
-        both have some pair, which would count twice.
+        Takes time n log n for n ranges. Raises a ValueError that names a wrong range, or two ranges
+        that both have the same pair, which would count twice.
         """
         return cls(UNLIMITED, UNLIMITED, ranges=MaskRanges.of(ranges))
 
     def check_fits(self, queries: Geometry, keys: Geometry) -> None:
-        """Raise a ValueError that names the mask unless it is one of these documents."""
+        """Raise a ValueError that names the mask unless it fits these documents."""
         if self.prefix is not None and len(self.prefix) != keys.lengths.size:
             expected = f"a prefix of {keys.lengths.size} documents"
             raise ValueError(f"mask must have {expected}, got {len(self.prefix)}")
@@ -106,10 +106,11 @@ class Mask:
             self.ranges.check_fits(queries, keys)
 
     def plot(self, path: str | Path, layout: DrawnLayout) -> None:
-        """Draw who sees whom in a packed batch, coloured by the query's rank, into the file `path`.
+        """Draw which query attends to which key of a packed batch into the file `path`.
 
-        The layout has at most 2,000 tokens. `seqpar.layout.plot.plot_masks({name: mask}, layout,
-        path)` draws several masks side by side. This needs matplotlib.
+        Visible pairs have the colour of the query's rank. The layout has at most 2,000 tokens.
+        `seqpar.layout.plot.plot_masks({name: mask}, layout, path)` draws several masks side by
+        side. Requires matplotlib.
         """
         plot_masks({"": self}, layout, path)
 
@@ -118,17 +119,17 @@ class Mask:
 class Slices:
     """The slices of a block of query rows over a block of key rows.
 
-    One of the two blocks is all rows that the computing rank holds. The other one travels to it,
-    and has just those rows of their owner that see a key, or are seen. If one rank holds both, none
-    travels, and both are complete.
+    One of the two blocks has all rows that the computing rank holds. The other block travels to it,
+    and has only the rows of its owner with a visible pair. If one rank holds both, neither travels,
+    and both are complete.
 
     Attributes:
         q_rows, k_rows: (n, 2) ranges of rows in the blocks, of n slices.
         bands: (n, 2), lo and hi of each slice.
         q_positions, k_positions: (T_q,) and (T_k,), the position of each row of the blocks.
         sent_rows: (m, 2) ranges of the owner's local rows that, one after another, make up the
-            block that travels, or the keys' if none does.
-        derived: what backends derive from the slices.
+            block that travels, or the block of keys if neither travels.
+        derived: tables that backends derive from the slices.
         q_aligned: `aligned`, or None if that is `q_positions`.
     """
 
@@ -146,23 +147,23 @@ class Slices:
 
     @property
     def key_rows(self) -> int:
-        """How many key rows the block has."""
+        """Number of key rows in the block."""
         return self.k_positions.size
 
     @property
     def query_rows(self) -> int:
-        """How many query rows there are."""
+        """Number of query rows in the block."""
         return self.q_positions.size
 
     @property
     def aligned(self) -> Positions:
-        """Return which position each query row counts as among its document's keys."""
+        """The position of each query row, counted among its document's keys."""
         return self.q_positions if self.q_aligned is None else self.q_aligned
 
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
-        """Return two (rows,) arrays: the key rows start … stop − 1 that slice i's rows see.
+        """Return two (rows,) arrays: the rows of slice i attend to key rows start … stop − 1.
 
-        They are counted from the slice's first key row.
+        Key rows count from the slice's first key row.
         """
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]
@@ -171,35 +172,35 @@ class Slices:
         return start, np.searchsorted(k_positions, q_positions + high, side="right")
 
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
-        """Return (n, m) bool: which of these key rows each query row sees under a slice's band."""
+        """Return (n, m) bool: whether a query row attends to a key row under a slice's band."""
         q_positions, k_positions = self._positions_on(device)
         distance = k_positions[keys] - q_positions[rows, None]
         low, high = np.clip(band, -_MAX_DISTANCE, _MAX_DISTANCE).tolist()
         return (distance >= low).logical_and_(distance <= high)
 
     def _positions_on(self, device: torch.device) -> list[Tensor]:
-        """Return the rows' positions on a device, to which they are copied once."""
+        """Return the rows' positions on a device; the copies are cached."""
         host = self.q_positions, self.k_positions
         build = lambda: [torch.from_numpy(positions).to(device) for positions in host]  # noqa: E731
         return self.derived(("positions", device), build)
 
     @cached_property
     def area(self) -> int:
-        """The number of (query, key) pairs that see each other."""
+        """Number of visible (query, key) pairs."""
         intervals = map(self.key_intervals, range(len(self)))
         return sum(int((stop - start).sum()) for start, stop in intervals)
 
     @property
     def seeing(self) -> Ints:
-        """(m, 2) ranges of those query rows that see any key."""
-        seeing = np.zeros(self.query_rows + 2, dtype=bool)  # a False at each end makes edges there
+        """(m, 2) ranges of the query rows that attend to any key."""
+        seeing = np.zeros(self.query_rows + 2, dtype=bool)  # a False at each end gives edges there
         for i, (start, stop) in enumerate(self.q_rows.tolist()):
             first, last = self.key_intervals(i)
             seeing[1 + start : 1 + stop] |= last > first
         return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
 
     def of_queries(self, rows: Ints) -> Slices:
-        """Return the same slices over a block of just these query rows, among them all that see."""
+        """Return the same slices over only these query rows, including all that have a key."""
         index = ranges(*rows.T)
         own, aligned = self.q_positions[index], self.aligned[index]
         q_rows, derived = rows_before(rows, self.q_rows), Memo()
@@ -208,13 +209,13 @@ class Slices:
         )
 
     def of_keys(self, rows: Ints) -> Slices:
-        """Return the same slices over a block of just these key rows, which have all of theirs."""
+        """Return the same slices over only these key rows, which include all rows of slices."""
         k_rows, positions = rows_before(rows, self.k_rows), self.k_positions[ranges(*rows.T)]
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
 
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
-        """Return the slices of the same query rows over several blocks, put into one block."""
+        """Return the slices of the same query rows over several blocks of keys, as one block."""
         if not parts:
             pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
             return cls(pairs, pairs, pairs, positions, positions, pairs)
@@ -239,10 +240,10 @@ def slices_between(
     mask: Mask,
     queries_travel: bool = False,
 ) -> Slices:
-    """Return the slices of one rank's queries over another's keys, kept with both geometries.
+    """Return the slices of one rank's queries over another's keys, cached with both geometries.
 
-    By default the keys travel, so their block has just those that are within the queries' reach.
-    With `queries_travel` the queries do, so theirs has just those that see any key.
+    By default the keys travel, so their block has only the keys within the queries' reach. With
+    `queries_travel` the queries travel, so their block has only queries that attend to any key.
     """
     queries_travel = queries_travel and q_rank != k_rank
     return _tables(queries, keys, mask)(
@@ -280,7 +281,7 @@ def slices_over(
 
 
 def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
-    """Return the memo of the slices of a mask, which goes with the oldest of many masks."""
+    """Return the memo of a mask's slices; if there are many masks, the oldest memo is dropped."""
     masks = queries.derived_with(keys)(("masks",), lambda: Memo(MAX_KEPT_SETTINGS))
     return masks(mask, Memo)
 

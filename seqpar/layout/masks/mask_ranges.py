@@ -1,11 +1,12 @@
-"""MaskRanges: who sees whom, as a list of rectangles under a band each, disjoint.
+"""MaskRanges: a mask as a list of disjoint rectangles, each under a band.
 
-A range is (document, q_start, q_stop, k_start, k_stop, low, high): these queries of a document see
-those of these keys for which low ≤ k_pos − q_pos ≤ high. Queries are counted among the document's
-queries and keys among its keys, so no ends are aligned where the two differ (`kv_layout`).
+In a range (document, q_start, q_stop, k_start, k_stop, low, high), these queries of a document
+attend to those of these keys for which low ≤ k_pos − q_pos ≤ high. Queries are counted among the
+document's queries and keys among its keys, so ends are not aligned where the two differ
+(`kv_layout`).
 
-An operator takes a mask of ranges as a tensor that determines it, like a layout (`handle.py`): a
-graph that torch.compile made neither specialises on it nor recompiles for the next one.
+An operator takes a mask of ranges as a tensor that determines it, like a layout (`handle.py`). A
+graph of torch.compile therefore neither specialises on the mask nor recompiles for the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RangeList = Sequence[Range] | NDArray[Any] | Tensor
 
 
 class Ranges(NamedTuple):
-    """Ranges as (n,) arrays; a bound that is unlimited is ±`UNLIMITED`."""
+    """Ranges as (n,) arrays. An unlimited bound is ±`UNLIMITED`."""
 
     documents: Ints
     q_starts: Ints
@@ -45,13 +46,14 @@ class Ranges(NamedTuple):
     highs: Ints
 
     def take(self, chosen: NDArray[Any]) -> Ranges:
-        """Return those that an index, or a mask, chooses."""
+        """Return the ranges that an index, or a boolean mask, chooses."""
         return Ranges(*(column[chosen] for column in self))
 
     def trimmed(self) -> tuple[Ranges, Ints]:
-        """Return the ranges that show a pair, trimmed to queries and keys of these; and which.
+        """Return the ranges with a visible pair, and their indices.
 
-        Bounds that hide nothing become unlimited.
+        Ranges are trimmed to queries and keys with a visible pair. Bounds that exclude no key
+        become unlimited.
         """
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
@@ -61,7 +63,7 @@ class Ranges(NamedTuple):
         return Ranges(self.documents[index], *edges, lows, highs), index
 
     def of_queries(self, q: Holding) -> tuple[tuple[Ints, Ints], Ranges]:
-        """Return rows of a holding in clusters that each are in one range, and these ranges."""
+        """Return rows of a holding in clusters within one range each, and the range of each."""
         begins, ends = (sort_keys(self.documents, edges) for edges in self[1:3])
         own = self.take(np.flatnonzero(q.holds_some(begins, ends)))
         starts, stops = (q.rows_before(own.documents, edges) for edges in own[1:3])
@@ -69,19 +71,20 @@ class Ranges(NamedTuple):
         return (starts, stops), own.take(index)
 
     def written(self, i: int) -> str:
-        """Return one of them as users write it."""
+        """Return range i in the form in which users write it."""
         row = [int(column[i]) for column in self]
         bounds = [None if abs(bound) >= UNLIMITED else bound for bound in row[5:]]
         return str((*row[:5], *bounds))
 
 
 class MaskRanges:
-    """The ranges of a mask, trimmed, in one order, and disjoint.
+    """The ranges of a mask: trimmed, sorted and disjoint.
 
     Attributes:
         columns: the ranges, by document, queries, keys and band.
-        handle: a 1-D int64 tensor on the CPU that determines them, behind a digest of them.
-        key: that digest.
+        handle: a 1-D int64 tensor on the CPU that determines the ranges: a digest, then their
+            content.
+        key: the digest.
     """
 
     def __init__(self, columns: Ranges) -> None:
@@ -95,7 +98,7 @@ class MaskRanges:
 
     @classmethod
     def of(cls, ranges: RangeList) -> MaskRanges:
-        """Return the ranges that a user lists, or raise a ValueError that names a wrong one."""
+        """Return the ranges that a user lists, or raise a ValueError that names a wrong range."""
         given = _parsed(ranges)
         columns, index = given.trimmed()
         order = np.lexsort(columns[::-1])
@@ -113,7 +116,7 @@ class MaskRanges:
         return isinstance(other, MaskRanges) and self.key == other.key
 
     def __hash__(self) -> int:
-        return int.from_bytes(self.key[:7])  # the same in all processes: masks keep it
+        return int.from_bytes(self.key[:7])  # the same in all processes, since masks cache it
 
     def __len__(self) -> int:
         return self.columns.documents.size
@@ -126,7 +129,7 @@ class MaskRanges:
 
     @cached_property
     def _ends(self) -> tuple[int, Ints, Ints]:
-        """How many documents it needs, and (documents,) how many queries and keys of each."""
+        """Number of documents needed, and (documents,) how many queries and keys of each."""
         documents = int(self.columns.documents.max(initial=-1)) + 1
         queries, keys = np.zeros(documents, np.int64), np.zeros(documents, np.int64)
         np.maximum.at(queries, self.columns.documents, self.columns.q_stops)
@@ -150,7 +153,7 @@ class MaskRanges:
 def from_handle(handle: Tensor) -> MaskRanges:
     """Return the ranges that a handle, or a copy of one, determines.
 
-    Raises a ValueError if it is no handle, or was changed.
+    Raises a ValueError if the tensor is not a handle, or was changed.
     """
     key = key_of_handle(handle)
     found = _by_key.get(key)
@@ -163,7 +166,7 @@ def from_handle(handle: Tensor) -> MaskRanges:
 
 
 def key_of_handle(handle: Tensor) -> bytes:
-    """Return the digest that a handle begins with."""
+    """Return the digest at the start of a handle."""
     return key_of((handle if handle.is_cpu else handle.cpu()).numpy())
 
 
@@ -171,7 +174,7 @@ _by_key: weakref.WeakValueDictionary[bytes, MaskRanges] = weakref.WeakValueDicti
 
 
 def _parsed(ranges: RangeList) -> Ranges:
-    """Return a user's ranges as arrays, or raise a ValueError that names a wrong one."""
+    """Return a user's ranges as arrays, or raise a ValueError that names a wrong range."""
     found = Ranges(*_columns(ranges))
     for name, column in zip(_NAMES[:5], found, strict=False):
         wrong = np.flatnonzero((column < 0) | (column > MAX_DOCUMENT_TOKENS))
@@ -190,7 +193,7 @@ def _parsed(ranges: RangeList) -> Ranges:
 
 
 def _columns(ranges: RangeList) -> list[Ints]:
-    """Return the columns of a user's ranges, or raise a ValueError if they are not as many."""
+    """Return the columns of a user's ranges, or raise a ValueError if there are not seven."""
     expected = f"ranges must be ({', '.join(_NAMES)}) each"
     columns: list[Any]
     if isinstance(ranges, np.ndarray | Tensor):
@@ -204,7 +207,7 @@ def _columns(ranges: RangeList) -> list[Ints]:
 
 
 def _columns_of(ranges: Sequence[Range], expected: str) -> list[Any]:
-    """Return the columns of a list of tuples, of as many each."""
+    """Return the columns of a list of tuples, or raise a ValueError if they are not seven each."""
     try:
         rows = [tuple(row) for row in ranges]
     except TypeError:

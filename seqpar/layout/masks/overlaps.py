@@ -1,9 +1,9 @@
 """Find two ranges of a mask that share a (query, key) pair, by a sweep over the queries.
 
-At a query each range shows an interval of keys. Where ranges are disjoint these intervals are in
-one order, which no later query changes: from a query to the next an edge of an interval moves by
-one key, or not at all. So, as in the sweep of Shamos and Hoey ("Geometric intersection problems",
-1976), the first two that meet were neighbours in that order before. That takes time n log n.
+At each query a range has an interval of keys. As long as ranges are disjoint, these intervals stay
+in the same order: from one query to the next an edge of an interval moves by one key or not at all.
+As in the sweep of Shamos and Hoey ("Geometric intersection problems", 1976), the first two
+intervals that overlap were therefore neighbours in that order before. The sweep takes time n log n.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from seqpar.core.ranges import sort_keys
 
 
 class Overlap(NamedTuple):
-    """Two ranges, and a pair that both have."""
+    """Two ranges, and a pair that both contain."""
 
     one: int
     other: int
@@ -35,9 +35,10 @@ def find_overlap(
     lows: Ints,
     highs: Ints,
 ) -> Overlap | None:
-    """Return two of the ranges that overlap, if any do.
+    """Return two of the ranges that overlap, or None.
 
-    Ranges are in order of documents and then `q_starts`, and each of their queries sees a key.
+    Ranges are in order of documents and then `q_starts`, and each of their queries attends to a
+    key.
     """
     begins, ends = sort_keys(documents, q_starts), sort_keys(documents, q_stops)
     some = _beside_others(begins, ends)
@@ -59,7 +60,7 @@ def find_overlap(
 
 
 def _beside_others(begins: Ints, ends: Ints) -> Ints:
-    """Return the indices of those ranges that share a query with another."""
+    """Return the indices of the ranges that share a query with another range."""
     reached = np.maximum.accumulate(ends)
     shares = begins[1:] < reached[:-1]
     return np.flatnonzero(np.r_[False, shares] | np.r_[shares, False])
@@ -68,15 +69,15 @@ def _beside_others(begins: Ints, ends: Ints) -> Ints:
 def _neighbours(
     index: Ints, begins: Ints, ends: Ints, q_starts: Ints, k_starts: Ints, lows: Ints
 ) -> tuple[Ints, Ints]:
-    """Return all pairs that are ever neighbours, up to the first overlap at least."""
+    """Return all pairs of ranges that are ever neighbours, at least up to the first overlap."""
     count, pairs = index.size, list[tuple[int, int]]()
     last_queries = ends - begins + q_starts - 1
-    # Those that go at one query do so from the last on, which is cheap to take off a list.
+    # Ranges that end at the same query are removed last first, which is cheap in a list.
     ties = np.r_[np.arange(count), -np.arange(count)]
     order = np.lexsort((ties, np.repeat([1, 0], count), np.r_[begins, ends])).tolist()
     firsts, offsets = k_starts.tolist(), lows.tolist()
-    at_query = q_starts.tolist() + last_queries.tolist()  # where each comes, and goes
-    present: list[int] = []  # by the first key that each shows at a query
+    at_query = q_starts.tolist() + last_queries.tolist()  # where each range begins, and ends
+    present: list[int] = []  # sorted by each range's first key at the query
     for event in order:
         query, i = at_query[event], event % count
 
@@ -90,7 +91,7 @@ def _neighbours(
             present.insert(at, i)
             continue
         if present[at : at + 1] != [i]:
-            break  # they are out of order, so two neighbours overlap
+            break  # the order has changed, so two neighbours overlap
         del present[at]
         if 0 < at < len(present):
             pairs.append((present[at - 1], present[at]))

@@ -1,9 +1,9 @@
-"""Count the rows that ranks have for each other under a mask, for all ranks of a group together.
+"""Count the rows that ranks need of each other under a mask, for all ranks of a group together.
 
-The *reach* of rows is the set of positions on the other side that their rows attend to or are
-attended to from: of queries the keys, of keys the queries. Only documents of the asking rank are
-looked at, and in them only ranks within its reach. Documents are taken in blocks, so no array has
-the size of documents × ranks.
+The *reach* of rows is the set of positions on the other side with which they have a visible pair:
+keys for query rows, and queries for key rows. Only documents of the asking rank are processed, and
+in each only the ranks within its reach. Documents are taken in blocks, so no array has the size of
+documents × ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from seqpar.layout.cuts.cuts import HeldSpans
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.mask import Mask
 
-_BLOCK_SPANS = 2**17  # of all ranks that are looked at together
+_BLOCK_SPANS = 2**17  # of all ranks, per block of documents
 _BLOCK_DOCUMENTS = 2**14
 _BLOCK_EDGES = 2**16  # of mirrored chunks; smaller blocks stay in a core's cache
-_MAX_MIRRORED_SPANS = 2  # of a document on the asking rank
+_MAX_MIRRORED_SPANS = 2  # per document on the asking rank
 
 
 class Intervals(NamedTuple):
@@ -37,11 +37,11 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """How spans of one side of a mask map to positions of the other side.
+    """Maps spans of one side of a mask to positions of the other side.
 
     Attributes:
         lows, highs: (documents,) a row at position p reaches positions p + low … p + high.
-        lengths: (documents,) of the other side.
+        lengths: (documents,) lengths of the other side.
         mask: the mask, for its prefix and its ranges.
         to_keys: whether the rows are queries, and the other side is keys.
     """
@@ -63,7 +63,7 @@ class Reach:
         return cls(-shift - mask.right, mask.left - shift, queries.lengths, mask, False)
 
     def of(self, documents: Ints, starts: Ints, stops: Ints) -> Intervals:
-        """Return the positions that spans, none empty, reach; intervals may overlap."""
+        """Return the positions that nonempty spans reach; intervals may overlap."""
         if self.mask.ranges is not None:
             return self._in_ranges(documents, starts, stops)
         lengths = self.lengths[documents]
@@ -110,8 +110,9 @@ class ReachedRows(NamedTuple):
     """Rows of one rank that rows of other ranks reach, as (ranks,) or (groups,) arrays.
 
     Attributes:
-        counts: how many rows.
-        firsts, behind: the first row, and the row behind the last one. Arbitrary without rows.
+        counts: number of rows.
+        firsts: the first row; arbitrary without rows.
+        behind: one more than the last row; arbitrary without rows.
     """
 
     counts: Ints
@@ -125,11 +126,11 @@ class ReachedRows(NamedTuple):
 
     @property
     def are_ranges(self) -> NDArray[np.bool_]:
-        """Whether the rows are a single range each."""
+        """Whether each entry's rows are a single range."""
         return (self.counts > 0) & (self.counts == self.behind - self.firsts)
 
     def add(self, counts: Ints, firsts: Ints, behind: Ints) -> None:
-        """Add rows of some further documents, with extents that are neutral without rows."""
+        """Add rows of further documents. The extents of entries without rows must be neutral."""
         np.add(self.counts, counts, out=self.counts)
         np.minimum(self.firsts, firsts, out=self.firsts)
         np.maximum(self.behind, behind, out=self.behind)
@@ -201,7 +202,7 @@ class Side(NamedTuple):
         return counts
 
     def own_ranges(self, own: Holding, peers: Sequence[Holding]) -> Ints:
-        """Return the own rows that rows of some peers reach, as ranges (m, 2), none touching."""
+        """Return the own rows that rows of some peers reach, as (m, 2) ranges that do not touch."""
         parts = []
         for peer in peers:
             reached = self.their_reach.of(*peer.columns)
@@ -213,7 +214,7 @@ class Side(NamedTuple):
         return union(starts[order], stops[order])
 
     def _spans_within(self, reached: Holding) -> Iterator[tuple[Ints, HeldSpans]]:
-        """Yield blocks of documents, and the spans of all ranks near the positions reached."""
+        """Yield blocks of documents, and the spans of all ranks near the reached positions."""
         documents, first, behind = reached.runs
         starts, stops = reached.starts[first], reached.stops[behind - 1]
         lookup = self.others.holders
@@ -222,7 +223,7 @@ class Side(NamedTuple):
             yield documents[block], lookup(documents[block], starts[block], stops[block])
 
     def _is_mirrored(self, own: Holding) -> bool:
-        """Return whether `_mirrored_own_rows` can count."""
+        """Return whether `_mirrored_own_rows` applies."""
         mask = self.their_reach.mask
         if mask.ranges is not None or mask.prefix is not None or mask.left < 2**40:
             return False
@@ -232,10 +233,10 @@ class Side(NamedTuple):
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
-        """Count own rows where other ranks have two mirrored chunks and reach all on one side.
+        """Count own rows if other ranks have two mirrored chunks and reach everything on one side.
 
-        Queries reach all keys before the last one, and keys all queries behind the first one. The
-        own rows of a document that they reach are therefore its first or its last ones.
+        Queries reach all keys before the last reachable one, and keys all queries after the first.
+        The own rows of a document that they reach are therefore its first or its last rows.
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
@@ -269,7 +270,7 @@ class Side(NamedTuple):
         return reached
 
     def _mirrored_their_rows(self, reached: Holding) -> Ints:
-        """Count rows of other ranks that have two mirrored chunks, in one interval per document."""
+        """Count rows of other ranks with two mirrored chunks, for one interval per document."""
         ranks = self.others.ranks
         below = np.zeros(2 * ranks + 1, np.int64)
         for block, edges in self._mirrored(reached.documents):
@@ -292,9 +293,9 @@ class Side(NamedTuple):
 
 
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
-    """Return the end of each rank's last row, or the position of its first one if not `to_keys`.
+    """Return (documents, ranks) ends of last rows, or positions of first rows if not `to_keys`.
 
-    Without rows they are -far and far. The result is (documents, ranks).
+    Ranks without rows have -far and far, respectively.
     """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
@@ -310,7 +311,7 @@ def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
 
 
 def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
-    """Return intervals of documents in any order as disjoint spans."""
+    """Return intervals of documents, given in any order, as disjoint spans."""
     order = np.argsort(sort_keys(documents, starts))
     documents, starts, stops = documents[order], starts[order], stops[order]
     starts = _beyond_earlier(documents, starts, stops)
@@ -319,10 +320,10 @@ def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
 
 
 def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Return `starts` moved behind all earlier intervals of the same run.
+    """Return `starts` moved past all earlier intervals of the same run.
 
-    Intervals are in the order of runs and starts. Those within earlier ones get a start behind
-    their stop, or at it.
+    Intervals are sorted by run, then start. An interval within earlier ones gets a start at or
+    after its stop.
     """
     reached = np.maximum.accumulate(sort_keys(runs, stops))
     earlier = np.r_[0, reached[:-1]][: reached.size] - sort_keys(runs, np.zeros_like(runs))
@@ -330,9 +331,9 @@ def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
 
 
 def _blocks(limits: Ints) -> Iterator[slice]:
-    """Yield slices of documents with at most `_BLOCK_SPANS` spans, but with one document at least.
+    """Yield slices of documents with at most `_BLOCK_SPANS` spans, but at least one document.
 
-    `limits` is how many spans each document has at most.
+    `limits` is an upper limit on the spans of each document.
     """
     ends, first = np.cumsum(limits), 0
     while first < limits.size:

@@ -1,4 +1,4 @@
-"""Cut slices into two parts of about the same area, so that work can be done in two places."""
+"""Split slices into two parts of about the same area, for work that is done in two places."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import Slices
 
-_TILE_ROWS = 128  # long slices are cut at multiples, so that kernels' tiles stay whole
+_TILE_ROWS = 128  # long slices are cut at multiples of this, so that kernels' tiles stay whole
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
     """Return two parts of the slices, in order, which together are all of them.
 
-    Each slice is cut between two of its query rows, where half of its own area is reached. So no
-    document's bits depend on its neighbours in the pack.
+    Each slice is cut between two of its query rows, at half of the slice's area. The bits of a
+    document's results therefore do not depend on its neighbours in the pack.
     """
     parts: tuple[list[tuple[Ints, ...]], list[tuple[Ints, ...]]] = [], []
     for i in range(len(slices)):
@@ -37,9 +37,9 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _row(start: Ints, stop: Ints) -> int | None:
-    """Return before which row, of a long slice between tiles, to cut it into halves of its area.
+    """Return the row before which to cut a slice into halves of its area, or None for no cut.
 
-    It is None if the slice should not be cut.
+    Long slices are cut between tiles.
     """
     if start.size < 2:
         return None
@@ -53,7 +53,8 @@ def _part(
 ) -> tuple[Ints, ...]:
     """Return some rows of slice i as tables of one slice.
 
-    Like every slice it is trimmed to the rows that see a key, and to the keys that they see.
+    Like every slice it is trimmed to the rows that attend to a key, and to the keys that they
+    attend to.
     """
     seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + rows[0]
     q0, k0 = int(slices.q_rows[i, 0]), int(slices.k_rows[i, 0])

@@ -1,4 +1,4 @@
-"""Check that tasks together are all of a batch's attention, each pair once."""
+"""Check that tasks together have every visible pair of a batch exactly once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ROWS_PER_CHECK = 2**22  # bounds the memory of a check
 def check_tasks(
     name: str, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask
 ) -> None:
-    """Raise a ValueError that names the argument unless every visible pair is in just one task.
+    """Raise a ValueError that names the argument unless every visible pair is in exactly one task.
 
-    Each pair (query, key) has a hash, the product of two, and tasks are compared with the whole
-    documents by the sums of their pairs' hashes, modulo 2**64. That takes time linear in the
-    queries of the tasks, whatever the keys.
+    Each (query, key) pair has a hash, the product of a query's and a key's hash. For each document
+    the sum of the tasks' hashes, modulo 2**64, is compared with the sum over all visible pairs.
+    That takes time linear in the number of the tasks' queries, for any number of keys.
     """
     check_rectangles(name, tasks, queries, keys)
     documents = np.arange(queries.lengths.size)

@@ -1,7 +1,7 @@
-"""Cut tasks by what their queries see: into parts of one band each, and those into stages.
+"""Cut tasks into parts with one band each, and parts into stages.
 
-Documents of queries and of keys have their ends aligned (`Mask`), so bands are counted in each
-one's own positions.
+The ends of a document's queries and keys are aligned (`Mask`). Bands include that shift, so they
+apply to positions that count from the start of the document's queries and of its keys.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from seqpar.layout.tasks.tasks import TaskRectangles
 
 
 class Parts(NamedTuple):
-    """Rectangles of positions under a band each, as (n,) arrays.
+    """Rectangles of positions, each under a band, as (n,) arrays.
 
-    Those of tasks are trimmed: each query of a part sees some of its keys, and each key is seen by
-    some of its queries.
+    The parts of tasks are trimmed: each query of a part attends to some of its keys, and each
+    key has some query of the part that attends to it.
 
     Attributes:
-        documents: whose queries and keys.
-        q_starts, q_stops: which queries.
-        k_starts, k_stops: which keys.
+        documents: the document of the queries and keys.
+        q_starts, q_stops: the range of queries.
+        k_starts, k_stops: the range of keys.
         lows, highs: the band lo ≤ k_pos − q_pos ≤ hi.
         servers: the rank that computes the part.
     """
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-        """Return the parts of tasks: what a prefix shows, and what the mask's band does."""
+        """Return the parts of tasks: pairs in a prefix, and other pairs in the mask's band."""
         if mask.ranges is not None:
             return cls._of_ranges(tasks, mask.ranges.columns)
         shifts = (keys.lengths - queries.lengths)[tasks.documents]
@@ -78,22 +78,22 @@ class Parts(NamedTuple):
         ).trimmed()
 
     def trimmed(self) -> Parts:
-        """Return the parts without the queries that see no key and the keys that nobody sees."""
+        """Return the parts without queries and keys that have no visible pair."""
         kept, edges = trim(*self[1:7])
         return Parts(self.documents[kept], *edges, *(x[kept] for x in self[5:]))
 
     def take(self, chosen: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Parts:
-        """Return those parts that an index, or a mask, chooses."""
+        """Return the parts that an index, or a boolean mask, chooses."""
         return Parts(*(column[chosen] for column in self))
 
     def areas(self) -> Ints:
-        """Return how many pairs of each part see each other; it need not be trimmed."""
+        """Return the number of visible pairs of each part; parts need not be trimmed."""
         return self._below(self.highs) - self._below(self.lows - 1)
 
     def _below(self, bounds: Ints) -> Ints:
         """Count each part's pairs with k_pos − q_pos ≤ bound.
 
-        Query i sees clip(i + c, 0, w) of a part's w keys; these sums are in closed form.
+        Query i has clip(i + c, 0, w) of a part's w keys; the sums are in closed form.
         """
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
@@ -105,10 +105,10 @@ class Parts(NamedTuple):
         return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
-        """Return the parts cut at each server's edges, and between which edges each piece lies.
+        """Return the parts cut at each server's edges, and the index of each piece's interval.
 
-        `edges` is (servers, n + 1), of positions that count from the start of the packed batch,
-        where document d begins at `starts[d]`. All queries lie between the first and the last.
+        `edges` is (servers, n + 1) positions that count from the start of the packed batch, where
+        document d begins at `starts[d]`. All queries lie between the first and the last edge.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
@@ -117,9 +117,10 @@ class Parts(NamedTuple):
 
 
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return ranges cut at ascending edges, (ranges, n + 1), all between the first and the last.
+    """Cut ranges at ascending edges, (ranges, n + 1); ranges lie between the first and last edge.
 
-    Of each piece: of which range it is, where it starts and stops, and between which edges it lies.
+    Return for each piece the index of its range, its start and stop, and the index of its interval
+    between edges.
     """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     counts = (edges[:, 1:-1] < stops[:, None]).sum(1) - first + 1

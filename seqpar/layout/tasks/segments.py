@@ -1,4 +1,4 @@
-"""Ranges of a packed batch that servers need for their tasks, and when.
+"""Ranges of a packed batch that servers need for their tasks, and the stages that need them.
 
 Positions here count from the start of the packed batch.
 """
@@ -16,15 +16,16 @@ from seqpar.layout.tasks.parts import Parts, cut_ranges
 
 
 class Segments(NamedTuple):
-    """Ranges of positions, ascending by server, then position; those of a server are disjoint.
+    """Ranges of positions, sorted by server, then position. The ranges of a server are disjoint.
 
     Attributes:
-        servers: (n,) who needs them.
+        servers: (n,) the server that needs the range.
         starts, stops: (n,) positions.
-        owns: (n,) −1 unless the server's own queries need them; then the number of stages, and of
-            what is `staged` the stage in which they do.
-        firsts, lasts: (n,) the first and the last stage that needs them for guests; if none does,
-            the number of stages and −1. Of what is `staged`: that needs them at all.
+        owns: (n,) −1 unless the server's own queries need the range; otherwise the number of
+            stages, or after `staged` the stage in which they need it.
+        firsts, lasts: (n,) the first and the last stage in which queries of other ranks need the
+            range; if they never do, the number of stages and −1. After `staged`: in which any
+            queries need it.
     """
 
     servers: Ints
@@ -38,9 +39,10 @@ class Segments(NamedTuple):
     def covering(
         cls, servers: Ints, starts: Ints, stops: Ints, stages: Ints, count: int, tokens: int
     ) -> Segments:
-        """Return all that some ranges cover, each of which a stage needs, or for −1 its owner.
+        """Return the segments that some ranges cover.
 
-        There are `count` stages, and `tokens` positions.
+        Each range is needed in one of `count` stages, or by the server's own queries if its stage
+        is −1. There are `tokens` positions.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
         edges = np.sort(np.r_[begins, ends])
@@ -71,20 +73,20 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_queries(cls, parts: Parts, queries: Geometry, stages: Ints, count: int) -> Segments:
-        """Return the queries of parts, each of which is in a stage."""
+        """Return the queries of parts. Each part has a stage."""
         first = queries.cu_seqlens[parts.documents]
         ranges = first + parts.q_starts, first + parts.q_stops
         return cls.covering(parts.servers, *ranges, stages, count, queries.tokens)
 
     @classmethod
     def of_keys(cls, parts: Parts, keys: Geometry, stages: Ints, count: int) -> Segments:
-        """Return the keys of parts, each of which is in a stage, or of own queries for −1."""
+        """Return the keys of parts. Each part has a stage, or −1 for the server's own queries."""
         first = keys.cu_seqlens[parts.documents]
         ranges = first + parts.k_starts, first + parts.k_stops
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
-        """Return how many rows of each segment its server does not hold."""
+        """Return the number of rows of each segment that its server does not hold."""
         coming = self.stops - self.starts
         for server in np.flatnonzero(np.bincount(self.servers)).tolist():
             own = self._slice(server)
@@ -93,10 +95,11 @@ class Segments(NamedTuple):
         return coming
 
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
-        """Return (servers, count + 1): between which positions a server's stages lie.
+        """Return (servers, count + 1): the positions that divide a server's stages.
 
-        As many rows are `coming` to a server in each stage, but half as many in the first, which
-        has less to hide under. Within a segment they are taken to lie evenly.
+        The same number of rows is `coming` to a server in each stage, except for half of that in
+        the first, which has less work to hide under. Within a segment these rows are assumed to be
+        spread evenly.
         """
         edges = np.zeros((geometry.ranks, count + 1), np.int64)
         edges[:, 1:] = geometry.tokens
@@ -111,19 +114,20 @@ class Segments(NamedTuple):
         return edges
 
     def take(self, chosen: NDArray[Any]) -> Segments:
-        """Return those that an index, or a mask, chooses."""
+        """Return the segments that an index, or a boolean mask, chooses."""
         return Segments(*(column[chosen] for column in self))
 
     def of(self, server: int) -> Segments:
-        """Return those of one server."""
+        """Return the segments of one server."""
         own = self._slice(server)
         return Segments(*(column[own] for column in self))
 
     def staged(self, count: int) -> Segments:
-        """Return ranges of one rank's rows in stages, also of what servers' own queries need.
+        """Assign stages to one rank's rows, also to rows that servers' own queries need.
 
-        Of that each server uses as much in every stage, but half as much in the first. So keys come
-        early, gradients return early, and guests of a stage wait for a part of its own work only.
+        Of the rows for its own queries, each server uses the same number in every stage, except for
+        half of that in the first. Keys therefore arrive early, gradients return early, and the
+        queries of other ranks wait for only a part of the server's own work.
         """
         ready, some = self.take(self.owns < 0), self.take(self.owns >= 0)
         columns = np.stack([some.servers, some.firsts, some.lasts])
@@ -146,27 +150,27 @@ class Segments(NamedTuple):
         return joined.take(np.lexsort((joined.starts, joined.servers)))
 
     def _slice(self, server: int) -> slice:
-        """Return where those of a server are."""
+        """Return the slice of a server's segments."""
         return slice(*np.searchsorted(self.servers, (server, server + 1)).tolist())
 
     def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
-        """Return which local rows [start, stop) of a rank are in each segment."""
+        """Return the local rows [start, stop) of a rank in each segment."""
         holding = geometry.holdings[rank]
         firsts = geometry.cu_seqlens[holding.documents] + holding.starts
         return _rows_before(holding, firsts, self.starts), _rows_before(holding, firsts, self.stops)
 
 
 def _edges(totals: Ints, count: int) -> Ints:
-    """Return (n, count + 1): where amounts are cut into stages, of which the first is half as long.
+    """Return (n, count + 1) edges that cut amounts into stages, the first half as long as others.
 
-    It has less to hide under.
+    The first stage has less work to hide under.
     """
     reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
     return totals[:, None] * reached // (2 * count - 1)
 
 
 def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
-    """Count the local rows before each position; `firsts` are those at which spans begin."""
+    """Count the local rows before each position; spans begin at the positions `firsts`."""
     if not firsts.size:
         return np.zeros_like(positions)
     found = np.searchsorted(firsts, positions, side="right") - 1

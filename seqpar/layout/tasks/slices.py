@@ -13,10 +13,10 @@ from seqpar.layout.tasks.task_rows import ServerRows
 
 
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
-    """Return the slices of the blocks' rows that see each other in these parts.
+    """Return the slices of the blocks' rows with visible pairs in these parts.
 
-    There is one for each part, cluster of query rows and run of key rows that have any. `shift`
-    (documents,) aligns the ends of each document.
+    There is one slice for each part, cluster of query rows and run of key rows that have any
+    visible pair. `shift` (documents,) aligns the ends of each document.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)
@@ -36,7 +36,7 @@ def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints
 
 
 def _runs_of(documents: Ints, block: ServerRows) -> tuple[Ints, Ints]:
-    """Return all pairs of a document, as its index, and a run of it in the block."""
+    """Return all pairs of a document's index and a run of that document in the block."""
     runs = block.holding.runs.documents
     order = np.argsort(block.documents[runs], kind="stable")
     found = block.documents[runs][order]

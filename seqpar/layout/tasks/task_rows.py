@@ -1,9 +1,9 @@
-"""Decide which rows travel for tasks, from whom to whom, and in which stage.
+"""Decide which rows travel for tasks, between which ranks, and in which stage.
 
-The queries that a server needs are put in order and cut into stages, so that results of one stage
-return while the next one is computed. A key comes to a server once, with the first guests that see
-it or before; its gradient can return when the last guests have been computed. What the server's own
-queries do with keys of others is spread over the stages.
+The queries that a server needs are sorted and cut into stages, so that the results of one stage
+return while the next stage is computed. A key travels to a server once, no later than the first
+queries of other ranks that attend to it. Its gradient can return after the last such queries. The
+work of the server's own queries with keys of other ranks is spread over the stages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MAX_STAGES = 4
 
 
 class Stages(NamedTuple):
-    """Of rows that travel: in which stages their server needs them.
+    """The stages in which a server needs rows that travel to it.
 
     Attributes:
-        own: in which its own queries do; −1 if none does.
-        first, last: in which anything does.
+        own: the stage in which its own queries need them; −1 if they do not.
+        first, last: the first and last stage in which any queries need them.
     """
 
     own: int
@@ -41,10 +41,10 @@ class ServerRows(NamedTuple):
     """Rows of some ranks, one after another, as a server has them.
 
     Attributes:
-        holding: the rows' positions. Where it says documents, it has numbers of runs.
-        documents: (runs,) of each run.
-        ranks: (m,) whose rows they are.
-        counts: (m,) how many of each.
+        holding: the rows' positions. Its documents are numbers of runs.
+        documents: (runs,) the document of each run.
+        ranks: (m,) the ranks that own the rows.
+        counts: (m,) the number of rows of each rank.
     """
 
     holding: Holding
@@ -54,13 +54,13 @@ class ServerRows(NamedTuple):
 
     @classmethod
     def local(cls, geometry: Geometry, rank: int) -> ServerRows:
-        """Return all that a rank holds."""
+        """Return all rows that a rank holds."""
         holding = geometry.holdings[rank]
         return cls(holding, np.arange(geometry.lengths.size), [rank], [holding.tokens])
 
     @classmethod
     def of(cls, table: Ints) -> ServerRows:
-        """Return rows from a table (4, spans) of ranks, documents, starts and stops, in order."""
+        """Return rows from a (4, spans) table of ranks, documents, starts and stops, in order."""
         ranks, documents, starts, stops = table
         begins = np.ones(ranks.size, bool)
         begins[1:] = (ranks[1:] != ranks[:-1]) | (documents[1:] != documents[:-1])
@@ -71,7 +71,7 @@ class ServerRows(NamedTuple):
 
     @classmethod
     def joined(cls, blocks: Sequence[ServerRows]) -> ServerRows:
-        """Return the rows of several blocks, one after another."""
+        """Return the rows of several blocks, one block after another."""
         if not blocks:
             return cls.of(np.empty((4, 0), np.int64))
         first_run = np.cumsum([0] + [block.documents.size for block in blocks])
@@ -86,13 +86,13 @@ class ServerRows(NamedTuple):
 
 
 class TaskRows:
-    """What of a batch travels for its tasks.
+    """The rows of a batch that travel for its tasks.
 
     Attributes:
-        digest: that of the tasks.
-        stages: how many there are; the same on all ranks.
-        parts: of all tasks, cut into stages.
-        queries, keys: what servers need, their own rows included.
+        digest: the digest of the tasks.
+        stages: number of stages, the same on all ranks.
+        parts: the parts of all tasks, cut into stages.
+        queries, keys: the rows that servers need, including rows that they own.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class TaskRows:
         mask: Mask,
         rows_of_stage: int,
     ) -> None:
-        """Cut the work into stages, in each of which about so many rows come to a server.
+        """Cut the work into at most `_MAX_STAGES` stages.
 
-        There are at most `_MAX_STAGES`.
+        In each stage about `rows_of_stage` rows come to a server.
         """
         self.digest, parts = digest_of(tasks), Parts.of(tasks, queries, keys, mask)
         one = np.zeros_like(parts.servers), 1
@@ -129,7 +129,7 @@ class TaskRows:
 
 
 def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Segments:
-    """Return which of its rows a rank sends, to which servers: segments of local rows."""
+    """Return the rows that a rank sends, as segments of its local rows with their servers."""
     start, stop = needed.rows(geometry, rank)
     chosen = (stop > start) & (needed.servers != rank)
     return needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
@@ -138,7 +138,7 @@ def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Seg
 def arriving_at(
     rank: int, geometry: Geometry, needed: Segments, stages: int
 ) -> dict[Stages, ServerRows]:
-    """Return the rows of others that come to a rank, which is a server, by their stages."""
+    """Return the rows of other ranks that come to a server, the rank `rank`, by their stages."""
     needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
         if home == rank:
@@ -162,7 +162,7 @@ def arriving_at(
 
 
 def _most(needed: Segments, coming: Ints) -> int:
-    """Return how many rows come to the server to which most do."""
+    """Return the largest number of rows that come to any server."""
     return int(np.bincount(needed.servers, coming, 1).max())
 
 

@@ -1,4 +1,4 @@
-"""Cut the work of attention into tasks, which any rank may compute."""
+"""Attention as tasks, which any rank may compute."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from seqpar.layout.geometry import Geometry
 
 
 class TaskRectangles(NamedTuple):
-    """Rectangles of query and key positions, and who computes each, as (n,) arrays.
+    """Rectangles of query and key positions, and the rank that computes each, as (n,) arrays.
 
-    A task is the visible pairs in its rectangle, or those of them in a band. Together tasks have
-    every visible pair once; what a mask hides may be in several, or in none. Positions count from
-    the start of the document: those of queries among its queries, those of keys among its keys
-    (`kv_layout` may have more).
+    A task is the visible pairs in its rectangle, or only those in a band. Together tasks have every
+    visible pair once; hidden pairs may be in several tasks or in none. Positions of queries count
+    among a document's queries, and positions of keys among its keys (`kv_layout` may have more).
 
     Attributes:
-        documents: whose queries and keys.
-        q_starts, q_stops: which queries.
-        k_starts, k_stops: which keys.
+        documents: the document of the queries and keys.
+        q_starts, q_stops: the range of queries.
+        k_starts, k_stops: the range of keys.
         servers: the rank that computes the task.
-        lows, highs: a band low ≤ k_pos − q_pos ≤ high, or None for both if no task has one. Where a
-            mask's ranges share a rectangle, tasks may.
+        lows, highs: a band low ≤ k_pos − q_pos ≤ high, or None for both if no task has one. If
+            ranges of a mask share a rectangle, tasks may share it too.
     """
 
     documents: Ints
@@ -41,19 +40,19 @@ class TaskRectangles(NamedTuple):
 
     @property
     def bands(self) -> tuple[Ints, Ints]:
-        """The bands' bounds, unlimited where there are none."""
+        """The bounds of the bands; unlimited for tasks without bands."""
         unlimited = np.full_like(self.servers, UNLIMITED)
         lows = -unlimited if self.lows is None else self.lows
         return lows, unlimited if self.highs is None else self.highs
 
     def take(self, chosen: NDArray[Any]) -> TaskRectangles:
-        """Return those tasks that an index, or a mask, chooses."""
+        """Return the tasks that an index, or a boolean mask, chooses."""
         columns: list[Any] = [None if column is None else column[chosen] for column in self]
         return TaskRectangles(*columns)
 
 
 def as_tasks(name: str, value: Any) -> TaskRectangles:
-    """Return tasks as arrays of their own, or raise a ValueError that names the argument."""
+    """Return tasks as new read-only arrays, or raise a ValueError that names the argument."""
     if not isinstance(value, TaskRectangles):
         raise ValueError(f"{name} must be Tasks, got {shown(value)}")
     columns: list[Ints] = []
@@ -68,7 +67,7 @@ def as_tasks(name: str, value: Any) -> TaskRectangles:
 
 
 def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: Geometry) -> None:
-    """Raise a ValueError that names the argument unless tasks are within documents and ranks."""
+    """Raise a ValueError that names the argument unless tasks lie within documents and ranks."""
     limits: dict[str, tuple[Ints | int, Ints | int]] = {
         "documents": (0, queries.lengths.size - 1),
         "servers": (0, queries.ranks - 1),
@@ -94,6 +93,6 @@ def _check_limits(
 
 
 def digest_of(tasks: TaskRectangles) -> str:
-    """Return 16 hexadecimal digits that are the same for equal tasks."""
+    """Return 16 hexadecimal digits, the same for equal tasks."""
     content = np.concatenate([[len(tasks.documents)], *tasks[:6], *tasks.bands]).astype("<i8")
     return hashlib.sha256(content.tobytes()).hexdigest()[:16]
