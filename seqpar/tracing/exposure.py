@@ -81,7 +81,7 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
     def timed() -> float:
         comm.synchronize()
         comm.all_gather(torch.zeros(1, device=comm.device), label="exposure")
-        comm.synchronize()  # ranks begin at once: on a GPU, this alone waits for the others
+        comm.synchronize()  # on a GPU, only this waits for the others, so that ranks begin together
         start = time.perf_counter()
         step()
         comm.synchronize()
