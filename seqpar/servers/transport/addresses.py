@@ -95,7 +95,7 @@ def fault_of_socket(path: str) -> str | None:
 
 
 def check_keys(name: str, address: str, keys: object) -> None:
-    """Raise a ValueError if an address is on another machine and there are no keys."""
+    """Raise a ValueError if an address is on another machine and `keys` is None."""
     if keys is None and not is_local(address):
         how = "make them with `python -m seqpar keygen`"
         raise ValueError(f"{name}: {address} is not on this machine, so it needs keys: {how}")

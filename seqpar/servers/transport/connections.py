@@ -34,11 +34,11 @@ _BYTES_RECEIVED = slice(128, 136)  # of Linux's tcp_info
 _UNIX_BYTES_PER_SECOND = 2**26  # Unix sockets have no such counter, and are never slower than this
 _MAX_PAUSE_SECONDS = 1.0  # between two looks; during a longer pause the server read nothing
 _COUNT_SECONDS = 1.0  # between two looks at the bytes of a connection
-_UNREAD_SLACK_BYTES = 2**24  # header, framing, and what the system itself holds of a message
+_UNREAD_SLACK_BYTES = 2**24  # header, framing, and the system's own buffers for a message
 _MAX_EVENTS_SECONDS = 0.02
 _MAX_DESCRIPTORS_USED = 0.75  # of those that the process may have
-# A client needs two. A message of each is read before the second one of any, so many connections
-# would delay other clients' signs of life.
+# A client needs two. One message of each connection is read before a second one of any, so
+# additional connections would delay other clients' signs of life.
 _MAX_CONNECTIONS_PER_LEASE = 8
 
 
@@ -105,14 +105,14 @@ class Connections:
         self._events.connect(address)
 
     def heard(self, peer: Peer, frame: zmq.Frame) -> None:
-        """Note that a message of a connection was read, of which this is a frame."""
+        """Note that a message was read from a connection; `frame` is one of its frames."""
         connection = self._by_route.get(peer.route)
         if connection is None:
             self._read_events()
             try:
                 descriptor = int(frame.get(zmq.SRCFD))
             except zmq.ZMQError:
-                return  # of an older protocol than ours: the connection counts as silent
+                return  # the peer uses an older protocol: its connection counts as silent
             connection = self._by_descriptor.get(descriptor)
             if connection is None:
                 return  # the client has left
@@ -195,9 +195,9 @@ class Connections:
             self._end(largest)
 
     def _end_excess(self) -> None:
-        """End connections while there are too many: the most silent ones of the key with most.
+        """While there are too many, end the most silent one of the key with the most connections.
 
-        Connections that have sent no message count as those of one key.
+        All connections that have not sent a message count as connections of one key.
         """
         most = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _MAX_DESCRIPTORS_USED)
         most = min(most, _MAX_CONNECTIONS_PER_LEASE * self._limits.clients)
@@ -220,7 +220,7 @@ class Connections:
             return  # the client has left
         try:
             with self._socket_of(connection.descriptor) as socket:
-                if _cookie(socket) == connection.cookie:  # else another socket has the number now
+                if _cookie(socket) == connection.cookie:  # another socket may have the number now
                     socket.shutdown(system.SHUT_RDWR)
         except OSError:
             pass  # the client has left

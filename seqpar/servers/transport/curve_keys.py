@@ -1,8 +1,13 @@
-"""Keys of ZeroMQ's CURVE, with which both sides know each other and what they send is encrypted.
+"""Keys of ZeroMQ's CURVE, which authenticates both sides and encrypts their messages.
 
-A folder of keys has `server.secret` and `server.public`, `client.secret` and `client.public`, and
-in `trusted/` the public keys of the clients that the server takes. A server needs `server.*` and
-`trusted/`, a client `client.*` and `server.public`. Secrets are readable by their owner alone.
+| in a folder of keys | needed by |
+|---|---|
+| `server.secret` | the server |
+| `server.public` | both sides |
+| `client.secret`, `client.public` | the client |
+| `trusted/`, with the public keys of the clients that the server accepts | the server |
+
+Only their owner may read the files of secret keys.
 """
 
 from __future__ import annotations
@@ -18,20 +23,20 @@ from typing import NamedTuple
 
 import zmq
 
-_SIZE = 40  # characters of a key, which are those of Z85
+_SIZE = 40  # characters of a key in Z85 encoding
 _CHARACTERS = set(b"0123456789" + ascii_letters.encode() + b".-:+=^!/*?&<>()[]{}@%$#")
-_MOST = 1024  # bytes that are read of a file
+_MOST = 1024  # bytes read from a file
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-_MOST_REFUSED = 128  # keys that are kept until they are logged
+_MOST_REFUSED = 128  # refused keys kept until they are logged
 
 
 class CurveKeys(NamedTuple):
-    """The own pair of keys, and what the peer is known by.
+    """The key pair of one side, and the public keys of its peers.
 
     Attributes:
-        public, secret: the own pair.
-        server: for a client, the server's public key.
-        trusted: for a server, the folder of the public keys of its clients.
+        public, secret: this side's key pair.
+        server: on a client, the server's public key.
+        trusted: on a server, the folder with the public keys of its clients.
     """
 
     public: bytes
@@ -41,9 +46,9 @@ class CurveKeys(NamedTuple):
 
 
 def generate(folder: Path) -> list[Path]:
-    """Make the keys of a server and of a client that it trusts; return the files.
+    """Make key pairs for a server and for a client that it trusts; return the files.
 
-    A ValueError says which file is there already, or cannot be written.
+    A ValueError names a file that exists already or that cannot be written.
     """
     files = [folder / f"{who}.{kind}" for who in ("server", "client") for kind in _KINDS]
     files.append(folder / "trusted" / "client.public")
@@ -69,7 +74,7 @@ _KINDS = ("public", "secret")
 
 
 def server_keys(folder: Path) -> CurveKeys:
-    """Return what a server needs of a folder, or raise a ValueError that names the file."""
+    """Read a server's keys from a folder; a ValueError names the file that is not as it must be."""
     if not os.path.isdir(trusted := folder / "trusted"):
         raise ValueError(f"keys: {trusted} must be a folder of clients' public keys")
     check_folder(trusted)
@@ -77,15 +82,15 @@ def server_keys(folder: Path) -> CurveKeys:
 
 
 def client_keys(folder: Path) -> CurveKeys:
-    """Return what a client needs of a folder, or raise a ValueError that names the file."""
+    """Read a client's keys from a folder; a ValueError names the file that is not as it must be."""
     return CurveKeys(*_pair(folder, "client"), server=_read(folder / "server.public"))
 
 
 class Trusted:
-    """The public keys in a folder, which come and go while a server runs.
+    """The public keys in a folder, whose files may be added and removed while a server runs.
 
     Attributes:
-        keys: those that were there at the last look.
+        keys: the public keys when the folder was last read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,9 +102,9 @@ class Trusted:
     def look(self) -> None:
         """Read the folder if its files have changed.
 
-        A folder that is missing, or that others may write to, has no keys. While the process cannot
-        open any file, the keys of the last look stay: connections that use up all descriptors must
-        not end every session.
+        A folder that is missing, or that other users may write to, counts as empty. While the
+        process has no descriptor left to open a file with, the previous keys stay valid: a client
+        that uses up all descriptors with its connections must not end every session.
         """
         try:
             os.close(os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC))
@@ -124,21 +129,21 @@ class Trusted:
         self.keys = frozenset(keys)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a client's key is trusted now; ZeroMQ's thread asks."""
+        """Return whether a client's key is trusted now; ZeroMQ's thread calls this."""
         if trusted := trusts(self._folder, key):
             return trusted
         self._refused.append(key)
         return trusted
 
     def refusals(self) -> list[str]:
-        """Return the keys that were refused since the last call, as far as they are kept."""
+        """Return the keys refused since the last call, at most the last 128."""
         return [self._refused.popleft().decode() for _ in range(len(self._refused))]
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError unless only its owner or root may change a folder and those above it.
+    """Raise a ValueError unless only this user or root may change a folder and its parents.
 
-    Folders above it may let others add files, as /tmp does, but not replace them.
+    Parents may let other users add files, as /tmp does, but not replace them.
     """
     real = folder.resolve()
     for each in (real, *real.parents):
@@ -153,9 +158,9 @@ def _check_owner(path: Path, status: os.stat_result, sticky: bool = False) -> No
 
 
 def trusts(folder: Path, key: bytes) -> bool:
-    """Return whether a client's public key is in a folder now: keys come and go while it runs.
+    """Return whether a client's public key is in a folder now.
 
-    A file that holds no key, one that is being written, say, is nobody's.
+    Files without a valid key are ignored, for example a file that is being written.
     """
     return key in Trusted(folder).keys
 
@@ -169,7 +174,7 @@ def _pair(folder: Path, who: str) -> tuple[bytes, bytes]:
 
 
 def _read(file: Path) -> bytes:
-    """Return the key in a file, of which a secret one must be its owner's alone."""
+    """Return the key in a file; only its owner may read a file with a secret key."""
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())

@@ -1,10 +1,12 @@
 """NIXL's transport: one-sided writes into memory that is registered once.
 
-An end has one agent, and a block of memory in which each peer's writes arrive in its share. What is
-sent is written from where it is, and registered meanwhile: on a CPU registering 64 MiB takes 5 µs,
-and copying it 10 ms. The message of a payload is the notification of its write. A peer that is to
-be reached may write into this process, and what is written is not encrypted: this is for peers that
-are trusted as the own process is. Checksums find what a peer that was given up writes late.
+Security: a connected peer may write into this process, and payloads are not encrypted. Use it only
+with peers that are trusted as much as this process.
+
+Each end has one NIXL agent and one block of memory. Every peer writes to its own share of this
+block. The sender writes from the payload's own memory, which is registered during the transfer: on
+a CPU, registering 64 MiB takes 5 µs and copying it 10 ms. The control message of a payload is the
+notification of its write. Checksums detect late writes of peers that were given up.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from seqpar.servers.wire.arena import ALIGNMENT, Arena, placed
 from seqpar.servers.wire.protocol import TransportName
 
 # Seconds for which the owner polls every millisecond after a peer announced a write. NIXL's own
-# progress thread takes half a core of an idle process, and polling always takes two cores for 32
+# progress thread takes half a core in an idle process. Polling all the time takes two cores for 32
 # clients of one server.
 _HURRY = 0.2
 
@@ -48,7 +50,7 @@ def _fits(place: int | None, size: int, arena: int) -> bool:
 
 
 class _Peer:
-    """What an agent knows of a peer: its name and arena, and its room here."""
+    """A peer's agent and arena, and the bytes reserved here for its writes."""
 
     def __init__(self, start: int, size: int) -> None:
         self.start, self.size = start, size
@@ -57,7 +59,7 @@ class _Peer:
 
 
 class _Flight:
-    """What a transfer holds until it has ended: memory that is registered for it, or lent."""
+    """The resources of one transfer: its arrays, their registration, and NIXL's handle."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.arrays = arrays
@@ -69,8 +71,8 @@ class OneSided(Transport):
     """Writes payloads into the peer's arena, on CPUs over shared memory or TCP.
 
     Args:
-        name: of the agent: no two agents that meet may have the same.
-        room: bytes of the block that peers write to.
+        name: of the agent; connected agents must have different names.
+        room: bytes of the block to which all peers write.
     """
 
     name: TransportName = "nixl"
@@ -79,9 +81,9 @@ class OneSided(Transport):
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         from nixl._api import nixl_agent, nixl_agent_config
 
-        # A progress thread would take half a core while nothing happens; the owner polls instead.
+        # A progress thread would take half a core while idle; the owner polls instead.
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-        memory = np.empty(room + ALIGNMENT, np.uint8)  # of huge pages, as torch's is not
+        memory = np.empty(room + ALIGNMENT, np.uint8)  # numpy uses huge pages, torch does not
         skipped = -_address(memory) % ALIGNMENT
         self._bytes = memory[skipped : skipped + room]
         self._base = _address(self._bytes)
@@ -129,13 +131,13 @@ class OneSided(Transport):
         self._rooms.give(known.start)
 
     def _forget(self, agent: str | None) -> None:
-        """Drop an agent's metadata: peers that it serves must be connected again."""
+        """Drop an agent's metadata; all peers of this agent must be connected again."""
         if agent is None:
             return
         for peer in self._peers.values():
             if peer.agent == agent:
                 peer.agent = None
-        with suppress(Exception):  # it is forgotten in any case, whatever its connection says
+        with suppress(Exception):  # NIXL forgets the agent even if its connection fails
             self._agent.remove_remote_agent(agent)
 
     def begin(
@@ -161,7 +163,8 @@ class OneSided(Transport):
                 pairs = [(base + x, part) for x, part in zip(places, arrays, strict=True)]
                 remote = [(target, part.size, 0) for target, part in pairs if part.size]
                 local = [(_address(part), part.size, 0) for part in arrays if part.size]
-                # q may be k and v: NIXL crashes where it forgets a block that is listed twice.
+                # q, k and v may be one tensor. NIXL crashes when it deregisters a block that is
+                # listed twice.
                 blocks = list({(*each, "") for each in local})
                 flight.registered = self._agent.register_memory(blocks, "DRAM")
                 descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
@@ -171,7 +174,7 @@ class OneSided(Transport):
             else:
                 self._agent.send_notif(known.agent, message)
                 self._end(sending, None)
-        except Exception as error:  # of many kinds, NIXL's own
+        except Exception as error:  # NIXL has many exception types
             self._end(sending, f"nixl: {type(error).__name__}")
             self._forget(known.agent)
         return sending
@@ -195,7 +198,7 @@ class OneSided(Transport):
             self._end(sending, None)
 
     def _end(self, sending: Sending, error: str | None) -> None:
-        """Give back what a transfer holds, in all cases."""
+        """Release the resources of a transfer, whether it has failed or not."""
         sending.moving, sending.error = False, error
         if sending not in self._sendings:
             return
@@ -207,7 +210,7 @@ class OneSided(Transport):
                 self._agent.release_xfer_handle(flight.handle)
             if flight.registered is not None:
                 self._agent.deregister_memory(flight.registered)
-        except Exception:  # it could not be aborted, and may still read what it sends
+        except Exception:  # it could not be aborted, and may still read the arrays
             self._stuck.append(flight)
 
     def poll(self) -> list[tuple[Any, bytes]]:
@@ -218,7 +221,7 @@ class OneSided(Transport):
             peers = [peer for peer, known in self._peers.items() if known.agent == agent]
             found += [(peers[-1], message) for message in messages if peers]
         if not found:
-            os.sched_yield()  # the owner may spin: whoever is to write may need this core
+            os.sched_yield()  # the owner may spin, and the writer may need this core
         return found
 
     def hurry(self) -> None:

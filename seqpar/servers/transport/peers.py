@@ -24,8 +24,8 @@ def fits(size: int, own: int, held: int, most: int, shared: bool) -> bool:
     """Return whether a key that has `own` of a resource may have `size` more.
 
     All keys together have `held` of `most`. If several keys share a resource, a key may not have
-    more than what then stays free, so n greedy keys leave 1/(n + 1) of it. A key that has nothing
-    may take all that is free.
+    more than the part that then stays free, so n greedy keys leave 1/(n + 1) of the resource. A key
+    that has nothing may take all that is free.
     """
     if held + size > most:
         return False
@@ -33,6 +33,6 @@ def fits(size: int, own: int, held: int, most: int, shared: bool) -> bool:
 
 
 def room(own: int, held: int, most: int, shared: bool) -> int:
-    """Return how much more of a resource a key may have. The arguments are those of `fits`."""
+    """Return how much more of a resource a key may have, with the arguments of `fits`."""
     free = most - held
     return max(0, (free - own) // 2) if shared and own else free

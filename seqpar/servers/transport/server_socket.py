@@ -1,4 +1,4 @@
-"""A server's socket, with the keys of those who may use it."""
+"""A server's socket, which clients with trusted keys may use."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from seqpar.servers.transport.sockets import Socket, bound, secure, send
 from seqpar.servers.wire.limits import MAX_FRAMES, Limits, ServerDeadlines
 from seqpar.servers.wire.protocol import followed
 
-_SKIPPED = 1024  # frames of one that has more that are dropped before others are served
-_MOST_UNSENT = 2**14  # frames that wait for a client that does not read
-_MORE = 8  # control messages of a client that may wait, besides its requests
+_SKIPPED = 1024  # frames of an overlong message dropped before other messages are read
+_MOST_UNSENT = 2**14  # frames queued for a client that does not read
+_MORE = 8  # control messages of a client that may be queued in addition to its requests
 
 
 class ServerSocket:
-    """A socket that is bound to an address, which must be local unless there are keys.
+    """A socket bound to an address, which must be local unless there are keys.
 
     Attributes:
-        socket: ZeroMQ's.
-        address: where it is bound.
+        socket: the ZeroMQ socket.
+        address: the address to which it is bound.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ServerSocket:
         check_keys("address", check_address("address", address), keys)
         self._context = zmq.Context()
         self._lock: _Lock | None = None
-        self._skips = False  # whether the rest of a message is dropped
+        self._skips = False  # whether the remaining frames of a message are being dropped
         self._authenticator: ThreadAuthenticator | None = None
         self._trusted: Trusted | None = None
         if keys is not None:
@@ -68,16 +68,17 @@ class ServerSocket:
             self.close()
             raise ValueError(f"address: {address} cannot be bound: {error}") from None
         # From now on the socket itself numbers its peers and ignores ids that they claim: libzmq
-        # aborts the process when a claimed id equals the next number. What is bound already speaks
-        # ZMTP as before. Messages to peers have one frame each.
+        # aborts the process when a claimed id equals the next number. The listener that is already
+        # bound speaks ZMTP as before. Messages to peers have one frame each.
         self.socket.set(zmq.ROUTER_RAW, 1)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[Peer, list[Any]] | None:
-        """Return who sent the next message, and its frames, or None.
+        """Return the sender and the frames of the next message, or None if no message waits.
 
-        A message of a key that is no longer trusted ends its connection and is dropped. A message
-        of far too many frames has none here; they are dropped, some with each call.
+        A message from a key that is no longer trusted is dropped, and its connection ended. A
+        message with far too many frames is returned without frames; they are dropped, some with
+        each call.
         """
         while (received := self._next()) is not None:
             peer, frames = received
@@ -89,7 +90,7 @@ class ServerSocket:
         return None
 
     def _next(self) -> tuple[Peer, list[zmq.Frame]] | None:
-        """Return the next message, and who sent it, or None."""
+        """Return the sender and the frames of the next message, or None, without checking keys."""
         for _ in range(_SKIPPED * self._skips):
             if not self.socket.recv(copy=False).more:
                 self._skips = False
@@ -114,11 +115,12 @@ class ServerSocket:
     def send(
         self, peer: Peer, frames: Sequence[Any], track: bool = False
     ) -> list[zmq.MessageTracker] | None:
-        """Send to a client without waiting; None if it has left, or does not read.
+        """Send to a client without waiting; return None if it has left or does not read.
 
-        Each frame travels as a message; the first says how many follow, and empty ones are left
-        out. A client that takes some of a message and not all is cut off. The trackers tell when
-        frames have left; small frames have none, except the last one if `track`.
+        Each frame travels as its own message. The first one has the number of frames that follow;
+        empty frames are left out. If only some of the frames can be queued, the client is cut off.
+        Otherwise the result has trackers, which tell when frames have left. Small frames have no
+        tracker, except the last frame if `track`.
         """
         if self._connections.ended(peer.route):
             return None
@@ -135,7 +137,7 @@ class ServerSocket:
         return trackers
 
     def cut(self, peer: Peer) -> None:
-        """End a connection: nothing passes on it from now on."""
+        """End a peer's connection: no message is read from it or sent to it from now on."""
         self._connections.end(peer.route)
 
     @property
@@ -144,11 +146,11 @@ class ServerSocket:
         return self._trusted is not None and len(self._trusted.keys) > 1
 
     def trusts(self, peer: Peer) -> bool:
-        """Return whether a peer's key was trusted when keys were last looked at."""
+        """Return whether a peer's key was trusted when the keys were last read."""
         return self._trusted is None or peer.key.encode() in self._trusted.keys
 
     def refusals(self) -> list[str]:
-        """Return the keys of handshakes that were refused since the last call."""
+        """Return the keys whose handshakes were refused since the last call."""
         return [] if self._trusted is None else self._trusted.refusals()
 
     def look_at_keys(self) -> None:
@@ -162,7 +164,7 @@ class ServerSocket:
         self._connections.look()
 
     def close(self) -> None:
-        """Send for a second what has not been sent, and close."""
+        """Close the socket; frames in its queue are sent for one more second."""
         self._connections.close()
         self.socket.close(linger=1000)
         if self._authenticator is not None:
@@ -174,10 +176,10 @@ class ServerSocket:
 
 
 class _Lock:
-    """The right to bind a path, which one process has at a time, by a lock on a file next to it."""
+    """The right to bind a path: a lock on a file next to it, held by one process at a time."""
 
     def __init__(self, path: str) -> None:
-        """Take it; an OSError says that another server has it."""
+        """Take the lock; raise an OSError if another server holds it."""
         self._path = f"{path}.lock"
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -187,22 +189,22 @@ class _Lock:
             except OSError:
                 os.close(self._file)
                 raise OSError("another server listens there") from None
-            with contextlib.suppress(OSError):  # it was removed by whoever had it
+            with contextlib.suppress(OSError):  # its previous holder has removed the file
                 if os.path.samestat(os.stat(self._path), os.fstat(self._file)):
                     return
             os.close(self._file)
 
     def free(self) -> None:
-        """Give it back."""
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         os.close(self._file)
 
 
 def _bind(socket: Socket, address: str) -> _Lock | None:
-    """Bind a socket; the file of a Unix socket is for its owner alone, and is locked.
+    """Bind a socket; only the owner may use the file of a Unix socket, which is locked.
 
-    ZeroMQ would take a file from a server that still listens there, and delete one of another kind.
+    Without the lock and the check, ZeroMQ would take over the file of a server that still listens,
+    and would delete a file that is not a socket.
     """
     if not is_own(address):
         socket.bind(address)
@@ -225,13 +227,13 @@ def _bind(socket: Socket, address: str) -> _Lock | None:
 
 
 def _check_free(path: str) -> None:
-    """Raise an OSError if a file that is no socket is there, or a server listens."""
+    """Raise an OSError if the path is a file other than a socket, or if a server listens there."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise OSError("a file is there that is no socket")
     with unix.socket(unix.AF_UNIX) as probe:
-        probe.setblocking(False)  # one that is flooded would let us wait
+        probe.setblocking(False)  # connecting to a flooded server would block
         if probe.connect_ex(path) != errno.ECONNREFUSED:
             raise OSError("another server listens there")
 

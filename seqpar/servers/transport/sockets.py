@@ -1,4 +1,4 @@
-"""ZeroMQ's sockets, as servers and clients set them up and send by them."""
+"""Set up the ZeroMQ sockets of servers and clients, and send frames."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import zmq
 
 from seqpar.servers.transport.curve_keys import CurveKeys
 
-_SMALL = 2**18  # bytes, up to which ZeroMQ is faster with a copy
+_SMALL = 2**18  # bytes; frames up to this size are faster with a copy
 Socket = zmq.Socket[bytes]
 
 
 def secure(socket: Socket, keys: CurveKeys | None) -> None:
-    """Give a socket its keys: to a client also the server's, and a server asks for its clients'."""
+    """Give a socket its keys, and a client also the server's; servers ask for clients' keys."""
     if keys is None:
         return
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -32,10 +32,10 @@ def bound(socket: Socket, handshake: float, max_frame_bytes: int) -> None:
 
 
 def send(socket: Socket, frames: Sequence[Any], track: bool = False) -> list[zmq.MessageTracker]:
-    """Send frames without waiting; return trackers that tell when frames have left.
+    """Send frames without waiting; return trackers, which tell when frames have left.
 
     Small frames are copied and have no tracker, unless `track`. A zmq.Again means that the peer
-    does not read, and any other zmq.ZMQError that it has left.
+    does not read; any other zmq.ZMQError means that the peer has left.
     """
     trackers = []
     for i, frame in enumerate(frames):

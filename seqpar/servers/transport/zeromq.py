@@ -1,9 +1,9 @@
-"""How payloads travel: one interface, of which both sides of a connection have an end.
+"""The interface of transports, which move payloads, and the transport that uses ZeroMQ frames.
 
-A control message and its payload are sent together, by `Sending`: a transport moves the payload,
-and once `progress` says that it is there, the owner sends what is to follow: the message with its
-frames, or, where a transport brings the message with the payload, at most a knock. The thread that
-owns an end makes all of its calls.
+Each side of a connection has one end of a transport. A `Sending` is a control message and its
+payload. The transport moves the payload; when `progress` finds that it has arrived, the owner sends
+`Sending.following`: the message with its frames or, where the transport delivers the message with
+the payload, at most a knock. All calls to an end come from the thread that owns it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from seqpar.servers.wire.arena import placed
 from seqpar.servers.wire.limits import MAX_FRAMES, PIECE_BYTES
 from seqpar.servers.wire.protocol import Knock, TransportName, encode
 
-WATCHING = 0.002  # seconds for which a side looks for what is written to it, after what is brief
-# Bytes of a payload that is sent as one part. A frame, or a part of a write, costs 5 to 10 µs of
-# both sides together, and copying 200 KiB 5 µs.
+WATCHING = 0.002  # seconds for which a side polls for direct writes, after a brief request
+# Bytes; a payload of at most this size is copied and sent as one part. A frame, or a part of a
+# write, costs 5 to 10 µs on both sides together, and copying 200 KiB costs 5 µs.
 _BLOCK = 2**18
-_SOON = 0.001  # seconds within which a write ends that needs nothing of the peer
+_SOON = 0.001  # seconds within which a write ends if it does not depend on the peer
 _KNOCK, _UNDER_WAY = encode(Knock()), encode(Knock(under_way=True))
 
 
@@ -33,7 +33,7 @@ class TransportError(RuntimeError):
 
 
 class Reach(NamedTuple):
-    """How one-sided writes reach a side: its arena's size and address, and what its agent says."""
+    """The target of one-sided writes: an arena's size, its address, and its agent's metadata."""
 
     arena: int = 0
     base: int = 0
@@ -42,19 +42,19 @@ class Reach(NamedTuple):
 
 @dataclass(eq=False)
 class Sending:
-    """A payload on its way.
+    """A payload in transit, with its control message.
 
     Attributes:
-        peer: whom it goes to.
-        message: the control message that goes with it.
-        frames: what goes with the message.
-        deadline: when it counts as failed, by the monotonic clock.
-        moving: whether it is still on its way.
-        notifies: whether the message is brought with the payload, to a peer that looks for it.
-        error: why it did not arrive, or None.
-        handle: the transport's own.
-        started: when it was begun, by the monotonic clock.
-        told: whether the peer knows that it is on its way.
+        peer: the receiver.
+        message: the control message of the payload.
+        frames: frames to send with the message.
+        deadline: when the payload counts as lost, by the monotonic clock.
+        moving: whether the payload is still in transit.
+        notifies: whether the transport delivers the message with the payload, to a peer that polls.
+        error: why the payload did not arrive, or None.
+        handle: private to the transport.
+        started: when the transport began to send, by the monotonic clock.
+        told: whether the peer was told that a payload is in transit.
     """
 
     peer: Hashable
@@ -69,14 +69,14 @@ class Sending:
     told: bool = False
 
     def meanwhile(self) -> list[Any]:
-        """Return the frames that are to be sent now, while the payload is on its way."""
+        """Return frames to send now, while the payload is in transit."""
         if self.told or not self.notifies or time.monotonic() < self.started + _SOON:
             return []
         self.told = True
         return [_UNDER_WAY]
 
     def following(self, watched_until: float) -> list[Any]:
-        """Return the frames that are to follow, to a peer that looks for messages until then."""
+        """Return frames to send after the payload, to a peer that polls until `watched_until`."""
         if not self.notifies:
             return [self.message, *self.frames]
         return [] if time.monotonic() < watched_until else [_KNOCK]
@@ -86,29 +86,29 @@ class Transport(ABC):
     """One end of a transport.
 
     Attributes:
-        name: by which both sides choose it.
+        name: both sides choose the transport by this name.
     """
 
     name: TransportName
 
     @abstractmethod
     def open(self, peer: Hashable, arena: int) -> Reach:
-        """Make room for what a peer sends, so many bytes if that is possible; say how to reach it.
+        """Reserve `arena` bytes for a peer's payloads if possible; return how to reach them.
 
-        The room is kept until `close`.
+        The bytes stay reserved until `close`.
         """
 
     @abstractmethod
     def share(self, most: int) -> int:
-        """Return how many bytes of room to give a new peer, so that there is some for others."""
+        """Return how many bytes to reserve for a new peer, at most `most`: others need some too."""
 
     @abstractmethod
     def connect(self, peer: Hashable, reach: Reach) -> None:
-        """Learn how to reach a peer; raise a TransportError if that makes no sense."""
+        """Remember how to reach a peer; raise a TransportError if `reach` is not valid."""
 
     @abstractmethod
     def close(self, peer: Hashable) -> None:
-        """Forget a peer, end what is on its way to it, and free its room."""
+        """Forget a peer, end transfers to it, and free the bytes that were reserved for it."""
 
     @abstractmethod
     def begin(
@@ -119,46 +119,47 @@ class Transport(ABC):
         place: int | None,
         deadline: float,
     ) -> Sending:
-        """Begin to send a payload, buffers of bytes, to this place in the peer's arena.
+        """Begin to send `parts`, the buffers of a payload, to `place` in the peer's arena.
 
-        The buffers must not change until it is there.
+        The buffers must not change until the payload has arrived.
         """
 
     @abstractmethod
     def progress(self, sending: Sending) -> None:
-        """Update whether a payload is still on its way."""
+        """Update `sending.moving` and `sending.error`."""
 
     @abstractmethod
     def poll(self) -> list[tuple[Any, bytes]]:
-        """Let peers' writes make progress; return the messages that came with them, by peer."""
+        """Advance peers' writes, and return (peer, message) of those that have arrived."""
 
     @abstractmethod
     def hurry(self) -> None:
-        """Let `patience` be short for a while: what a peer writes may need this side."""
+        """Shorten `patience` for a while: a peer's write may need this side to poll."""
 
     @abstractmethod
     def patience(self) -> int:
-        """Return after how many milliseconds `poll` should be called again."""
+        """Return the number of milliseconds until `poll` should be called again."""
 
     @abstractmethod
     def read(
         self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
     ) -> Sequence[Any]:
-        """Return the buffers of a payload that arrived with these frames, or at this place.
+        """Return the buffers of a payload that arrived in these frames, or at `place` in the arena.
 
-        They hold until the room is used again. Raise a TransportError if the place is none of this
-        peer's.
+        The buffers are valid until their bytes are reused. A `place` outside of the bytes that are
+        reserved for this peer raises a TransportError.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Free all."""
+        """Close all peers and free all memory."""
 
 
 def joined(parts: Sequence[Any]) -> Sequence[Any]:
-    """Return the parts of a small payload as one, in which they lie as in an arena.
+    """Return the parts of a small payload as one part, placed as in an arena.
 
-    To copy them takes less time than to send more parts. Those of a large one are returned.
+    Copying them takes less time than sending several parts. The parts of a payload of more than
+    256 KiB are returned unchanged.
     """
     sizes = [memoryview(part).nbytes for part in parts]
     places, total = placed(sizes)
@@ -171,9 +172,11 @@ def joined(parts: Sequence[Any]) -> Sequence[Any]:
 
 
 def pieces(parts: Sequence[Any], most: int = PIECE_BYTES) -> Sequence[Any]:
-    """Return parts, those of more than `most` bytes in pieces; `Payload.whole` joins them again.
+    """Return the parts, cut into pieces where they exceed `most` bytes.
 
-    ZeroMQ ends a connection on which no frame is completed for some seconds.
+    `Payload.whole` joins the pieces again. A connection on which no frame is completed for some
+    seconds is ended, so a frame must not be too large. Pieces are larger where the payload would
+    otherwise have too many frames.
     """
     sizes = [memoryview(part).nbytes for part in parts]
     most = max(most, 2 * sum(sizes) // MAX_FRAMES)
@@ -187,7 +190,7 @@ def pieces(parts: Sequence[Any], most: int = PIECE_BYTES) -> Sequence[Any]:
 
 
 class Frames(Transport):
-    """ZeroMQ's: a payload travels as frames behind its message, large ones without a copy."""
+    """Sends payloads as ZeroMQ frames after their message, large payloads without a copy."""
 
     name: TransportName = "zmq"
 
