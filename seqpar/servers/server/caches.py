@@ -1,7 +1,8 @@
-"""What a server holds for its clients: caches of keys and values, each under one of its leases.
+"""A server's caches of keys and values; each belongs to one client's lease.
 
-A cache lives as long as its client's lease, or until the client frees it; nothing is evicted. What
-does not fit is refused, and a step that continues what is not here, as it says it is, is Lost.
+A cache exists until its client frees it or its client's lease ends; the server never evicts rows. A
+step whose rows do not fit is refused. A step whose cache is missing, or differs from the one that
+the step continues, gets a CacheLost error.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from seqpar.servers.wire.payload import RequestError
 from seqpar.servers.wire.protocol import StepRequest
 from seqpar.softmax.compute.call_options import CallOptions
 
-_OVERHEAD = 2**12  # bytes that a cache takes besides its pages
+_OVERHEAD = 2**12  # bytes of a cache in addition to its pages
 
 
 class CacheLost(RequestError):
-    """There is no such cache as a step continues."""
+    """The cache that a step continues is missing or is a different one."""
 
 
 @dataclass(eq=False)
@@ -35,9 +36,9 @@ class ClientCache:
 
     Attributes:
         pages: the rows.
-        length: how many rows there will be once all that was asked for is computed.
-        writes: how many steps that is.
-        done: how many of them have been computed.
+        length: number of rows after all accepted steps are computed.
+        writes: number of accepted steps.
+        done: number of computed steps.
     """
 
     pages: Pages
@@ -48,15 +49,15 @@ class ClientCache:
 
 @dataclass(eq=False)
 class CacheStep:
-    """A step that a server has taken, to be computed after all earlier ones of its client.
+    """An accepted step, which is computed after all earlier steps of its client.
 
     Attributes:
-        cache: what it continues.
-        number: of its steps this is, counted from 0.
-        start: where its rows are put.
-        length: how many rows there are then.
+        cache: the cache that the step continues.
+        number: the step's number in its cache, from 0.
+        start: the cache row of the first new key.
+        length: number of cache rows after the step.
         q, k, v: queries, and the new keys and values.
-        seen: which rows the queries see.
+        seen: the rows to which the queries attend.
         options: scale, softcap and backend.
     """
 
@@ -72,16 +73,16 @@ class CacheStep:
 
     @property
     def kind(self) -> Hashable:
-        """What steps have in common that take about as long."""
+        """A key that is equal for steps that take about the same time."""
         size = self.length.bit_length()
         return "step", *self.cache.pages.shape, self.q.shape[2:], self.options, size
 
     @torch.no_grad()
     def compute(self) -> list[Tensor]:
-        """Put the rows there, and return out and lse.
+        """Write the new rows, and return out and lse.
 
-        Where an earlier step was not computed it fails: rows that were never written are memory
-        that may have been another client's. To compute a step again changes nothing.
+        If an earlier step was not computed, raise a CacheLost: rows that were never written could
+        hold another client's data. Computing the last step again changes nothing.
         """
         pages = self.cache.pages
         if self.cache.done not in (self.number, self.number + 1):
@@ -94,17 +95,17 @@ class CacheStep:
 
 
 class Caches:
-    """The caches of a server, by its clients and their numbers; one thread makes all calls.
+    """The caches of a server, by client and number. One thread makes all calls.
 
     Attributes:
-        nbytes: how many bytes they take.
+        nbytes: bytes of all caches.
     """
 
     def __init__(self, most: int, device: torch.device, backend: str) -> None:
-        """`most` is how many bytes they may take."""
+        """`most` is the most bytes that all caches may take."""
         self._most, self._device, self._backend = most, device, backend
         self._caches: dict[Peer, dict[int, ClientCache]] = {}
-        # Counted as they change: a client may have a million small caches.
+        # Totals are updated with each change: a client may have a million small caches.
         self._by_key: dict[str, int] = defaultdict(int)
         self.nbytes = 0
 
@@ -113,11 +114,11 @@ class Caches:
 
     @property
     def room(self) -> int:
-        """How many bytes more they may take."""
+        """The number of bytes that all caches may still take."""
         return self._most - self.nbytes
 
     def room_of(self, key: str, shared: bool) -> int:
-        """Return how many bytes more a key's caches may take, if several keys share them or not."""
+        """Return how many more bytes a key's caches may take; `shared` is as in `admit`."""
         return room(self._by_key.get(key, 0), self.nbytes, self._most, shared)
 
     def _count(self, key: str, more: int) -> None:
@@ -134,12 +135,12 @@ class Caches:
         shared: bool = False,
         checked: bool = False,
     ) -> CacheStep:
-        """Return what a step with a header within the caps asks for, with room for its rows.
+        """Accept a step, whose header was checked, and reserve memory for its rows.
 
-        `shared` says whether several keys share the room, and `checked` whether the payload was
-        compared with its checksum already.
+        `shared` is whether several keys share the memory; `checked` is whether the payload was
+        already compared with its checksum.
 
-        Raise a CacheLost, or a RequestError that names what is wrong; nothing has changed then.
+        Raises a CacheLost, or a RequestError that names the fault; no cache has changed then.
         """
         payload = form_of(step).request
         length = step.start + step.k_rows
@@ -178,7 +179,7 @@ class Caches:
         return CacheStep(cache, step.writes, step.start, length, q, k, v, seen, options)
 
     def free(self, client: Peer, number: int) -> None:
-        """Free a cache, if there is one of this number."""
+        """Free the client's cache with this number, if it exists."""
         cache = self._caches.get(client, {}).pop(number, None)
         if cache is not None:
             self._count(client.key, -(cache.pages.nbytes + _OVERHEAD))

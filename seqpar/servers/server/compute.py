@@ -1,8 +1,9 @@
-"""Compute requests: several of one kind in one fused call, with the bits that each has alone.
+"""Compute several requests of one kind in one fused call.
 
-Requests are put one behind the other into one tensor of queries, keys and values each, and their
-slices into one table; no slice has rows of two requests. Each request begins at a multiple of 32
-rows, so that its memory is aligned as it is alone: matrix products may depend on that.
+Each result has the same bits as if its request were computed in its own call. The queries of all
+requests are concatenated into one tensor, and so are the keys and the values. The slices form one
+table; no slice has rows of two requests. Each request begins at a multiple of 32 rows, so its rows
+are aligned as in a separate call: matrix products may depend on the alignment.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 _ALIGNMENT = 64  # bytes, of a tensor's memory
-_ROWS = 32  # of any heads and dim these take a multiple of 64 bytes
+_ROWS = 32  # this many rows take a multiple of 64 bytes, for any number of heads and any dim
 
 
 def kind_of(request: Request, device: torch.device) -> Hashable:
-    """Return what requests must have in common to be computed in one call, on this device.
+    """Return a key that is equal for requests that one call may compute on this device.
 
-    A forward of Triton's kernels is a kind of its own: they cut long rows of keys the finer, the
-    fewer rows a launch has, so its bits would depend on what it is computed with.
+    Each forward of Triton's kernels on a GPU has a different key. The kernels cut long rows of keys
+    more finely if a launch has fewer rows, so the bits would depend on the other requests.
     """
     name = _backend_of(request, device)
     alone = name == "triton" and device.type == "cuda" and request.output is None
@@ -50,10 +51,10 @@ def kind_of(request: Request, device: torch.device) -> Hashable:
 
 @torch.no_grad()
 def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tensor]]:
-    """Return the results of requests of one kind: (out, lse) each, or (dq, dk, dv).
+    """Return (out, lse), or (dq, dk, dv), of each request; all requests are of one kind.
 
-    They are on the device: out (B, Tq, Hq, Dv) in q's dtype or, if exact, fp32 (fp64 for fp64), lse
-    (B, Tq, Hq) and the gradients, shaped like q, k and v, in the latter.
+    Results are on the device. out (B, Tq, Hq, Dv) has q's dtype or, if exact, fp32 (fp64 for fp64).
+    lse (B, Tq, Hq) and the gradients, shaped like q, k and v, have fp32 (fp64 for fp64).
     """
     first = requests[0]
     options = replace(first.options, backend=_backend_of(first, device))
@@ -80,7 +81,7 @@ def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tens
 
 
 def _backend_of(request: Request, device: torch.device) -> str:
-    """Return the name of the backend that computes a request alone."""
+    """Return the name of the backend that would compute a request in its own call."""
     if request.options.backend != DEFAULT:
         return request.options.backend
     if device.type == "cpu":
@@ -120,16 +121,16 @@ def _backward(
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where the rows of each (B, rows, …) begin, and at the end how many rows there are."""
+    """Return the first row of each (B, rows, …) in the concatenation, then its number of rows."""
     if len(tensors) == 1 and len(tensors[0]) == 1:
-        return [0, tensors[0].shape[1]]  # nothing follows that would have to be aligned
+        return [0, tensors[0].shape[1]]  # no other request or sequence follows that must be aligned
     return list(accumulate((-(-x.shape[1] // _ROWS) * _ROWS for x in tensors), initial=0))
 
 
 def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> Tensor:
-    """Return (B, rows, …), in which tensor i begins at row starts[i], with zeros between them.
+    """Concatenate tensors to (B, rows, …): tensor i begins at row starts[i], with zeros between.
 
-    A tensor that is alone, and such already, is not copied.
+    A single tensor that already has this form, on the device and aligned, is not copied.
     """
     batch, rows, *rest = tensors[0].shape
     if len(tensors) == 1 and rows == starts[-1] and tensors[0].device == device:
@@ -145,9 +146,9 @@ def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.devi
 
 
 def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence[int]) -> Slices:
-    """Return the slices of all requests, over the rows that they have together."""
+    """Return the slices of all requests, over the concatenated rows."""
     if [q_starts[-1], k_starts[-1]] == [parts[0].query_rows, parts[0].key_rows]:
-        return parts[0]  # alone, with what backends have derived from it
+        return parts[0]  # keeps the tables that backends have derived from it
 
     def positions(arrays: Sequence[np.ndarray], starts: Sequence[int]) -> np.ndarray:
         result = np.zeros(starts[-1], dtype=np.int32)

@@ -141,6 +141,6 @@ def over_interval(now: Status, before: Status) -> Status:
 
 
 def live_line(now: Status, before: Status) -> str:
-    """Return what a server did between two statuses, as one line."""
+    """Return one line with a server's work between two statuses."""
     interval = over_interval(now, before)
     return "  ".join(counter.live(interval) for counter in COUNTERS if counter.live is not None)

@@ -1,8 +1,8 @@
 """The threads of a server that read large payloads and compute jobs.
 
-Clients take turns, and each call computes one job or several of one kind. A brief job that comes
-alone is computed by the thread that received it, since waking another thread would take as long.
-Long jobs have their own thread, so that other clients' short jobs do not wait for them.
+Clients take turns, and each call computes one job or several jobs of one kind. If the only waiting
+job is brief, the thread that received it computes it, since waking another thread would take as
+long. Long jobs have their own thread, so that other clients' short jobs do not wait for them.
 
 On a CPU, each key that is served has its own threads. The system then divides the cores among the
 keys, so that a key's job never waits for another key's job to end.
@@ -28,36 +28,35 @@ from seqpar.servers.wire.payload import Bytes, bytes_of
 from seqpar.servers.wire.protocol import StepRequest, Task
 from seqpar.servers.wire.request import Request
 
-_BRIEF = 0.001  # seconds of a call for which the thread that reads may be kept from that
-_BRIEF_COST = (
-    2**24
-)  # multiply-adds, as `ComputeJob.cost` counts them; a call of more is never brief
-_LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # from which on a call may hold up others
-_SLICE_COST = 2**20  # of one slice, whatever it has
-_ACTIVE = 1.0  # seconds after its last turn for which a key counts as one that is served
-_KINDS = 256  # of which it is known what is brief
-_MAX_THREADS = 8  # of one purpose, each for another key; more keys take turns
+# Costs are multiply-adds, as `ComputeJob.cost` counts them.
+_BRIEF = 0.001  # seconds; a shorter call may run in the thread that receives messages
+_BRIEF_COST = 2**24  # a call that costs more is never brief
+_LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # a job that costs more could delay others
+_SLICE_COST = 2**20  # added per slice, whatever its size
+_ACTIVE = 1.0  # seconds after its last turn for which a key counts as active
+_KINDS = 256  # kinds for which the largest brief call is remembered
+_MAX_THREADS = 8  # per purpose, each for another key; if there are more keys, they take turns
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class ComputeJob:
-    """A request that a server has taken.
+    """A request that a server has accepted.
 
     Attributes:
-        client: whose it is.
-        task: its header.
-        request: what is to be computed; None once it is.
-        size: the bytes that it takes, with its result.
-        kind: what requests of one call have in common.
-        arrived: when, by the monotonic clock.
+        client: the sender.
+        task: the request's header.
+        request: the tensors and options; None after the computation, or before they are read.
+        size: bytes of the request and its result.
+        kind: equal for requests that one call may compute.
+        arrived: time of arrival, by the monotonic clock.
         result: the bytes of the result, or None.
-        error: why there is none.
+        error: why the computation failed, or None.
         checksum: of the result.
-        cost: the multiply-adds of all pairs of rows that slices name, a bound of the work.
-        withdrawn: why it is not to be computed, if that was said while its payload was read.
-        brief: whether the thread that reads computed it itself.
-        seconds: what computing took, shared among the requests of the call by their work.
+        cost: multiply-adds of all pairs of rows in the slices, an upper bound of the work.
+        withdrawn: why the job was withdrawn while its payload was read, or None.
+        brief: whether the thread that received the job computed it.
+        seconds: the call's time divided by its number of jobs.
     """
 
     client: Peer
@@ -78,7 +77,7 @@ class ComputeJob:
         self.count_cost()
 
     def count_cost(self) -> None:
-        """Set `cost`, once there is a request."""
+        """Set `cost` if there is a request."""
         if self.request is not None:
             self.cost = self._cost(self.request)
 
@@ -94,13 +93,13 @@ class ComputeJob:
 
 
 class Turns:
-    """Whose turn it is: a key that has had none, or else the one whose last turn is longest ago."""
+    """Decides which key is next: a key that has not had a turn, or the one that waits longest."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[str, float] = OrderedDict()  # when each key had its last turn
 
     def first(self, clients: Mapping[str, Peer]) -> Peer:
-        """Return the client whose turn it is, of the first client of each key that waits."""
+        """Return the next client; `clients` has the first waiting client of each key."""
         keys = [key for key in clients if key not in self._last]
         keys += [key for key in self._last if key in clients]
         return clients[keys[0]]
@@ -108,14 +107,14 @@ class Turns:
     def take(
         self, clients: Mapping[str, Peer], served: Set[str] = frozenset()
     ) -> tuple[Peer, bool]:
-        """Give the first client its turn; return it, and whether no other key is served now.
+        """Give the next client its turn; return it, and whether no other key is active now.
 
         `served` are the keys for which other threads work.
         """
         client, now = self.first(clients), time.monotonic()
         self._last[client.key] = now
         self._last.move_to_end(client.key)
-        # A forgotten key returns as a new one, which would overtake keys that wait.
+        # A key that is forgotten and returns counts as new, and would overtake keys that wait.
         if len(clients) == 1 and not served:
             for key, last in list(self._last.items()):
                 if now - last > _ACTIVE:
@@ -124,7 +123,7 @@ class Turns:
 
 
 class ThreadsByKey:
-    """Threads of one purpose, of which each serves one key at a time and no two the same key.
+    """Threads of one purpose. Each serves one key at a time, and no two serve the same key.
 
     The owner's lock guards `served` and `start_for`.
 
@@ -139,7 +138,7 @@ class ThreadsByKey:
         self._others: list[threading.Thread] = []
 
     def start_for(self, waiting: int) -> None:
-        """Start more threads if this many keys that are not served wait, and too few are idle."""
+        """Start threads if too few are idle for the `waiting` keys that no thread serves."""
         if self._first.ident is None:
             return
         missing = len(self.served) + waiting - (1 + len(self._others))
@@ -149,12 +148,12 @@ class ThreadsByKey:
             thread.start()
 
     def others(self) -> list[threading.Thread]:
-        """Return all threads but the first one."""
+        """Return all threads except the first one."""
         return list(self._others)
 
 
 def _join_all(threads: Iterable[threading.Thread], timeout: float | None) -> None:
-    """Wait for all threads that were started to end, at most `timeout` seconds altogether."""
+    """Wait until all threads that were started have ended, at most `timeout` seconds in total."""
     end = None if timeout is None else time.monotonic() + timeout
     for thread in threads:
         if thread.ident is not None:
@@ -162,7 +161,7 @@ def _join_all(threads: Iterable[threading.Thread], timeout: float | None) -> Non
 
 
 def _pop_first(queues: OrderedDict[Peer, deque[T]], client: Peer) -> T:
-    """Take the first entry of a client's queue, and let the client be the last of all clients."""
+    """Take the first entry of a client's queue, and move the client to the end of `queues`."""
     queue = queues.pop(client)
     first = queue.popleft()
     if queue:
@@ -171,12 +170,12 @@ def _pop_first(queues: OrderedDict[Peer, deque[T]], client: Peer) -> T:
 
 
 class Worker(threading.Thread):
-    """Computes jobs, at most so many rows in a call.
+    """Computes jobs, at most `rows` rows in a call of several jobs.
 
     Attributes:
         done: jobs that have a result or an error, in order.
-        busy_seconds: how long it has computed.
-        batches: how many calls that was.
+        busy_seconds: seconds spent in computation.
+        batches: number of computing calls.
     """
 
     def __init__(
@@ -193,35 +192,35 @@ class Worker(threading.Thread):
         self._device, self._rows, self._on_done = device, rows, on_done
         self._changed = threading.Condition()
         self._queues: OrderedDict[Peer, deque[ComputeJob]] = OrderedDict()
-        self._turns = Turns(), Turns()  # of jobs that are not long, and of those that are
+        self._turns = Turns(), Turns()  # of short jobs, and of long jobs
         self._waiting, self._stopped = 0, False
         self._seal = seal
         self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
-        self._stepping: set[Peer] = set()  # clients of whose caches a step is computed
+        self._stepping: set[Peer] = set()  # clients that have a step in computation
         serve_long = partial(self._serve, True)
         self._first_long = threading.Thread(
             target=serve_long, name="seqpar-compute-long", daemon=True
         )
         most = _MAX_THREADS if device.type == "cpu" else 1
-        self._threads = (  # of jobs that are not long, and of those that are
+        self._threads = (  # of short jobs, and of long jobs
             ThreadsByKey(self, most, partial(self._serve, False)),
             ThreadsByKey(self._first_long, most, serve_long),
         )
-        self._brief: dict[Hashable, int] = {}  # the most rows that a brief call had, by kind
+        self._brief: dict[Hashable, int] = {}  # most rows of a brief call, by kind
 
     @property
     def waiting(self) -> int:
-        """How many jobs nobody has begun."""
+        """The number of jobs that have not begun."""
         return self._waiting
 
     def add(self, job: ComputeJob) -> None:
-        """Let a job wait for its turn, which it gets from the next `proceed` on."""
+        """Queue a job; the next `proceed` gets it computed when it is its turn."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append(job)
             self._waiting += 1
 
     def withdraw(self, wanted: Callable[[ComputeJob], bool]) -> list[ComputeJob]:
-        """Remove the waiting jobs that are wanted, and return them."""
+        """Remove and return the waiting jobs for which `wanted` is true."""
         found: list[ComputeJob] = []
         with self._changed:
             for client, queue in list(self._queues.items()):
@@ -235,7 +234,7 @@ class Worker(threading.Thread):
         return found
 
     def stop(self) -> None:
-        """End the thread after the call that it computes."""
+        """End each thread after the call that it computes."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -250,7 +249,7 @@ class Worker(threading.Thread):
         return super().is_alive() and all(thread.is_alive() for thread in self._others())
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for all threads."""
+        """Wait until all threads have ended."""
         _join_all([self, *self._others()], timeout)
 
     def _others(self) -> list[threading.Thread]:
@@ -258,7 +257,7 @@ class Worker(threading.Thread):
         return [self._first_long, *short.others(), *long.others()]
 
     def proceed(self) -> None:
-        """Let what waits be computed: here, if it is one job and known to be brief."""
+        """Compute waiting jobs: a single job that is known to be brief here, others in threads."""
         if not self._waiting:
             return
         with self._changed:
@@ -281,7 +280,7 @@ class Worker(threading.Thread):
         self._serve(False)
 
     def _serve(self, long: bool) -> None:
-        """Compute jobs that may take long, or all others, until the worker is stopped."""
+        """Compute long jobs, or short ones, until the worker is stopped."""
         while True:
             with self._changed:
                 while self._first(long) is None and not self._stopped:
@@ -297,7 +296,7 @@ class Worker(threading.Thread):
             self._on_done()
 
     def _finish(self, jobs: list[ComputeJob]) -> None:
-        """Compute jobs, and count how long that takes."""
+        """Compute jobs in one call, and record its time."""
         start = time.perf_counter()
         self._compute(jobs)
         seconds = time.perf_counter() - start
@@ -314,7 +313,7 @@ class Worker(threading.Thread):
         self.done.extend(jobs)
 
     def _learn(self, kind: Hashable, rows: int, seconds: float) -> None:
-        """Remember whether a call of so many rows is brief."""
+        """Remember whether a call of `rows` rows is brief."""
         most = self._brief.pop(kind, -1)
         if seconds < _BRIEF:
             self._brief[kind] = max(most, rows)
@@ -324,12 +323,12 @@ class Worker(threading.Thread):
             del self._brief[next(iter(self._brief))]
 
     def _first(self, long: bool) -> Peer | None:
-        """Return the client whose turn it is: its first job is long, or not, and may be begun."""
+        """Return the next client among those whose first job is long, or short, and may begin."""
         clients = self._firsts(long)
         return self._turns[long].first(clients) if clients else None
 
     def _firsts(self, long: bool) -> dict[str, Peer]:
-        """Return the first client with such a job of each key, except of keys that are served."""
+        """Return the first client with such a job for each key that no thread serves."""
         clients: dict[str, Peer] = {}
         served = self._threads[long].served
         for client, queue in self._queues.items():
@@ -339,16 +338,17 @@ class Worker(threading.Thread):
         return clients
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
-        """Return whether a job is one of these, and no step: each needs the one before it."""
+        """Return whether a job is long, or short, and does not wait for its client's last step."""
         ordered = isinstance(job.task, StepRequest) and job.client in self._stepping
         return (job.cost > self._long) == long and not ordered
 
     def _take(self, long: bool) -> list[ComputeJob]:
-        """Take the first job of the client whose turn it is, and others of its kind.
+        """Take the next client's first job and, if only its key is active, more jobs of its kind.
 
-        Keys have turns, and the clients of a key have turns among them. A single key's jobs come
-        from all clients in turn, each client's in its order. While several keys are served, each
-        turn is one job, so a key waits for at most one job of each other key.
+        Keys take turns, and the clients of each key take turns among themselves. While only one key
+        is active, further jobs are taken from all of its clients in rotation, each client's jobs in
+        order. While several keys are active, each turn is one job, so a key waits for at most one
+        job of each other key.
         """
         served = self._threads[long].served
         first, alone = self._turns[long].take(self._firsts(long), served)
@@ -375,9 +375,9 @@ class Worker(threading.Thread):
         return job.task.batch * (job.task.q_rows + job.task.k_rows)
 
     def _compute(self, jobs: list[ComputeJob]) -> None:
-        """Compute tasks together; if that fails, each alone, so that one does not harm another.
+        """Compute tasks together; if that fails, compute each separately to isolate the failure.
 
-        Each step is computed alone and once, since a cache refuses a step that was followed by one.
+        Each step is computed separately and once: a cache refuses a step after a later one.
         """
         try:
             steps = [job.request for job in jobs if isinstance(job.request, CacheStep)]
@@ -403,12 +403,12 @@ class Worker(threading.Thread):
 
 
 class Reader(threading.Thread):
-    """Reads payloads that are not small: checks them, and makes requests of them.
+    """Checks large payloads, and turns them into requests.
 
     Each key that is served has its own thread, as in `Worker`.
 
     Attributes:
-        done: what was read, in order: the job, and what its payload is, or why it is none.
+        done: (job, result) in order; the result of `read`, its exception, or None if withdrawn.
     """
 
     def __init__(self, on_done: Callable[[], None]) -> None:
@@ -423,14 +423,14 @@ class Reader(threading.Thread):
         self._threads = ThreadsByKey(self, _MAX_THREADS, self.run)
 
     def add(self, job: ComputeJob, read: Callable[[], object]) -> None:
-        """Have a job's payload read, in its client's order, when it is its key's turn."""
+        """Queue a job's payload, in its client's order; `read` is called on its key's turn."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append((job, read))
             self._threads.start_for(len(self._firsts()))
             self._changed.notify()
 
     def drop(self, client: Peer) -> None:
-        """Read nothing more for a client, and give the memory that was its to the system."""
+        """Drop a client's queued payloads, and return their memory to the system."""
         with self._changed:
             self._queues.pop(client, None)
             self._trims = True
@@ -441,7 +441,7 @@ class Reader(threading.Thread):
         return super().is_alive() and all(x.is_alive() for x in self._threads.others())
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for all threads."""
+        """Wait until all threads have ended."""
         _join_all([self, *self._threads.others()], timeout)
 
     def stop(self) -> None:
@@ -451,7 +451,7 @@ class Reader(threading.Thread):
             self._changed.notify_all()
 
     def _firsts(self) -> dict[str, Peer]:
-        """Return the first client of each key, except of keys that are served."""
+        """Return the first client of each key that no thread serves."""
         clients: dict[str, Peer] = {}
         for client in self._queues:
             if client.key not in self._threads.served:
@@ -459,7 +459,7 @@ class Reader(threading.Thread):
         return clients
 
     def _take(self) -> tuple[ComputeJob, Callable[[], object]]:
-        """Take the first payload of the key whose turn it is, of its clients in turn."""
+        """Take the next key's first payload; the clients of the key also take turns."""
         client, _ = self._turns.take(self._firsts(), self._threads.served)
         return _pop_first(self._queues, client)
 
@@ -496,6 +496,6 @@ _LIBC = ctypes.CDLL(None)
 
 
 def trim() -> None:
-    """Give memory that is free back to the system, where the C library can do so."""
+    """Return free memory to the system, if the C library can do so."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
