@@ -1,4 +1,4 @@
-"""Attention servers: processes of their own that compute tasks of attention for many trainers."""
+"""Attention servers: separate processes that compute attention tasks for many trainers."""
 
 from seqpar.servers.cache.server_cache import ServerCache
 from seqpar.servers.check import known_task

@@ -1,4 +1,4 @@
-"""A first-use check: whether a server computes a known task right, over a transport, how fast."""
+"""Check before first use that a server computes a known task right, and measure its speed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.call_options import CallOptions
 
 _ROWS, _HEADS, _DIM = 512, 4, 64
-_MEBIBYTES = 16  # of the payload that is timed
+_MEBIBYTES = 16  # of the timed payload
 _TIMES = 5
-# A server on another device may round otherwise: so far, in units of the last place of fp32.
+# A server on another device may round differently. So far, differences were in fp32's last place.
 _TOLERANCE = 1e-4
 
 
 class Finding(NamedTuple):
-    """What a check found.
+    """The result of a check of one server over one transport.
 
     Attributes:
-        address, transport: what was checked.
-        error: what is wrong, or "".
-        same_bits: whether the answer has the bits that this process computes.
-        seconds: of the known task, there and back.
-        bytes_per_second: of a payload without work, there and back.
+        address, transport: the server's address and the transport.
+        error: the fault, or "".
+        same_bits: whether the answer has the same bits as this process's result.
+        seconds: round-trip time of the known task, the least of 5.
+        bytes_per_second: round-trip rate of a payload without work, from the least time of 5.
     """
 
     address: str
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 def known_task() -> Request:
-    """Return the task whose answer is compared: causal attention of one document."""
+    """Return the task whose answer `check` compares: causal attention of one document."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, _ROWS, _HEADS, _DIM
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -54,7 +54,7 @@ def known_task() -> Request:
 
 
 def payload(mebibytes: int) -> Request:
-    """Return a task of so many bytes, there and back, in which no query sees a key."""
+    """Return a task without work: its inputs and its output together have `mebibytes` MiB."""
     rows = mebibytes * 2**20 // 4 // 4 // (_HEADS * _DIM)  # fp32 q, k, v and out
     x = torch.zeros(1, rows, _HEADS, _DIM)
     none, positions = np.empty((0, 2), np.int64), np.arange(rows, dtype=np.int32)
@@ -63,7 +63,10 @@ def payload(mebibytes: int) -> Request:
 
 
 def check(address: str, transport: str, keys: Path | None, timeout: float) -> Finding:
-    """Check a server over one transport."""
+    """Check a server over one transport.
+
+    `timeout` is the deadline for connecting, in seconds; a request has at most 4 times as long.
+    """
     deadlines = {
         "connect": timeout, "request": 2 * timeout, "hedge": 3 * timeout, "give_up": 4 * timeout
     }  # fmt: skip
@@ -98,7 +101,7 @@ def _compare(pool: ServerPool, address: str, transport: str) -> Finding:
 
 
 def _least_seconds(pool: ServerPool, request: Request) -> float:
-    """Return the least of a few times, after a first one that warms up."""
+    """Return the least of 5 times, after one call that warms up."""
     times = []
     for _ in range(1 + _TIMES):
         start = time.perf_counter()

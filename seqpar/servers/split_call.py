@@ -1,7 +1,7 @@
-"""Cut the attention of a call into tasks for servers, before it is known which of these there are.
+"""Cut the attention of a call into tasks, independently of which servers are available.
 
-The cut follows from layouts, mask, shape and options alone, and so do results, bit for bit: servers
-that die, hang, leave and join change just who computes a task.
+The cut depends only on layouts, mask, shape and options, and so does every bit of the result. If
+servers die, hang, leave or join, only the assignment of tasks to servers changes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from seqpar.layout.tasks.task_rows import ServerRows
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 
-_TOLERANCES = 0.05, 0.1, 0.2, 0.4, 0.8  # by which a task may have more work than the mean
-_LEAST_TILES = 4  # of square tiles that a task has, or there are fewer tasks
+_TOLERANCES = 0.05, 0.1, 0.2, 0.4, 0.8  # a task's work may exceed the mean by this fraction
+_LEAST_TILES = 4  # square tiles per task; a call with less work has fewer tasks
 
 
 class CutTask(NamedTuple):
-    """One of the tasks of a call.
+    """One task of a call.
 
     Attributes:
-        queries, keys: its rows.
-        slices: who of them sees whom.
-        whole: whether no other task has any of its query rows, so that its result is final.
+        queries, keys: the task's rows of the call's tensors.
+        slices: the mask of these queries and keys.
+        whole: whether no other task has any of these query rows, so that the result is final.
     """
 
     queries: Rows
@@ -45,11 +45,12 @@ class CutTask(NamedTuple):
 
 
 def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
-    """Return the tasks of a call whose tokens are all on one rank: `most` at most, or one more.
+    """Cut a call whose tokens are all on one rank into at most `most` tasks, or one more.
 
-    They have about equally much work, for few bytes: the planner gives them as it would give them
-    to so many servers of one speed. Each has all that one of these would be given, of any number of
-    documents, and begins and ends at multiples of `tile` query rows, where documents do not.
+    Tasks have about equal work and need few bytes: the planner assigns the call's work to that many
+    servers of equal speed, and all work of one server is one task, from any number of documents.
+    Tasks begin and end at multiples of `tile` query rows, or at the ends of documents. Work that no
+    server gets is the additional task.
     """
     queries, keys = call.layout, call.kv_layout
     work = int(cells_of(queries, keys, call.mask).areas().sum())
@@ -70,10 +71,11 @@ def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:
 
 
 def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
-    """Return all parts of a call as the planner gives them to so many idle ranks, or to fewer.
+    """Return all parts of a call, as the planner assigns them to `count` idle ranks, or to fewer.
 
-    What these cannot have, as tasks have whole tiles, stays at home. If that is more than any of
-    them has, they may have more; if it still is, there are too many of them.
+    Tasks have whole tiles, so some work may stay on rank 0. If rank 0 keeps more than any idle rank
+    has, the next tolerance lets idle ranks have more. After the last tolerance, the number of idle
+    ranks is halved.
     """
     s, queries, keys = call.shape, call.layout, call.kv_layout
     row_bytes = RowBytes.of(s.heads, s.kv_heads, s.dim, s.value_dim, s.dtype.itemsize)
@@ -98,13 +100,13 @@ def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
 
 
 def _with_idle_ranks(geometry: Geometry, count: int) -> Geometry:
-    """Return the geometry with so many more ranks, which have nothing."""
+    """Return the geometry with `count` more ranks, which have no tokens."""
     owner, *columns = spans_of(geometry)
     return Geometry(geometry.cu_seqlens, Spans.of(1 + count, owner, *columns))
 
 
 def _rows_in_several(segments: Segments, tokens: int) -> Ints:
-    """Return (tokens + 1,) how many rows before each are in segments of several tasks."""
+    """Return (tokens + 1,): the number of earlier rows that are in segments of several tasks."""
     change = np.zeros(tokens + 1, np.int64)
     np.add.at(change, segments.starts, 1)
     np.add.at(change, segments.stops, -1)
@@ -112,8 +114,8 @@ def _rows_in_several(segments: Segments, tokens: int) -> Ints:
 
 
 def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, ServerRows]:
-    """Return the local rows of one task's segments, as the only rank has them."""
-    # That has all tokens, so local rows are positions in the packed batch.
+    """Return a task's rows on the only rank, and the same rows as a server has them."""
+    # The rank has all tokens, so its local rows are positions in the packed batch.
     starts, stops, holding = segments.starts, segments.stops, geometry.holdings[0]
     span, first, last = split_at(holding.offsets, starts, stops)
     positions = holding.starts[span]

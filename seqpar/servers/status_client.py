@@ -1,4 +1,4 @@
-"""Ask a server how it does, without a lease."""
+"""Request a server's status, without a lease."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from seqpar.servers.wire.protocol import (
     encode,
 )
 
-_LOOK = 0.1  # seconds after which it is looked whether a Unix socket is there
+_LOOK = 0.1  # seconds between checks whether a Unix socket exists
 
 
 def ask(address: str, keys: Path | None, timeout: float) -> Status:
     """Return a server's status.
 
-    A TimeoutError says that it has not answered in so many seconds, a ProtocolError that what
-    answered is no such server, and a ValueError which argument is wrong.
+    Raises:
+        TimeoutError: if the server has not answered within `timeout` seconds.
+        ProtocolError: if the answer is not a status.
+        ValueError: if an argument is wrong; the message names it.
     """
     own = None if keys is None else client_keys(keys)
     check_keys("address", check_peer("address", address), own)
@@ -44,7 +46,7 @@ def ask(address: str, keys: Path | None, timeout: float) -> Status:
 
 
 def _answer(dialled: ClientSocket, poller: zmq.Poller, address: str, timeout: float) -> Message:
-    """Return the first message that arrives in time; the TimeoutError may say why none does."""
+    """Return the first message; a TimeoutError has the reasons why none arrived, where known."""
     end, reasons = time.monotonic() + timeout, dict[str, None]()
     while (left := end - time.monotonic()) > 0:
         fault = dialled.connect()

@@ -1,4 +1,4 @@
-"""The strategy that sends all of a call's attention, in tasks, to the servers of a pool."""
+"""The strategy that sends a call's attention to the servers of a pool, cut into tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.split_strategy import SplitStrategy
 
-ANY_SERVER = -1  # in rows of traffic: whichever computes the task
+ANY_SERVER = -1  # as a peer in `Traffic`: the server that computes the task, not known before
 
 
 class Submitted(NamedTuple):
@@ -39,7 +39,7 @@ class Submitted(NamedTuple):
     def of(
         cls, pool: ServerPool, comm: Comm, tasks: list[CutTask], requests: Iterable[Request]
     ) -> Submitted:
-        """Submit the tasks of a pass, each as soon as its request is made."""
+        """Submit each task of a pass as soon as its request is made."""
         submitted = cls(tasks, deque())
         try:
             for request in requests:
@@ -51,7 +51,7 @@ class Submitted(NamedTuple):
         return submitted
 
     def results(self) -> Iterator[tuple[CutTask, tuple[Tensor, ...]]]:
-        """Yield each task with its result, in order; if one has none, no other is wanted."""
+        """Yield each task with its result, in order; if one fails, cancel the others."""
         try:
             for task in self.tasks:
                 yield task, received(self.futures.popleft())
@@ -59,23 +59,24 @@ class Submitted(NamedTuple):
             self.cancel()
 
     def cancel(self) -> None:
-        """Let nobody compute what has no result yet."""
+        """Cancel the tasks that have no result yet."""
         while self.futures:
             self.futures.popleft().cancel()
 
 
 @dataclass(frozen=True)
 class OnServers(SplitStrategy[Submitted]):
-    """Queries and keys travel to servers, and results return, whichever servers there are.
+    """Sends queries and keys to servers, which return the results.
 
-    The trainer is the only rank. Tasks follow from the call alone (`cut_call`), and what comes back
-    is merged and summed in their order, so results do not depend on who computed what.
+    The trainer is the only rank. Tasks depend only on the call (`cut_call`), and their results are
+    merged and summed in the order of the tasks. The result of the call therefore does not depend on
+    which server computed which task.
     """
 
     name = "disaggregated"
     routable: ClassVar[bool] = False
     finds_max_logits: ClassVar[bool] = False
-    tasks: int = 16  # into which a call is cut, at most, but for what is left over
+    tasks: int = 16  # most tasks per call; work that is left over makes one more
     tile: int = TILE_ROWS  # query rows that a kernel computes together
     pool: ServerPool | None = field(default=None, metadata=NO_OPTION)
 
@@ -174,7 +175,7 @@ class OnServers(SplitStrategy[Submitted]):
 def _request(
     call: ResolvedCall, task: CutTask, operands: Operands, output: OutputGradient | None = None
 ) -> Request:
-    """Return what a server needs for a task: of a forward, or given what flows into its output."""
+    """Return a task's request: of a forward, or of a backward if `output` is given."""
     queries, keys, (q, k, v, _) = task.queries, task.keys, operands
     rows = queries.select(q), keys.select(k), keys.select(v)
     if output is None:

@@ -19,7 +19,7 @@ class AttendOptions(NamedTuple):
     """The checked options of `ServerCache.attend`.
 
     Attributes:
-        bounds: how many keys to the left and to the right of its own a query attends to.
+        bounds: most keys to the left and to the right of a query's position that it attends to.
         scores: scale and softcap.
         sinks: (Hq,) or None.
         return_lse: whether lse is returned too.

@@ -82,7 +82,7 @@ class LayerCache:
         yield from filter(None, (segment.held for segment in self.segments))
 
     def forget(self) -> None:
-        """Let servers free their rows."""
+        """Free the layer's rows on its servers."""
         for segment in self.segments:
             segment.forget()
 

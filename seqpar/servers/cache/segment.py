@@ -89,12 +89,12 @@ class SegmentServers:
         return held
 
     def forget(self, number: int) -> None:
-        """Let a server free a segment, if it still has it."""
+        """Free a segment on its server, if the server still has it."""
         if (place := self.placed.pop(number, None)) is not None:
             self.requests.forget(place, number)
 
     def forget_all(self) -> None:
-        """Let servers free all segments, and place no others."""
+        """Free all segments on their servers, and do not place any more."""
         self.closed = True
         for number in list(self.placed):
             self.forget(number)
@@ -148,7 +148,7 @@ class Segment:
         return self.length > (0 if self._held is None else self._held.rows)
 
     def forget(self) -> None:
-        """Let its server free it."""
+        """Free the segment's rows on its server."""
         if self._held is not None:
             self._servers.forget(self._held.number)
             self._held = None

@@ -44,7 +44,7 @@ class ServerCache:
     `home=False`, a step that no server computes in time raises a `seqpar.ServersError`.
 
     All sequences of a batch have the same length. Use one cache per length; `post` lets the steps
-    of several caches run at the same time. There are no gradients. Use a cache in one thread only.
+    of several caches run at the same time. A cache has no gradients. Use it in one thread only.
     Close it or use it as a context to free its room on the servers; garbage collection does so too.
 
     Chen et al., "Efficient Heterogeneous Large Language Model Decoding with Model-Attention
@@ -167,14 +167,14 @@ class ServerCache:
         Args:
             layer: one that was put.
             q: (T, Hq, D), or with the batch in front as at `put`: the T tokens of the step.
-            k, v: (T, Hkv, D) and (T, Hkv, Dv), likewise. DTensors may shard heads: each rank then
-                has a pool and a cache of its own heads.
+            k, v: (T, Hkv, D) and (T, Hkv, Dv), or with the batch in front. DTensors may shard
+                heads: each rank then has a pool, and a cache with the rank's heads.
             options: `causal` (True), `window_size`, `softmax_scale`, `softcap`, `sinks` and
                 `return_lse`, as in a call.
 
         Returns:
             out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
-            (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64), of the keys alone, without the sinks.
+            (T, Hq) or (B, T, Hq) in fp32 (fp64 for fp64), over the keys only, without the sinks.
         """
         return self.post(layer, q, k, v, **options).result()
 

@@ -61,7 +61,7 @@ class CacheRequests:
         return work.future
 
     def forget(self, place: CachePlace, cache: int) -> None:
-        """Let a server free a cache, if it still has it."""
+        """Free a cache on its server, if the pool still has a connection to it."""
 
         def call() -> None:
             if (connection := self._servers.at(place)) is not None:

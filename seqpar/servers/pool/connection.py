@@ -120,7 +120,7 @@ class PendingWork:
         return self.future.done()
 
     def cancel_attempts(self) -> None:
-        """Tell servers that the attempts in progress are no longer needed."""
+        """Cancel the attempts in progress on their servers."""
         for attempt in self.attempts:
             if not attempt.late:
                 attempt.connection.cancel(attempt)
@@ -154,7 +154,7 @@ class Attempt:
 
 @dataclass(eq=False)
 class PoolEndpoint:
-    """What the connections of a pool share.
+    """The client side of a pool, shared by all of its connections.
 
     Attributes:
         name: of this pool, unique among all processes.
@@ -286,7 +286,7 @@ class ServerConnection:
 
     @property
     def place(self) -> CachePlace | None:
-        """Where a new cache would be, or None if the server accepts none."""
+        """The place of a new cache on this server, or None if the server is not ready."""
         session = self._session
         if self.state != "ready":
             return None
@@ -423,7 +423,7 @@ class ServerConnection:
         self._send(protocol.Cancel(self._session.generation, attempt.number))
 
     def forget(self, cache: int) -> None:
-        """Tell the server that a cache is no longer needed."""
+        """Send the server a request to free a cache."""
         self._send(protocol.Free(self._session.generation, cache))
 
     def _take_room(self, attempt: Attempt) -> bool:

@@ -35,7 +35,7 @@ class Inbox:
         self.wakeup.set()
 
     def call(self, call: Callable[[], None]) -> None:
-        """Have the pool's thread make a call the next time that it wakes up."""
+        """Queue a call, which the pool's thread makes the next time that it wakes up."""
         # No lock: the garbage collector may call this at any moment, even while it is held.
         self.calls.append(call)
 

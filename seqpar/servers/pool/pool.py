@@ -73,8 +73,9 @@ class ServerPool:
             transports: transports of payloads, the preferred one first; the server chooses among
                 those that it has. "zmq" always works. "nixl" needs its package and trusts its
                 peers; by default it is offered only over Unix sockets.
-            deadlines: seconds by name, such as {"request": 10}; the names and defaults are those of
-                `seqpar.servers.wire.limits.Deadlines`. All deadlines must be in ascending order.
+            deadlines: seconds by name, such as {"request": 10}. The class
+                `seqpar.servers.wire.limits.Deadlines` has the names and defaults. All deadlines
+                must be in ascending order.
             hedge_quantile: a task that takes 1.5 times as long as this share of all tasks is also
                 sent to a second server, and the first answer counts.
             depth: the number of tasks that a server has at a time.

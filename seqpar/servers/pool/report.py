@@ -40,7 +40,7 @@ class ServerReport:
 
 @dataclass(frozen=True)
 class PoolReport:
-    """Where a pool's attention was computed since the pool was made.
+    """The places where a pool's attention was computed since the pool was made.
 
     Attributes:
         servers: one entry per server; the last one is this process.

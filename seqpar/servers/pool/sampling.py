@@ -1,4 +1,4 @@
-"""Compute a few rows of a task again, to see whether a server's answer is right."""
+"""Compute a few rows of a task again, to check a server's answer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ _ROUNDINGS = 16
 
 
 def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) -> bool:
-    """Return whether some rows of a result are those that this process computes.
+    """Return whether some rows of a result agree with this process's computation.
 
-    They are `rows` query rows, one behind the other, of out and lse or of dq, and in a backward as
-    many key rows, of dk and dv; the seed says where. A kernel that computes part of a task sums in
-    another order, so numbers may differ by 16 roundings of the largest one that is compared: of the
-    request's dtype, and for each of n terms of fp32's (or fp64's), which add up as a random walk,
-    √n. What is not finite must be the same.
+    Compares `rows` consecutive query rows of out and lse, or of dq; in a backward also `rows`
+    consecutive key rows of dk and dv. `seed` chooses the rows.
+
+    A kernel that computes part of a task sums in another order, so numbers may differ by
+    16·(ε + √n·ε')·m, where m is the largest finite magnitude in the compared tensor, ε the epsilon
+    of the request's dtype, ε' the epsilon of fp32 (fp64 for fp64), and n the number of query and
+    key rows: the rounding errors of n terms add up like a random walk. Values that are not finite
+    must be the same.
     """
     random = np.random.default_rng(seed)
     queries = _block(random, request.q.shape[1], rows)
@@ -48,7 +51,7 @@ def _block(random: np.random.Generator, count: int, rows: int) -> slice:
 
 
 def _part(request: Request, queries: slice, keys: slice) -> Request:
-    """Return the task of some query rows over some key rows."""
+    """Return the part of a task that has these query rows and these key rows."""
     output = request.output
     if output is not None:
         delta = output.ensure_delta()

@@ -155,9 +155,9 @@ def check_tables(
 ) -> None:
     """Raise a RequestError unless slices lie within the rows and positions ascend in each slice.
 
-    All rectangles together may have at most twice the pairs of rows, as many as a causal mask with
-    a prefix needs. Without this bound a small request of overlapping slices could cost any amount
-    of work.
+    All rectangles together may have at most twice the pairs of rows, the number that a causal mask
+    with a prefix needs. Without this bound a small request of overlapping slices could cost any
+    amount of work.
     """
     for name, columns, positions in (
         ("q rows", table[:, 0:2], q_positions),
