@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 def known_task() -> Request:
-    """Return the task whose answer `check` compares: causal attention of one document."""
+    """Return the task that a check of a server computes: causal attention of one document."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, _ROWS, _HEADS, _DIM
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))

@@ -338,7 +338,7 @@ class Worker(threading.Thread):
         return clients
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
-        """Return whether a job is long, or short, and does not wait for its client's last step."""
+        """Return whether a job is long, or short, and no earlier step of its client is running."""
         ordered = isinstance(job.task, StepRequest) and job.client in self._stepping
         return (job.cost > self._long) == long and not ordered
 

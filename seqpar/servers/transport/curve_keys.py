@@ -74,7 +74,7 @@ _KINDS = ("public", "secret")
 
 
 def server_keys(folder: Path) -> CurveKeys:
-    """Read a server's keys from a folder; a ValueError names the file that is not as it must be."""
+    """Read a server's keys from a folder; a ValueError names a file that is missing or wrong."""
     if not os.path.isdir(trusted := folder / "trusted"):
         raise ValueError(f"keys: {trusted} must be a folder of clients' public keys")
     check_folder(trusted)
@@ -82,7 +82,7 @@ def server_keys(folder: Path) -> CurveKeys:
 
 
 def client_keys(folder: Path) -> CurveKeys:
-    """Read a client's keys from a folder; a ValueError names the file that is not as it must be."""
+    """Read a client's keys from a folder; a ValueError names a file that is missing or wrong."""
     return CurveKeys(*_pair(folder, "client"), server=_read(folder / "server.public"))
 
 
