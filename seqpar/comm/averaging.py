@@ -37,7 +37,7 @@ class Averaging:
 
     Attributes:
         averaged: whether DDP or FSDP average the gradients of at least one trainable parameter.
-        flattened: whether FSDP1 has flattened parameters, of which a call uses parts.
+        flattened: whether FSDP1 has flattened parameters, so that a call uses parts of them.
     """
 
     averaged: bool = False

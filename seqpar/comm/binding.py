@@ -170,7 +170,7 @@ class BoundStrategy(Generic[S]):
     def routed(
         self, comm: Comm, device: torch.device, direction: str, shared: Callable[[], Described]
     ) -> Comm:
-        """Return the Comm of a call for one of its passes, in which messages may be relayed.
+        """Return the Comm of one pass of a call; if routing is on, it relays messages.
 
         The tensors are on `device`. `shared` returns everything on which the messages depend, the
         same on all ranks.
@@ -182,7 +182,7 @@ class BoundStrategy(Generic[S]):
         return relays.in_pass(comm, device, kind)
 
     def announce(self, direction: str) -> None:
-        """Tell the trace, if there is one, that this strategy begins its `direction`."""
+        """Record in the trace, if there is one, that this strategy begins its `direction`."""
         if hooks.trace is not None:
             hooks.trace.begin(f"{self.strategy.name} {direction}", self.comm.rank)
 

@@ -71,12 +71,11 @@ class HeadPlacement:
 
 
 def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], HeadPlacement]:
-    """Return the local parts of a call's tensors, of which "q" is the first, and their placement.
+    """Return the local parts of a call's tensors, and the placement of their heads.
 
-    `tensors` has each argument by name, with the dimension of its heads. Other values than tensors
-    are returned as they are. If one tensor is a DTensor, all must be. Raises a ValueError that
-    names a tensor whose heads are not placed like those of q, or that is sharded in another
-    dimension.
+    `tensors` has each argument by name, "q" first, with the dimension of its heads. Values other
+    than tensors are returned unchanged. If one tensor is a DTensor, all must be. A ValueError names
+    a tensor whose heads are not placed like q's heads, or that is sharded in another dimension.
     """
     values = [x for x, _ in tensors.values()]
     if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):

@@ -1,8 +1,8 @@
-"""Let one rank work for a while, as the others wait at the group's store, not in a collective.
+"""Wait for one rank's long work at the group's store, instead of in a collective.
 
 A collective fails, or aborts the process, after the group's timeout. Here the waiting ranks read
-from the store that rank 0 works, and have a limit for it. They log the time that has passed, and
-raise a `PeerError` if rank 0 dies.
+from the store that rank 0 is at work, with a separate time limit. They log the time that has
+passed, and raise a `PeerError` if rank 0 dies.
 """
 
 from __future__ import annotations

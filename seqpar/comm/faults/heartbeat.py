@@ -188,7 +188,7 @@ class Heartbeat:
         return cause
 
     def stop(self) -> None:
-        """Tell the others that this rank leaves, and end the thread."""
+        """Announce to the other ranks that this rank leaves, and end the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -98,9 +98,9 @@ def post(
 ) -> tuple[list[dist.Work], list[AwaitedHeader]]:
     """Post messages on gloo with headers, receives first.
 
-    Returns the works of messages, and the headers, for which to wait first. Peers are ranks of the
-    group. `numbers` has the number of the exchange's call with each peer, and `table` is the table
-    of the digest of the call's arguments.
+    Returns the works of messages, and the headers; wait for the headers first. Peers are ranks of
+    the group. `numbers` has the number of the exchange's call with each peer, and `table` is the
+    table of the digest of the call's arguments.
     """
     # Headers go both ways even if messages do not: two ranks that only send would wait for each
     # other without seeing the other's call.

@@ -1,8 +1,8 @@
-"""Numbers of the calls on a group, by which two ranks know whether they are in the same call.
+"""Number the calls on a group, so that two ranks can detect that they are in different calls.
 
 A rank may make a call that exchanges no messages with a peer, and that the peer does not make: a
-local check, a recomputation, a batch of which the peer holds no tokens. Two ranks therefore count
-only calls in which they exchange messages. They make these calls in the same order.
+local check, a recomputation, a batch without tokens on the peer. Two ranks therefore count only
+calls in which they exchange messages. They make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CallNumbers:
 
 
 def empty_numbers(ranks: int) -> Tensor:
-    """Return an empty tensor like those of `as_tensor`, for tracing by torch.compile."""
+    """Return an uninitialized tensor shaped as by `as_tensor`, for tracing by torch.compile."""
     return torch.empty(ranks, dtype=torch.float64, device="cpu")
 
 

@@ -1,11 +1,11 @@
 """Relay messages between nodes through other ranks; `routing.py` decides through which.
 
-A rank knows only the sizes of its own messages, but relays messages of its node's other ranks. In
-the first pass of a kind (forward or backward of calls that differ only in their tensors), the ranks
-of a node therefore describe to each other, exchange by exchange, their messages to and from other
-nodes. All ranks make the same exchanges in the same order, even those in which they have no
-messages, so an exchange's number in its pass identifies it. The group keeps each rank's part, and
-later passes exchange no descriptions.
+A rank knows the sizes of the messages that it sends or receives, but not those that it relays for
+other ranks of its node. In the first pass of a kind (forward or backward of calls that differ only
+in their tensors), the ranks of a node therefore describe to each other, exchange by exchange, their
+messages to and from other nodes. All ranks make the same exchanges in the same order, even those in
+which they have no messages, so an exchange's number in its pass identifies it. The group keeps each
+rank's part, and later passes exchange no descriptions.
 
 NCCL runs exchanges in the order in which they are posted, so there a rank posts all hops together.
 On gloo a thread posts a hop when the hop before it has arrived. The thread processes exchanges in

@@ -9,7 +9,7 @@ and to the receiver. The pieces take
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
 seconds, with b in seconds per byte. This is less if b_between > 2·b_inside. Sender and receiver are
-proxies of their own NICs, so a straight piece skips both hops inside nodes.
+the proxies for their NICs, so a straight piece skips both hops inside nodes.
 
 The paper divides each message. Here all messages of an exchange between two nodes are divided
 together. If they load all NICs about equally, they go straight, as without routing. Otherwise each
