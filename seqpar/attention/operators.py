@@ -56,7 +56,7 @@ def implementation(operator: str) -> Callable[[F], F]:
 
 @cache
 def register_flop_formulas() -> None:
-    """Let torch's FlopCounterMode count the FLOPs of the operators.
+    """Register the operators' FLOP formulas with torch's FlopCounterMode.
 
     Importing the counter takes as long as importing Triton, so the first module does it.
     """

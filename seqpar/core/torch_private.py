@@ -275,7 +275,7 @@ def base_of(x: Tensor) -> Tensor | None:
 
 
 def swap_contents(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two tensors, but not of what autograd saved of them.
+    """Exchange the contents of two tensors, but not of the tensors that autograd has saved.
 
     Setting `a.data` would also change saved tensors, and backward would refuse a resized `a`.
     """
@@ -407,7 +407,7 @@ def returned_by_grad(leaves: list[Tensor]) -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward, in which checkpoints recompute."""
+    """Return whether this thread runs a backward; checkpoints are recomputed there."""
     return bool(_get("torch._C._current_graph_task_id")() != -1)
 
 
@@ -481,7 +481,7 @@ def fast_encoder_layer() -> object:
 
 
 def inlined_only(function: T) -> T:
-    """Let torch.compile trace a function inside its callers, but not compile it by itself.
+    """Mark a function that torch.compile may trace inside callers, but may not compile by itself.
 
     If torch.compile compiles a mode's `__torch_function__` by itself, after a graph break, the
     function returns the value of one attribute for another: its guards confuse their getters.

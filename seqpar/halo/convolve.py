@@ -28,8 +28,7 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
     """Post this rank's rows to the ranks that need them; return a function to wait for others'.
 
-    The function returns (room, B, C), of which the received rows come first; the other rows are
-    arbitrary.
+    The function returns (room, B, C): first the received rows, then arbitrary ones.
     """
     parts = x.index_select(0, halo.sent).split([count for _, count in halo.sends])
     received = x.new_empty((room, *x.shape[1:]))
@@ -78,7 +77,7 @@ def tap_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the taps (C, reach + 1) and of the bias (C,) through these rows.
 
-    `d` has the gradients of the sums, shaped like x. `halo` and `received` are those of forward.
+    `d` has the gradients of the sums, shaped like x. `halo` and `received` are as in forward.
     """
     dtype = accumulator_dtype(x.dtype)
     dtaps, dbias = (x.new_zeros((*n, x.shape[2]), dtype=dtype) for n in ((reach + 1,), ()))

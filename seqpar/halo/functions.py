@@ -77,7 +77,7 @@ def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = 
     """Return the row of the token before each token of its document, or 0 before the first.
 
     This is RWKV's shift; it does not change bits. Arguments, result, errors and bytes, also of
-    gradients, are those of a `causal_conv1d` of width 2 without an activation.
+    gradients, are as in a `causal_conv1d` of width 2 without an activation.
     """
     return _call(x, None, None, layout, group, None, check_ranks, shifts=True)
 

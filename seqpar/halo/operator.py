@@ -71,7 +71,7 @@ def _causal_conv1d(
 def _describe(
     comm: Comm, arguments: CallArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Let the headers of a call's messages carry a digest of its arguments."""
+    """Set the digest of a call's arguments that the headers of its messages carry."""
     if not comm.has_headers(x.device):
         return
     shape = x.dtype, x.shape[0], x.shape[2]

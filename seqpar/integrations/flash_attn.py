@@ -53,7 +53,7 @@ def flash_attn_func(
 ) -> Any:
     """Compute flash-attn's function of this name, over the keys of all ranks.
 
-    Errors, gradients and bytes sent are those of the strategy's module: see `Attention`.
+    Errors, gradients and bytes sent are as in the strategy's module: see `Attention`.
 
     Args:
         q: (B, S_local, Hq, D), this rank's tokens of B sequences, which `layout` describes.

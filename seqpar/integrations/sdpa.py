@@ -37,7 +37,7 @@ def sdpa(
     """Compute `F.scaled_dot_product_attention` over the keys of all ranks.
 
     Arguments and the order of axes are SDPA's. Documents do not attend to each other. Errors,
-    gradients and bytes sent are those of the strategy's module: see `Attention`.
+    gradients and bytes sent are as in the strategy's module: see `Attention`.
 
     Args:
         query: (B, Hq, T_local, D) or (Hq, T_local, D), this rank's tokens in the layout's order.

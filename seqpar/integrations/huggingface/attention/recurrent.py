@@ -1,9 +1,9 @@
 """Recurrent layers of a model, and short convolutions, over the ranks of its group.
 
-The forwards of these layers call functions of their own file wherever tokens mix: a causal
-convolution, and a recurrence over chunks. The layers of an enabled model run the same code with
-other functions under these names (`patched_globals.py`), which call `causal_conv1d` and
-`RecurrentAttention`. Projections, gates and norms stay the layer's own.
+Where tokens mix, the forwards of these layers call functions of their file: a causal convolution,
+and a recurrence over chunks. The layers of an enabled model run the same code with other functions
+under these names (`patched_globals.py`), which call `causal_conv1d` and `RecurrentAttention`.
+Projections, gates and norms are not changed.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ def trainer(base: type) -> type:
     """Return a Trainer class for enabled models, whose ranks share each sequence.
 
     The ranks of a group read the same batches, and groups read different ones: data parallelism is
-    over groups. With one group, batches, losses, metrics, predictions and checkpoints are those of
-    a single process. With several groups, training has the batches of the same number of processes;
-    evaluation and predictions are still those of a single process.
+    over groups. With one group, batches, losses, metrics, predictions and checkpoints are the same
+    as on a single process. With several groups, training has the batches of the same number of
+    processes; evaluation and predictions are still the same as on a single process.
 
     Methods that a subclass overrides are kept, and run before seqpar's. A `compute_loss` that calls
     the model itself is refused when it does so. Enable `model` before the trainer is made.
