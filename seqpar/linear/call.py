@@ -52,7 +52,7 @@ class CallArguments(NamedTuple):
         return self[1:]
 
     def shared(self, begun: bool, canonical: bool) -> dict[str, object]:
-        """Return what all ranks must agree on, as the `CallArguments` of softmax attention do."""
+        """Return the values that must be equal on all ranks, as softmax's `CallArguments` do."""
         return {
             "layout": name_of(self.layout, canonical),
             "causal": self.causal,
@@ -79,9 +79,9 @@ class ResolvedCall:
     shape: OperandShape
 
     def once(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return `build()`, called once for all calls that differ in their tensors alone.
+        """Return `build()`, called once for all calls that differ only in their tensors.
 
-        What it returns is kept with the layout, so it must hold neither that nor the call.
+        The layout keeps the result, which must therefore not refer to the layout or to the call.
         """
         return self.routes.derived(("once", key, self.rank, self.shape), build)
 

@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def transition(self) -> Literal["head", "key", "matrix"]:
-        """What a span multiplies a state by: a number per head or key channel, or a matrix."""
+        """The form of a span's factor of a state: a number per head or key channel, or a matrix."""
         if self.uses_beta:
             return "matrix"
         return "key" if self.decay == "key" else "head"

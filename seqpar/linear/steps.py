@@ -52,7 +52,7 @@ S = TypeVar("S", bound=Steps[object])
 class HookedSteps(Generic[S, R]):
     """The steps of a backend's forward or backward; a subclass knows the areas of the steps.
 
-    Without `steps`, which a hook replaced, results are those of `arbitrary`.
+    If a hook replaced the computation, `steps` is None and `arbitrary` makes the results.
     """
 
     steps: S | None

@@ -2,9 +2,10 @@
 
 In forward states go from a document's first span to its last; in backward gradients of states go
 from the last to the first. The first span of a pass is the chain's *head*: only the initial state
-enters it, or in backward the final state's gradient. So its holder knows the state that leaves it,
-and sends that instead of a map: for the delta rule K·V numbers instead of K·(K + V). On two ranks,
-or for many short documents, nearly all maps are of heads. The last span is the chain's *tail*.
+enters it, or in backward the final state's gradient. The rank that holds the head therefore knows
+the state that leaves it, and sends this state instead of a map: for the delta rule K·V numbers
+instead of K·(K + V). On two ranks, or for many short documents, nearly all maps are of heads. The
+last span is the chain's *tail*.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Chain(NamedTuple):
 
     Attributes:
         holder: the rank that has the span.
-        number: how many of the document come before it in this pass.
-        behind: the number of the document's spans that follow.
+        number: the number of the document's spans that come before it in this pass.
+        behind: the number of the document's spans that come after it in this pass.
         maps: the slot of its map on its holder, or −1.
         stations: the slot of the state that enters it in this pass, or −1.
-        documents: which it is of.
+        documents: the span's document.
     """
 
     holder: Ints
@@ -52,7 +53,7 @@ class Chain(NamedTuple):
 
     @property
     def heads(self) -> Ints:
-        """(spans,) the index of the head of each one's document."""
+        """(spans,) the index of the head of each span's document."""
         return np.arange(self.number.size) - self.number
 
 

@@ -1,11 +1,11 @@
-"""All-gather: a rank sends each map to every rank that needs it, which folds what it gets.
+"""All-gather: a rank sends each map to every rank that needs it, which folds the maps it gets.
 
 Sun et al., "LASP-2" (2025), algorithm 2, with maps in place of states; context parallelism for
 Gated DeltaNet and KDA does the same. Each pass has one exchange, posted before the work within
 spans.
 
-The maps of a document compose only in its order. So a rank gets the map of each span of other ranks
-that comes before its own last span, and folds them one after another. For heads (`chain.py`) it
+The maps of a document compose only in its order. A rank therefore gets the maps of all spans of
+other ranks before its own last span, and folds them one after another. For heads (`chain.py`) it
 gets only a state.
 """
 
@@ -31,13 +31,13 @@ from seqpar.linear.scanning import Index, index_of
 
 
 class Fold(NamedTuple):
-    """One step of a fold: the spans with one number in all documents of which the rank needs them.
+    """One step of a fold: the spans with one number in all documents whose spans the rank needs.
 
     `running` has a state for each document, longest chains first.
 
     Attributes:
-        stations: slots that get some of the running states: those that enter spans of this number.
-        reached: which they get.
+        stations: slots of the states that enter spans of this number.
+        reached: the running states that go to these slots.
         maps: (documents,) the spans' maps among all full maps, for the first `documents` documents.
     """
 
@@ -50,13 +50,13 @@ class Fold(NamedTuple):
 class Gathering:
     """One rank's part in the exchange of one pass, with its tables on a device.
 
-    It folds heads, for which only states travel, and full maps. Its own come first in both.
+    The rank folds states of heads, and full maps. In both tensors its own entries come first.
 
     Attributes:
         own: the slots of its maps that other spans need: of heads, and full maps.
-        sends: (peer, own heads, own full ones) that each peer gets.
-        recvs: (peer, heads, full ones) where those that arrive lie.
-        counts: how many heads and full ones there are, own and arriving.
+        sends: (peer, own heads, own full maps) that each peer gets.
+        recvs: (peer, heads, full maps), the slices for arriving entries.
+        counts: the numbers of heads and of full maps, own and arriving.
         first: where the running states begin, among heads.
         folds: the steps, in order.
         travels: whether anything is sent or received.

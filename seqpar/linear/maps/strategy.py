@@ -192,9 +192,10 @@ def _pass(
     steps: ForwardSteps | BackwardSteps,
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
-    """Return a pass's maps, and the states that enter all spans. `entering` are those of heads.
+    """Return a pass's maps, and the states that enter all spans.
 
-    What does not depend on these states is computed while maps travel.
+    `entering` has the states that enter heads. Work that does not depend on states of other spans
+    runs while maps travel.
     """
     maps: Maps = steps.maps
     if entering is not None:

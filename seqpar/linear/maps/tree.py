@@ -6,13 +6,13 @@ Sequence Length" (2018), section 2, apply such a scan to affine recurrences.
 
 Span number i of a document has a *window* that ends with it: at first its own map, and in step d
 the composition of the 2ᵈ spans up to it. Its rank sends the window to span i + 2ᵈ, whose window
-then covers twice as many spans. A window that reaches back to the head (`chain.py`) is complete:
-it is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges, and a rank holds the window of
-each of its spans twice, on any number of ranks.
+then covers twice the number of spans. A window that reaches back to the head (`chain.py`) is
+complete: it is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges, and a rank holds the
+window of each of its spans twice, on any number of ranks.
 
 The exclusive form saves one exchange for a second composition per step. A work-efficient tree would
-send two maps per rank instead of log₂ n, but in twice as many exchanges, whose waits would not hide
-under short spans.
+send two maps per rank instead of log₂ n, but with twice the number of exchanges, and short spans
+would not hide their waits.
 """
 
 from __future__ import annotations

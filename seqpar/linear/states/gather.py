@@ -60,10 +60,11 @@ class Gathering:
         self._sums = SumsOnDevice(sums, shape, device)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Return, as functions: what is composed of states, the sums of arrivals at stations, …
+        """Return the functions of the sums that this rank computes, in order.
 
-        By slot, and sums of these, one after another, after which each station also has those of
-        all earlier ones of its document.
+        The first one composes states, the second one adds arriving states at each station, by slot.
+        After the remaining ones, each station also has the sums of all earlier stations of its
+        document.
         """
         return [_as_they_are] * (self._compose is None) + self._sums.weigh(options)
 
@@ -73,9 +74,10 @@ def _as_they_are(states: Tensor) -> Tensor:
 
 
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
-    """Return what is composed for these routes, the sizes of its parts, and the part of each route.
+    """Return the sums of states to send, the sizes of their parts, and each route's part.
 
-    Routes that take the same states share a part. None: what is composed is the states.
+    Routes that take the same states share a part. If the sums are None, the states are sent
+    themselves.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -112,5 +114,5 @@ def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]
 
 
 def _same(documents: Ints, apart: int) -> Ints:
-    """Return the indices whose document is also that of the index so far before."""
+    """Return the indices whose document is the same as the document `apart` indices before."""
     return np.flatnonzero(documents[apart:] == documents[:-apart]) + apart

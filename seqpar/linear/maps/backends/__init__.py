@@ -1,1 +1,1 @@
-"""Backends of the recurrent primitive, one a file."""
+"""Backends of the recurrent primitive, each in its file."""

@@ -75,8 +75,8 @@ class Forward:
 class Backward:
     """The backward in steps; see `BackwardSteps` in `seqpar.linear.maps.attend`.
 
-    Spans whose leaving states have no gradients are through with the first step but for what needs
-    no states.
+    If the states that leave a span have no gradients, the first step does all of the span's work
+    that depends on states.
     """
 
     def __init__(

@@ -2,10 +2,10 @@
 
 A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is not a matrix product, and exp of
 differences from one row would overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3,
-cut a chunk into blocks and refer to the first row of the block of i. Here blocks are halves, of
-halves: of two neighbouring blocks of s rows, the later one's rows refer to its start, and the
-earlier one's to its end, and their scores are a product of two matrices. For s = 1, 2, 4 … C/2
-these are all pairs. Powers are products of exp g, at most 1, and nothing is subtracted.
+cut a chunk into blocks and refer to the first row of the block of i. Here blocks are halves of
+halves. In two neighbouring blocks of s rows, rows of the later block refer to its start and rows of
+the earlier block to its end, and their scores are a product of two matrices. Blocks of s = 1, 2, 4
+… C/2 rows cover all pairs. Powers are products of exp g, at most 1, without any subtraction.
 
 Chunks are (M, N, C, K), and readers (M, N, X, C, K): several rows in each row's place that read
 what earlier rows wrote.
