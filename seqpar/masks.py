@@ -108,7 +108,7 @@ def block_causal(cu_seqlens: CuSeqlens, block: int, window: int | None = None) -
 
 
 def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Ranges:
-    """Return the mask of a tree of texts, in which a text continues its parent.
+    """Return the mask of a tree of texts, each of which continues its parent.
 
     All texts are in one document, in depth-first order. Text j has `lengths[j]` tokens and
     continues text `parents[j]`, or starts a tree if that is −1. A token attends to its own text

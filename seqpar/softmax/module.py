@@ -134,15 +134,15 @@ class Attention(BoundModule[Strategy]):
                 `prefix_lens[i]` keys.
             window_size: (left, right), as in flash-attn: the numbers of keys before and after its
                 own position that a query attends to; −1 and None are unlimited. With `causal`,
-                right is 0. None is no window.
+                right is 0. None disables the window.
             mask: the allowed pairs as a list of ranges (`seqpar.Mask.of_ranges`), instead of
                 `causal`, `window_size` and `prefix_lens`. A query without keys has out 0.
             softmax_scale: the factor of q·k, of any sign. Default: 1/√D. A tensor () that requires
                 a gradient, or a tensor (Hq,) with one scale per head, is multiplied with q, and
                 the product is rounded to q's dtype. In half precision, out's RMS error is then 1.3
                 to 2 times the error with a number. Its gradient is summed over this rank's queries.
-            softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2. 0 and None are no cap,
-                and 1e30 or more has no effect. It has no gradient.
+            softcap: c > 0 turns a score s into c·tanh(s/c), as in Gemma 2. 0, None, and 1e30 or
+                more have no effect. It has no gradient.
             alibi_slopes: (Hq,) or (B, Hq), fp32 or fp64, the same on all ranks. As in flash-attn,
                 slope·|i + Lkv − Lq − j| is subtracted from a score after the softcap, for positions
                 i and j in a document of Lq queries and Lkv keys. They have no gradient, and cannot
@@ -216,7 +216,7 @@ class Attention(BoundModule[Strategy]):
         Each rank attends to its own keys. The partials (out, lse) of all ranks are gathered in one
         exchange and merged: each rank sends B·T·Hq·(Dv + 1)·4 bytes (8 per element for fp64) to
         each other rank, for any number of keys. All ranks return the same bits. All strategies
-        decode in this way. There are no gradients.
+        decode in this way. Decoding has no gradients.
 
         Shyam et al., "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU
         Clusters" (2024). The paper reduces the partials instead, which takes two more exchanges of

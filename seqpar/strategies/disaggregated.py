@@ -242,7 +242,7 @@ class DisaggregatedAttention(SplitAttention):
     * forward: the partial B·T·Hq·(4·Dv + 8), received rows B·(m·Hq·D + n·Hkv·(D + Dv))·b, and
       results (m + m')·B·Hq·(Dv + 1)·4;
     * backward: dq, dk and dv, received rows, their gradients
-      (m + m')·B·Hq·D·4 + n·B·Hkv·(D + Dv)·4, and the gradients of its own keys that return.
+      (m + m')·B·Hq·D·4 + n·B·Hkv·(D + Dv)·4, and the returning gradients of this rank's keys.
 
     With `keep="server"`, received rows are also kept from forward to backward.
 
@@ -254,7 +254,7 @@ class DisaggregatedAttention(SplitAttention):
 
     * forward: to the server, m(i)·B·Hq·D·b + n(i)·B·Hkv·(D + Dv)·b and tables of
       48·s(i) + 4·(m(i) + n(i)); results of m(i)·B·Hq·(Dv + 1)·e return, or, if no other task has
-      any of its query rows and there are no sinks, m(i)·B·Hq·(Dv·b + e);
+      any of its query rows and the call has no sinks, m(i)·B·Hq·(Dv·b + e);
     * backward: to the server, m(i)·B·Hq·((D + Dv)·b + 2e) (3e if lse has a gradient), and the keys
       and tables again; gradients of m(i)·B·Hq·D·e + n(i)·B·Hkv·(D + Dv)·e return.
 

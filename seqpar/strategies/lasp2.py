@@ -176,8 +176,8 @@ class LASP2Attention(LinearModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute linear attention of this rank's queries over the keys of all ranks, by document.
 
-        The gradients are those of the sum of all ranks' losses. Under autocast q, k and v are cast
-        as SDPA's are.
+        Backward computes the gradients of the sum of all ranks' losses. Under autocast q, k and v
+        are cast as in SDPA.
 
         Args:
             q: (T_local, Hq, D) or (B, T_local, Hq, D), in the layout's local order; fp64, fp32,

@@ -153,8 +153,8 @@ class RecurrentAttention(LinearModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute recurrent attention of this rank's queries over the tokens of all ranks.
 
-        The gradients are those of the sum of all ranks' losses. Under autocast q, k and v are cast
-        as SDPA's are. Keys are used as they are: models whose keys have length 1 normalise them
+        Backward computes the gradients of the sum of all ranks' losses. Under autocast q, k and v
+        are cast as in SDPA. Keys are used unchanged: models whose keys have length 1 normalise them
         first.
 
         Args:
@@ -236,7 +236,7 @@ class RecurrentAttention(LinearModule):
 def _with_equal_heads(
     q: Tensor, k: Tensor, v: Tensor, scale: Any
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Return k and v with a head per state, q with at least as many, and a scale to match."""
+    """Return q, k, v and scale, with heads repeated so that each has at least one per state."""
     if not all(isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] for x in (q, k, v)):
         return q, k, v, scale  # which is refused
     states = max(k.shape[-2], v.shape[-2])

@@ -38,7 +38,7 @@ class ShardedCache:
 
     New tokens go to the rank with the fewest tokens, until that rank has received `block` of them;
     then to the next such rank. Shorter blocks would leave a rank's tokens in more spans. All ranks
-    must make the same calls. There are no gradients.
+    must make the same calls. Decoding has no gradients.
 
     Args:
         attn: the module whose ranks hold the cache.
@@ -197,7 +197,7 @@ class ShardedCache:
         q (N·T, Hq, D), k (N·T, Hkv, D) and v (N·T, Hkv, Dv), or with the batch in front, must be
         the same on all ranks. They have the T tokens of the step of sequence 0, then of sequence 1,
         and so on. Options, results and bytes sent are as in `Attention.decode`. With `chunk`,
-        queries attend only to keys of their own chunk of that many tokens, as in `Layout.chunked`.
+        queries attend only to keys in the same chunk of that many tokens, as in `Layout.chunked`.
         """
         self._check_options(chunk, options)
         refuse_gradients(q=q, k=k, v=v)
@@ -249,7 +249,7 @@ class ShardedCache:
         """Return attention of the step's queries over the k and v that `append` returned.
 
         k and v may also be computed from these row by row, as DeepSeek-V2 computes keys from
-        latents. The options are those of `attend`.
+        latents. `attend` describes the options.
         """
         self._check_options(chunk, options)
         build = lambda: self._rows.decode_layout(self._step_tokens, chunk)  # noqa: E731

@@ -15,7 +15,7 @@ from seqpar.core.dtypes import accumulator_dtype
 
 # A softcap c lowers a score s by s³/3c². With a cap of 1e30 or more, this is less than the rounding
 # error of any score under 1e21 in fp64 and 1e26 in fp32. Dividing a score by such a cap would only
-# lose its digits to underflow, so there is no cap then.
+# lose its digits to underflow, so such caps are ignored.
 _MIN_INEFFECTIVE_SOFTCAP = 1e30
 _MIN_SOFTCAP = 1e-30
 

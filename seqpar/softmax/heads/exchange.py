@@ -1,6 +1,6 @@
 """Exchange tokens for heads, and back, one group of heads after another.
 
-Before the exchange a rank has all heads of its own tokens. After it, the rank has some heads of the
+Before the exchange a rank has all heads of its tokens. After it, the rank has some heads of the
 tokens of all ranks of its row, in the order of documents and positions. Everything that depends
 only on the layouts is decided once, in a `HeadPlan`.
 

@@ -1,11 +1,11 @@
 """Pack tensors into the messages that exchange tokens for heads, and unpack them.
 
-Tensors have two forms. In *token form* a rank has all heads of its own tokens; in *head form* it
-has its own heads of the tokens of all ranks of its row. In each form a flat buffer holds one
-message per rank, in the order of the ranks. Messages are sent in one form and arrive in the other.
-In a message all tensors of a token are next to each other. One strided copy per tensor packs it if
-heads are evenly spaced. In head form, one index_select of whole rows puts the buffer in order, and
-contiguous layouts need none. Each tensor is then a view of the buffer.
+Tensors have two forms. In *token form* a rank has all heads of its tokens; in *head form* it has
+its heads of the tokens of all ranks of its row. In each form a flat buffer holds one message per
+rank, in the order of the ranks. Messages are sent in one form and arrive in the other. In a message
+all tensors of a token are next to each other. One strided copy per tensor packs it if heads are
+evenly spaced. In head form, one index_select of whole rows puts the buffer in order, and contiguous
+layouts need none. Each tensor is then a view of the buffer.
 
 Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks of the row, H heads, h
 this rank's heads, D head dim. lse, dlse and delta have no D.

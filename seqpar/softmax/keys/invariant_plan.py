@@ -86,7 +86,7 @@ class TilePlan:
         nodes: for each subtree that this rank computes, a range of the pool with all keys that it
             attends to, and its units.
         sent: the shares of gradients for each rank, including this one.
-        received: the shares of its own keys' gradients from each rank, including this one.
+        received: the shares of this rank's key gradients from each rank, including this one.
     """
 
     moved: Geometry | None

@@ -49,7 +49,7 @@ class QueryHop:
     ) -> None:
         """Keep functions that return the ranges of rows, and slices over each block of keys.
 
-        `counts` and `rows` are those of the rows that are sent, then of those that are received.
+        `counts` and `rows` each describe the sent rows first, then the received rows.
         """
         self.step, self.receiver, self.sender = step, receiver, sender
         self.sent_count, self.received_count = counts
@@ -62,7 +62,7 @@ class QueryHop:
 
     @cached_property
     def received(self) -> Rows:
-        """The sender's rows that come."""
+        """The sender's rows that arrive."""
         return Rows(self._rows[1]())
 
     @cached_property

@@ -100,8 +100,8 @@ class Tiles:
     def slices(self, q_rank: int, k_rank: int, at: int) -> Slices:
         """Return the slices of one rank's queries over another's keys, as the rank `at` has them.
 
-        `q_rank` is in the row of `at`, and `k_rank` in its column. The rank has all rows of its own
-        tensors, and of the others the rows that travelled to it.
+        `q_rank` is in the row of `at`, and `k_rank` in its column. The rank has all rows of its
+        tensors, and those rows of other ranks that travelled to it.
         """
         slices = self._slices(q_rank, k_rank)
         if q_rank != at:
@@ -139,7 +139,7 @@ class Tile:
 
     Attributes:
         steps: how keys travel in its column, one rank per step.
-        blocks: the slices of its own queries over its own keys and over the keys of each step.
+        blocks: the slices of the rank's queries over its keys and over the keys of each step.
         query_hops: how queries travel in its row; their steps are numbered after those of keys.
             Hops in which no rows travel are left out, unless `every_hop`.
         last_step: the number of the last hop, which may be left out.

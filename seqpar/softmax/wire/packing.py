@@ -60,7 +60,7 @@ class Packing:
         self._views = [views[i] for i in range(len(formats))]
 
     def apart(self, device: torch.device) -> list[Tensor]:
-        """Return new tensors, as `empty` does, but each as a message of its own."""
+        """Return new tensors, as `empty` does, but each as a separate message."""
         return [torch.empty(x.shape, dtype=x.dtype, device=device) for x in self._views]
 
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
