@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 2 examples/huggingface_accelerate.py (no GPU needed)
-"""A training loop with accelerate, in which the ranks of a group share each sample's tokens.
+"""Train with accelerate; the ranks of a group share each sample's tokens.
 
 Groups read different batches. On 4 processes there are two groups, or one with --ranks 4.
 """
@@ -36,7 +36,7 @@ def make_model():
 
 
 def samples():
-    """Return samples of many lengths, in which each token id is one more than the previous."""
+    """Return samples of many lengths; each token id is one more than the previous one, mod 64."""
     lengths = [17 + 11 * i % 40 for i in range(STEPS * ACCUMULATE * BATCH)]
     return [{"input_ids": [(i + j) % 64 for j in range(n)]} for i, n in enumerate(lengths)]
 

@@ -1,4 +1,4 @@
-"""One rank of a fake group, on which a call costs only the host's time.
+"""One rank of a fake group: a call costs only the host's time.
 
 Messages are not sent, tensors are so small that copies take no time, launches of our Triton kernels
 are replaced, and work of threads runs immediately, as in a stream on a GPU. All other code is the
@@ -39,8 +39,8 @@ HEADS, KV_HEADS, DIM = 32, 8, 2
 WARM_UP = 3  # calls of a layout before those that are timed
 
 # ATen's operators that move rows from or into messages, and add returned gradients and weighted
-# states; operators that merge partial results, for which TokenRing has no kernel; and operators
-# that make zero gradients, to which kernels add.
+# states; operators that merge partial results, since TokenRing has no kernel for them; and
+# operators that make the zero gradients to which kernels add.
 _KINDS = {
     "copies": {
         *("copy_", "index_copy_", "index_put_", "_index_put_impl_", "add_", "index_add_"),

@@ -1,11 +1,11 @@
-"""How long does one rank plan the first call of a layout, and how much memory does that take?
+"""Measure the time and memory in which one rank plans the first call of a layout.
 
 A packed batch has a new layout in every step, so each step pays for planning once. One rank of many
-plans a causal call: `traffic` lists its messages, and `plan` is what the first call needs before it
-posts messages. Nothing is sent. Layouts are made beforehand. Each figure is a median over rounds,
-in milliseconds of the process's CPU time, because other programs share the machine's cores; peak
-memory is what Python and NumPy allocate beyond the layout. The messages are checked against the
-tables of pairs of ranks, for some peers.
+plans a causal call: `traffic` lists its messages, and `plan` is all planning of the first call
+before it posts messages. Nothing is sent. Layouts are made beforehand. Each figure is a median over
+rounds, in milliseconds of the process's CPU time, because other programs share the machine's cores.
+Peak memory is the memory that Python and NumPy allocate in addition to the layout. The messages are
+checked against the tables of pairs of ranks, for some peers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def operands(layout: Layout) -> list[torch.Tensor]:
 
 
 def row_of(kind: str, ranks: int, count: int, rounds: int) -> dict[str, Any]:
-    """Return a row of the results; each sample has a layout that nobody has seen before."""
+    """Return a row of the results; each sample has a new layout, so that no cache has its plan."""
     seeds = iter(range(4 * rounds + 1))
     layout = layout_of(kind, ranks, count, next(seeds))
     check(messages(layout), layout, ranks // 3)

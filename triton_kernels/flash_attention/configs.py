@@ -208,7 +208,7 @@ _variant: str | None = None
 
 @contextmanager
 def variant(name: str | None) -> Iterator[None]:
-    """Let `choose` return a variant of its configuration within the context, for measurements.
+    """Make `choose` return a variant of its configuration within the context, to measure it.
 
     None means no variant. It holds for all threads, since autograd has its own threads.
     """

@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 # enters its span, or −1; and the slot of the state before it, or −1.
 ROW_START, ROW_STOP, SPAN_START, SPAN_STOP, INCOMING, SLOT = map(tl.constexpr, range(6))
 SEGMENT_WIDTH = tl.constexpr(6)
-# Columns of `chains`: a span's slots, and the index of its own leaving state, or −1.
+# Columns of `chains`: a span's slots, and the index of the state that leaves it, or −1.
 SLOT_START, SLOT_STOP, OUTGOING = map(tl.constexpr, range(3))
 CHAIN_WIDTH = tl.constexpr(3)
 
@@ -64,7 +64,7 @@ def segment_tables(
     """Return the tables of n spans edges[i] … edges[i + 1] in segments of `length` rows.
 
     `incoming` (n,) is the index of the state that enters each span, and `outgoing` (n,) the index
-    of its own leaving state; −1 is none. `reverse` walks from the end.
+    of the state that leaves it; −1 means that there is none. `reverse` walks from the end.
     """
     check_indices("edges", edges)
     for name, array in (("incoming", incoming), ("outgoing", outgoing)):
