@@ -1,7 +1,7 @@
 """Draw the pictures of README and of the documentation: `python docs/images/draw.py`.
 
-Those of layouts and masks come from the library. That of measured speed comes from the committed
-results of the benchmark of strategies.
+The library draws layouts and masks. The picture of measured speed shows the committed results of
+the benchmark of strategies.
 """
 
 import json
@@ -49,7 +49,7 @@ def draw_masks() -> None:
 
 
 def draw_strategies() -> None:
-    """Draw the speed of two ranks over that of SDPA in one process with as many threads."""
+    """Draw the speed of two ranks over SDPA's in one process with the same number of threads."""
     ratios = json.loads(RESULTS.read_text())["ratio_to_sdpa"]
     passes = ("forward", "forward+backward")
     groups = [f"{dtype}/{direction}" for dtype in ("fp32", "bf16") for direction in passes]

@@ -21,7 +21,7 @@ def page() -> str:
 
 
 def section(name: str, parser: argparse.ArgumentParser) -> str:
-    """Return what a command takes."""
+    """Return a command's section: its description and a table of its arguments."""
     actions = [x for x in parser._actions if not isinstance(x, argparse._HelpAction)]
     text = f"\n## {name}\n\n{sentence(parser.description)}\n"
     rows = [f"| {words(x)} | {meaning(x)} |" for x in actions]
@@ -41,7 +41,7 @@ def words(action: argparse.Action) -> str:
 
 
 def meaning(action: argparse.Action) -> str:
-    """Return what an argument means, and what it is if it is not given."""
+    """Return an argument's help text, and its default or that it is required."""
     text = escaped((action.help or "") % {"default": action.default})
     if action.required and action.option_strings:
         return f"{text}; required"

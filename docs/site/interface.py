@@ -103,7 +103,7 @@ def table(title: str, what: str, rows: list[tuple[str, str]]) -> str:
 
 
 def names_of(module: str) -> list[str]:
-    """Return what a module's `__all__` has."""
+    """Return the names in a module's `__all__`."""
     for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
@@ -111,7 +111,7 @@ def names_of(module: str) -> list[str]:
 
 
 def members(module: str, name: str) -> list[tuple[str, str]]:
-    """Return the public methods and properties of a class, with what they do."""
+    """Return (name, summary) of the public methods and properties of a class."""
     node = definition(module, name)[0]
     assert isinstance(node, ast.ClassDef)
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef) and x.name[0] != "_"]
@@ -128,7 +128,7 @@ def documented(module: str, name: str) -> str:
 
 
 def definition(module: str, name: str) -> tuple[ast.stmt, ast.stmt]:
-    """Return the statement that defines a name of a module, and the one behind it."""
+    """Return the statement that defines a name of a module, and the next statement."""
     body = [*tree_of(module).body, ast.Pass()]
     for node, following in pairwise(body):
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:

@@ -1,4 +1,4 @@
-"""List every message of the library's errors, with what raises it: made from the sources."""
+"""List every error message of the library with the module that raises it, from the sources."""
 
 import ast
 import re
@@ -32,7 +32,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def messages_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (error, message) of what a file raises with words of its own."""
+    """Yield (error, message) of each exception that a file raises with a literal message."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
             continue
