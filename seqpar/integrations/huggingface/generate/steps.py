@@ -22,6 +22,7 @@ from seqpar.layout.layout import Layout
 class DecodingStep(Side):
     """The tokens of a step, B rows of T in one row, the same on every rank.
 
+    A prefill also has one row, so layers, masks and tables of positions get one kind of call.
     `layout` is the prefill's layout, which does not contain these tokens.
     """
 
