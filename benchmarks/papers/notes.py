@@ -334,7 +334,7 @@ NOTES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (
             "ours",
-            "A group has as many ranks as a document needs, a power of two "
+            "A group has the number of ranks that a document needs, a power of two "
             '(`balance.plan(method="power_of_two")`).',
         ),
         (
