@@ -188,7 +188,7 @@ class OneSided(Transport):
             self._end(sending, f"nixl: {type(error).__name__}")
         if sending.moving and time.monotonic() > sending.deadline:
             self._end(sending, "it was not written within its deadline")
-        # A peer that continues after a stop, or was replaced, needs new metadata and a new handshake.
+        # A peer that continues after a stop, or was replaced, needs new metadata and a handshake.
         if sending.error is not None and (known := self._peers.get(sending.peer)) is not None:
             self._forget(known.agent)
 
