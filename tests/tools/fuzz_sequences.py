@@ -261,7 +261,8 @@ class Connection:
             raise Violation(f"{self} received {message} without a question")
         kind, value = self.replies.popleft()
         if kind is protocol.Stale and message != protocol.Stale(value):
-            raise Violation(f"{self} changed a session without its secret and generation")
+            reason = "its request was without its secret and generation"
+            raise Violation(f"{self} received {message} in place of Stale: {reason}")
         if not isinstance(message, kind):
             raise Violation(f"{self} received {message} in place of {kind} {value}")
         if isinstance(message, protocol.Welcome):
