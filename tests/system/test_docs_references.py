@@ -78,6 +78,13 @@ def test_tables_of_servers_and_steps_match_the_results():
     assert disaggregated.table(results("network-disaggregated")["rows"]) in page
 
 
+def test_the_table_of_kernel_tables_is_the_committed_result():
+    from benchmarks.kernels import tables
+
+    page = (ROOT / "docs/benchmarks/kernels.md").read_text()
+    assert tables.table(results("kernel-tables")["rows"]) in page
+
+
 def test_the_table_of_kernels_is_the_committed_one():
     from tests.tools.aot_table import markdown
 

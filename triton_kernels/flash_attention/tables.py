@@ -7,14 +7,16 @@ are queries and columns are keys. In the kernel of dk and dv, rows are keys and 
 and the same code builds its table from the transposed slices.
 
 The list `full` has the column blocks to which every row of the tile attends completely: they need
-neither mask nor bounds. The list `cut` has all other blocks, each with the bounds and the band that
-determine its mask.
+neither mask nor bounds. Tiles share its entries, so tables grow linearly with a document's length.
+The list `cut` has all other blocks, each with the bounds and the band that determine its mask.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -53,8 +55,8 @@ class Launch:
     """The tables of one kernel launch: int32 tensors on the device.
 
     `tiles` (n, 8) and `cut` (C, 6) have the columns named above, and `full` (F,) is the first
-    column of each block. Positions of all rows (T,) and of all columns (Tk,) count within
-    their documents.
+    column of each block. A list that the launch does not walk is empty. Positions of all rows (T,)
+    and of all columns (Tk,) count within their documents; launches share them.
     """
 
     tiles: Tensor
@@ -121,7 +123,7 @@ def forward_launches(
     if not continued:
         touched[-1] |= ~touched.any(0)
     may_continue = continued or len(hops) > 1
-    launches = []
+    launches = list[list[Launch]]()
     for side, hop_lists, chosen, hop_flags in zip(sides, lists, touched, flags, strict=True):
         parts = min(programs // max(1, chosen.sum()), hop_lists.work.max(initial=0) // MIN_PART)
         common = (side, hop_lists, tiles, chosen, hop_flags, device)
@@ -130,8 +132,8 @@ def forward_launches(
         else:
             of_hop = _launches(*common, config)
         either = may_continue or (parts <= 1 and config.separate)
-        launches.append(Launches([replace(x, may_continue=either or x.parts > 1) for x in of_hop]))
-    return launches
+        launches.append([replace(x, may_continue=either or x.parts > 1) for x in of_hop])
+    return _on_device(launches, device)
 
 
 def backward_launches(
@@ -148,7 +150,8 @@ def backward_launches(
     tiles = tile_bounds(sides.rows, sides.row_positions.size, config.tile_rows)
     lists = column_lists(sides, tiles, config.block_columns)
     flags = np.zeros(len(tiles), np.int64)
-    return Launches(_launches(sides, lists, tiles, lists.work > 0, flags, device, config))
+    launches = _launches(sides, lists, tiles, lists.work > 0, flags, device, config)
+    return _on_device([launches], device)[0]
 
 
 def _launches(
@@ -161,11 +164,11 @@ def _launches(
     config: Config,
 ) -> list[Launch]:
     """Return one launch of the chosen tiles, or two if the configuration separates them."""
-    full_count, has_cut = np.diff(lists.full_starts), np.diff(lists.cut_starts) > 0
+    has_cut = lists.cut_counts > 0
     kinds: list[tuple[NDArray[np.bool_], Ints, NDArray[np.bool_] | None, bool]]
-    kinds = [(chosen, flags, full_count > 0, True)]
+    kinds = [(chosen, flags, lists.full_counts > 0, True)]
     if config.separate:
-        alone = full_count > config.fused_blocks
+        alone = lists.full_counts > config.fused_blocks
         in_both = alone & has_cut
         full_flags = np.where(in_both, flags & ~_LAST, flags)
         cut_flags = np.where(in_both, flags & ~_FIRST, flags)
@@ -191,8 +194,8 @@ def _split_launches(
     A part walks some of its tile's lists and writes its own partial result.
     """
     steps = np.arange(parts + 1)
-    starts = lists.full_starts, lists.cut_starts
-    full, cut = (x[:-1, None] + np.diff(x)[:, None] * steps // parts for x in starts)
+    ranges = lists.full_ranges, lists.cut_ranges
+    full, cut = (x[:, :1] + np.diff(x) * steps // parts for x in ranges)
     table = np.zeros((len(tiles), parts, TILE_WIDTH), np.int64)
     table[..., TILE_START], table[..., TILE_STOP] = tiles[:, None, 0], tiles[:, None, 1]
     table[..., FULL_START], table[..., FULL_STOP] = full[:, :-1], full[:, 1:]
@@ -223,10 +226,10 @@ def _launch(
     table = np.zeros((len(tiles), TILE_WIDTH), np.int64)
     table[:, TILE_START], table[:, TILE_STOP] = tiles.T
     if full is not None:
-        starts, stops = lists.full_starts[:-1], lists.full_starts[1:]
+        starts, stops = lists.full_ranges.T
         table[:, FULL_START], table[:, FULL_STOP] = starts, np.where(full, stops, starts)
     if cut:
-        table[:, CUT_START], table[:, CUT_STOP] = lists.cut_starts[:-1], lists.cut_starts[1:]
+        table[:, CUT_START], table[:, CUT_STOP] = lists.cut_ranges.T
     table[:, FLAGS] = flags
     return _table_launch(sides, lists, table[chosen], full is not None, cut, device)
 
@@ -239,30 +242,64 @@ def _table_launch(
     has_cut: bool,
     device: torch.device,
 ) -> Launch:
-    """Return the launch of a table of tiles (n, 8), with the longest lists first."""
+    """Return the launch of a table of tiles (n, 8), with the longest lists first.
+
+    Its positions are on the device. `_on_device` moves the rest, for several launches together.
+    """
     full_blocks = table[:, FULL_STOP] - table[:, FULL_START]
     cut_blocks = table[:, CUT_STOP] - table[:, CUT_START]
-    table = table[np.argsort(-(full_blocks + cut_blocks), kind="stable")]
-    arrays: list[NDArray[Any]] = [table, lists.full, lists.cut]
-    arrays += [sides.row_positions, sides.column_positions]
-    tiles, full, cut, row_positions, column_positions = _to_device(arrays, device)
     return Launch(
-        tiles,
-        full,
-        cut,
-        row_positions,
-        column_positions,
+        _int32(table[np.argsort(-(full_blocks + cut_blocks), kind="stable")]),
+        _int32(lists.full if has_full else lists.full[:0]),
+        _int32(lists.cut if has_cut else lists.cut[:0]),
+        _positions_on(sides.row_positions, device),
+        _positions_on(sides.column_positions, device),
         has_full=has_full,
         has_cut=has_cut,
         has_partial=bool((table[:, FLAGS] != _FIRST | _LAST).any()),
     )
 
 
-def _to_device(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return the arrays as int32 tensors, in one copy; each begins at a multiple of 16 bytes."""
-    sizes = [-(-array.size // 4) * 4 for array in arrays]
-    buffer = torch.zeros(sum(sizes) + 4, dtype=torch.int32)  # a kernel needs a valid address
-    for padded, array in zip(buffer[: sum(sizes)].split(sizes), arrays, strict=True):
-        padded[: array.size] = torch.from_numpy(np.ascontiguousarray(array)).flatten().int()
-    on_device = buffer.to(device)[: sum(sizes)].split(sizes)
-    return [x[: a.size].view(a.shape) for x, a in zip(on_device, arrays, strict=True)]
+def _int32(array: Ints) -> Tensor:
+    return torch.from_numpy(array.astype(np.int32))
+
+
+_Key = tuple[int, torch.device]
+_positions: dict[_Key, tuple[weakref.ref[NDArray[np.int32]], Tensor]] = {}
+
+
+def _positions_on(positions: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return positions as a tensor on the device.
+
+    All launches over the same array share one copy, forward and backward: positions are the largest
+    part of a long document's tables. The copy is freed with the last launch and the array.
+    """
+    key = id(positions), device
+    array, copy = _positions.get(key, (None, None))
+    if array is None or copy is None or array() is not positions:
+        copy = torch.from_numpy(np.ascontiguousarray(positions))
+        copy = copy.to(device, torch.int32, copy=True)
+        forget = weakref.ref(positions, lambda _: _positions.pop(key, None))
+        _positions[key] = forget, copy
+    return copy
+
+
+def _on_device(launches: Sequence[Sequence[Launch]], device: torch.device) -> list[Launches]:
+    """Return the launches with all tables on the device.
+
+    One copy moves them. Each table begins at a multiple of 16 bytes.
+    """
+    tables = [x for of_hop in launches for y in of_hop for x in (y.tiles, y.full, y.cut)]
+    sizes = [-(-x.numel() // 4) * 4 for x in tables]
+    buffer = torch.zeros(sum(sizes), dtype=torch.int32)
+    for padded, x in zip(buffer.split(sizes), tables, strict=True):
+        padded[: x.numel()] = x.flatten()
+    parts = zip(buffer.to(device).split(sizes), tables, strict=True)
+    moved = (part[: x.numel()].view(x.shape) for part, x in parts)
+    return [
+        Launches(
+            replace(launch, **dict(zip(("tiles", "full", "cut"), islice(moved, 3), strict=True)))
+            for launch in of_hop
+        )
+        for of_hop in launches
+    ]

@@ -1,7 +1,7 @@
 """Cut slices into tiles of rows, and list the blocks of columns that each tile walks.
 
-This is NumPy on arrays, linear in the number of (tile, slice) pairs plus the length of the
-lists.
+This is NumPy on arrays. Time and memory are linear in the number of (tile, slice) pairs plus the
+length of the lists.
 """
 
 from __future__ import annotations
@@ -70,18 +70,29 @@ class Sides(NamedTuple):
 class ColumnLists:
     """The column blocks of n tiles: full ones (F,) and cut ones (C, 6).
 
-    Tile i has the entries starts[i] … starts[i + 1] of either list.
+    Tile i has the entries full_ranges[i] (start, stop) of `full` and cut_ranges[i] of `cut`. Tiles
+    share entries of `full`, so its length does not grow with the square of a document's length.
     """
 
-    full_starts: Ints
+    full_ranges: Ints
     full: Ints
-    cut_starts: Ints
+    cut_ranges: Ints
     cut: Ints
+
+    @property
+    def full_counts(self) -> Ints:
+        """The number of full blocks of each tile (n,)."""
+        return self.full_ranges[:, 1] - self.full_ranges[:, 0]
+
+    @property
+    def cut_counts(self) -> Ints:
+        """The number of cut blocks of each tile (n,)."""
+        return self.cut_ranges[:, 1] - self.cut_ranges[:, 0]
 
     @property
     def work(self) -> Ints:
         """The number of column blocks of each tile (n,)."""
-        return np.diff(self.full_starts) + np.diff(self.cut_starts)
+        return self.full_counts + self.cut_counts
 
 
 def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
@@ -93,10 +104,8 @@ def tile_bounds(intervals: Ints, total: int, tile_rows: int) -> Ints:
     """
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
-    reached = np.maximum.accumulate(intervals[:, 1]) if len(intervals) else intervals[:, 1]
-    opens = np.r_[True, intervals[1:, 0] >= reached[:-1]][: len(intervals)]  # a component
-    closes = np.r_[opens[1:], True][: len(intervals)]
-    edges = np.unique(np.r_[0, intervals[opens, 0], reached[closes], total])
+    component_starts, component_stops, _ = _components(*intervals.T)
+    edges = np.unique(np.r_[0, component_starts, component_stops, total])
     starts, stops = edges[:-1], edges[1:]
     counts = -(-(stops - starts) // tile_rows)
     first = np.repeat(starts, counts) + tile_rows * _counting(counts)
@@ -116,17 +125,18 @@ def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
     low, high = sides.bands[index].T
     first_row = sides.row_positions[row].astype(np.int64)
     last_row = sides.row_positions[row_stop - 1].astype(np.int64)
-    start = _bisect(sides, index, first_row + low)
-    common_stop = _bisect(sides, index, first_row + high + 1)
-    common = _bisect(sides, index, last_row + low)
-    stop = np.maximum(start, _bisect(sides, index, last_row + high + 1))
+    positions = first_row + low, first_row + high + 1, last_row + low, last_row + high + 1
+    # One search for all four: in packs, the number of NumPy's calls decides the time.
+    columns = _bisect(sides, np.tile(index, 4), np.concatenate(positions))
+    start, common_stop, common, stop = columns.reshape(4, -1)
+    stop = np.maximum(start, stop)
     covers_tile = (row == tiles[tile, 0]) & (row_stop == tiles[tile, 1])
     count = np.where(covers_tile, np.maximum(common_stop - common, 0) // block_columns, 0)
     common = np.where(
         count > 0, common, start
     )  # without a full block, all columns are one cut stretch
 
-    full = np.repeat(common, count) + block_columns * _counting(count)
+    full_ranges, full = _full_lists(tile, common, count, len(tiles), block_columns)
     bands = np.clip(np.stack([low, high], 1), -_UNLIMITED, _UNLIMITED)
     stretches = [(start, common), (common + count * block_columns, stop)]
     cut_tile, cut = [], []
@@ -136,9 +146,90 @@ def column_lists(sides: Sides, tiles: Ints, block_columns: int) -> ColumnLists:
         others = np.stack([end, bands[:, 0], bands[:, 1], row, row_stop], 1)
         cut.append(np.c_[column, np.repeat(others, blocks, axis=0)])
         cut_tile.append(np.repeat(tile, blocks))
-    cut_order, cut_starts = _grouped(np.concatenate(cut_tile), len(tiles))
-    full_order, full_starts = _grouped(np.repeat(tile, count), len(tiles))
-    return ColumnLists(full_starts, full[full_order], cut_starts, np.concatenate(cut)[cut_order])
+    cut_order, edges = _grouped(np.concatenate(cut_tile), len(tiles))
+    cut_ranges = np.stack([edges[:-1], edges[1:]], 1)
+    return ColumnLists(full_ranges, full, cut_ranges, np.concatenate(cut)[cut_order])
+
+
+def _full_lists(
+    tile: Ints, start: Ints, count: Ints, tiles: int, block_columns: int
+) -> tuple[Ints, Ints]:
+    """Return the entries (start, stop) of each tile in a list of full blocks, and that list.
+
+    A run is `count` adjacent blocks from column `start` on; run i belongs to tile[i]. Almost all
+    tiles have one run, or runs that differ from those of the tile before in the last count only.
+    Such tiles share entries.
+    """
+    used = np.flatnonzero(count)
+    order, edges = _grouped(tile[used], tiles)
+    start, count, runs = start[used][order], count[used][order], np.diff(edges)
+    ranges = np.zeros((tiles, 2), np.int64)
+    single = runs == 1
+    own = edges[:-1][single]
+    first, full = _shared_runs(start[own], count[own], block_columns)
+    ranges[single] = np.stack([first, first + count[own]], 1)
+    if (several := runs > 1).any():
+        own = np.flatnonzero(np.repeat(several, runs))
+        first, stop, longer = _shared_chains(start[own], count[own], runs[several], block_columns)
+        ranges[several] = full.size + np.stack([first, stop], 1)
+        full = np.concatenate([full, longer])
+    return ranges, full
+
+
+def _shared_runs(start: Ints, count: Ints, block_columns: int) -> tuple[Ints, Ints]:
+    """Return the first entry of each run in a list of full blocks, and that list.
+
+    Runs that overlap share entries if their starts differ by a multiple of a block. The list
+    therefore has at most one entry per column.
+    """
+    per_offset = int((start // block_columns + count).max(initial=0)) + 1
+    # Number all possible blocks: first the blocks on the grid, then the blocks at offset 1, etc.
+    number = start % block_columns * per_offset + start // block_columns
+    order = np.argsort(number, kind="stable")
+    starts, stops, component = _components(number[order], (number + count)[order])
+    sizes = stops - starts
+    moved = np.cumsum(sizes) - sizes - starts  # from a block's number to its entry
+    first = np.empty_like(number)
+    first[order] = number[order] + moved[component]
+    numbers = np.repeat(starts, sizes) + _counting(sizes)
+    return first, numbers % per_offset * block_columns + numbers // per_offset
+
+
+def _shared_chains(
+    start: Ints, count: Ints, runs: Ints, block_columns: int
+) -> tuple[Ints, Ints, Ints]:
+    """Return the first entry and the stop of each tile in a list of full blocks, and that list.
+
+    Tile i has the next runs[i] runs, at least two: its chain. If chains of consecutive tiles differ
+    in the last count only, the tiles share the longest chain.
+    """
+    stops = np.cumsum(runs)
+    firsts, last = stops - runs, stops - 1
+    before = np.arange(start.size) - np.repeat(runs, runs)  # this run of the tile before
+    differs = count != count[before]
+    differs[last] = False
+    differs |= start != start[before]
+    opens = (np.add.reduceat(differs, firsts, dtype=np.int64) > 0) | (runs != np.roll(runs, 1))
+    opens[0] = True
+    leading = np.flatnonzero(opens)  # the first tile of each chain
+    longest = count.copy()
+    longest[last[leading]] = np.maximum.reduceat(count[last], leading)
+    listed = np.repeat(firsts[leading], runs[leading]) + _counting(runs[leading])
+    full = np.repeat(start[listed], longest[listed]) + block_columns * _counting(longest[listed])
+    sizes = np.add.reduceat(longest, firsts)[leading]
+    first = (np.cumsum(sizes) - sizes)[np.cumsum(opens) - 1]
+    return first, first + np.add.reduceat(count, firsts), full
+
+
+def _components(starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the start and stop of each component of overlapping intervals.
+
+    The intervals are in the order of their starts. Also returns the component of each interval.
+    """
+    reached = np.maximum.accumulate(stops)
+    opens = np.r_[True, starts[1:] >= reached[:-1]][: len(starts)]
+    closes = np.r_[opens[1:], True][: len(starts)]
+    return starts[opens], reached[closes], np.cumsum(opens) - 1
 
 
 def _pairs(rows: Ints, tiles: Ints) -> tuple[Ints, Ints]:
@@ -166,9 +257,9 @@ def _bisect(sides: Sides, index: Ints, position: Ints) -> Ints:
 
 
 def _grouped(owner: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return an order that groups entries by owner, and the start of each group (count + 1,)."""
-    starts = np.searchsorted(np.sort(owner), np.arange(count + 1))
-    return np.argsort(owner, kind="stable"), starts
+    """Return an order that groups entries by owner, and the edges of the groups (count + 1,)."""
+    edges = np.cumsum(np.r_[0, np.bincount(owner, minlength=count)])
+    return np.argsort(owner, kind="stable"), edges
 
 
 def _counting(counts: Ints) -> Ints:
