@@ -1,6 +1,7 @@
 """A slow link in front of a server: a proxy with a rate of bytes per second in each direction."""
 
 import contextlib
+import math
 import selectors
 import socket
 import threading
@@ -16,6 +17,7 @@ class SlowLink(threading.Thread):
     Attributes:
         address: where it listens.
         rate: bytes per second and direction; 0 is a cable that is cut, where nobody is told.
+        hold_after: bytes that a connection passes in a direction before it is held.
         passed: how many bytes have passed to the server, and from it.
         connections: how many there have been.
     """
@@ -23,6 +25,7 @@ class SlowLink(threading.Thread):
     def __init__(self, rate, *addresses):
         super().__init__(daemon=True)
         self.rate, self.passed, self.connections = rate, [0, 0], 0
+        self.hold_after = math.inf
         self._servers = [("127.0.0.1", int(x.rpartition(":")[2])) for x in addresses]
         self._listener = self._small(socket.socket())
         self._listener.bind(("127.0.0.1", 0))
@@ -31,7 +34,8 @@ class SlowLink(threading.Thread):
         self._selector, self._open = selectors.DefaultSelector(), True
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._sockets = [self._listener]
-        self._ways = [], []  # pairs of (from, to) and what is left to send; to the server, from it
+        # To the server, and from it: (from, to, bytes left to send, how many have been sent).
+        self._ways = [], []
 
     @staticmethod
     def _small(made):
@@ -60,8 +64,8 @@ class SlowLink(threading.Thread):
         for each in (client, server):
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._ways[0].append([client, server, b""])
-        self._ways[1].append([server, client, b""])
+        self._ways[0].append([client, server, b"", 0])
+        self._ways[1].append([server, client, b"", 0])
 
     def _pass(self, direction, budget):
         """Pass at most so many bytes, in turns of connections; return how many were passed."""
@@ -79,7 +83,9 @@ class SlowLink(threading.Thread):
 
     def _turn(self, way):
         """Pass a few bytes of a connection; None if it has ended."""
-        source, target, waiting = way
+        source, target, waiting, passed = way
+        if passed >= self.hold_after:
+            return 0
         try:
             if not waiting:
                 waiting = source.recv(_BUFFER)
@@ -93,7 +99,7 @@ class SlowLink(threading.Thread):
             for each in (source, target):
                 each.close()
             return None
-        way[2] = waiting[sent:]
+        way[2:] = waiting[sent:], passed + sent
         return sent
 
     def close(self):

@@ -2,9 +2,9 @@
 
 import contextlib
 import itertools
+import math
 import socket
 import struct
-import threading
 import time
 
 import numpy as np
@@ -168,21 +168,6 @@ def test_a_death_during_a_transfer_is_noticed(server, tmp_path, fault):
             assert pool.report().servers[0].state == "connecting"
 
 
-def most_before_a_pong(link, pulses, pings, until):
-    """The most bytes that pass a link from a ping to its pong, as long as `until()` is false."""
-    most = 0
-    while not until():
-        for each, ping in zip(pulses, pings, strict=True):
-            while each.poll(0):
-                each.recv()
-            before = sum(link.passed)
-            each.send(ping)
-            assert each.poll(20_000)
-            assert isinstance(decode(each.recv()), Pong)
-            most = max(most, sum(link.passed) - before)
-    return most
-
-
 @contextlib.contextmanager
 def pulse(client, keys=None):
     """Another connection to a client's server."""
@@ -193,33 +178,28 @@ def pulse(client, keys=None):
         yield made
 
 
-@pytest.mark.alone
-def test_pings_pass_payloads(server):
-    """Of the client whose payload passes, and of another one on the same link."""
-    request = large_payload()
+def test_pings_pass_payloads():
+    """The pings of a client whose payload is held half-way, and of another on the same link."""
+    request, half = large_payload(), 3 * 2**20
     packed = pack(request)
-    frames = [bytes(x) for x in pieces(packed.parts)]
-
     with contextlib.ExitStack() as stack:
-        link = stack.enter_context(slow_link(RATE, server.address))
+        server = stack.enter_context(running("tcp://127.0.0.1:*"))
+        link = stack.enter_context(slow_link(1e9, server.address))
         clients = [stack.enter_context(Client(link.address)) for _ in range(2)]
-        pings = [encode(Ping(x.generation), x.session) for x in clients]
         pulses = [stack.enter_context(pulse(x)) for x in clients]
-        most_before_a_pong(link, pulses, pings, iter((False, True)).__next__)  # they connect
         own = clients[0]
-        own.say(packed.numbered(own.generation, next(own.numbers)), *frames)
-        answers = []
-        thread = threading.Thread(target=lambda: answers.append(own.hear()))
-        thread.start()
-
-        def answered():
-            clients[1].say(pings[1])  # else its connection for tasks is silent, and ended
-            return not thread.is_alive()
-
-        most = most_before_a_pong(link, pulses, pings, answered)
-        assert right_answer(*answers[0], request)
-    # A ping after the payload on one connection would wait for all of it.
-    assert most < packed.form.request.room / 2
+        link.hold_after = half
+        own.say(
+            packed.numbered(own.generation, next(own.numbers)),
+            *[bytes(x) for x in pieces(packed.parts)],
+        )
+        wait_until(lambda: link.passed[0] >= half)
+        for client, socket in zip(clients, pulses, strict=True):
+            socket.send(encode(Ping(client.generation), client.session))
+            assert socket.poll(20_000)  # a ping after the payload on its connection is held too
+            assert isinstance(decode(socket.recv()), Pong)
+        link.hold_after = math.inf
+        assert right_answer(*own.hear(), request)
 
 
 def test_a_pulse_needs_key_and_secret(tmp_path):
