@@ -23,13 +23,15 @@ from tests.support.processes import PROCESSES
 from tests.support.servers import running
 
 ROOT = Path(__file__).parents[2]
+HANG = 850  # seconds after which a training hangs, on a busy machine too
+pytestmark = pytest.mark.timeout(900)
 
 
 def demo(folder, *arguments, example="train_lm"):
     """Run an example in `folder`, on this tree's seqpar wherever that is installed."""
     command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), *arguments]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": path}, "timeout": 110}
+    options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": path}, "timeout": HANG}
     return subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
     )
@@ -113,7 +115,7 @@ def trained(ranks, folder, *arguments, example="train_lm"):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(HANG)
     assert [process.exitcode for process in processes] == [0] * ranks
     return json.loads(report.read_text())
 
