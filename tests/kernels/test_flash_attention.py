@@ -27,7 +27,7 @@ from tests.kernels.flash_cases import (
     zigzag_hops,
 )
 from tests.kernels.operands import far_apart
-from tests.support.tiers import always, examples
+from tests.support.tiers import always, examples, few_rows
 
 
 @always(3)
@@ -84,6 +84,7 @@ def test_tables_cover_each_visible_pair_once(slices, rows, columns, transposed):
         np.testing.assert_array_equal(count, expected)
 
 
+@few_rows()
 @pytest.mark.parametrize(("dtype", "rank"), [(dtype, i % 2 * 2) for i, dtype in enumerate(DTYPES)])
 @pytest.mark.parametrize("config", [SMALL, HOPPER])
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_windowed_hops_skip_tiles_that_nothing_touches():
     assert lse.isneginf().any() and (out[lse.isneginf()] == 0).all()
 
 
+@few_rows()
 @pytest.mark.parametrize("config", [SMALL, HOPPER])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -146,6 +148,7 @@ def test_one_pass_backward(dtype, tokens, heads):
     assert_close(x.computed(slices, one_pass=True), x.expected(slices), dtype)
 
 
+@few_rows()
 @pytest.mark.parametrize(
     "dims", [(16, 16), (40, 72), (80, 80), (128, 96), (192, 128), (256, 256), (1, 3)]
 )

@@ -35,7 +35,7 @@ from tests.kernels.flash_cases import (
     zigzag_hops,
 )
 from tests.kernels.lightning_cases import spans_of
-from tests.support.tiers import pairwise
+from tests.support.tiers import few_rows
 
 DESCRIBED = kernels.Config(16, 16, 4, 1, tma=True, specialise=True, cut_resources=(4, 1))
 
@@ -125,12 +125,11 @@ def packed(tokens, batch, heads, dims, dtype=torch.float32):
     return buffer.transpose(0, 1).split(dims, -1)
 
 
-PACKED = pairwise(
-    [1, 2], [(16, 16), (16, 24), (5, 8)], [torch.float32, torch.float16], [SMALL, DESCRIBED]
-)
-
-
-@pytest.mark.parametrize(("batch", "dims", "dtype", "config"), PACKED)
+@few_rows()
+@pytest.mark.parametrize("config", [SMALL, DESCRIBED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dims", [(16, 16), (16, 24), (5, 8)])
+@pytest.mark.parametrize("batch", [1, 2])
 def test_keys_and_values_packed_into_one_buffer(config, dtype, dims, batch):
     """As they travel: k and v, and dk and dv, are views of a message, whose bits are the same."""
     slices, n = causal(35), 35

@@ -9,6 +9,7 @@ import seqpar
 from seqpar import LASP2Attention, Layout
 from tests.support.calls import local
 from tests.support.cases import module
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 30, 70], 2)
 
@@ -51,6 +52,7 @@ def agreement(group, strategy, batched):
     return max(float((x - y).detach().abs().max()) for x, y in zip(*results, strict=True))
 
 
+@few_rows()
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_sharded_heads_equal_whole_ones(pool, strategy, batched):

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.tiers import few_rows
 from tests.unit.integrations.huggingface.test_families import build
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
@@ -34,6 +35,7 @@ def on_rank(group, how, before):
     return outputs.loss.detach(), sp.unshard(outputs.logits).detach(), found
 
 
+@few_rows()
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("how", ["none", "DDP", "FSDP2"])
 def test_gradients_are_right_whatever_averages_them(pool, how, before):

@@ -9,6 +9,7 @@ import torch
 import seqpar
 from seqpar import LASP2Attention, Layout
 from tests.support.linear_cases import LinearCase
+from tests.support.tiers import few_rows
 
 
 def sent_by(group, case):
@@ -24,6 +25,7 @@ def sent_by(group, case):
     return np.diff(counts, axis=0).tolist()
 
 
+@few_rows()
 @pytest.mark.parametrize("tokens", [64, 640])
 @pytest.mark.parametrize("transport", ["all_gather", "scan"])
 def test_bytes_do_not_depend_on_the_length(pool, transport, tokens):

@@ -22,7 +22,7 @@ from tests.support.cases import (
     run,
 )
 from tests.support.mask_cases import disjoint_ranges
-from tests.support.tiers import examples
+from tests.support.tiers import examples, few_rows
 
 
 @st.composite
@@ -119,6 +119,7 @@ def outputs_permuted(group, case, index):
     return case.layout.unshard(out, group).numpy()
 
 
+@few_rows()
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strategy", STRATEGIES)

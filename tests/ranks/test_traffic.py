@@ -9,9 +9,7 @@ from tests.support.calls import sent_bytes
 from tests.support.cases import STRATEGIES, Case, visible
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.plans import AtRandom
-from tests.support.tiers import pairwise
-
-ROWS = pairwise(STRATEGIES, [torch.float64, torch.bfloat16], [(8, 4), (6, 2), (5, 1)])
+from tests.support.tiers import few_rows
 
 # A prefix that two branches see, and each branch sees itself; in another document blocks.
 TREE = (
@@ -21,7 +19,10 @@ TREE = (
 )
 
 
-@pytest.mark.parametrize(("strategy", "dtype", "heads"), ROWS)
+@few_rows()
+@pytest.mark.parametrize("heads", [(8, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bytes_sent_are_those_of_the_docstring(pool, strategy, dtype, heads):
     cu, ranks = [0, 30, 31, 90], 4
     for layout, window, ranges in [

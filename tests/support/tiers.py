@@ -5,6 +5,7 @@ stays unmarked. A property test has two numbers of examples. `make test-all` cho
 by the profile "thorough" of hypothesis.
 """
 
+import collections
 import itertools
 import os
 
@@ -56,36 +57,41 @@ def always(count):
     return decorate
 
 
-def covering(*factors, together=2):
-    """Return rows of a product in which any `together` values of different factors meet."""
-    rows = list(itertools.product(*map(range, map(len, factors))))
-    met_in = {row: set(itertools.combinations(enumerate(row), together)) for row in rows}
+def few_rows(together=1):
+    """Decorate a test with several parameters: `make test` runs only some of its rows.
+
+    In these rows every value of every parameter occurs, or with `together=2` every pair of values
+    of different parameters. All other rows are exhaustive.
+    """
+
+    def decorate(test):
+        test.together_in_quick_tier = together
+        return test
+
+    return decorate
+
+
+def _choose_rows(rows, together):
+    """Return those of `rows`, tuples of (parameter, value), that cover all combinations."""
+    met_in = {row: set(itertools.combinations(row, min(together, len(row)))) for row in rows}
     missing, chosen = set().union(*met_in.values()), set()
     while missing:
         best = max(rows, key=lambda row: len(met_in[row] & missing))
         chosen.add(best)
         missing -= met_in[best]
+    return chosen
+
+
+def covering(*factors, together=2):
+    """Return rows of a product in which any `together` values of different factors meet."""
+    rows = list(itertools.product(*map(range, map(len, factors))))
+    numbered = {tuple(enumerate(row)): row for row in rows}
+    chosen = {numbered[row] for row in _choose_rows(numbered, together)}
     return [
         tuple(factor[i] for factor, i in zip(factors, row, strict=True))
         for row in rows
         if row in chosen
     ]
-
-
-def pairwise(*factors):
-    """Return the rows of a product: unmarked are some in which all pairs of values meet.
-
-    Two values of different factors are together in one of these at least; the others are
-    exhaustive.
-    """
-    indices = [range(len(factor)) for factor in factors]
-    chosen = set(covering(*indices))
-    found = []
-    for row in itertools.product(*indices):
-        values = [factor[i] for factor, i in zip(factors, row, strict=True)]
-        marks = () if row in chosen else pytest.mark.exhaustive
-        found.append(pytest.param(*values, marks=marks))
-    return found
 
 
 def allowed_seconds():
@@ -105,6 +111,29 @@ def pytest_collection_modifyitems(items):
         drawn = getattr(test, "is_hypothesis_test", False)
         if drawn and not getattr(test, "same_in_both_tiers", False):
             item.add_marker("sampled")
+    _mark_rows_as_exhaustive(items)
+
+
+def _mark_rows_as_exhaustive(items):
+    """Apply `few_rows`. Rows that are marked already count for nothing."""
+    tests = collections.defaultdict(dict)
+    for item in items:
+        test = getattr(item, "obj", None)
+        if hasattr(test, "together_in_quick_tier") and not item.get_closest_marker("exhaustive"):
+            tests[test][_values_of_row(item)] = item
+    for test, rows in tests.items():
+        for row in rows.keys() - _choose_rows(rows, test.together_in_quick_tier):
+            rows[row].add_marker("exhaustive")
+
+
+def _values_of_row(item):
+    """Return an item's value, or tuple of values, of each `parametrize` above its test."""
+    values = []
+    for i, mark in enumerate(item.iter_markers("parametrize")):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        # Rows share the objects, which need not be hashable.
+        values.append((i, tuple(id(item.callspec.params[name.strip()]) for name in names)))
+    return tuple(values)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -91,18 +91,6 @@ def test_in_the_thorough_tier_tests_may_be_slow(outcomes):
     assert counts["failed"] == 1 and counts["passed"] == 5
 
 
-@pytest.mark.parametrize("counts", [(2, 2, 3, 2), (6, 3, 2, 2), (4, 1), (3, 3)])
-def test_few_rows_cover_all_pairs_of_values(counts):
-    factors = [[(i, j) for j in range(count)] for i, count in enumerate(counts)]
-    rows = tiers.pairwise(*factors)
-    assert {row.values for row in rows} == set(itertools.product(*factors))
-    few = [row.values for row in rows if not row.marks]
-    met = set().union(*(itertools.combinations(row, 2) for row in few))
-    assert met == set().union(*(itertools.combinations(row.values, 2) for row in rows))
-    assert len(few) < len(rows) or len(counts) == 2
-    assert all(mark.name == "exhaustive" for row in rows for mark in row.marks)
-
-
 @pytest.mark.parametrize("together", [1, 2, 3])
 def test_so_many_values_meet_in_few_rows(together):
     factors = "abcdef", range(7), [True, False], [None, 1], "xy"
@@ -112,6 +100,31 @@ def test_so_many_values_meet_in_few_rows(together):
         met = {tuple(row[i] for i in some) for row in rows}
         assert met == set(itertools.product(*(factors[i] for i in some)))
     assert len(rows) <= {1: 7, 2: 48, 3: 110}[together]  # of 336
+
+
+@pytest.mark.parametrize(("together", "passed"), [(1, 3), (2, 6)])
+def test_few_rows_have_every_value(pytester, together, passed):
+    """Rows with the value "w" are exhaustive by their own mark."""
+    pytester.makeini("[pytest]\nmarkers =\n    exhaustive")
+    pytester.makeconftest("from tests.support.tiers import pytest_collection_modifyitems")
+    pytester.makepyfile(
+        f"""
+        import pytest
+        from tests.support.tiers import few_rows
+
+        ran = []
+
+        @few_rows({together})
+        @pytest.mark.parametrize("a", [1, 2])
+        @pytest.mark.parametrize("b", [*"xyz", pytest.param("w", marks=pytest.mark.exhaustive)])
+        def test_product(a, b): ran.append((a, b))
+
+        def test_values():
+            assert {{a for a, _ in ran}} == {{1, 2}} and {{b for _, b in ran}} == set("xyz")
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-m", "not exhaustive")
+    result.assert_outcomes(passed=passed + 1, deselected=8 - passed)
 
 
 def test_property_tests_with_fixed_draws_run_once(pytester):

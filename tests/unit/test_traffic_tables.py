@@ -14,7 +14,7 @@ from tests.support.cases import module
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.plans import AtRandom, at_keys, to_next
 from tests.support.ranks import virtual
-from tests.support.tiers import pairwise
+from tests.support.tiers import few_rows
 
 MORE = ["usp+token_ring", "usp+mesh", "disaggregated+at random", "disaggregated+at random+server"]
 DOCUMENTS = [0, 37, 38, 38, 120]
@@ -79,15 +79,17 @@ def call(comm, strategy, options, layout, heads, dtype):
     return set(expected), as_rows(found), expected
 
 
-@pytest.mark.parametrize(
-    ("strategy", "layout", "options"), pairwise([*SOFTMAX, *MORE], list(LAYOUTS), list(CALLS))
-)
+@few_rows()
+@pytest.mark.parametrize("options", CALLS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", [*SOFTMAX, *MORE])
 def test_softmax_traffic_is_what_is_sent(strategy, layout, options):
     arguments = CALLS[options], LAYOUTS[layout], (6, 3), torch.float32
     for expected, found, _ in virtual(4, call, strategy, *arguments):
         assert expected == found
 
 
+@few_rows()
 @pytest.mark.parametrize(("strategy", "options"), [
     ("token_ring", {"module": {"partial_dtype": torch.bfloat16}}),
     ("mesh", {"module": {"partial_dtype": torch.float16}, "return_lse": True}),
@@ -136,6 +138,7 @@ def linear_call(comm, transport, options, layout):
     return set(expected), as_rows(found)
 
 
+@few_rows()
 @pytest.mark.parametrize("options", [
     {}, {"causal": False}, {"return_state": True}, {"causal": False, "return_state": True},
 ])  # fmt: skip

@@ -8,6 +8,7 @@ from seqpar import LASP2Attention, Layout
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 30, 70], 1)
 MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window_size": (4, 0)}]
@@ -23,6 +24,7 @@ def counted(attn, q, k, v, **options):
     return forward.get_total_flops(), backward.get_total_flops()
 
 
+@few_rows()
 @pytest.mark.parametrize(("mask", "pairs"), list(zip(MASKS, PAIRS, strict=True)), ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_softmax_attention_counts_the_pairs_of_the_mask(strategy, mask, pairs):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from seqpar import balance
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
-from tests.support.tiers import always
+from tests.support.tiers import always, few_rows
 
 MODEL = balance.Model.preset("llama-8b")
 METHODS = (*balance.METHODS, "auto")
@@ -51,6 +51,7 @@ def test_every_token_is_planned_once_within_capacity(data):
     assert balance.Plan.from_json(plan.to_json()) == plan
 
 
+@few_rows()
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("slack", [1.0, 1.3])
 def test_batches_that_need_several_micro_batches(method, slack):

@@ -7,6 +7,7 @@ from benchmarks.network import linear
 from benchmarks.network.linear_contenders import CONTENDERS
 from benchmarks.papers import linear_cost
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 TOKENS, HEADS, DIM = 150, 3, 16  # a rank; more than a chunk of the backend
 STATE, BLOCK = HEADS * DIM * DIM * 4, 2 * TOKENS * HEADS * DIM * 4  # bytes, in fp32
@@ -24,6 +25,7 @@ def all_ranks(ranks, name, backward):
     return zip(*virtual(ranks, step, name, backward), strict=True)
 
 
+@few_rows()
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", ["LASP-2 scan", "LASP-1", "Ring"])
 def test_all_compute_the_same(name, ranks):

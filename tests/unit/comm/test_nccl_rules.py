@@ -18,7 +18,7 @@ from tests.support.linear_cases import LinearCase
 from tests.support.nccl import NcclComm, nccl
 from tests.support.nccl_exchanges import Speeds
 from tests.support.ranks import virtual
-from tests.support.tiers import covering, examples
+from tests.support.tiers import covering, examples, few_rows
 
 RANKS = 4
 TRANSPORTS = ["lasp2 all_gather", "lasp2 scan"]
@@ -123,6 +123,7 @@ def assert_right(case, shared, one_at_a_time):
         assert_same(last, on_group[rank])
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *TRANSPORTS])
 @pytest.mark.parametrize(("layout", "crowded"), [("zigzag", False), ("two ranks of four", True)])
 def test_a_training_step_ends_with_the_same_bits(strategy, layout, crowded):
@@ -167,6 +168,7 @@ def mixed(comm, cases):
     return [results(*each) for each in begun]
 
 
+@few_rows()
 @pytest.mark.parametrize("layout", ["crossed", "two ranks of four"])
 @pytest.mark.parametrize("one_at_a_time", [False, True])
 def test_strategies_share_a_group_and_its_channels(layout, one_at_a_time):

@@ -11,6 +11,7 @@ from seqpar.balance import Cluster, Costs, Model, Tasks
 from seqpar.costs.layers import Layer
 from seqpar.costs.spans import causal_pairs
 from seqpar.layout.masks.mask import Mask, slices_between
+from tests.support.tiers import few_rows
 
 H100 = Cluster.preset("4x8-h100")
 LLAMA, HYBRID, GEMMA = map(Model.preset, ("llama-8b", "qwen3-next-80b", "gemma3-12b"))
@@ -74,6 +75,7 @@ def test_kinds_of_layers_cost_what_they_see():
         )
 
 
+@few_rows()
 @pytest.mark.parametrize("model", [LLAMA, HYBRID, GEMMA], ids=lambda model: model.name)
 @pytest.mark.parametrize("backward", [False, True])
 def test_spans_of_a_rank_are_one_call(model, backward):

@@ -7,6 +7,7 @@ import pytest
 from seqpar.balance import Model
 from seqpar.costs.config import PUBLISHED_CONFIGS
 from seqpar.costs.layers import Layer, Recurrence
+from tests.support.tiers import few_rows
 
 LLAMA = PUBLISHED_CONFIGS["llama-8b"]
 
@@ -64,6 +65,7 @@ def test_what_travels():
     assert Model.preset("minimax-text-01").recurrence == lightning
 
 
+@few_rows()
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

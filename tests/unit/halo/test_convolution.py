@@ -13,6 +13,7 @@ from tests.support.cases import rms
 from tests.support.convolutions import ConvCase, conv_cases, oracle, run
 from tests.support.linear_cases import assert_right
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,6 +35,7 @@ LAYOUTS = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(monkeypatch, layout, dtype):

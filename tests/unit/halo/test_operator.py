@@ -15,6 +15,7 @@ from tests.support.convolutions import ConvCase, run
 from tests.support.garbage import left_by
 from tests.support.ranks import virtual
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
+from tests.support.tiers import few_rows
 
 LAYOUTS = layouts(stripe=1)
 
@@ -62,6 +63,7 @@ def test_rules_for_tracing(ranks):
         )
 
 
+@few_rows()
 @pytest.mark.parametrize("activation", ["", "silu"])
 @pytest.mark.parametrize("taps", ["weight and bias", "weight", "none"])
 def test_operators_pass_opcheck(taps, activation):

@@ -11,6 +11,7 @@ from seqpar.layout.geometry import Geometry
 from tests.support.convolutions import ConvCase, call
 from tests.support.ranks import virtual
 from tests.support.steady import SilentComm, layouts
+from tests.support.tiers import few_rows
 
 LAYOUTS = layouts(stripe=1)
 
@@ -27,6 +28,7 @@ def sent(comm, case):
     return np.diff(counts, axis=0).tolist()
 
 
+@few_rows()
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_traffic_is_what_is_sent(layout, activation):

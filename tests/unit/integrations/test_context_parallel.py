@@ -17,6 +17,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.context_parallel import _ToAllRanks as ToAllRanks
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 from tests.unit.integrations.test_sdpa import by_documents
 
 CU = [0, 5, 22, 30]
@@ -92,6 +93,7 @@ def test_backward_may_be_within_or_outside(backward_within):
     assert differences(3, "ring", layout, backward_within=backward_within) <= 1e-11
 
 
+@few_rows()
 @pytest.mark.parametrize("backward_within", [True, "grad"])
 @pytest.mark.parametrize("wrapped", [again, lambda f: lambda x: seqpar.checkpoint(f, x)])
 def test_checkpoints_call_it_again_within(wrapped, backward_within):
@@ -379,6 +381,7 @@ OTHERS = {
 }
 
 
+@few_rows()
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", OTHERS)

@@ -10,6 +10,7 @@ from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 DIM, HEADS, TEXT, PATCHES = 8, 2, 7, 16
 
@@ -120,6 +121,7 @@ def crossed(comm, strategy, layout, masked):
     return out.detach(), [p.grad for p in model.parameters()]
 
 
+@few_rows()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_blocks_with_cross_attention_are_exact(strategy, masked):
@@ -152,6 +154,7 @@ def jointly(comm, strategy, layouts):
     return out.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@few_rows()
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
 def test_joint_attention_is_exact_on_both_layouts(strategy, ranks):

@@ -13,6 +13,7 @@ from seqpar.integrations.flash_attn import flash_attn_func, flash_attn_varlen_fu
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
 from tests.support.steady import SilentComm
+from tests.support.tiers import few_rows
 
 CU = [0, 11, 30]
 GENERATOR = torch.Generator().manual_seed(0)
@@ -149,6 +150,7 @@ def test_every_option_has_a_call():
     assert {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} <= set(CALLS)
 
 
+@few_rows()
 @pytest.mark.parametrize("option", CALLS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_option_is_right_or_refused_by_name(function, option):

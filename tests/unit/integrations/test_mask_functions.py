@@ -7,6 +7,7 @@ import torch
 from seqpar import Mask, masks
 from seqpar.integrations.mask_functions import ranges_of
 from tests.support.mask_cases import times_seen
+from tests.support.tiers import few_rows
 
 utils = pytest.importorskip("transformers.masking_utils")
 
@@ -53,6 +54,7 @@ FUNCTIONS = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_ranges_match_the_function_on_every_pair(name, batch):

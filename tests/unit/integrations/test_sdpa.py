@@ -11,6 +11,7 @@ from seqpar import Layout
 from tests.support.cases import STRATEGIES, module
 from tests.support.fakes import fake_group
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 CU = [0, 5, 22, 30]
 
@@ -135,6 +136,7 @@ def test_lengths_that_sdpa_aligns_otherwise_are_refused():
     virtual(2, refused)
 
 
+@few_rows()
 @pytest.mark.parametrize("heads", [7, 8])
 @pytest.mark.parametrize("exchanged", [False, True])
 def test_exchanged_axes_are_refused_on_all_ranks(heads, exchanged):

@@ -5,6 +5,7 @@ import torch
 
 from seqpar import Layout
 from tests.support.steady import DOCUMENTS, RANKS, HostWaits, SilentComm, layouts
+from tests.support.tiers import few_rows
 
 LAYOUTS = layouts(stripe=16)
 MOVES = {
@@ -13,6 +14,7 @@ MOVES = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moving_waits_for_nothing(move, layout):

@@ -8,8 +8,10 @@ import torch
 from seqpar.linear.decode import decode_step
 from seqpar.linear.kinds import KINDS, kind
 from tests.support.recurrent_cases import RecurrentCase, oracle
+from tests.support.tiers import few_rows
 
 
+@few_rows()
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_steps_are_the_parallel_form(name, tokens):

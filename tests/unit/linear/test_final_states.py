@@ -10,6 +10,7 @@ import torch
 from seqpar import LASP2Attention, Layout
 from tests.support.linear_cases import LinearCase, assert_right, oracle, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 DOCUMENTS = [0, 37, 38, 38, 120, 200]
 
@@ -30,6 +31,7 @@ LAYOUTS = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("transport", ["all_gather", "scan"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])

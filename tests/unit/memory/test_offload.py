@@ -8,6 +8,7 @@ import torch
 
 import seqpar
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = seqpar.Layout.zigzag([0, 100, 256], 2)
 
@@ -28,6 +29,7 @@ def gradients(ratio, **options):
     return [x.grad, *(p.grad for p in network.parameters())], kept
 
 
+@few_rows()
 @pytest.mark.parametrize("ahead", [0, 1, 100])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 1.0])
 def test_offload_keeps_gradient_bits_and_its_ratio(ratio, ahead):

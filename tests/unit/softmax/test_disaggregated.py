@@ -18,7 +18,7 @@ from tests.ranks.test_strategies import cases
 from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run
 from tests.support.plans import PLANS, AtRandom, OnOne, at_home, at_keys
 from tests.support.ranks import virtual
-from tests.support.tiers import examples
+from tests.support.tiers import examples, few_rows
 
 DOCUMENTS = [0, 37, 38, 38, 90]
 OPTIONS = {
@@ -37,6 +37,7 @@ def case(plan, layout=None, **options):
     return Case("disaggregated", layout, module_options=(("plan", plan),), **options)
 
 
+@few_rows()
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_any_plan_gives_the_right_result(plan, options):
@@ -59,6 +60,7 @@ def refused(comm, strategy, check_ranks):
 OTHERS = at_home(*[Layout.zigzag([0, 9, 20], 2).geometry] * 2, None)
 
 
+@few_rows()
 @pytest.mark.parametrize("check_ranks", [False, True])
 @pytest.mark.parametrize("strategy", ["disaggregated", "usp+disaggregated"])
 def test_a_plan_for_other_documents_is_refused(strategy, check_ranks):

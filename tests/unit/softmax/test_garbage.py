@@ -9,6 +9,7 @@ from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.garbage import left_by
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 # A training call leaves torch's own recursive closures, which hold neither tensors nor objects of
 # ours: those with which it flattens the arguments of an operator that takes lists of tensors.
@@ -28,6 +29,7 @@ def plain(function, x):
     return function(x)
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wrap", [plain, seqpar.checkpoint])
 def test_calls_and_layouts_are_freed_without_the_collector(strategy, wrap):

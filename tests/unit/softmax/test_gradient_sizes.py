@@ -8,6 +8,7 @@ from seqpar import Layout
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module, rms
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 30, 70], 3)
 SIZES = {
@@ -25,6 +26,7 @@ def gradients(comm, strategy, size, dtype):
     return [(x.grad.double() / size).numpy() for x in (q, k, v)]
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", SIZES, ids=str)
 def test_gradients_are_proportional_to_douts_size(strategy, dtype):

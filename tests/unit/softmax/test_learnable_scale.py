@@ -7,6 +7,7 @@ from seqpar import Layout
 from tests.support.calls import local
 from tests.support.cases import module, rms
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 30, 70], 2)
 SCALES = {"one": 0.3, "of heads": [0.3, -0.7, 0.0, 1.5], "zero": 0.0}
@@ -39,6 +40,7 @@ def expected(values, dtype=torch.float64):
     return [out.detach(), q.grad, scale.grad]
 
 
+@few_rows()
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "token_ring"])
 def test_its_gradient_is_the_oracles(strategy, name):

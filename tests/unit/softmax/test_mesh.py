@@ -18,6 +18,7 @@ from seqpar.strategies.mesh import row_bytes, sent_bytes
 from tests.support import cases
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 CU = [0, 41, 42, 42, 50, 121]
 SHAPES = [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
@@ -37,6 +38,7 @@ def small(monkeypatch):
     monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
 
 
+@few_rows()
 @pytest.mark.parametrize(("shape", "options"), [
     pytest.param(shape, options, marks=() if (i + j) % 5 < 1 else pytest.mark.exhaustive)
     for (i, shape), (j, options) in itertools.product(enumerate(SHAPES), enumerate(CALLS))

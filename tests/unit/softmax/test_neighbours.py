@@ -6,6 +6,7 @@ import torch
 from seqpar import Layout
 from tests.support.cases import module
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LENGTH = 1100  # so that each of two ranks has more than two tiles of rows of it
 
@@ -33,6 +34,7 @@ def of_document(comm, strategy, neighbour, causal):
     return [layout.unshard(x, comm)[:LENGTH] for x in found]
 
 
+@few_rows()
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
 def test_the_same_bits_whatever_the_neighbour(strategy, causal):

@@ -21,6 +21,7 @@ from tests.support.special_values import (
     inputs,
     kinds,
 )
+from tests.support.tiers import few_rows
 
 STRATEGIES = [
     *("ring", "all_gather", "ulysses", "usp", "mesh", "token_ring", "disaggregated"),
@@ -30,6 +31,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 ON_TILES = ("ring", "all_gather", "ulysses", "usp")  # which take deterministic="ranks"
 
 
+@few_rows()
 @pytest.mark.parametrize(
     "keys",
     [
@@ -70,6 +72,7 @@ def test_sums_of_tiles_have_torchs_limits():
     torch.testing.assert_close(logaddexp_anywhere(x, y), torch.logaddexp(x, y), equal_nan=True)
 
 
+@few_rows()
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("value", VALUES)
 def test_other_documents_stay_finite(backend, value):
@@ -159,6 +162,7 @@ def steps(cache, tensors, start, stop):
     return [torch.cat(x) for x in zip(*found, strict=True)]
 
 
+@few_rows()
 @pytest.mark.parametrize("place", ["q", "k", "v", "sinks"])
 @pytest.mark.parametrize("value", VALUES)
 def test_cached_steps_equal_one_device(place, value):

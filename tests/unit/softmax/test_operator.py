@@ -13,8 +13,10 @@ from seqpar.strategies.ring import Ring
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, Case, module, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
+@few_rows()
 @pytest.mark.parametrize("max_logits", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_operators_pass_opcheck(strategy, max_logits):
@@ -119,6 +121,7 @@ def test_lse_may_be_differentiated_on_some_ranks_only(strategy):
         )
 
 
+@few_rows()
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_autocast_casts_as_sdpa_does(strategy, backend):

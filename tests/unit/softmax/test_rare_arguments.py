@@ -11,6 +11,7 @@ from seqpar.comm.messages.exchange import Comm
 from tests.support.calls import assert_infinite_sinks_are_limits, local
 from tests.support.cases import STRATEGIES, Case, assert_right, oracle, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 30, 70], 2)
 BACKENDS = pytest.mark.parametrize("backend", ["aten", "reference"])
@@ -52,6 +53,7 @@ def test_causal_is_a_bool_of_numpy_too():
     assert attn.unsupported(q, q, q, LAYOUT, causal=np.bool_(True)) is None
 
 
+@few_rows()
 @BACKENDS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.7, 1e-30, -3e-38])
@@ -64,6 +66,7 @@ def test_scales_of_any_sign(strategy, scale, backend):
             assert_right(virtual(2, run, case)[0], oracle(case), dtype)
 
 
+@few_rows()
 @BACKENDS
 @pytest.mark.parametrize("softcap", [1e-30, 1e-6, 1e6, 1e29, 1e30, 1e38, 1e39, 1e300])
 def test_softcaps_of_any_size(softcap, backend):
@@ -72,6 +75,7 @@ def test_softcaps_of_any_size(softcap, backend):
     assert_right(virtual(2, run, case)[0], oracle(case), case.dtype)
 
 
+@few_rows()
 @BACKENDS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_infinite_sinks_and_rows_without_keys(strategy, backend):

@@ -20,6 +20,7 @@ from tests.support.same_bits import (
     threaded_cases,
     torch_threads,
 )
+from tests.support.tiers import few_rows
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ def test_threads_and_ranks_do_not_change_bits(seed, monkeypatch):
             assert all(x == expected for x in found), (case, threads)
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ["ulysses", "usp"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_a_tile_of_one_query_has_equal_bits(strategy, softcap):

@@ -8,8 +8,10 @@ import torch
 from seqpar import Layout
 from tests.support.cases import STRATEGIES, Case, assert_right, oracle, rms, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", [Layout.zigzag, Layout.striped, Layout.contiguous])
 def test_long_documents_in_tiles(strategy, layout):
@@ -25,6 +27,7 @@ def test_long_documents_in_tiles(strategy, layout):
         assert_right(virtual(3, run, case)[0], oracle(case), case.dtype)
 
 
+@few_rows()
 @pytest.mark.parametrize("dims", [(33, 33), (80, 96), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_head_dims_up_to_256(dims, dtype):

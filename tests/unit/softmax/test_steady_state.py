@@ -15,6 +15,7 @@ from seqpar.softmax.keys import invariant_tiles
 from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.same_bits import STRATEGIES as SAME_BITS
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
+from tests.support.tiers import few_rows
 
 LAYOUTS = layouts(stripe=4)
 MASKS = {
@@ -108,6 +109,7 @@ def test_softmax_waits_for_nothing(strategy, backend, ranks):
         assert not waits(lambda comm: module(strategy, comm), softmax_call, ranks(pairs))
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ["ulysses", "usp", "usp+token_ring"])
 @pytest.mark.parametrize("backend", CHEAP)
 def test_nor_does_it_where_tokens_are_kept(strategy, backend):
@@ -118,6 +120,7 @@ def test_nor_does_it_where_tokens_are_kept(strategy, backend):
         assert not waits(make, softmax_call, on_all(itertools.product(LAYOUTS, ["causal"])))
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", SAME_BITS)
 @pytest.mark.parametrize("backend", CHEAP)
 def test_invariant_bits_need_no_copies_either(strategy, backend, monkeypatch):

@@ -12,8 +12,10 @@ from seqpar.softmax.backends import aten
 from tests.support.calls import sent_bytes
 from tests.support.cases import STRATEGIES, Case, module, visible
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
 @pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag])
 def test_a_windows_bytes_do_not_depend_on_length(strategy, layout):
@@ -29,6 +31,7 @@ def test_a_windows_bytes_do_not_depend_on_length(strategy, layout):
         assert sent[512] == sent[1024] and sum(map(sum, sent[512])) > 0
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
 @pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag])
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -56,6 +59,7 @@ BACKWARD_EVENTS = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("strategy", EVENTS)
 def test_exchanges_are_posted_before_the_overlapping_work(monkeypatch, strategy, backward):

@@ -13,6 +13,7 @@ from seqpar.balance import RowBytes, Stage, disaggregate, disaggregate_stages
 from seqpar.balance.disaggregation.transfers import LIMIT_TOLERANCE, ServerLoads
 from seqpar.layout.masks.mask import Mask
 from tests.support.cases import cu_seqlens, layouts, visible
+from tests.support.tiers import few_rows
 
 ROWS = RowBytes.of(32, 8, 128)
 
@@ -85,6 +86,7 @@ CASES = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 def test_no_server_has_much_more_than_the_mean(case, kind):

@@ -6,6 +6,7 @@ import pytest
 from seqpar import balance
 from seqpar.balance.planning.divide import as_few, even
 from seqpar.balance.predict.batch import DocumentBatch
+from tests.support.tiers import few_rows
 from tests.unit.balance.methods.test_methods import MODEL, cluster, documents
 from tests.unit.balance.test_plan import assert_whole
 
@@ -16,6 +17,7 @@ def seconds_of(plan):
     return np.array([batch.seconds.max(initial=0.0) for batch in plan.micro_batches])
 
 
+@few_rows()
 @pytest.mark.parametrize("method", ["bytescale", "auto"])
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_micro_batches_of_a_pipeline_take_equally_long(count, method):

@@ -7,6 +7,7 @@ from seqpar import balance
 from seqpar.balance.planning.level_shares import level
 from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import predict
+from tests.support.tiers import few_rows
 
 COSTS = balance.Costs(balance.Cluster.preset("1x4-h100"), balance.Model.preset("llama-8b"))
 
@@ -77,6 +78,7 @@ def test_whole_documents_stay():
     assert level(batch, pieces, predict(batch, pieces)) is pieces
 
 
+@few_rows()
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("slack", [1.0, 1.2])
 def test_any_cuts_are_covered_and_within_capacity(seed, slack):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from seqpar import balance
 from seqpar.balance.predict.batch import DocumentBatch
 from seqpar.balance.predict.offloading import Offloading
-from tests.support.tiers import always
+from tests.support.tiers import always, few_rows
 from tests.unit.balance.test_plan import assert_whole
 
 MODEL = balance.Model.preset("llama-8b")
@@ -25,6 +25,7 @@ def forward_seconds(costs, layout, rank):
     return float(costs.span_work(starts, stops).sum() + costs.tokenwise((stops - starts).sum()))
 
 
+@few_rows()
 @pytest.mark.parametrize("checkpointing", ["none", "attention", "full"])
 @pytest.mark.parametrize("most", [0.3, 1.0])
 @pytest.mark.parametrize("capacity", [3000, 16384])
@@ -121,6 +122,7 @@ def test_models_of_two_layers_offload_nothing():
         balance.plan([50000], costs_of("1x4-h100").cluster, small, capacity=10000, offload=1.0)
 
 
+@few_rows()
 @pytest.mark.parametrize("most", [1e-9, 0.01, 1.0])
 @pytest.mark.parametrize(
     ("lengths", "capacity"), [([], 1), ([1], 1), ([2], 2), ([8000], 1000), ([100] * 8, 100)]

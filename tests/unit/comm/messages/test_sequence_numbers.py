@@ -12,6 +12,7 @@ from seqpar.comm.messages.exchange import Comm
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 9, 30], 2)
 COPIED = saved_tensors_hooks(torch.clone, torch.clone)
@@ -49,6 +50,7 @@ def test_a_backward_has_the_number_of_its_forward(strategy):
     assert virtual(2, passes, strategy) == [PASSES] * 2
 
 
+@few_rows()
 @pytest.mark.parametrize("kept", ["copied", "checkpoint"])
 @pytest.mark.parametrize("strategy", ["ulysses", "scan"])
 def test_numbers_outlive_hooks_that_copy_and_checkpoints(strategy, kept):

@@ -18,7 +18,7 @@ from tests.support.fakes import fake_group
 from tests.support.nccl import nccl
 from tests.support.nccl_exchanges import Speeds
 from tests.support.ranks import virtual
-from tests.support.tiers import covering, examples
+from tests.support.tiers import covering, examples, few_rows
 from tests.unit.comm.test_nccl_rules import LAYOUTS, assert_same, call, once
 
 CPU = torch.device("cpu")
@@ -47,6 +47,7 @@ def assert_as_without(case, routing, ranks=4, **rules):
                 assert_same(each, bits)
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ROUTABLE)
 @pytest.mark.parametrize("layout", ["zigzag", "two ranks of four"])
 def test_every_strategy_has_the_same_bits(strategy, layout):

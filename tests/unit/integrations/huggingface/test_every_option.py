@@ -14,6 +14,7 @@ from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.generation import prompts
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 OF = hf.batch("left")
 PACKED = hf.batch("packed")
@@ -91,6 +92,7 @@ def refusal_or(run, name, comm):
     return text
 
 
+@few_rows()
 @pytest.mark.parametrize("where", REFUSED)
 @pytest.mark.parametrize("name", VALUES)
 def test_a_model_keyword_is_right_or_refused(llama, name, where):

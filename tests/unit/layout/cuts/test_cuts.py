@@ -13,7 +13,7 @@ from seqpar import Layout
 from seqpar.layout.handle import sizes_of
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from tests.support.cases import cu_seqlens, layouts
-from tests.support.tiers import examples
+from tests.support.tiers import examples, few_rows
 
 
 def owners(kind, cu, ranks, stripe):
@@ -64,6 +64,7 @@ def test_counts_are_those_of_the_spans(data):
             assert one.document < other.document or one.stop < other.start
 
 
+@few_rows()
 @pytest.mark.parametrize("ranks", [64, 4096])
 @pytest.mark.parametrize("options", [{}, {"equal": True}])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])

@@ -11,7 +11,7 @@ from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.layout.plot import causal_work
 from tests.support.cases import Case, assert_right, cu_seqlens, oracle, run
 from tests.support.ranks import virtual
-from tests.support.tiers import examples
+from tests.support.tiers import examples, few_rows
 
 KINDS = ["contiguous", "zigzag", "striped"]
 
@@ -133,6 +133,7 @@ def test_padding_values_must_fit_the_dtype(dtype, value):
         layout.shard(x, 1, value=value)
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_right_beside_padding(kind, strategy):
@@ -148,6 +149,7 @@ def spread(layout):
     return tokens.max() / tokens.mean(), work.max() / work.mean()
 
 
+@few_rows()
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("lengths", [[300_000, 77_777], [50_000] * 5 + [9_999] * 7])
 def test_equal_zigzag_keeps_zigzags_balance_on_long_documents(lengths, ranks):

@@ -8,6 +8,7 @@ from seqpar import Layout
 from seqpar.layout.handle import from_handle
 from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.layout.masks.split_work import halves
+from tests.support.tiers import few_rows
 
 DOCUMENTS = [0, 700, 701, 701, 1500, 1600]
 LAYOUTS = {
@@ -41,6 +42,7 @@ def edges_see(slices):
     )
 
 
+@few_rows()
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_halves_are_disjoint_and_all(layout, window):

@@ -17,7 +17,7 @@ from seqpar.linear.maps.backends import aten
 from seqpar.linear.maps.maps import Maps, compose
 from seqpar.linear.routes import SpanStates
 from tests.support.recurrent_cases import RecurrentCase, errors, oracle, run
-from tests.support.tiers import examples
+from tests.support.tiers import examples, few_rows
 
 BACKENDS = ["aten", "reference"]
 HEADS = [(2, 2, 2), (4, 2, 2), (1, 2, 4), (2, 4, 1), (6, 1, 3)]  # of q, k and v
@@ -36,6 +36,7 @@ def assert_exact(case, local=False):
             assert error <= bound, (name, float(error))
 
 
+@few_rows()
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_in_fp64(kind, backend):
@@ -87,6 +88,7 @@ def test_any_spans_in_chunks_of_any_size(case, chunk, local):
         aten.CHUNK = before
 
 
+@few_rows()
 @pytest.mark.parametrize(
     "log_decay", [EXTREME, pytest.param(-0.01, marks=pytest.mark.exhaustive)], ids=["any", "near 1"]
 )
@@ -114,6 +116,7 @@ def test_error_is_within_twice_the_plain_recurrence(kind, log_decay):
             assert error <= max(factor * bounds[name], products), (dtype, name, error, bounds[name])
 
 
+@few_rows()
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_maps_compose_to_the_whole_in_any_grouping(name, backend):
@@ -183,6 +186,7 @@ def test_a_nan_stays_in_its_span_after_it(name):
     assert out[:, 251:].isnan().all() and work.maps.state[1].isnan().all()
 
 
+@few_rows()
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_without_rows_or_spans_or_batch(name, backend):

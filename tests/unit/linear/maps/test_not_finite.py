@@ -9,6 +9,7 @@ from seqpar.linear.kinds import KINDS, kind
 from seqpar.strategies.recurrent import TRANSPORTS
 from tests.support.ranks import virtual
 from tests.support.recurrent_calls import NAMES, RecurrentCall
+from tests.support.tiers import few_rows
 
 LAYOUT, DOCUMENT, TOKEN = Layout.zigzag([0, 25, 60], 3), 25, 40
 
@@ -28,6 +29,7 @@ def attend(comm, call, place, backend):
     return [LAYOUT.unshard(x, comm, 1) for x in (out.detach(), arguments["q"].grad)]
 
 
+@few_rows()
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("name", KINDS)
 def test_nan_is_kept_and_stays_in_its_document(name, backend):

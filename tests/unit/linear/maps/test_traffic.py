@@ -22,6 +22,7 @@ from tests.support.fakes import AtOnce, Held, fake_group
 from tests.support.ranks import virtual
 from tests.support.recurrent_calls import RecurrentCall, begin
 from tests.support.steady import SilentComm
+from tests.support.tiers import few_rows
 from tests.unit.linear.test_final_states import DOCUMENTS, LAYOUTS
 
 HEADS, DIM, VALUE_DIM = 8, 16, 32
@@ -126,6 +127,7 @@ def counted(comm, call):
     return found, [sum(row.bytes for row in rows if row.direction == way) for way in ways]
 
 
+@few_rows()
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_traffic_says_what_is_sent(layout, transport):

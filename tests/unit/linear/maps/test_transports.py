@@ -17,7 +17,7 @@ from tests.support.cases import rms
 from tests.support.linear_cases import assert_right
 from tests.support.ranks import virtual
 from tests.support.recurrent_calls import RecurrentCall, oracle, recurrent_calls, run
-from tests.support.tiers import examples, pairwise
+from tests.support.tiers import examples, few_rows
 from tests.unit.linear.test_final_states import DOCUMENTS, LAYOUTS
 
 KINDS_OF = sorted(KINDS)
@@ -61,10 +61,11 @@ def test_equals_the_recurrence(drawn):
     assert_equals_the_formula(call, ranks)
 
 
-@pytest.mark.parametrize(
-    ("kind", "transport", "layout", "ranks"),
-    pairwise(KINDS_OF, TRANSPORTS, sorted(LAYOUTS), (2, 3, 4)),
-)
+@few_rows()
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", KINDS_OF)
 def test_all_kinds_and_transports(kind, transport, layout, ranks):
     """Outputs, final states and all gradients; the final states are the same bits on all ranks."""
     layout = LAYOUTS[layout](DOCUMENTS, ranks)
@@ -95,6 +96,7 @@ def on_one_device(kind, dtype):
 QUICK = "gated_delta", "scan", 16
 
 
+@few_rows()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "transport", "ranks"),

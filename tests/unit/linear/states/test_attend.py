@@ -15,6 +15,7 @@ from seqpar.linear.states.backends import aten
 from tests.support.cases import rms
 from tests.support.linear_cases import LinearCase, assert_right, oracle, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
 @functools.cache
@@ -27,6 +28,7 @@ def on_one_device(dtype):
     return case, expected, {name: rms(alone[name] - y) for name, y in expected.items()}
 
 
+@few_rows()
 @pytest.mark.parametrize("transport", ["all_gather", "scan"])
 @pytest.mark.parametrize("ranks", [2, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

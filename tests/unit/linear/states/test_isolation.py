@@ -12,7 +12,7 @@ import torch
 from seqpar import Layout
 from tests.support.linear_cases import LinearCase, run
 from tests.support.ranks import virtual
-from tests.support.tiers import pairwise
+from tests.support.tiers import few_rows
 
 DOCUMENTS = [0, 37, 38, 38, 120]
 LAYOUTS = {
@@ -57,10 +57,11 @@ def of_others(results, document):
     }
 
 
-ROWS = pairwise([True, False], list(LAYOUTS), ["aten", "reference"], ["all_gather", "scan"])
-
-
-@pytest.mark.parametrize(("causal", "layout", "backend", "transport"), ROWS)
+@few_rows()
+@pytest.mark.parametrize("transport", ["all_gather", "scan"])
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
 def test_documents_are_isolated(causal, layout, backend, transport):
     """Bit for bit, on every rank."""
     layout = LAYOUTS[layout]
@@ -87,6 +88,7 @@ def test_documents_are_isolated(causal, layout, backend, transport):
                 assert np.array_equal(x, right[result]), (poison, result)
 
 
+@few_rows()
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("layout", ["one rank", "contiguous", "zigzag"])
 def test_earlier_chunks_do_not_see_it(layout, name):

@@ -6,10 +6,12 @@ import torch
 from seqpar import LASP2Attention, Layout
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 SCALES = {"one": 0.3, "of heads": [0.3, -0.7, 0.0, 1.5], "zero": 0.0}
 
 
+@few_rows()
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_its_gradient_is_that_of_a_linear_function(causal, scale):

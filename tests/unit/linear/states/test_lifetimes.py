@@ -10,6 +10,7 @@ from seqpar.attention.backend import current_backend
 from tests.support.garbage import left_by
 from tests.support.linear_cases import LinearCase, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
 def train(comm, transport, causal):
@@ -20,6 +21,7 @@ def train(comm, transport, causal):
     run(comm, dataclasses.replace(case, transport=transport, backend=current_backend("linear")))
 
 
+@few_rows()
 @pytest.mark.parametrize("transport", ["all_gather", "scan"])
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("causal", [True, False])

@@ -18,6 +18,7 @@ from seqpar.strategies.lasp2 import TRANSPORTS
 from seqpar.strategies.zeco import _Decays
 from tests.support.fakes import AtOnce
 from tests.support.steady import DOCUMENTS, RANKS, HostWaits, SilentComm, layouts
+from tests.support.tiers import few_rows
 
 LAYOUTS = layouts(stripe=16)
 
@@ -73,6 +74,7 @@ def waits(transport, layout, ranks, calls=CALLS):
     return found
 
 
+@few_rows()
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_host_waits_for_nothing(monkeypatch, transport, layout):
@@ -101,6 +103,7 @@ def test_a_decay_is_reread_after_writes(monkeypatch):
         decay.check_values(torch.zeros(2, device="meta"))  # it has no version
 
 
+@few_rows()
 @pytest.mark.parametrize(("decays", "times"), [("on the host", 2), ("on the device", 4)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_weights_of_constant_decays_are_computed_once(monkeypatch, transport, decays, times):

@@ -42,6 +42,7 @@ from tests.support.server_caches import (
     undisturbed,
 )
 from tests.support.servers import connect, running, wait_until
+from tests.support.tiers import few_rows
 
 EXHAUSTIVE = pytest.mark.exhaustive
 TENSORS = drawn()
@@ -245,6 +246,7 @@ FAULTS = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("home", [True, pytest.param(False, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_lost_is_noticed_and_built_again(addresses, tmp_path, monkeypatch, fault, home):

@@ -9,6 +9,7 @@ from seqpar.servers.server.compute import compute, kind_of
 from seqpar.servers.wire.request import Request
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
+from tests.support.tiers import few_rows
 
 CPU = torch.device("cpu")
 
@@ -25,6 +26,7 @@ def test_forward_and_backward_are_right(name):
     assert_right(packed(case, [out, lse, *gradients]), oracle(case), case.dtype)
 
 
+@few_rows()
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["default", "reference"])
 def test_fused_requests_keep_their_bits(name, backend):

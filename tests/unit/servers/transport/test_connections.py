@@ -14,6 +14,7 @@ import zmq
 from seqpar.servers.transport.server_socket import ServerSocket
 from seqpar.servers.wire.limits import PIECE_BYTES, Limits, ServerDeadlines
 from tests.support.servers import wait_until
+from tests.support.tiers import few_rows
 
 IDLE = 0.3  # seconds
 # ZMTP 3.0 without keys: the greeting, and the command READY of a DEALER.
@@ -117,6 +118,7 @@ def closed(connection):
     return True
 
 
+@few_rows()
 @pytest.mark.parametrize("leaves", ["cut", "flooding"])
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 def test_a_leaving_client_does_not_abort_the_server(tmp_path, transport, leaves):

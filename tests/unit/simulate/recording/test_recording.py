@@ -16,6 +16,7 @@ from seqpar.simulate.playback.op_costs import price
 from seqpar.simulate.recording.program import Begin, Compute, Operators, Post, SoftmaxCompute
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.steady import SilentComm
+from tests.support.tiers import few_rows
 
 RANKS = 4
 CLUSTER = Cluster.preset("2x2-h100")
@@ -70,6 +71,7 @@ def test_a_layout_recorded_again_gives_equal_programs(name):
         assert of_operators[0] == of_operators[1]
 
 
+@few_rows()
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("ordered", [True, False])

@@ -17,6 +17,7 @@ from seqpar.simulate.recommendations import recommending, search_space
 from seqpar.simulate.recording.serving import RecordedPool
 from seqpar.simulate.steps.attending import Attending, Products
 from seqpar.simulate.steps.served_layers import nano_batches, record_layers
+from tests.support.tiers import few_rows
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, PAIR, SMALL
 
 FAST = Link(0.0, 1e30)
@@ -229,6 +230,7 @@ def test_linear_layers_get_the_transport_that_is_fastest(link, transport, quick)
     assert "transport" not in with_servers.options
 
 
+@few_rows()
 @pytest.mark.parametrize("kind", ["linear", "constant_decay", "vector_decay", "kda"])
 @pytest.mark.parametrize("transport", ["all_gather", "scan", "tree"])
 def test_each_recurrence_is_simulated_through_each_transport(kind, transport):

@@ -12,6 +12,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax.backends import flash_attn
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
 def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax):  # fmt: skip # noqa: E501
@@ -47,6 +48,7 @@ def package(monkeypatch):
     monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     "options",

@@ -8,6 +8,7 @@ from seqpar import Layout, ShardedCache
 from seqpar.softmax.cache.sharded_cache import SPARE
 from tests.support.cases import module
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LENGTH, LAYERS = 21, ("first", 1)
 
@@ -54,6 +55,7 @@ CACHES = [
 ]
 
 
+@few_rows()
 @pytest.mark.parametrize(("block", "reserve", "batch", "layout"), CACHES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_steps_equal_one_device(name, block, reserve, batch, layout):
@@ -253,6 +255,7 @@ STEPS = [
 ]
 
 
+@few_rows()
 @pytest.mark.parametrize("reserve", [0, 6])
 @pytest.mark.parametrize("options", [{}, {"window_size": (3, 0)}, {"chunk": 4}], ids=str)
 def test_sequences_grow_shrink_and_are_selected(options, reserve):

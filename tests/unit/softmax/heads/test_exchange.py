@@ -11,7 +11,7 @@ from seqpar import Layout
 from tests.support.calls import local
 from tests.support.cases import Case, assert_right, cu_seqlens, layouts, module, oracle, run
 from tests.support.ranks import virtual
-from tests.support.tiers import examples
+from tests.support.tiers import examples, few_rows
 
 DOCUMENTS = [0, 30, 31, 90]
 KEYS = Layout.striped([0, 40, 44, 100], 4, 2)
@@ -32,6 +32,7 @@ def keeping(x, keep, groups=2):
     return dataclasses.replace(x, module_options=(("head_groups", groups), ("keep", keep)))
 
 
+@few_rows()
 @pytest.mark.parametrize("options", CALLS)
 @pytest.mark.parametrize("strategy", ["ulysses", "usp", "usp+all_gather", "usp+token_ring"])
 def test_tokens_that_are_kept_give_the_same_gradients(strategy, options):

@@ -12,6 +12,7 @@ from seqpar.strategies.ring import Ring
 from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
 from tests.support.steady import SilentComm
+from tests.support.tiers import few_rows
 
 # Rank 2 has nothing to do with rank 0, and each rank's own work is one slice, or several.
 LAYOUT = Layout.from_spans(
@@ -24,6 +25,7 @@ HALVES = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", HALVES)
 @pytest.mark.parametrize("strategy", STRATEGIES)

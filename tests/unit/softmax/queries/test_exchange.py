@@ -17,6 +17,7 @@ from seqpar.softmax.queries import exchange
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.fakes import Held
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def small(monkeypatch):
     monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
 
 
+@few_rows()
 @pytest.mark.parametrize("options", [
     {},
     {"batch": 2, "sinks": True, "dlse": True},

@@ -11,6 +11,7 @@ from seqpar.strategies.mesh import Mesh
 from tests.support.calls import sent_bytes
 from tests.support.cases import Case, begin, module, visible
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 INT8 = {"message_dtype": torch.int8}
 PARTIALS = {"partial_dtype": torch.int8}
@@ -42,6 +43,7 @@ def test_a_value_not_finite_makes_its_row_nan():
     assert not second.isnan().any()
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "usp", "usp+all_gather", "mesh"])
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_others_keys_are_those_decoded(strategy, kv_heads):
@@ -109,6 +111,7 @@ def test_out_errs_as_derived(strategy, options):
     assert 1e-5 < error < bound
 
 
+@few_rows()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
 def test_bytes_match_traffic_and_the_formula(strategy, dtype):

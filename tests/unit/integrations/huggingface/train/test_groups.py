@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset
 
 from seqpar.integrations.huggingface.train.groups import Groups
 from tests.support import huggingface as hf
+from tests.support.tiers import few_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 
@@ -88,6 +89,7 @@ def of_training(trainer, dataset):
     return epochs(trainer.get_train_dataloader())
 
 
+@few_rows()
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_group_trains_on_one_processs_batches(model, tmp_path, kind, options):
@@ -100,6 +102,7 @@ def test_one_group_trains_on_one_processs_batches(model, tmp_path, kind, options
             assert of_training(trainer, dataset) == of_training(expected, dataset), (count, rows)
 
 
+@few_rows()
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("groups", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_groups_train_on_the_batches_of_processes(model, tmp_path, options, groups):
@@ -136,6 +139,7 @@ def gathered(batch, gather, rows):
     return gather(ids)[:, 0].tolist(), gather(losses).tolist()
 
 
+@few_rows()
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("count_of_groups", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])

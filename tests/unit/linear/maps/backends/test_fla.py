@@ -21,6 +21,7 @@ from seqpar.linear.maps.backends import fla
 from seqpar.linear.maps.maps import apply
 from seqpar.linear.routes import SpanStates
 from tests.support.recurrent_cases import RecurrentCase, run
+from tests.support.tiers import few_rows
 
 KIND_OF = {
     "simple_gla": "scalar_decay",
@@ -78,6 +79,7 @@ def package(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
 
 
+@few_rows()
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 2, 2), (1, 2, 4)])
 @pytest.mark.parametrize("name", KINDS)
 def test_equals_the_reference(package, name, heads):
@@ -158,6 +160,7 @@ def test_its_functions_take_these_arguments(name):
     )  # fmt: skip
 
 
+@few_rows()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 @pytest.mark.parametrize("name", KINDS)
