@@ -49,7 +49,7 @@ def test_more_random_slice_tables(slices, dtype, heads, dims, options, config):
     assert_close(x.computed(slices, config), x.expected(slices), dtype)
 
 
-@examples(100, 300)
+@examples(50, 300)
 @given(
     slices=slice_tables(),
     rows=st.sampled_from([1, 4, 16]),

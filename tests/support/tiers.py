@@ -29,7 +29,7 @@ LONGEST = [
 def register_profiles():
     """Make known both profiles of hypothesis; `--hypothesis-profile=thorough` chooses the other."""
     options = {"deadline": None, "derandomize": True, "print_blob": True}
-    hypothesis.settings.register_profile("quick", max_examples=25, **options)
+    hypothesis.settings.register_profile("quick", max_examples=12, **options)
     hypothesis.settings.register_profile("thorough", max_examples=150, **options)
     hypothesis.settings.load_profile("quick")
 

@@ -48,7 +48,7 @@ def calls(draw):
     return cu, kv_cu, draw(st.booleans()), window, prefix, ranges
 
 
-@examples(60, 400)
+@examples(30, 400)
 @given(drawn=calls(), most=st.integers(1, 9), tile=st.integers(1, 8))
 def test_each_pair_is_in_one_task(drawn, most, tile):
     cu, kv_cu, *masked = drawn

@@ -25,7 +25,7 @@ from tests.support.tiers import few_rows
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(i, marks=() if i < 10 else pytest.mark.exhaustive) for i in range(200)],
+    [pytest.param(i, marks=() if i < 5 else pytest.mark.exhaustive) for i in range(200)],
 )
 def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
     monkeypatch.setattr(invariant_tiles, "TILE", 16)
@@ -38,7 +38,7 @@ def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(i, marks=() if i < 6 else pytest.mark.exhaustive) for i in range(200)],
+    [pytest.param(i, marks=() if i < 5 else pytest.mark.exhaustive) for i in range(200)],
 )
 def test_threads_and_ranks_do_not_change_bits(seed, monkeypatch):
     monkeypatch.setattr(invariant_tiles, "TILE", 64)

@@ -15,7 +15,7 @@ from tests.support.ranks import virtual
 from tests.support.tiers import examples
 
 
-@examples(60, 400)
+@examples(30, 400)
 @given(st.data())
 def test_ranks_hold_the_same_tokens_of_shorter_documents(data):
     cu = data.draw(cu_seqlens(max_tokens=60))

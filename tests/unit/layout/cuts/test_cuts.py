@@ -32,7 +32,7 @@ def owners(kind, cu, ranks, stripe):
     return found
 
 
-@examples(60, 400)
+@examples(30, 400)
 @given(st.data())
 def test_a_rank_holds_what_the_definition_says(data):
     cu = data.draw(cu_seqlens(max_tokens=data.draw(st.sampled_from([4, 60]))))
@@ -44,7 +44,7 @@ def test_a_rank_holds_what_the_definition_says(data):
         assert layout.token_indices(rank).tolist() == np.flatnonzero(owner == rank).tolist()
 
 
-@examples(60, 400)
+@examples(30, 400)
 @given(st.data())
 def test_counts_are_those_of_the_spans(data):
     cu = data.draw(cu_seqlens(max_tokens=data.draw(st.sampled_from([6, 60, 300]))))

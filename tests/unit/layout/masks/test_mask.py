@@ -44,7 +44,7 @@ def pairs(layout, kv_layout, own, peer, mask, queries_travel):
     return count
 
 
-@examples(25, 100)
+@examples(12, 100)
 @given(st.data())
 def test_slices_are_exactly_the_visible_pairs(data):
     cu = data.draw(cu_seqlens(max_tokens=24))

@@ -36,7 +36,7 @@ def masked(draw):
     return *layout, disjoint_ranges(draw(seeds), cu, kv_cu)
 
 
-@examples(40, 400)
+@examples(20, 400)
 @given(masked(), st.booleans())
 def test_slices_are_exactly_the_pairs_of_the_ranges(made, queries_travel):
     layout, kv_layout, ranges = made
@@ -47,7 +47,7 @@ def test_slices_are_exactly_the_pairs_of_the_ranges(made, queries_travel):
     np.testing.assert_array_equal(found, expected)
 
 
-@examples(40, 400)
+@examples(20, 400)
 @given(masked(), seeds)
 def test_tasks_and_parts_cover_exactly_the_ranges_pairs(made, seed):
     layout, kv_layout, ranges = made
@@ -59,7 +59,7 @@ def test_tasks_and_parts_cover_exactly_the_ranges_pairs(made, seed):
         check_tasks("plan", tasks, *geometries, mask)
 
 
-@examples(200, 2000)
+@examples(100, 2000)
 @given(seeds, st.integers(1, 12))
 def test_ranges_that_share_a_pair_are_refused(seed, count):
     random = np.random.default_rng(seed)
@@ -131,7 +131,7 @@ def test_a_handle_equals_its_original_mask():
         from_handle(words)
 
 
-@examples(20, 200)
+@examples(10, 200)
 @given(masked())
 def test_a_drawn_range_mask_matches_brute_force(made):
     layout, _, ranges = made
@@ -141,7 +141,7 @@ def test_a_drawn_range_mask_matches_brute_force(made):
     assert np.array_equal(drawn >= 0, times_seen(ranges, layout.cu_seqlens) > 0)
 
 
-@examples(20, 200)
+@examples(10, 200)
 @given(masked())
 def test_the_planner_gives_every_pair_to_one_task(made):
     """Also where ranges share a rectangle, whose tasks then have bands."""
