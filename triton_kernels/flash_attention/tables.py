@@ -277,8 +277,7 @@ def _positions_on(positions: NDArray[np.int32], device: torch.device) -> Tensor:
     key = id(positions), device
     array, copy = _positions.get(key, (None, None))
     if array is None or copy is None or array() is not positions:
-        copy = torch.from_numpy(np.ascontiguousarray(positions))
-        copy = copy.to(device, torch.int32, copy=True)
+        copy = torch.from_numpy(positions.astype(np.int32)).to(device)
         forget = weakref.ref(positions, lambda _: _positions.pop(key, None))
         _positions[key] = forget, copy
     return copy
@@ -291,10 +290,10 @@ def _on_device(launches: Sequence[Sequence[Launch]], device: torch.device) -> li
     """
     tables = [x for of_hop in launches for y in of_hop for x in (y.tiles, y.full, y.cut)]
     sizes = [-(-x.numel() // 4) * 4 for x in tables]
-    buffer = torch.zeros(sum(sizes), dtype=torch.int32)
-    for padded, x in zip(buffer.split(sizes), tables, strict=True):
-        padded[: x.numel()] = x.flatten()
-    parts = zip(buffer.to(device).split(sizes), tables, strict=True)
+    buffer = np.zeros(sum(sizes), np.int32)  # torch would copy with all threads, which costs more
+    for start, x in zip(np.cumsum([0, *sizes]), tables, strict=False):
+        buffer[start : start + x.numel()] = x.numpy().ravel()
+    parts = zip(torch.from_numpy(buffer).to(device).split(sizes), tables, strict=True)
     moved = (part[: x.numel()].view(x.shape) for part, x in parts)
     return [
         Launches(
