@@ -7,6 +7,7 @@ import torch
 import seqpar
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 3, 8], 2)
 IDS = torch.arange(8)
@@ -100,6 +101,7 @@ MALFORMED = {
 }
 
 
+@few_rows()
 @pytest.mark.parametrize("wrong", BAD_CU_SEQLENS)
 @pytest.mark.parametrize("taker", TAKE_CU_SEQLENS)
 def test_malformed_cu_seqlens_are_named(taker, wrong):

@@ -10,6 +10,7 @@ from seqpar import Layout, Mask, make_attention
 from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 QUERIES, KEYS = [0, 2, 3, 6], [0, 9, 20, 41]  # speculative blocks of three sequences
 ONE, SPREAD = Layout.contiguous(QUERIES, 1), Layout.striped(KEYS, 3, stripe=2)
@@ -144,6 +145,7 @@ REFUSALS = [
 ]
 
 
+@few_rows()
 @pytest.mark.parametrize(("changes", "message"), REFUSALS, ids=[x[1] for x in REFUSALS])
 @pytest.mark.parametrize("check_ranks", [False, True])
 def test_refusals_name_the_argument(changes, message, check_ranks):

@@ -11,6 +11,7 @@ from seqpar.comm.messages.exchange import Comm
 from tests.support.cases import STRATEGIES, module
 from tests.support.plans import at_home
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 RANGES = Mask.of_ranges([(0, 0, 10, 0, 10, None, 0), (1, 3, 9, 0, 14, -2, 5)])
@@ -105,6 +106,7 @@ REFUSALS = [
 ]
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):

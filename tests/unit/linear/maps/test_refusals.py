@@ -6,6 +6,7 @@ import torch
 from seqpar import Layout, RecurrentAttention, use_backend
 from seqpar.comm.messages.exchange import Comm
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 HERE = 12  # tokens of rank 0
@@ -62,6 +63,7 @@ REFUSALS = [
 ]
 
 
+@few_rows()
 @pytest.mark.parametrize("transport", ["all_gather", "tree"])
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals_name_the_argument_and_send_nothing(change, message, transport):

@@ -12,6 +12,7 @@ from seqpar.softmax.backends import aten, choice
 from seqpar.softmax.call import Operands
 from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
+from tests.support.tiers import few_rows
 
 RANKS = 4
 DOCUMENTS = [0, 1600, 4096]
@@ -66,6 +67,7 @@ def call(strategy, layout, rank=0, device="meta", dtype=torch.bfloat16, dim=16, 
     strategy.backward(comm.call(), call, dout, dlse, None, residuals or [q, k, v, out, lse])
 
 
+@few_rows()
 @pytest.mark.parametrize(
     ("layout", "options", "expected"),
     [
@@ -93,6 +95,7 @@ def test_aten_is_the_cuda_default_where_complete(cuda, used, layout, options, ex
     assert used == {"forward": expected, "backward": expected}
 
 
+@few_rows()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("mask", "expected"), [({"window_size": (100, 0)}, TRITON), ({}, ATEN)])
 def test_every_strategy_leaves_the_choice(cuda, used, strategy, mask, expected):

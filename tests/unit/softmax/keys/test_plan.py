@@ -50,6 +50,7 @@ SPARSE = Layout.from_spans(
 )
 
 
+@few_rows()
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "usp+token_ring", "usp+mesh"])
 def test_ranks_that_skip_steps_agree_on_their_order(strategy, causal):
