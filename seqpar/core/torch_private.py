@@ -56,6 +56,9 @@ NAMES = {
     "torch._dynamo.maybe_mark_dynamic": Use(
         "2.1", "compiled graphs take layouts of any size from the first call on"
     ),
+    "torch._dynamo.eval_frame.OptimizedModule": Use(
+        "2.0", "to refuse a sharded batch in a compiled model that seqpar has not enabled"
+    ),
     "torch._dynamo.disable": Use(
         "2.7", "it marks functions that must not be traced; `mark_disabled` sets the same marks"
     ),
@@ -314,7 +317,14 @@ def calling_modules() -> list[torch.nn.Module]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module was compiled, by torch.compile or by its method compile()."""
     compiled = vars(module).get("_compiled_call_impl")  # the method sets it
-    return compiled is not None or type(module).__name__ == "OptimizedModule"
+    return compiled is not None or type(module) is compiled_modules()
+
+
+def compiled_modules() -> type[torch.nn.Module] | None:
+    """Return the class of the modules that torch.compile returns; None before it is loaded."""
+    if not compiler_is_loaded():
+        return None
+    return cast(type[torch.nn.Module], _get("torch._dynamo.eval_frame.OptimizedModule"))
 
 
 def runs_compiled() -> bool:

@@ -18,6 +18,7 @@ from seqpar.integrations.huggingface.attention.enabling import (
     Removable,
     check_attention,
     forget_layers,
+    guard_models,
     replace_attention,
 )
 from seqpar.integrations.huggingface.attention.linear_layers import FeatureMap, make_linear
@@ -132,6 +133,8 @@ class SequenceParallel(EnabledModel):
             ValueError: if the batch or the layout is wrong, or, with `check_ranks`, differs between
                 ranks.
         """
+
+        guard_models()  # again, because the compiler may be loaded meanwhile
 
         def shared() -> dict[str, Any]:
             return self._sharder.shared(batch)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from seqpar.core.torch_private import compiled_modules
 from seqpar.integrations.huggingface.attention.attention import attend, describe_mask
 from seqpar.integrations.huggingface.attention.buckets import add_bucket_hooks
 from seqpar.integrations.huggingface.attention.call import EnabledModel, current
@@ -94,11 +95,18 @@ def forget_layers(session: EnabledModel) -> None:
 def guard_models() -> None:
     """Make all transformers models check the arguments of their calls from now on.
 
-    Calling this again has no effect.
+    The models that `torch.compile` returned are included, once the compiler is loaded. Calling this
+    again is cheap.
     """
     from transformers import PreTrainedModel
 
-    call: Any = PreTrainedModel.__call__
+    _guard(PreTrainedModel)
+    if (compiled := compiled_modules()) is not None:
+        _guard(compiled)
+
+
+def _guard(kind: type[nn.Module]) -> None:
+    call: Any = kind.__call__
     if hasattr(call, _GUARD):
         return
 
@@ -109,19 +117,24 @@ def guard_models() -> None:
         return call(model, *args, **kwargs)
 
     setattr(checked, _GUARD, True)
-    PreTrainedModel.__call__ = checked  # type: ignore[method-assign]
+    kind.__call__ = checked  # type: ignore[method-assign]
 
 
-def _refuse_sharded_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_sharded_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise a ValueError if a model that is not enabled gets one rank's tokens.
 
     Copies of ids are recognised by comparing numbers, where the shapes are equal.
     """
+    from transformers import PreTrainedModel
+
     values = [*args, *kwargs.values()]
     sharded = isinstance(kwargs.get(KEY), Sharding) or any(map(has_noted_tokens, values))
-    if not sharded and (not any(map(has_kept_ids, values)) or _has_users_attention(model)):
+    if not sharded and not any(map(has_kept_ids, values)):
         return
-    if any(KEY in vars(x) for x in model.modules()):
+    model = next((x for x in module.modules() if isinstance(x, PreTrainedModel)), None)
+    if model is None or (not sharded and _has_users_attention(model)):
+        return
+    if any(KEY in vars(x) for x in module.modules()):
         return  # the hooks of an enabled model check the call
     name = type(model).__name__
     way_out = "enable it with seqpar's huggingface.enable, or give it the whole batch"

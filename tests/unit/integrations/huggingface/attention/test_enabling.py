@@ -70,6 +70,24 @@ def test_parts_of_a_sharded_batch_are_refused(part):
     assert_refused(hf.refusal(run))
 
 
+@pytest.mark.parametrize("part", ["all", "tokens", "copies of all"])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_model_refuses_shards(part, compiled_first):
+    model, other = hf.tiny("LlamaForCausalLM"), hf.tiny("LlamaForCausalLM")
+    around = torch.nn.ModuleDict({"reference": other})  # as wrappers are around a model
+    around.forward = lambda **local: other(**local)
+
+    def run(comm, module):
+        if compiled_first:
+            module = torch.compile(module, backend="eager")
+        local = huggingface.enable(copy.deepcopy(model), comm).shard(hf.batch())
+        module = module if compiled_first else torch.compile(module, backend="eager")
+        module(**PARTS[part](local))
+
+    for module in other, around:
+        assert_refused(hf.refusal(lambda comm, module=module: run(comm, module)))
+
+
 def test_positional_tokens_and_outputs_are_refused():
     model, other = hf.tiny("LlamaForCausalLM"), hf.tiny("LlamaForCausalLM")
 
