@@ -134,7 +134,6 @@ NAMES = {
     "torch.utils._python_dispatch.TorchDispatchMode": Use(
         "1.13", "to observe each operator of a simulated step"
     ),
-    "torch.utils._pytree.tree_leaves": Use("2.2", "to find the tensors among an operator's values"),
     "torch.UntypedStorage._cdata": Use("2.0", "to identify memory without data"),
     "torch.ops.aten._unsafe_view": Use("1.0", "to know that a simulated operator copies nothing"),
     "torch.autograd.Variable._execution_engine": Use(
@@ -429,11 +428,6 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def dispatch_mode() -> Any:
     """Return the class of modes that are called with each operator."""
     return _get("torch.utils._python_dispatch.TorchDispatchMode")
-
-
-def leaves_of(nested: object) -> list[object]:
-    """Return the values inside nested lists, tuples and dicts of an operator's values."""
-    return cast(list[object], _get("torch.utils._pytree.tree_leaves")(nested))
 
 
 def memory_of(x: Tensor) -> int:

@@ -42,10 +42,7 @@ def span_tasks(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -
 
 def slice_tasks(slices: Slices) -> Tasks:
     """Return slices, as masks produce them (`seqpar.layout.masks.mask`), as tasks."""
-    pairs, windowed = [], []
-    for i in range(len(slices)):
-        start, stop = slices.key_intervals(i)
-        pairs.append(int((stop - start).sum()))
-        windowed.append(int((stop - start)[start > 0].sum()) / max(1, pairs[-1]))
+    pairs = [visible for visible, _ in slices.pairs]
+    windowed = [part / max(1, visible) for visible, part in slices.pairs]
     rows, keys = (np.diff(x, axis=1)[:, 0] for x in (slices.q_rows, slices.k_rows))
     return Tasks.of(rows, keys, pairs, windowed)

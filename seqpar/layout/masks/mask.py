@@ -171,6 +171,25 @@ class Slices:
         start = np.searchsorted(k_positions, q_positions + low, side="left")
         return start, np.searchsorted(k_positions, q_positions + high, side="right")
 
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Numbers of visible pairs of each slice: all, and of rows that skip the first keys."""
+        return [self._pairs_of(i) for i in range(len(self))]
+
+    def _pairs_of(self, i: int) -> tuple[int, int]:
+        (first_query, query_stop), (first_key, key_stop) = self.q_rows[i], self.k_rows[i]
+        low, high = self.bands[i]
+        q_positions, k_positions = self.q_positions, self.k_positions
+        # Positions ascend within a slice. All pairs of most slices between two ranks are visible.
+        if query_stop > first_query and key_stop > first_key:
+            least = int(k_positions[first_key]) - int(q_positions[query_stop - 1])
+            most = int(k_positions[key_stop - 1]) - int(q_positions[first_query])
+            if low <= least and most <= high:
+                return int((query_stop - first_query) * (key_stop - first_key)), 0
+        start, stop = self.key_intervals(i)
+        counts = stop - start
+        return int(counts.sum()), int(counts[start > 0].sum())
+
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
         """Return (n, m) bool: whether a query row attends to a key row under a slice's band."""
         q_positions, k_positions = self._positions_on(device)
@@ -187,8 +206,7 @@ class Slices:
     @cached_property
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
-        intervals = map(self.key_intervals, range(len(self)))
-        return sum(int((stop - start).sum()) for start, stop in intervals)
+        return sum(visible for visible, _ in self.pairs)
 
     @property
     def seeing(self) -> Ints:

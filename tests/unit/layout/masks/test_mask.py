@@ -32,6 +32,7 @@ def pairs(layout, kv_layout, own, peer, mask, queries_travel):
     q_seen, k_seen = np.zeros(slices.query_rows, dtype=bool), np.zeros(slices.key_rows, dtype=bool)
     for i in range(len(slices)):
         start, stop = slices.key_intervals(i)
+        assert slices.pairs[i] == ((stop - start).sum(), (stop - start)[start > 0].sum())
         for row, (a, b) in enumerate(zip(start, stop, strict=True), slices.q_rows[i, 0]):
             keys = slices.k_rows[i, 0] + np.arange(a, b)
             count[q_index[row], k_index[keys]] += 1

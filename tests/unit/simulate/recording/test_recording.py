@@ -11,9 +11,18 @@ from torch import nn
 import seqpar
 from seqpar import LASP2Attention, Layout, make_attention, simulate
 from seqpar.balance import Cluster
+from seqpar.core.torch_private import memory_of
 from seqpar.costs.device import Link
 from seqpar.simulate.playback.op_costs import price
-from seqpar.simulate.recording.program import Begin, Compute, Operators, Post, SoftmaxCompute
+from seqpar.simulate.recording import operators
+from seqpar.simulate.recording.program import (
+    Begin,
+    Compute,
+    End,
+    Operators,
+    Post,
+    SoftmaxCompute,
+)
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.steady import SilentComm
 from tests.support.tiers import few_rows
@@ -69,6 +78,55 @@ def test_a_layout_recorded_again_gives_equal_programs(name):
         works = [[x.work for x in each.actions if isinstance(x, Compute)] for each in (one, other)]
         of_operators = [[x for x in each if isinstance(x, Operators)] for each in works]
         assert of_operators[0] == of_operators[1]
+
+
+def contents(program):
+    """The program's peak and its actions, in a form that can be compared."""
+    actions = []
+    for x in program.actions:
+        if isinstance(x, Begin):
+            actions.append(contents(x.program))
+        elif isinstance(x, Compute):
+            work = x.work
+            if isinstance(work, SoftmaxCompute):
+                columns = "rows", "keys", "pairs", "windowed"
+                work = *(getattr(work.tasks, x).tolist() for x in columns), *work[1:]
+            actions.append((tuple(work), x.what, x.step, x.area))
+        elif not isinstance(x, End):
+            actions.append(repr(x))
+    return program.peak_bytes, actions
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_kept_forms_of_results_change_no_program(name, layout, monkeypatch):
+    recorded(name, layout)
+    kept = recorded(name, layout)
+    monkeypatch.setattr(
+        operators, "_result_of", lambda operator, args, kwargs, _: operator(*args, **kwargs)
+    )
+    for one, other in zip(kept, recorded(name, layout), strict=True):
+        assert contents(one) == contents(other)
+
+
+def test_results_of_operators_keep_their_memory():
+    """A result is a new tensor, the input itself, or a view of it, also when its form is kept."""
+
+    def step(comm):
+        x, y = torch.empty(2, 4, 6, device="meta")[:, ::2], torch.empty(4, 6, device="meta")
+        for _ in range(3):
+            new, out = y + 1, torch.empty(4, 6, device="meta")
+            assert y.add_(1) is y and torch.mul(y, 2, out=out) is out
+            assert new.shape == y.shape and memory_of(new) not in map(memory_of, (y, out))
+            assert memory_of(y.view(6, 4)) == memory_of(y)
+            assert memory_of(x.reshape(-1)) != memory_of(x) and y.half().dtype == torch.half
+            turned = x.transpose(0, 1)
+            assert (turned * 2).stride() == torch.empty_like(turned).stride() != x.stride()
+            assert (y * 2).dtype == torch.float32 and (y == 2).dtype == torch.bool
+            assert (y.long() * 2).dtype == torch.long and (y.long() * 2.0).dtype == torch.float32
+
+    (program,) = simulate.record(step, 1)
+    assert program.peak_bytes
 
 
 @few_rows()
