@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from seqpar.costs.cluster import Cluster
 from seqpar.simulate.playback.shares import ActiveJobs, Resource
-from seqpar.simulate.recording.program import Post
+from seqpar.simulate.recording.program import AllToAll, Post
 
 if TYPE_CHECKING:
     import simpy
@@ -49,6 +50,10 @@ class Hardware:
         nics = max(1, cluster.nics)
         self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
 
+    def node(self, rank: int) -> int:
+        """Return the number of a rank's node."""
+        return self._node[rank]
+
     def core(self, rank: int) -> Resource | None:
         """Return the cores that a rank computes on; None if the rank does not share its device."""
         return None if self.cluster.overlaps else self._cores[self._node[rank]]
@@ -75,10 +80,10 @@ class Hardware:
 class Flight:
     """One rank's exchange, from its post."""
 
-    __slots__ = ("begun", "done", "following", "left", "messages", "post", "posted", "stop")
+    __slots__ = ("begun", "done", "following", "left", "messages", "post", "posted", "rank", "stop")
 
-    def __init__(self, post: Post, posted: float, done: simpy.Event) -> None:
-        self.post, self.posted, self.done = post, posted, done
+    def __init__(self, rank: int, post: Post, posted: float, done: simpy.Event) -> None:
+        self.rank, self.post, self.posted, self.done = rank, post, posted, done
         self.left, self.begun, self.stop = 0, False, 0.0
         self.messages: list[_Message] = []
         self.following: Flight | None = None
@@ -117,14 +122,19 @@ class Network:
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
         # Gloo only, by (source, target): pending writes; the first one is being written.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
+        # By channel: the exchanges of an `AllToAll` that waits for more ranks.
+        self._gathering: dict[str, list[Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
         """Post a rank's exchange at the current time."""
-        flight = Flight(post, self._env.now, self._env.event())
-        for sending, messages in ((False, post.recvs), (True, post.sends)):
-            for peer, nbytes in messages:
-                self._match(flight, rank, peer, nbytes, sending)
-        flight.left = len(flight.messages)
+        flight = Flight(rank, post, self._env.now, self._env.event())
+        if isinstance(post, AllToAll):
+            flight.left = 1  # until all ranks have begun
+        else:
+            for sending, messages in ((False, post.recvs), (True, post.sends)):
+                for peer, nbytes in messages:
+                    self._match(flight, rank, peer, nbytes, sending)
+            flight.left = len(flight.messages)
         last = self._last.get((rank, post.channel)) if self._ordered else None
         self._last[rank, post.channel] = flight
         if last is not None and last.left:
@@ -154,6 +164,9 @@ class Network:
 
     def _begin(self, flight: Flight) -> None:
         flight.begun = True
+        if isinstance(flight.post, AllToAll):
+            self._gather(flight, flight.post)
+            return
         receives = len(flight.post.recvs)  # which come first in `messages`
         is_empty = not flight.left
         for i, message in enumerate(flight.messages):
@@ -163,6 +176,40 @@ class Network:
                 self._write(message.target, message.source, partial(self._notify, message))
         if is_empty:
             self._end(flight)
+
+    def _gather(self, flight: Flight, post: AllToAll) -> None:
+        """Start an all-to-all when the last of its ranks begins it."""
+        flights = self._gathering.setdefault(post.channel, [])
+        flights.append(flight)
+        if len(flights) <= len(post.sends):
+            return
+        del self._gathering[post.channel]
+        by_node: dict[int, list[Flight]] = {}
+        for each in flights:
+            each.left = 0
+            by_node.setdefault(self._hardware.node(each.rank), []).append(each)
+        for senders in by_node.values():
+            for source, target in permutations(senders, 2):
+                self._send_together([source], [target], post.sends[0][1])
+            for receivers in by_node.values():
+                if receivers is not senders:
+                    self._send_together(senders, receivers, post.sends[0][1])
+        if len(flights) == 1:
+            self._end(flight)
+
+    def _send_together(self, senders: list[Flight], receivers: list[Flight], nbytes: int) -> None:
+        """Send equal messages, which use the same links, from all senders to all receivers."""
+        latency, seconds, through = self._hardware.way(senders[0].rank, receivers[0].rank, nbytes)
+        flights = [*senders, *receivers]
+        for flight in flights:
+            flight.left += 1
+
+        def arrive() -> None:
+            for flight in flights:
+                self._reach(flight)
+
+        messages = len(senders) * len(receivers)
+        self._after(latency, partial(self.shares.start, seconds, through, arrive, messages))
 
     def _notify(self, message: _Message) -> None:
         self._written(message.target, message.source)

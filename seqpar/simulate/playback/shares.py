@@ -6,11 +6,18 @@ a job progresses at the smallest of its shares. The part of a share that a job c
 given to others. A job that starts or ends therefore only changes the pace of jobs on the same
 resources. With max-min fairness, one ending job could change all 4,032 jobs of an all-to-all on 64
 ranks. The busiest port, which decides when a step ends, is shared exactly.
+
+Jobs with the same resources have the same pace, so they are one group with one timer. All messages
+from one node to another are such a group: on 8 nodes of 8 ranks, a message that starts or ends
+changes the pace of at most 13 groups instead of 832 jobs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,13 +30,13 @@ class Resource:
     With more jobs, its total capacity drops to the fraction `shared`.
     """
 
-    __slots__ = ("capacity", "jobs", "load", "shared")
+    __slots__ = ("capacity", "groups", "load", "shared")
 
     def __init__(self, capacity: float = 1.0, shared: float = 1.0) -> None:
         self.capacity = capacity
         self.shared = shared
         self.load = 0  # uses; a job that lists the resource twice counts twice
-        self.jobs: dict[ActiveJob, None] = {}  # in order of arrival
+        self.groups: dict[JobGroup, None] = {}  # in order of arrival
 
     @property
     def share(self) -> float:
@@ -37,15 +44,25 @@ class Resource:
         return 1.0 if self.load <= self.capacity else self.shared * self.capacity / self.load
 
 
-class ActiveJob:
-    __slots__ = ("end", "pace", "remaining", "resources", "since", "version")
+class JobGroup:
+    """The jobs that use the same resources.
 
-    def __init__(
-        self, seconds: float, resources: Sequence[Resource], end: Callable[[], None]
-    ) -> None:
-        self.remaining, self.resources, self.end = seconds, resources, end
-        self.pace = self.since = 0.0
-        self.version = 0  # of the timer that ends the job
+    `progress` is the work that each job of the group has done since the group began. A job is in
+    `jobs` with the progress at which it ends.
+    """
+
+    __slots__ = ("jobs", "next_end", "pace", "progress", "resources", "since", "version")
+
+    def __init__(self, resources: tuple[Resource, ...], now: float) -> None:
+        self.resources = resources
+        self.jobs: list[tuple[float, int, int, Callable[[], None]]] = []  # a heap
+        self.pace = self.progress = 0.0
+        self.since = now  # the time at which the group had made `progress`
+        self.next_end = inf  # the progress at which the timer rings
+        self.version = 0  # of the timer
+
+    def progress_at(self, now: float) -> float:
+        return self.progress + (now - self.since) * self.pace
 
 
 class ActiveJobs:
@@ -53,54 +70,86 @@ class ActiveJobs:
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._changed: dict[ActiveJob, None] = {}  # jobs whose pace may change at this time
+        self._groups: dict[tuple[Resource, ...], JobGroup] = {}
+        self._numbers = count()  # jobs that end together end in the order of their starts
+        self._changed: dict[JobGroup, None] = {}  # groups whose timer may change at this time
 
-    def start(self, seconds: float, resources: Sequence[Resource], end: Callable[[], None]) -> None:
-        """Start a job; call `end()` when it has ended.
+    def start(
+        self,
+        seconds: float,
+        resources: Sequence[Resource],
+        end: Callable[[], None],
+        jobs: int = 1,
+    ) -> None:
+        """Start a number of equal jobs; call `end()` once, when they have ended.
 
         A resource that is listed twice is used twice.
         """
-        job = ActiveJob(seconds, resources, end)
+        key, now = tuple(resources), self._env.now
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = JobGroup(key, now)
+        heappush(group.jobs, (group.progress_at(now) + seconds, next(self._numbers), jobs, end))
         for resource in resources:
-            resource.load += 1
-            resource.jobs[job] = None
+            resource.load += jobs
+            resource.groups[group] = None
         self._change(resources)
 
     def _change(self, resources: Sequence[Resource]) -> None:
-        """Update the pace of all jobs on these resources, after all changes at the current time."""
-        if not self._changed and any(resource.jobs for resource in resources):
+        """Update all groups on these resources, after all changes at the current time."""
+        if not self._changed and any(resource.groups for resource in resources):
             self._after(0.0, self._settle)
         for resource in resources:
-            self._changed.update(resource.jobs)
+            self._changed.update(resource.groups)
 
     def _settle(self) -> None:
         now, changed = self._env.now, self._changed
         self._changed = {}
-        for job in changed:
-            pace = min(resource.share for resource in job.resources)
-            if pace == job.pace:
+        for group in changed:
+            if not group.jobs:
                 continue
-            job.remaining -= (now - job.since) * job.pace
-            job.since, job.pace = now, pace
-            job.version += 1
-            self._after(max(0.0, job.remaining) / pace, self._timer(job))
+            pace = min(resource.share for resource in group.resources)
+            next_end = group.jobs[0][0]
+            if pace == group.pace and next_end == group.next_end:
+                continue
+            if pace != group.pace:
+                group.progress = group.progress_at(now)
+                group.since, group.pace = now, pace
+            group.next_end = next_end
+            group.version += 1
+            left = next_end - group.progress_at(now)
+            self._after(max(0.0, left) / pace, self._timer(group))
 
-    def _timer(self, job: ActiveJob) -> Callable[[], None]:
-        """Return a callback that ends the job, unless its pace has changed in the meantime."""
-        version = job.version
+    def _timer(self, group: JobGroup) -> Callable[[], None]:
+        """Return a callback that ends the group's next jobs, unless a later timer replaced it."""
+        version = group.version
 
         def ring() -> None:
-            if job.version != version:
-                return
-            job.version = -1
-            self._changed.pop(job, None)
-            for resource in job.resources:
-                resource.load -= 1
-                resource.jobs.pop(job, None)
-            self._change(job.resources)
-            job.end()
+            if group.version == version:
+                self._end_next(group)
 
         return ring
+
+    def _end_next(self, group: JobGroup) -> None:
+        """End the jobs whose work is done."""
+        group.progress, group.since = group.next_end, self._env.now
+        ended: list[Callable[[], None]] = []
+        load = 0
+        while group.jobs and group.jobs[0][0] <= group.progress:
+            _, _, jobs, end = heappop(group.jobs)
+            load += jobs
+            ended.append(end)
+        group.version += 1
+        group.next_end = inf
+        for resource in group.resources:
+            resource.load -= load
+        if not group.jobs:
+            del self._groups[group.resources]
+            for resource in group.resources:
+                resource.groups.pop(group, None)
+        self._change(group.resources)
+        for end in ended:
+            end()
 
     def _after(self, seconds: float, function: Callable[[], None]) -> None:
         self._env.timeout(seconds).callbacks.append(lambda _: function())

@@ -79,6 +79,15 @@ class Post:
 
 
 @dataclass(slots=True)
+class AllToAll(Post):
+    """An exchange in which ranks 0, 1, … send all others of them messages of the same size.
+
+    It begins when all of these ranks have posted it. Its messages between two nodes are played
+    together, so P ranks cost about P messages per node instead of P².
+    """
+
+
+@dataclass(slots=True)
 class Wait:
     """The rank waits until the exchange of this number has ended."""
 

@@ -22,6 +22,7 @@ from seqpar.layout.layout import Layout
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import (
+    AllToAll,
     Begin,
     Compute,
     Copy,
@@ -275,10 +276,12 @@ class _LayerSimulator:
 def _exchange_parameters(programs: list[Program], nbytes: int, passes: int) -> None:
     """Exchange equal shards of `nbytes` among all ranks, `passes` times, during the programs."""
     shard = -(-nbytes // len(programs))
+    shards = [(peer, passes * shard) for peer in range(len(programs))]
     for rank, program in enumerate(programs):
-        others = tuple((peer, passes * shard) for peer in range(len(programs)) if peer != rank)
+        post = AllToAll if program.ordered else Post
+        others = (*shards[:rank], *shards[rank + 1 :])
         program.actions.insert(
-            0, Post(_SHARDED_PARAMETERS, others, others, "parameters", "parameters")
+            0, post(_SHARDED_PARAMETERS, others, others, "parameters", "parameters")
         )
         program.actions.append(Wait(_SHARDED_PARAMETERS))
 

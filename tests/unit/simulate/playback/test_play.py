@@ -3,14 +3,26 @@
 import dataclasses
 import json
 import math
+import random
 
 import pytest
+import simpy
 
 from seqpar import simulate
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Link
 from seqpar.simulate.playback import network
-from seqpar.simulate.recording.program import Begin, Compute, End, Operators, Post, Program, Wait
+from seqpar.simulate.playback.shares import ActiveJobs, Resource
+from seqpar.simulate.recording.program import (
+    AllToAll,
+    Begin,
+    Compute,
+    End,
+    Operators,
+    Post,
+    Program,
+    Wait,
+)
 
 PRESET = Cluster.preset("1x2-h100")
 FAST = Link(0.0, 1e300)
@@ -109,6 +121,82 @@ def test_a_device_has_one_port_within_its_node():
         receive(10),
     ]
     assert ends(programs, on) == [20.0] * 3
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 4), (2, 8), (3, 10)])
+def test_an_all_to_all_equals_its_separate_messages(nodes, ranks):
+    """While other messages and computation use the same links; a node may be partly empty."""
+
+    def programs(kind):
+        made = []
+        for rank in range(ranks):
+            others = [(peer, 6) for peer in range(ranks) if peer != rank]
+            exchange = kind(0, tuple(others), tuple(others), "parameters", "parameters")
+            ring = post(
+                1, [((rank + 1) % ranks, 5 + rank)], [((rank - 1) % ranks, 5 + (rank - 1) % ranks)]
+            )
+            made.append([exchange, ring, seconds(rank), Wait(1), Wait(0)])
+        return made
+
+    on = cluster(nodes, 4, nics=2, latency=0.5)
+    together, separate = (play(programs(kind), on) for kind in (AllToAll, Post))
+    assert together.ends == pytest.approx(separate.ends, rel=1e-12)
+    assert together.waiting == pytest.approx(separate.waiting, rel=1e-12)
+    assert (together.sent_bytes == separate.sent_bytes).all()
+
+
+def test_an_all_to_all_begins_with_its_last_rank():
+    exchange = AllToAll(0, ((1, 4),), ((1, 4),)), AllToAll(0, ((0, 4),), ((0, 4),))
+    late = [seconds(3), exchange[1], Wait(0)]
+    assert ends([[exchange[0], Wait(0)], late], cluster()) == [7, 7]
+    with pytest.raises(ValueError, match="rank 0 for"):
+        play([[exchange[0], Wait(0)], []], cluster())
+    alone = AllToAll(0, (), ())
+    assert ends([[alone, Wait(0)]], cluster()) == [0]
+
+
+def naive_ends(jobs, capacities):
+    """When each job (start, seconds, resources) ends, by following all jobs at each change."""
+    left, stops, now = {}, {}, 0.0
+    while len(stops) < len(jobs):
+        for i, (start, work, _) in enumerate(jobs):
+            if start <= now and i not in left and i not in stops:
+                left[i] = work
+        load = [sum(jobs[i][2].count(x) for i in left) for x in range(len(capacities))]
+        paces = {i: min(min(1, capacities[x] / load[x]) for x in jobs[i][2]) for i in left}
+        following = [start - now for start, _, _ in jobs if start > now]
+        passed = min([left[i] / paces[i] for i in left] + following)
+        now += passed
+        for i, pace in paces.items():
+            left[i] -= passed * pace
+        for i in [i for i, x in left.items() if x < 1e-9]:
+            stops[i] = now
+            del left[i]
+    return [stops[i] for i in range(len(jobs))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_jobs_share_resources_like_single_jobs(seed):
+    """Many jobs with the same resources are one group, which changes no time."""
+    chosen = random.Random(seed)
+    capacities = [1, 2, 1, 3]
+    pairs = [(0,), (0, 1), (2, 3), (3, 3)]
+    jobs = [
+        (chosen.choice([0, 1, 2.5]), chosen.choice([1, 1, 2, 3.7]), chosen.choice(pairs))
+        for _ in range(24)
+    ]
+    env = simpy.Environment()
+    active, resources, stops = ActiveJobs(env), [Resource(x) for x in capacities], {}
+
+    def start(i):
+        _, work, used = jobs[i]
+        active.start(work, [resources[x] for x in used], lambda: stops.update({i: env.now}))
+
+    for i, (begin, _, _) in enumerate(jobs):
+        env.timeout(begin).callbacks.append(lambda _, i=i: start(i))
+    env.run()
+    assert [stops[i] for i in range(len(jobs))] == pytest.approx(naive_ends(jobs, capacities))
+    assert not any(x.load or x.groups for x in resources)
 
 
 def test_messages_that_share_an_end_share_its_rate():
