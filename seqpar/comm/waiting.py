@@ -35,10 +35,14 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Log how long some work has taken, at intervals."""
+    """Log how long some work has taken, at intervals.
 
-    def __init__(self, doing: str, limit: float) -> None:
-        self._doing, self._limit = doing, limit
+    Attributes:
+        doing: the work, in words; it may change.
+    """
+
+    def __init__(self, doing: str, limit: float | None = None) -> None:
+        self.doing, self._limit = doing, limit
         self._began, self._next = time.monotonic(), FIRST_LINE_SECONDS
 
     @property
@@ -49,8 +53,8 @@ class Progress:
     def tick(self) -> None:
         """Log a line if it is time for one."""
         if self.seconds >= self._next:
-            figures = self.seconds, self._limit
-            _log.warning("%s: %.0f s so far, at most %.0f s", self._doing, *figures)
+            most = "" if self._limit is None else f", at most {self._limit:.0f} s"
+            _log.warning("%s: %.0f s so far%s", self.doing, self.seconds, most)
             self._next = self.seconds + NEXT_LINE_SECONDS
 
 

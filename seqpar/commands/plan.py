@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the recommendations; return 1 if no way to train fits."""
+    """Print the recommendations; return 1 if no way to train fits, and 130 if interrupted."""
     model, cluster = _model(arguments.model), _cluster(arguments.cluster)
     if arguments.save_cluster is not None:
         cluster.to_json(arguments.save_cluster)
@@ -47,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(recommendations)
         if fits:
             print(f"\n{recommendations[0].code}", end="")
+    if recommendations.partial:
+        return 128 + signal.SIGINT
     return 0 if fits else 1
 
 

@@ -17,6 +17,7 @@ from seqpar.simulate.steps.steps import Step
 COLUMNS = (
     *("strategy, layout", "seconds", "GB", "longest", "sent, GB", "keeping", "limit", "why not"),
 )
+NOT_SIMULATED = "not simulated: interrupted"
 _MAX_REASON_CHARACTERS = 80  # in the table; `why_not` has the whole reason
 
 
@@ -168,9 +169,15 @@ class Recommendation:
 class Recommendations(list[Recommendation]):
     """A ranked list, printed as a table."""
 
+    @property
+    def partial(self) -> bool:
+        """Whether `recommend` was interrupted before it had simulated all ways."""
+        return any(x.why_not == NOT_SIMULATED for x in self)
+
     def __str__(self) -> str:
+        simulated = [x for x in self if x.why_not != NOT_SIMULATED]
         rows = [COLUMNS]
-        for x in self:
+        for x in simulated:
             seconds = f"{x.seconds:.4g} ±{x.error:.0%}" if x.seconds < np.inf else ""
             figures = (
                 seconds,
@@ -180,7 +187,10 @@ class Recommendations(list[Recommendation]):
             )
             reason = shorten(x.why_not or "", _MAX_REASON_CHARACTERS, placeholder=" ...")
             rows.append((x.name, *figures, x.keeping, x.limit, reason))
-        return table(rows)
+        if not self.partial:
+            return table(rows)
+        counted = f"{len(simulated)} of {len(self)} ways to train were simulated"
+        return f"{table(rows)}\npartial, because it was interrupted: {counted}"
 
 
 def as_gb(nbytes: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from seqpar.comm.waiting import Progress
 from seqpar.core.arguments import CuSeqlens, Ints, as_lengths, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
@@ -15,7 +16,13 @@ from seqpar.costs.model import Model
 from seqpar.simulate.candidates import candidates
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, limit_of, slower_by, slower_for
-from seqpar.simulate.recommendations.recommendation import Recommendation, Recommendations, as_gb
+from seqpar.simulate.recommendations.interrupts import stop_on_interrupt
+from seqpar.simulate.recommendations.recommendation import (
+    NOT_SIMULATED,
+    Recommendation,
+    Recommendations,
+    as_gb,
+)
 from seqpar.simulate.recommendations.search_space import (
     NamedLayout,
     layouts,
@@ -40,6 +47,11 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
     whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
     come last, with the missing memory in `why_not`.
 
+    After 3 seconds, and then about every 10 seconds, the log gets a line with the number of
+    simulated ways and the fastest of them. Ctrl-C ends the simulations after the current way:
+    `partial` is then True, and ways that were not simulated come last. A second Ctrl-C ends the
+    current way too. If no simulated way fits, a KeyboardInterrupt is raised.
+
     Args:
         model: the model.
         cluster: the number and the speed of the ranks.
@@ -56,10 +68,37 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
     if not lengths.sum():
         raise ValueError("lengths must have a token")
     costs = Costs(cluster, model)
-    ways = [_simulated(way, costs) for way in _ways(lengths, costs)]
-    ways.sort(key=lambda way: way.seconds)  # a stable sort
-    best = ways[0]
-    return Recommendations([best, *(_compared(way, best) for way in ways[1:])])
+    ways = list(_ways(lengths, costs))
+    simulated = _all_simulated(ways, costs)
+    simulated.sort(key=lambda way: way.seconds)  # a stable sort
+    best = simulated[0]
+    others = [_compared(way, best) for way in simulated[1:]]
+    others += [replace(way, why_not=NOT_SIMULATED) for way in ways[len(simulated) :]]
+    return Recommendations([best, *others])
+
+
+def _all_simulated(ways: list[Recommendation], costs: Costs) -> list[Recommendation]:
+    """Return the simulated ways; after an interrupt these are the first ones.
+
+    If none of them fits, the interrupt is raised.
+    """
+    simulated: list[Recommendation] = []
+    progress = Progress(f"recommend simulates {len(ways)} ways to train")
+    with stop_on_interrupt("recommend") as interrupted:
+        try:
+            for way in ways:
+                simulated.append(_simulated(way, costs))
+                if interrupted() and len(simulated) < len(ways):
+                    raise KeyboardInterrupt
+                best = min(simulated, key=lambda x: x.seconds)
+                done = f"recommend has simulated {len(simulated)} of {len(ways)} ways to train"
+                fastest = f", fastest {best.name!r}" if best.seconds < np.inf else ""
+                progress.doing = done + fastest
+                progress.tick()
+        except KeyboardInterrupt:
+            if not any(way.seconds < np.inf for way in simulated):
+                raise
+    return simulated
 
 
 def _ways(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:

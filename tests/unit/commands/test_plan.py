@@ -1,12 +1,15 @@
 """`python -m seqpar plan`."""
 
+import itertools
 import json
 import re
 
 import pytest
 
+from seqpar import simulate
 from seqpar.__main__ import main
 from seqpar.balance import Cluster
+from seqpar.simulate.recommendations import recommending
 from tests.unit.simulate.steps.test_steps import SMALL
 
 
@@ -59,6 +62,21 @@ def test_presets_work_and_misfits_set_the_status(capsys):
     code, out, _ = plan(capsys, *words)
     rows = json.loads(out)
     assert code == 1 and {x["seconds"] for x in rows} == {None} and rows[0]["memory"] > 80e9
+
+
+def test_an_interrupted_plan_is_printed_as_partial(files, capsys, monkeypatch):
+    steps = itertools.count()
+
+    def interrupted(*arguments, **options):
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return simulate.step(*arguments, **options)
+
+    monkeypatch.setattr(recommending, "step", interrupted)
+    words = [x for name in ("model", "cluster", "lengths") for x in (f"--{name}", files[name])]
+    code, out, _ = plan(capsys, *words)
+    assert code == 130 and "seqpar.make_attention(" in out
+    assert re.search(r"^partial, because it was interrupted: 2 of \d+ ways", out, re.M)
 
 
 WRONG = [

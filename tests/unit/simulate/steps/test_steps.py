@@ -1,6 +1,8 @@
 """Steps of models, and what is recommended."""
 
 import dataclasses
+import itertools
+import signal
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 import seqpar
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Costs, Link, Model
+from seqpar.comm import waiting
 from seqpar.costs.fit import describe
 from seqpar.simulate import error_model
 from seqpar.simulate.candidates import Candidate
@@ -277,6 +280,72 @@ def test_what_a_strategy_cannot_is_its_reason(monkeypatch):
     refused = {x.strategy: x.why_not for x in found if x.seconds == np.inf}
     assert refused == {"ring": "not today"}
     assert "not today" in str(found)
+
+
+@pytest.fixture
+def _python_handles_interrupts():
+    """As in a program of the user; a worker of pytest may ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_after(monkeypatch, steps, times=1):
+    """Press Ctrl-C during the step after this number of steps."""
+    counted = itertools.count()
+
+    def interrupted(*arguments, **options):
+        if next(counted) == steps:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return simulate.step(*arguments, **options)
+
+    monkeypatch.setattr(recommending, "step", interrupted)
+
+
+@pytest.mark.usefixtures("_python_handles_interrupts")
+@pytest.mark.parametrize(("times", "simulated"), [(1, 4), (2, 3)])
+def test_an_interrupt_gives_the_best_way_yet(monkeypatch, caplog, times, simulated):
+    """The first Ctrl-C ends the simulations after the current way, a second one immediately."""
+    complete = seqpar.recommend(MODEL, PAIR, [300])
+    assert not complete.partial
+    interrupt_after(monkeypatch, 3, times)
+    partial = seqpar.recommend(MODEL, PAIR, [300])
+    assert partial.partial and {x.name for x in partial} == {x.name for x in complete}
+    seconds = {x.name: x.seconds for x in complete}
+    known = partial[:simulated]
+    assert [x.seconds for x in known] == sorted(seconds[x.name] for x in known)
+    assert {x.why_not for x in partial[simulated:]} == {"not simulated: interrupted"}
+    assert {x.seconds for x in partial[simulated:]} == {np.inf}
+    *_, last = str(partial).splitlines()
+    assert f"{simulated} of {len(complete)} ways" in last
+    assert len(str(partial).splitlines()) == simulated + 2
+    assert "recommend stops after the current step" in caplog.text
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("_python_handles_interrupts")
+def test_an_interrupt_before_any_result_is_raised(monkeypatch):
+    interrupt_after(monkeypatch, 0, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        seqpar.recommend(MODEL, PAIR, [300])
+
+
+@pytest.mark.usefixtures("_python_handles_interrupts")
+def test_the_programs_interrupt_handler_is_kept(monkeypatch):
+    pressed = []
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    interrupt_after(monkeypatch, 1)
+    assert not seqpar.recommend(MODEL, PAIR, [300]).partial and pressed
+
+
+def test_the_log_has_the_progress_of_recommend(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(waiting, "NEXT_LINE_SECONDS", 0.0)
+    count = len(seqpar.recommend(MODEL, PAIR, [300]))
+    first, *_, last = caplog.messages
+    assert first.startswith(f"recommend has simulated 1 of {count} ways to train, fastest '")
+    assert f"{count} of {count}" in last and last.endswith(" s so far")
 
 
 @pytest.mark.parametrize(
