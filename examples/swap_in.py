@@ -2,6 +2,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 
 import seqpar
 
@@ -17,10 +18,10 @@ class Block(torch.nn.Module):
         self.heads = heads
 
     def forward(self, x):  # (batch, tokens, dim)
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, head_dim) each
+        qkv = self.qkv(self.norms[0](x))
+        q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.heads)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(out.transpose(1, 2).flatten(2))
+        x = x + self.out(rearrange(out, "b h t d -> b t (h d)"))
         return x + self.mlp(self.norms[1](x))
 
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from balanced import Balanced, cost_model
 from data import Packed, batches, documents
+from einops import rearrange
 from faults import FAULTS
 from model import Attend, Transformer
 from options import LAYOUTS, STRATEGIES, VARIANTS, arguments, parse
@@ -53,12 +54,9 @@ def sdpa_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int]) -> 
     """Return attention without seqpar, for comparison: PyTorch's, one document at a time."""
     outputs = []
     for start, stop in itertools.pairwise(cu_seqlens):
-        heads = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
-        outputs.append(
-            F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(
-                0, 1
-            )
-        )
+        operands = (rearrange(x[start:stop], "t h d -> 1 h t d") for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True)
+        outputs.append(rearrange(out, "1 h t d -> t h d"))
     return torch.cat(outputs)
 
 

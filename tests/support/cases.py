@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from einops import rearrange, repeat
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, make_attention, use_backend
@@ -284,7 +285,8 @@ def _oracle(case):
     masked = case.causal, case.window, case.prefix, case.ranges
     seen = torch.from_numpy(visible(cu, kv_cu, *masked))
     group = case.heads // case.kv_heads
-    scores = torch.einsum("...nhd,...mhd->...hnm", q, k.repeat_interleave(group, -2))
+    keys, values = (repeat(x, "... m h d -> ... m (h group) d", group=group) for x in (k, v))
+    scores = torch.einsum("...nhd,...mhd->...hnm", q, keys)
     scores = scores * (case.dim**-0.5 if case.scale is None else case.scale)
     if case.softcap:
         scores = case.softcap * torch.tanh(scores / case.softcap)
@@ -292,14 +294,11 @@ def _oracle(case):
         bias = case.slopes().double()[..., None, None] * torch.from_numpy(distances(cu, kv_cu))
         scores = scores - bias
     scores = scores.masked_fill(~seen, -torch.inf)
-    lse = torch.logsumexp(scores, -1).transpose(-1, -2)
+    lse = rearrange(torch.logsumexp(scores, -1), "... h n -> ... n h")
     total = lse if sinks is None else torch.logaddexp(lse, sinks)
     finite = total.masked_fill(total.isneginf(), 0)
-    out = torch.einsum(
-        "...hnm,...mhd->...nhd",
-        torch.exp(scores - finite.transpose(-1, -2)[..., None]),
-        v.repeat_interleave(group, -2),
-    )
+    weights = torch.exp(scores - rearrange(finite, "... n h -> ... h n 1"))
+    out = torch.einsum("...hnm,...mhd->...nhd", weights, values)
     loss = (out * dout.detach()).sum()
     if dlse is not None:
         loss = loss + (lse.masked_fill(lse.isneginf(), 0) * dlse.detach()).sum()

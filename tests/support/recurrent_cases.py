@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import torch
+from einops import rearrange, repeat
 
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import kind
@@ -107,8 +108,11 @@ def _oracle(case):
     if log_decay.dim() == 1:
         log_decay = log_decay.expand(*q.shape[:2], heads)
     decay = (log_decay if log_decay.dim() == 4 else log_decay[..., None]).exp()
-    k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
-    q = q.repeat_interleave(max(1, heads // q.shape[2]), 2).unflatten(2, (heads, -1))
+    q, k, v = (
+        repeat(x, "b t h d -> b t (h copies) d", copies=max(1, heads // x.shape[2]))
+        for x in (q, k, v)
+    )
+    q = rearrange(q, "b t (h group) d -> b t h group d", h=heads)
     outs, leaving = [], []
     for span in range(len(case.edges) - 1):
         enters, leaves_to = int(spans.state_in[span]), int(spans.state_out[span])
