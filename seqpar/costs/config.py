@@ -176,26 +176,14 @@ def _recurrence(config: _Config, heads: int) -> Recurrence:
     )
 
 
-def _config(
-    model_type: str,
-    hidden_size: int,
-    num_hidden_layers: int,
-    num_attention_heads: int,
-    num_key_value_heads: int,
-    intermediate_size: int,
-    vocab_size: int,
-    **others: object,
-) -> dict[str, object]:
-    return {
-        "model_type": model_type,
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "intermediate_size": intermediate_size,
-        "vocab_size": vocab_size,
-        **others,
-    }
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+def _config(model_type: str, *sizes: int, **others: object) -> dict[str, object]:
+    return {"model_type": model_type, **dict(zip(_SIZES, sizes, strict=True)), **others}
 
 
 _QWEN3_NEXT = {

@@ -48,7 +48,6 @@ def convolve(
     out: Tensor,
     x: Tensor,
     taps: Taps,
-    bias: Tensor | None,
     halo: HaloRows,
     received: Callable[[], Tensor],
     finish: Finish | None = None,
@@ -63,10 +62,10 @@ def convolve(
     if halo.edges.numel() < x.shape[0]:
         for start, stop in blocks(x):
             windows = consecutive(x, start, stop, taps.reach, taps.following)
-            out[start:stop] = finish(taps.weigh(windows, bias), beside[start:stop])
+            out[start:stop] = finish(taps.weigh(windows), beside[start:stop])
     arrived = received()
     if halo.edges.numel():
-        sums = taps.weigh(gathered(x, arrived, halo, taps.reach), bias)
+        sums = taps.weigh(gathered(x, arrived, halo, taps.reach))
         of_edges = finish(sums, beside.index_select(0, halo.edges))
         out.index_copy_(0, halo.edges, of_edges.to(out.dtype))
     return arrived

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -70,7 +72,8 @@ def causal_conv1d(
     Raises:
         ValueError: if an argument is wrong. It names the argument, and nothing is sent.
     """
-    return _call(x, weight, bias, layout, group, activation, check_ranks)
+    convolution = _Convolution(weight, bias, activation)
+    return _call(x, convolution, layout, group, check_ranks)
 
 
 def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = False) -> Tensor:
@@ -79,19 +82,22 @@ def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = 
     This is RWKV's shift; it does not change bits. Arguments, result, errors and bytes, also of
     gradients, are as in a `causal_conv1d` of width 2 without an activation.
     """
-    return _call(x, None, None, layout, group, None, check_ranks, shifts=True)
+    return _call(x, None, layout, group, check_ranks)
+
+
+class _Convolution(NamedTuple):
+    """The arguments of a convolution that a token shift does not have."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    activation: str | None = None
 
 
 def _call(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    layout: Layout,
-    group: Group,
-    activation: str | None,
-    check_ranks: bool,
-    shifts: bool = False,
+    x: Tensor, convolution: _Convolution | None, layout: Layout, group: Group, check_ranks: bool
 ) -> Tensor:
+    """Compute a convolution or, without convolution, a token shift."""
+    weight, bias, activation = _Convolution() if convolution is None else convolution
     bound = None
     check_ranks = as_bool("check_ranks", check_ranks)
     if torch.compiler.is_compiling():
@@ -100,7 +106,7 @@ def _call(
         bound = halo_on(group, check_ranks)  # keeps its key valid until the call
         rank, key = bound.comm.rank, bound.key
     try:
-        reach = 1 if shifts else width_of(weight) - 1
+        reach = 1 if convolution is None else width_of(weight) - 1
         check_tensors(x, weight=weight, bias=bias)
         name = as_activation(activation)
         check_layouts(layout=layout)

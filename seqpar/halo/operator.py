@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.attention.operands import digest_of_call
 from seqpar.attention.operators import (
@@ -62,9 +63,9 @@ def _causal_conv1d(
         out, rows = torch.empty_like(x, memory_format=torch.contiguous_format), x.transpose(0, 1)
         halo = arguments.tables(comm.rank, x.device, following=False)
         wait = exchange(comm, rows, halo, arguments.room, f"{_name(weight)} forward")
-        taps = Taps.of(weight, arguments.reach, following=False)
+        taps = Taps.of(weight, arguments.reach, following=False, bias=_exact(bias))
         finish = silu if arguments.activation else None
-        received = convolve(out.transpose(0, 1), rows, taps, _exact(bias), halo, wait, finish)
+        received = convolve(out.transpose(0, 1), rows, taps, halo, wait, finish)
         return [out, received, comm.numbers.as_tensor()]
 
 
@@ -115,8 +116,8 @@ def _causal_conv1d_backward(
         halo = arguments.tables(comm.rank, x.device, following=False)
         if arguments.activation:
             of_sums = rows.new_empty(rows.shape, dtype=accumulator_dtype(x.dtype))
-            taps, wait = Taps.of(weight, reach, following=False), lambda: received
-            convolve(of_sums, rows, taps, _exact(bias), halo, wait, silu_gradient, d)
+            taps = Taps.of(weight, reach, following=False, bias=_exact(bias))
+            convolve(of_sums, rows, taps, halo, lambda: received, silu_gradient, d)
             d = of_sums
         following = arguments.tables(comm.rank, x.device, following=True)
         wait = exchange(comm, d, following, following.received, f"{_name(weight)} backward")
@@ -127,7 +128,7 @@ def _causal_conv1d_backward(
             if bias is not None:
                 gradients.append(dbias.to(bias.dtype))
         taps = Taps.of(weight, reach, following=True)
-        convolve(dx.transpose(0, 1), d, taps, None, following, wait)
+        convolve(dx.transpose(0, 1), d, taps, following, wait)
         return gradients
 
 
@@ -152,7 +153,16 @@ def _exact(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.to(accumulator_dtype(bias.dtype))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+class _CallContext(FunctionCtx):
+    """The attributes that forward leaves for backward."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    settings: tuple[object, ...]
+    bound: BoundStrategy[Halo]
+    handle: Tensor
+
+
+def _save_for_backward(ctx: _CallContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     x, weight, bias, *carried = inputs
     arguments = CallArguments._make(carried)
     ctx.set_materialize_grads(False)
@@ -163,7 +173,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor])
     ctx.save_for_backward(arguments.layout, x, weight, bias, *results[1:])
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: _CallContext, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     layout, *tensors = ctx.saved_tensors
     gradients = torch.ops.seqpar.causal_conv1d_backward(dout, *tensors, layout, *ctx.settings)
     return *gradients, *[None] * (3 - len(gradients))

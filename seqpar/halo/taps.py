@@ -31,15 +31,19 @@ class Taps(NamedTuple):
         weights: a tap (C,) for each of these, in the dtype of sums; None: 1.
         reach: the number of tokens in a window, in addition to the row's own token.
         following: whether these tokens come after the row's own, instead of before it.
+        bias: what each sum begins with, (C,) in the dtype of sums; None: 0.
     """
 
     places: list[int]
     weights: list[Tensor | None]
     reach: int
     following: bool
+    bias: Tensor | None = None
 
     @classmethod
-    def of(cls, weight: Tensor | None, reach: int, following: bool) -> Taps:
+    def of(
+        cls, weight: Tensor | None, reach: int, following: bool, bias: Tensor | None = None
+    ) -> Taps:
         """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`.
 
         In `following` windows, a token's own tap, the last one, comes first.
@@ -48,17 +52,17 @@ class Taps(NamedTuple):
             return cls([reach if following else 0], [None], reach, following)
         columns = weight.t().to(accumulator_dtype(weight.dtype)).contiguous().unbind()
         places = list(range(reach + 1))
-        return cls(places, list(columns[::-1] if following else columns), reach, following)
+        return cls(places, list(columns[::-1] if following else columns), reach, following, bias)
 
-    def weigh(self, tokens: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    def weigh(self, tokens: list[Tensor]) -> Tensor:
         """Return the sum over a window of tokens (…, C)."""
-        total = bias
+        total = self.bias
         for place, tap in zip(self.places, self.weights, strict=True):
             if tap is None:
                 return tokens[place]
             if total is None:
                 total = tokens[place] * tap
-            elif total is bias:
+            elif total is self.bias:
                 total = torch.addcmul(total, tokens[place], tap)
             else:
                 total.addcmul_(tokens[place], tap)

@@ -19,7 +19,7 @@ from seqpar.attention.operands import check_layouts
 from seqpar.comm.messages.exchange import Group
 from seqpar.core.arguments import as_bool, as_dim, as_float, as_int, check_tensor, shown
 from seqpar.core.torch_private import fast_encoder_layer, inlined_only, swap_contents, within_modes
-from seqpar.integrations.sdpa import attend, attention_on, check_call
+from seqpar.integrations.sdpa import SdpaArguments, attend, attention_on, check_call
 from seqpar.layout.layout import Layout
 from seqpar.softmax.module import Attention
 
@@ -230,20 +230,20 @@ class _ToAllRanks(TorchFunctionMode):
         replicated = self.replicated_keys and self._is_replicated(key)
         if not (replicated or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             _refuse_reentrant_checkpoint()
-        settings = attn_mask, dropout_p, is_causal, enable_gqa
+        operands = query, key, value
         with self.attn.agreeing():
             if replicated:
                 self._check_replicated(query, attn_mask, dropout_p, is_causal)
             else:
-                operands = query, key, value, self.layout, None
-                check_call(self.attn, *operands, *settings, "bhsd", self._advice)
+                arguments = SdpaArguments(attn_mask, dropout_p, is_causal, enable_gqa, "bhsd")
+                check_call(self.attn, operands, self.layout, None, arguments, self._advice)
         out: Tensor
         if replicated:
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         else:
-            out = attend(self.attn, query, key, value, self.layout, is_causal, scale)
+            out = attend(self.attn, operands, self.layout, is_causal, scale)
         return out
 
     def _is_replicated(self, x: Tensor) -> bool:

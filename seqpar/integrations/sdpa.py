@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -72,25 +72,34 @@ def sdpa(
             is raised before anything is sent.
     """
     attn = attention_on(group, strategy)
-    settings = attn_mask, dropout_p, is_causal, enable_gqa, axes
+    operands = query, key, value
+    arguments = SdpaArguments(attn_mask, dropout_p, is_causal, enable_gqa, axes)
     with attn.agreeing():
-        check_call(attn, query, key, value, layout, kv_layout, *settings)
-    return attend(attn, query, key, value, layout, is_causal, scale, kv_layout, **options)
+        check_call(attn, operands, layout, kv_layout, arguments)
+    return attend(attn, operands, layout, is_causal, scale, kv_layout, **options)
+
+
+class SdpaArguments(NamedTuple):
+    """Arguments of `sdpa` as the caller gave them, to be checked."""
+
+    attn_mask: object
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+    axes: str | None
 
 
 def attend(
     attn: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
     layout: Layout,
     is_causal: bool,
     scale: float | Tensor | None,
     kv_layout: Layout | None = None,
     **options: Any,
 ) -> Any:
-    """Compute a call whose arguments have been checked."""
-    q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
+    """Compute a call of query, key and value whose arguments have been checked."""
+    q, k, v = (x.transpose(-3, -2) for x in operands)
     own = {"causal": is_causal, "softmax_scale": scale, "kv_layout": kv_layout}
     try:
         result = attn(q, k, v, layout, **own, **options)
@@ -145,22 +154,18 @@ def attention_on(group: Group | None, strategy: str | Attention, **options: Any)
 
 def check_call(
     attn: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
     layout: Layout,
     kv_layout: Layout | None,
-    attn_mask: object,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    axes: str | None,
+    arguments: SdpaArguments,
     advice: Callable[[Tensor, Tensor], str] | None = None,
 ) -> None:
     """Raise for SDPA arguments that are not supported, and for axes in another order.
 
     `advice(query, key)` ends an error about a wrong number of tokens.
     """
+    query, key, value = operands
+    attn_mask, dropout_p, is_causal, enable_gqa, axes = arguments
     if attn_mask is not None:
         instead = "documents are the layout's; prefix_lens and window_size are the other masks"
         raise ValueError(f"attn_mask must be None: {instead}")
@@ -180,8 +185,8 @@ def check_call(
     if axes is not None and (not isinstance(axes, str) or axes != "bhsd"):
         raise ValueError(f'axes must be "bhsd" or None, got {shown(axes)}')
     tokens, kv_tokens = layout.tokens_on(attn.rank), keys_of.tokens_on(attn.rank)
-    operands = ("query", query, tokens), ("key", key, kv_tokens), ("value", value, kv_tokens)
-    for name, x, held in operands:
+    expected_tokens = ("query", query, tokens), ("key", key, kv_tokens), ("value", value, kv_tokens)
+    for name, x, held in expected_tokens:
         check_tensor(name, x)
         if x.dim() not in (3, 4) or x.shape[-2] != held:
             expected = f"(B, H, {held}, D) or (H, {held}, D), with this rank's tokens"

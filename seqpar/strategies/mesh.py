@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from seqpar.attention.module import NO_OPTION, make_strategy
+from seqpar.attention.operands import OperandShape
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import Deterministic, Ints, as_bool, as_int, shown
@@ -52,9 +53,8 @@ class Mesh(TileStrategy):
     def columns_of(self, call: ResolvedCall) -> int:
         if self.columns:
             return self.columns
-        s, causal = call.shape, call.mask.ranges is None and call.mask.right == 0
-        dtypes = s.dtype, self.partial_dtype, self.message_dtype
-        sizes = row_bytes(s.heads, s.kv_heads, s.dim, s.value_dim, *dtypes)
+        causal = call.mask.ranges is None and call.mask.right == 0
+        sizes = row_bytes(call.shape, self.partial_dtype, self.message_dtype)
         return _best(call.ranks, sizes, causal)[1]
 
 
@@ -173,33 +173,29 @@ def best_mesh(
         raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
     Mesh(partial_dtype, message_dtype)  # checks the two dtypes
     backward, causal = as_bool("backward", backward), as_bool("causal", causal)
-    dtypes = dtype, partial_dtype, message_dtype
-    sizes = row_bytes(q_heads, kv_heads, dim, value_dim, *dtypes, backward)
+    shape = OperandShape(dtype, 1, q_heads, kv_heads, dim, value_dim)
+    sizes = row_bytes(shape, partial_dtype, message_dtype, backward)
     return _best(ranks, sizes, causal)
 
 
 def row_bytes(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
+    shape: OperandShape,
     partial_dtype: torch.dtype | None = None,
     message_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
     """Return the bytes of a row of queries, of results, of keys, and of gradients of keys."""
-    b, e = dtype.itemsize, accumulator_dtype(dtype).itemsize
-    partial = value_dim * (e if partial_dtype is None else partial_dtype.itemsize)
+    heads, dims = shape.heads, (shape.dim, shape.value_dim)
+    b, e = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
+    partial = shape.value_dim * (e if partial_dtype is None else partial_dtype.itemsize)
     if partial_dtype == torch.int8:
-        partial = encoded_width([value_dim])
-    query, result = heads * dim * b, heads * (partial + e)
-    dims = dim, value_dim
-    key = kv_heads * (sum(dims) * b if message_dtype is None else encoded_width(dims))
+        partial = encoded_width([shape.value_dim])
+    query, result = heads * shape.dim * b, heads * (partial + e)
+    key = shape.kv_heads * (sum(dims) * b if message_dtype is None else encoded_width(dims))
     if not backward:
         return query, result, key, 0
     query += heads * (sum(dims) * b + 2 * e)
-    return query, result + heads * dim * e, 2 * key, kv_heads * sum(dims) * e
+    return query, result + heads * shape.dim * e, 2 * key, shape.kv_heads * sum(dims) * e
 
 
 @cache

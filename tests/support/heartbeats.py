@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqpar.comm.faults.heartbeat import Clock, Heartbeat, PeerError
+from seqpar.comm.faults.heartbeat import Clock, GroupStore, Heartbeat, PeerError, Watchers
 
 TIMEOUT = 10.0
 INTERVAL = TIMEOUT / 40
@@ -58,10 +58,9 @@ class World(Clock):
     def begin(self, rank):
         names = [f"rank {i}" for i in range(3)]
         interrupt = lambda: self.interrupted.append(rank)  # noqa: E731
-        watcher = f"watcher of {rank}" if rank in self.words else ""
-        return Heartbeat(
-            self.store, rank, names, TIMEOUT, interrupt, LOST, self, watcher=watcher, ask=self.ask
-        )
+        watchers = Watchers(f"watcher of {rank}" if rank in self.words else "", self.ask)
+        store = GroupStore(self.store, LOST)
+        return Heartbeat(store, rank, names, TIMEOUT, interrupt, watchers, self)
 
     def ask(self, addresses, seconds):
         assert all(address == f"watcher of {rank}" for rank, address in addresses.items())

@@ -10,6 +10,7 @@ per token, then fill the ranks to equal numbers of tokens. No queries travel, an
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,14 +63,21 @@ def place_homes(
         raise ValueError(f"token_bytes must be positive, got {token}")
     mean, most = lengths.sum() / ranks, np.inf
     for slack in SLACKS:
-        tokens = int(np.ceil(mean * (1 + slack)))
-        placing = _Placing(lengths, ranks, row_bytes.key, token, tolerance, tokens, most, tile)
+        caps = _Caps(int(np.ceil(mean * (1 + slack))), most)
+        placing = _Placing(lengths, ranks, row_bytes.key, token, tolerance, caps, tile)
         placing.place()
         used = placing.tokens * token + placing.received
         most = (1 + tolerance) * used.mean()
         if used.max(initial=0.0) <= most:
             break
     return Layout(np.r_[0, np.cumsum(lengths)], Spans.of(ranks, *placing.table))
+
+
+class _Caps(NamedTuple):
+    """The most tokens and the most bytes that a rank may have."""
+
+    tokens: int
+    bytes: float
 
 
 class _Placing:
@@ -82,12 +90,11 @@ class _Placing:
         key: float,
         token: float,
         tolerance: float,
-        most_tokens: int,
-        most_bytes: float,
+        caps: _Caps,
         tile: int,
     ) -> None:
         self.lengths, self.key, self.token, self.tile = lengths, key, token, tile
-        self.most_tokens, self.most_bytes = most_tokens, most_bytes
+        self.caps = caps
         work = lengths * (lengths + 1) / 2
         mean = work.sum() / ranks
         self.time = np.full(ranks, mean * (1 + tolerance))
@@ -130,8 +137,8 @@ class _Placing:
         Time that light documents will need to fill the rank does not count.
         """
         density = self.light_work / max(self.light_tokens, 1.0)
-        free = (self.most_tokens - self.tokens).astype(np.float64)
-        room = np.minimum(free, (self.most_bytes - self.received) / self.token - self.tokens)
+        free = (self.caps.tokens - self.tokens).astype(np.float64)
+        room = np.minimum(free, (self.caps.bytes - self.received) / self.token - self.tokens)
         if room.max() < self.tile:  # no memory is left, but tokens have to go somewhere
             room = free
         spare = self.time - density * np.maximum(room, 0.0)

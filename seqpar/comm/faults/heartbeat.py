@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from seqpar.comm.faults.liveness import UNKNOWN, Ask, Liveness, ask_watchers
 from seqpar.comm.faults.watcher import GONE
@@ -62,6 +62,20 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class GroupStore(NamedTuple):
+    """A separate connection to the group's store, and the cause to report if the store is gone."""
+
+    store: Store
+    lost: str
+
+
+class Watchers(NamedTuple):
+    """The address of this process's watcher, or "", and the function that asks other watchers."""
+
+    own: str = ""
+    ask: Ask = ask_watchers
 
 
 class Clock:
@@ -98,33 +112,28 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: Store,
+        store: GroupStore,
         rank: int,
         names: Sequence[str],
         timeout: float,
         interrupt: Callable[[], None],
-        store_lost: str,
+        watchers: Watchers = Watchers(),  # noqa: B008 (immutable)
         clock: Clock | None = None,
-        *,
-        watcher: str = "",
-        ask: Ask = ask_watchers,
     ) -> None:
         """Write the first beat; `start` begins the rounds.
 
-        `store` is a separate connection to the group's store, and `store_lost` the cause to report
-        if the store is gone. `names` has the ranks as errors name them. `timeout` is the group's,
-        in seconds. `interrupt()` makes all waits on the group raise. `watcher` is the address of
-        this process's watcher, if it has one; `ask` asks the watchers of others.
+        `names` has the ranks as errors name them. `timeout` is the group's, in seconds.
+        `interrupt()` makes all waits on the group raise.
         """
-        self._store, self._rank, self.names, self._name = store, rank, names, names[rank]
+        self._store, self._store_lost = store
+        self._rank, self.names, self._name = rank, names, names[rank]
         self._interrupt, self._clock = interrupt, clock or Clock()
         self._interval = interval(timeout)
         self._grace = grace_seconds()
         grace = timeout if self._grace is None else self._grace
         self._witness = Witness(rank, names, self._interval, grace)
-        self._liveness = Liveness(max(0.5, 2 * self._interval), ask)
+        self._liveness = Liveness(max(0.5, 2 * self._interval), watchers.ask)
         self._watchers: dict[int, str] = {}
-        self._store_lost = store_lost
         self._count = 0
         self._round_ended = self._clock.now()
         self._changed = threading.Condition()  # guards what follows
@@ -133,7 +142,7 @@ class Heartbeat:
         self._verdict = ""
         self._round_began: float | None = None  # None between rounds
         # Not in the thread: this rank may die before the thread runs.
-        self._store.set(f"watcher {rank}", watcher)
+        self._store.set(f"watcher {rank}", watchers.own)
         self._write("")
         name = f"seqpar heartbeat, {self._name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

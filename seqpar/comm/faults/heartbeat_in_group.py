@@ -17,8 +17,10 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[a
 from seqpar.comm.faults.connection import Connection
 from seqpar.comm.faults.heartbeat import (
     MAX_STORE_INTERVALS,
+    GroupStore,
     Heartbeat,
     PeerError,
+    Watchers,
     interval,
     store_lost,
 )
@@ -72,8 +74,8 @@ def _started(
     except RuntimeError as error:
         doing = f"{names[rank]} was making a module for this group"
         raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
-    watcher = start_watcher(store.host)
-    heartbeat = Heartbeat(store, rank, names, timeout, interrupt, lost, watcher=watcher)
+    watchers = Watchers(start_watcher(store.host))
+    heartbeat = Heartbeat(GroupStore(store, lost), rank, names, timeout, interrupt, watchers)
     heartbeat.start()
     return heartbeat
 

@@ -13,6 +13,8 @@ from seqpar.core.arguments import Ints
 from seqpar.core.ranges import UNLIMITED, count_up
 from seqpar.layout.geometry import Holding
 
+Bounds = tuple[Ints, Ints]
+
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
     """Return the clusters of query rows: their runs, their first rows, and their ends.
@@ -67,24 +69,22 @@ def trim(
 
 
 def in_reach(
-    q: Holding,
-    k: Holding,
-    q_runs: Ints,
-    k_runs: Ints,
-    q_start: Ints,
-    q_stop: Ints,
-    low: Ints,
-    high: Ints,
-    first_key: Ints,
-    key_limit: Ints,
+    q: Holding, k: Holding, runs: Bounds, q_rows: Bounds, band: Bounds, keys: Bounds
 ) -> Ints:
     """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
 
-    There is one slice per cluster of query rows that attends to a key of its run of keys at or
-    after position `first_key` and before `key_limit`. It is trimmed to queries that attend to a
-    key, and to keys that a query attends to. The documents of the holdings are here numbers of
-    runs.
+    There is one slice per cluster of query rows that attends to a key of its run of keys, at one of
+    the positions `keys`. It is trimmed to queries that attend to a key, and to keys that a query
+    attends to. The documents of the holdings are here numbers of runs.
+
+    Args:
+        runs: the run of each cluster's queries, and the run of its keys.
+        q_rows: the start and the stop of each cluster.
+        band: lo and hi.
+        keys: the first position of the keys, and the position after the last one.
     """
+    (q_runs, k_runs), (q_start, q_stop) = runs, q_rows
+    (low, high), (first_key, key_limit) = band, keys
     k_start = k.rows_before(k_runs, np.maximum(first_key, q.positions[q_start] + low))
     k_stop = k.rows_before(k_runs, np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
     table = np.stack([q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs])
@@ -109,16 +109,15 @@ def of_band(
     documents, q_start, q_stop = clusters(q, left + right)
     prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]
-    limits = first_key, np.full_like(documents, UNLIMITED)
-    bounds = shift[documents] - left, shift[documents] + right, *limits
-    parts = [in_reach(q, k, documents, documents, q_start, q_stop, *bounds)]
+    runs, keys = (documents, documents), (first_key, np.full_like(documents, UNLIMITED))
+    band = shift[documents] - left, shift[documents] + right
+    parts = [in_reach(q, k, runs, (q_start, q_stop), band, keys)]
     if prefix is not None:
         documents, first, stop = q.runs
         unlimited = np.full_like(documents, UNLIMITED)
-        of_prefix = -unlimited, unlimited, np.zeros_like(documents), prefix[documents]
-        parts.append(
-            in_reach(q, k, documents, documents, q.offsets[first], q.offsets[stop], *of_prefix)
-        )
+        runs, rows = (documents, documents), (q.offsets[first], q.offsets[stop])
+        keys = np.zeros_like(documents), prefix[documents]
+        parts.append(in_reach(q, k, runs, rows, (-unlimited, unlimited), keys))
     return np.concatenate(parts, axis=1)
 
 

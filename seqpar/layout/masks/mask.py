@@ -279,7 +279,8 @@ def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, ma
     else:
         of_rank = partial(mask.ranges.columns.of_queries, q)
         rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
-        table = in_reach(q, k, own.documents, own.documents, *rows, *own[5:], *own[3:5])
+        runs = own.documents, own.documents
+        table = in_reach(q, k, runs, rows, own[5:], own[3:5])
     table = table[:, np.argsort(table[2], kind="stable")]
     q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
     sent, aligned = np.array([[0, k.tokens]]), q.aligned(shift)

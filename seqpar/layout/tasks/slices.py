@@ -28,7 +28,7 @@ def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints
     part, q_runs, q_start, q_stop = (x[piece] for x in (part, q_runs, q_start, q_stop))
     bands = parts.lows[part], parts.highs[part]
     limits = parts.k_starts[part], parts.k_stops[part]
-    table = in_reach(q, k, q_runs, k_runs, q_start, q_stop, *bands, *limits)
+    table = in_reach(q, k, (q_runs, k_runs), (q_start, q_stop), bands, limits)
     table = table[:, np.argsort(table[2], kind="stable")]
     q_rows, k_rows, found = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
     none, aligned = np.empty((0, 2), np.int64), q.aligned(shift[queries.documents])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -13,6 +13,17 @@ from seqpar.core.dtypes import DTYPES
 from seqpar.core.ranges import UNLIMITED
 from seqpar.servers.wire.limits import MAX_HEADS
 from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
+
+
+class AttendKeywords(TypedDict, total=False):
+    """The keyword arguments of `ServerCache.attend`."""
+
+    causal: bool
+    window_size: WindowSize
+    softmax_scale: float | Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    return_lse: bool
 
 
 class AttendOptions(NamedTuple):
@@ -33,9 +44,7 @@ class AttendOptions(NamedTuple):
     @classmethod
     def of(
         cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        shape: OperandShape,
         *,
         causal: bool,
         window_size: WindowSize,
@@ -44,8 +53,8 @@ class AttendOptions(NamedTuple):
         sinks: Tensor | None,
         return_lse: bool,
     ) -> AttendOptions:
-        """Check the options of a step of q, k and v (B, T, H, D); raise a ValueError."""
-        heads = q.shape[2]
+        """Check the options of a step whose operands have this shape; raise a ValueError."""
+        heads = shape.heads
         if heads > MAX_HEADS:
             raise ValueError(f"q must have at most {MAX_HEADS} heads on servers, got {heads}")
         if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):
@@ -54,10 +63,10 @@ class AttendOptions(NamedTuple):
         if (backend := current_backend("softmax")) != DEFAULT:
             given = f"use_backend({backend!r})"
             raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {given}")
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        scale = shape.dim**-0.5 if softmax_scale is None else softmax_scale
         numbers = as_float("softmax_scale", scale), parse_softcap(softcap)
         scores = CallOptions(*numbers, DEFAULT, deterministic=True)
-        check_numbers(scores, OperandShape.of(q, k, v))
+        check_numbers(scores, shape)
         left, right = (UNLIMITED if x == -1 else x for x in parse_window(window_size))
         bounds = left, 0 if as_bool("causal", causal) else right
         return cls(bounds, scores, sinks, as_bool("return_lse", return_lse))

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from torch import Tensor
 
-from seqpar.attention.operands import check_operands, fold_scale, prepare_operands
+from seqpar.attention.operands import OperandShape, check_operands, fold_scale, prepare_operands
 from seqpar.comm.dtensor import local_heads
 from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, WindowSize, as_int, check_tensor, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.dtypes import DTYPES
-from seqpar.servers.cache.attend_options import AttendOptions
+from seqpar.servers.cache.attend_options import AttendKeywords, AttendOptions
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS
 from seqpar.servers.wire.pages import RowShape
@@ -158,7 +158,7 @@ class ServerCache:
 
     @outside_graphs
     def attend(
-        self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Any
+        self, layer: Hashable, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's keys and values; return attention of its queries over all keys.
 
@@ -219,9 +219,7 @@ class ServerCache:
         if (shape := RowShape.of(k, v)) != kept.shape:
             raise ValueError(f"k and v must be like those at put, {kept.shape}, got {shape}")
         options = AttendOptions.of(
-            q,
-            k,
-            v,
+            OperandShape.of(q, k, v),
             causal=causal,
             window_size=window_size,
             softmax_scale=scale,

@@ -9,6 +9,7 @@ import torch
 
 import seqpar
 from seqpar import Layout, best_mesh
+from seqpar.attention.operands import OperandShape
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.subgroup import as_mesh
 from seqpar.layout.masks import split_work
@@ -81,8 +82,8 @@ def test_the_best_shape_sends_the_fewest_bytes(shape, messages, causal):
     ranks = shape[0] * shape[1]
     layout = Layout.zigzag(16 * ranks, ranks)
     for passes in (1, 2):
-        dtypes = torch.bfloat16, None, messages
-        sizes = row_bytes(4, 2, 8, 8, *dtypes, backward=passes == 2)
+        operands = OperandShape(torch.bfloat16, 1, 4, 2, 8, 8)
+        sizes = row_bytes(operands, None, messages, backward=passes == 2)
         expected = 8 * sent_bytes(shape, sizes, causal)
         for rank in range(ranks):
             found = sent(shape, rank, layout, causal, (4, 2), messages)
@@ -96,8 +97,8 @@ def test_the_best_shape_sends_the_fewest_bytes(shape, messages, causal):
 def test_no_other_shape_sends_less(ranks, messages, q_heads, kv_heads, backward):
     options = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": 8}
     found = best_mesh(ranks, **options, message_dtype=messages, backward=backward)
-    dtypes = torch.bfloat16, None, messages
-    sizes = row_bytes(q_heads, kv_heads, 8, 8, *dtypes, backward=backward)
+    operands = OperandShape(torch.bfloat16, 1, q_heads, kv_heads, 8, 8)
+    sizes = row_bytes(operands, None, messages, backward=backward)
     most = {
         (rows, columns): sent_bytes((rows, columns), sizes, True).max()
         for rows, columns in itertools.product(range(1, ranks + 1), repeat=2)
@@ -111,7 +112,8 @@ def test_the_published_shape_and_traffic():
     Ring sends 510: with partials in 16 bits, and beside lse, which takes 1/64 of 15 of these."""
     options = {"q_heads": 32, "kv_heads": 32, "causal": False, "backward": False}
     assert best_mesh(256, **options, partial_dtype=torch.bfloat16) == (16, 16)
-    sizes = row_bytes(32, 32, 128, 128, torch.bfloat16, torch.bfloat16, backward=False)
+    operands = OperandShape(torch.bfloat16, 1, 32, 32, 128, 128)
+    sizes = row_bytes(operands, torch.bfloat16, backward=False)
     unit = 2 * 32 * 128 * 2  # of two chunks of a row each
     assert sent_bytes((16, 16), sizes, False)[0] / unit == 60 + 15 / 64
     assert sent_bytes((256, 1), sizes, False)[0] / unit == 510
