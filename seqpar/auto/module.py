@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from seqpar.simulate.candidates import Candidate, as_strategies, candidates
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.playing import require_simpy
 from seqpar.simulate.recording.recording import RecordingComm
+from seqpar.softmax.call import CallKeywords
 from seqpar.softmax.module import Attention
 from seqpar.softmax.strategy import Strategy
 from seqpar.strategies.registry import CHOOSERS
@@ -167,7 +168,7 @@ class AutoAttention(Attention):
         return f"{super().extra_repr()}, chosen={chosen}"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> Tensor | tuple[Tensor, ...]:
         fixed = self._fixed() if self._settled else None
         chosen = fixed or self._agreed(q, k, v, layout, options)
@@ -178,7 +179,9 @@ class AutoAttention(Attention):
     forward.__doc__ = Attention.forward.__doc__
 
     @outside_graphs
-    def chosen(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Attention:
+    def chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
+    ) -> Attention:
         """Return the module that a call with these arguments uses.
 
         This makes the choice if there is none, without computing or sending anything; until a call
@@ -194,7 +197,7 @@ class AutoAttention(Attention):
         return self._module(self.choice.candidate)
 
     def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> str | None:
         """Return why this rank would refuse a call with these arguments, or None.
 
@@ -217,13 +220,15 @@ class AutoAttention(Attention):
         layout: Layout,
         *,
         rank: int | None = None,
-        **options: Any,
+        **options: object,
     ) -> list[Traffic]:
         """Return the messages that a rank sends in a call through the chosen module."""
         chosen = self.chosen(q, k, v, layout, **options)
         return chosen.traffic(q, k, v, layout, rank=rank, **options)
 
-    def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
+    def mask_area(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
+    ) -> Ints:
         """Return (ranks, steps): `Attention.mask_area` of the chosen module."""
         return self.chosen(q, k, v, layout, **options).mask_area(q, k, v, layout, **options)
 
@@ -294,7 +299,7 @@ class AutoAttention(Attention):
         return self._made[candidate]
 
     def _predicted(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> tuple[Hashable, Choice]:
         """Return the key under which the call's measured choice is kept, and its prediction.
 
@@ -304,7 +309,9 @@ class AutoAttention(Attention):
         without the others.
         """
         call = self._resolve(q, k, v, layout, **options)
-        shared = {name: options[name] for name in _SHARED_ARGUMENTS if name in options}
+        shared: dict[str, Any] = {
+            name: options[name] for name in _SHARED_ARGUMENTS if name in options
+        }
         if call.has_sinks:
             shared["sinks"] = torch.empty(call.shape.heads, device="meta")
         backward = self._differentiated()

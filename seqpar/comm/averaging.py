@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ class Averaging:
     averaged: bool = False
     flattened: bool = False
     _ddps: list[DistributedDataParallel] = field(default_factory=list)
-    _fsdp2: list[Any] = field(default_factory=list)
+    _fsdp2: list[object] = field(default_factory=list)
     _by_ddp: list[Tensor] = field(default_factory=list)
     _in_no_sync: list[Tensor] = field(default_factory=list)
     _parameters: set[int] = field(default_factory=set)
@@ -185,7 +184,7 @@ def _check(name: str, averaged: list[int], comm: Comm) -> None:
         raise ValueError(f"{name} {_RULE}: {stated}")
 
 
-def _check_hooks(name: str, wrapped: Any) -> None:
+def _check_hooks(name: str, wrapped: object) -> None:
     """Raise a ValueError for a hook that reduces gradients and is not known to average."""
     for hook in gradient_hooks(wrapped):
         hook_name = getattr(hook, "__name__", type(hook).__name__)

@@ -38,7 +38,7 @@ LAUNCHER_SETTINGS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"),
 )
 TOKENS_PER_RANK, HEAD_DIM = 16, 8  # in the calls that strategies are checked with
-CALLS: dict[str, dict[str, Any]] = {  # differences to a causal call of 8 query and KV heads
+CALLS: dict[str, dict[str, object]] = {  # differences to a causal call of 8 query and KV heads
     "causal": {},
     "bidirectional": {"causal": False},
     "window": {"window_size": (4, 0)},

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+RowIndex = Ints | NDArray[np.bool_]  # numbers of rows, or a mask that chooses rows
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # positions are int32

@@ -15,11 +15,14 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Kernel = Callable[..., tuple[Tensor, ...]]
 T = TypeVar("T", bound=Callable[..., object])
@@ -297,7 +300,7 @@ def within_modes(function: T) -> T:
     return cast(T, copy)
 
 
-def flat_mesh(mesh: Any) -> Any:
+def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a one-dimensional DeviceMesh with all ranks of a DeviceMesh."""
     return _get("torch.distributed.DeviceMesh._flatten")(mesh)
 
@@ -381,7 +384,7 @@ def ddp_parameters(ddp: DDP) -> list[Tensor]:
     return cast(list[Tensor], getattr(ddp, "_module_parameters", list(ddp.module.parameters())))
 
 
-def gradient_hooks(wrapped: Any) -> list[Any]:
+def gradient_hooks(wrapped: object) -> list[object]:
     """Return the users' functions that reduce gradients in the place of DDP or FSDP."""
     hooks = [hook for hook, _ in getattr(wrapped, "_comm_hooks", ())]  # DDP
     names = ("_comm_hook", "_all_reduce_hook")  # FSDP1's module, and FSDP2's group

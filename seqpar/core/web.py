@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 MAX_CONNECTIONS = 16  # simultaneously; others are closed
 MAX_REQUEST_SECONDS = 10.0  # for a request to arrive, and again for its reply to be read
@@ -45,6 +44,9 @@ class Handler(BaseHTTPRequestHandler):
         """Log no requests."""
 
 
+_Request = socket.socket | tuple[bytes, socket.socket]  # as `socketserver` types it
+
+
 class BoundedServer(ThreadingHTTPServer):
     """Serves at most `MAX_CONNECTIONS` connections, each for a limited number of seconds."""
 
@@ -77,7 +79,7 @@ class BoundedServer(ThreadingHTTPServer):
             return False
         return True
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: _Request, client_address: object) -> None:
         """Serve a connection in a thread, or close it if there are too many."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
@@ -89,7 +91,7 @@ class BoundedServer(ThreadingHTTPServer):
             self._end(request)
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: _Request, client_address: object) -> None:
         """Serve a connection, in its thread."""
         try:
             super().process_request_thread(request, client_address)

@@ -258,7 +258,7 @@ def _from_fields(values: object) -> Cluster:
     for name in LINKS:
         fields[name] = build(Link, name, fields.get(name))
     fields["device"] = Device.from_dict(fields.get("device"))
-    cluster: Cluster = build(Cluster, "cluster", fields)
+    cluster = build(Cluster, "cluster", fields)
     if values.get("ranks", cluster.ranks) != cluster.ranks:
         product = f"nodes · devices_per_node = {cluster.ranks}"
         raise ValueError(f"ranks must be {product}, got {values['ranks']!r}")

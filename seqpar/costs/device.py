@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.costs.grid import Floats, Grid
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -145,11 +149,10 @@ class Device:
             "attention": build(Grid, "device.attention", values.get("attention")),
             "recurrent": build(Recurrent, "device.recurrent", values.get("recurrent")),
         }
-        device: Device = build(cls, "device", values | parts)
-        return device
+        return build(cls, "device", values | parts)
 
 
-def build(cls: Any, where: str, values: object) -> Any:
+def build(cls: type[T], where: str, values: object) -> T:
     """Return cls(**values); raise a ValueError that names a missing, unknown or wrong field."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} must be an object with fields, got {values!r}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ _SIZE_STRIDE = 2**42
 _by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDictionary()
 
 
-class _OwningArray(np.ndarray[Any, Any]):
+class _OwningArray(np.ndarray[tuple[int], np.dtype[np.int64]]):
     """An array that keeps a geometry alive."""
 
     geometry: Geometry

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ class Layout:
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
         self._sizes = make_sizes(cu_seqlens.size - 1, padding, counts)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Layout, (self.geometry.cu_seqlens, self.geometry.cut, self._padding)
 
     @outside_graphs
@@ -156,7 +155,7 @@ class Layout:
     @classmethod
     @outside_graphs
     def from_position_ids(
-        cls, position_ids: PositionIds, ranks: int, kind: str = "zigzag", **options: Any
+        cls, position_ids: PositionIds, ranks: int, kind: str = "zigzag", **options: object
     ) -> Layout:
         """Create a layout from each token's position in its document, (T,) or (B, S).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from seqpar.core.arguments import as_path
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 __all__ = ["causal_work", "plot_layouts", "plot_masks"]
 
@@ -46,11 +47,19 @@ class DrawnLayout(Protocol):
     def cu_seqlens(self) -> NDArray[np.int64]:
         """(documents + 1,) boundaries of the documents."""
 
-    def token_indices(self, rank: int) -> Any:
+    def token_indices(self, rank: int) -> Tensor:
         """Return a (T_local,) tensor: the index in the packed batch of each of a rank's tokens."""
 
-    def position_ids(self, rank: int) -> Any:
+    def position_ids(self, rank: int) -> Tensor:
         """Return a (T_local,) tensor: the position of each of a rank's tokens in its document."""
+
+
+class DrawnRanges(Protocol):
+    """The part of `seqpar.layout.masks.mask_ranges.MaskRanges` that is drawn."""
+
+    @property
+    def columns(self) -> tuple[NDArray[np.int64], ...]:
+        """The seven columns of the ranges, from documents to upper bounds."""
 
 
 class DrawnMask(Protocol):
@@ -69,7 +78,7 @@ class DrawnMask(Protocol):
         """Number of first keys of each document that all its queries attend to."""
 
     @property
-    def ranges(self) -> Any:
+    def ranges(self) -> DrawnRanges | None:
         """The `MaskRanges` that replace all other fields, or None."""
 
 

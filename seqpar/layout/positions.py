@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints
 
-PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[Any] | Tensor
+PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[np.generic] | Tensor
 
 
 def cu_seqlens_of(position_ids: PositionIds) -> Ints:

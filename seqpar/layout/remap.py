@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.core.arguments import Ints
@@ -38,17 +39,24 @@ def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim
     return moved.movedim(0, dim)
 
 
+class _RemapContext(FunctionCtx):
+    layouts: tuple[Geometry, Geometry]
+    comm: Comm
+
+
 class _Remap(torch.autograd.Function):
     """`remap` along the first dimension. Backward moves the gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Geometry, target: Geometry, comm: Comm) -> Tensor:
+    def forward(
+        ctx: _RemapContext, x: Tensor, source: Geometry, target: Geometry, comm: Comm
+    ) -> Tensor:
         ctx.layouts, ctx.comm = (source, target), comm
         return move(x, source, target, comm, "remap forward")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _RemapContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         source, target = ctx.layouts
         return move(gradient, target, source, ctx.comm, "remap backward"), None, None, None
 

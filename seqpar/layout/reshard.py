@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.core.arguments import as_dim, check_tensor, shown
@@ -71,11 +71,16 @@ def check_part(x_local: Tensor, geometry: Geometry, group: Group, dim: int) -> t
     return dim, comm.call()
 
 
+class _UnshardContext(FunctionCtx):
+    geometry: Geometry
+    comm: Comm
+
+
 class _Unshard(torch.autograd.Function):
     """`unshard` along the first dimension: (T_local, …) -> (T, …)."""
 
     @staticmethod
-    def forward(ctx: Any, x_local: Tensor, geometry: Geometry, comm: Comm) -> Tensor:
+    def forward(ctx: _UnshardContext, x_local: Tensor, geometry: Geometry, comm: Comm) -> Tensor:
         ctx.geometry, ctx.comm = geometry, comm
         x_local, index = x_local.contiguous(), _in_packed_order(geometry, x_local.device)
         buffer = x_local.new_empty((geometry.tokens, *x_local.shape[1:]))
@@ -89,7 +94,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _UnshardContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Send each rank the gradient of its tokens; sum in rank order, in fp32 at least."""
         geometry, comm = ctx.geometry, ctx.comm
         rows = gradient.index_select(0, _in_packed_order(geometry, gradient.device))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.attention.operands import OperandShape, digest_of_call
 from seqpar.attention.operators import (
@@ -49,11 +50,18 @@ Bound = BoundStrategy[LinearStrategy[ResolvedCall]]
 
 
 @implementation("seqpar::linear_attention")
-def _linear_attention(*operands: Any) -> list[Tensor]:
-    inputs, (initial, *carried) = Inputs(*operands[:_FIELDS]), operands[_FIELDS:]
-    arguments = CallArguments(*carried)
+def _linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    initial: Tensor | None,
+    *carried: object,
+) -> list[Tensor]:
+    inputs, arguments = Inputs(q, k, v, log_decay, beta), CallArguments._make(carried)
     bound: Bound = BoundStrategy.of(arguments.strategy)
-    begun, device = initial is not None, inputs.q.device
+    begun, device = initial is not None, q.device
     call, comm = bound.resolve_checked(
         device,
         partial(bound.strategy.resolve, bound.comm, arguments, inputs, initial),
@@ -63,17 +71,24 @@ def _linear_attention(*operands: Any) -> list[Tensor]:
     bound.announce("forward")
     describe = partial(_described, bound, arguments, inputs, begun, False)
     comm = bound.routed(comm, device, "forward", describe)
-    with without_autocast(inputs.q):
+    with without_autocast(q):
         result = bound.strategy.forward(comm, call, _unit_strides(inputs), initial)
         return [*result, comm.numbers.as_tensor()]
 
 
 @torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
-def _linear_attention_fake(*operands: Any) -> list[Tensor]:
-    inputs = Inputs(*operands[:_FIELDS])
-    arguments = CallArguments(*operands[_FIELDS + 1 :])
+def _linear_attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    initial: Tensor | None,
+    *carried: object,
+) -> list[Tensor]:
+    inputs, arguments = Inputs(q, k, v, log_decay, beta), CallArguments._make(carried)
     counts = arguments.documents if arguments.return_state else 0, arguments.states_in
-    dtype, q = accumulator_dtype(inputs.q.dtype), inputs.q
+    dtype = accumulator_dtype(q.dtype)
     states = (q.new_empty((count, *inputs.state_shape), dtype=dtype) for count in counts)
     bound: Bound = BoundStrategy.of(arguments.strategy)
     numbers = empty_numbers(bound.comm.size)
@@ -82,25 +97,33 @@ def _linear_attention_fake(*operands: Any) -> list[Tensor]:
 
 @implementation("seqpar::linear_attention_backward")
 def _linear_attention_backward(
-    dout: Tensor | None, dfinal: Tensor | None, *operands: Any
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    has_initial_state: bool,
+    entered: Tensor,
+    numbers: Tensor,
+    *carried: object,
 ) -> list[Tensor]:
-    inputs = Inputs(*operands[:_FIELDS])
-    has_initial_state, entered, numbers, *carried = operands[_FIELDS:]
-    arguments = CallArguments(*carried)
+    inputs, arguments = Inputs(q, k, v, log_decay, beta), CallArguments._make(carried)
     bound: Bound = BoundStrategy.of(arguments.strategy)
     if dout is None:
-        dout = inputs.q.new_zeros(inputs.out_shape)
+        dout = q.new_zeros(inputs.out_shape)
     dout = unit_stride(dout)
     if dfinal is None:
         documents = arguments.documents if arguments.return_state else 0
         dfinal = entered.new_zeros((documents, *entered.shape[1:]))
     bound.announce("backward")
-    with without_autocast(inputs.q):
+    with without_autocast(q):
         comm = bound.comm.call(numbers)
         call = bound.strategy.to_call(comm, arguments, inputs, has_initial_state)
         _add_digest(comm, bound, arguments, call, inputs)
         describe = partial(_described, bound, arguments, inputs, has_initial_state, False)
-        comm = bound.routed(comm, inputs.q.device, "backward", describe)
+        comm = bound.routed(comm, q.device, "backward", describe)
         gradients, dinitial = bound.strategy.backward(
             comm, call, _unit_strides(inputs), entered, dout, dfinal
         )
@@ -111,14 +134,23 @@ def _linear_attention_backward(
 
 @torch.library.register_fake("seqpar::linear_attention_backward")  # type: ignore[untyped-decorator]
 def _linear_attention_backward_fake(
-    dout: Tensor | None, dfinal: Tensor | None, *operands: Any
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    has_initial_state: bool,
+    entered: Tensor,
+    numbers: Tensor,
+    *carried: object,
 ) -> list[Tensor]:
-    inputs = _differentiable(Inputs(*operands[:_FIELDS]))
-    has_initial_state, entered, _, *carried = operands[_FIELDS:]
+    inputs = _differentiable(Inputs(q, k, v, log_decay, beta))
     contiguous = torch.contiguous_format
     gradients = [torch.empty_like(x, memory_format=contiguous) for x in inputs if x is not None]
     if has_initial_state:
-        documents = CallArguments(*carried).documents
+        documents = CallArguments._make(carried).documents
         gradients.append(entered.new_empty((documents, *entered.shape[1:])))
     return gradients
 
@@ -171,9 +203,19 @@ def _add_digest(
     comm.digest = digest.extended(log_decay=constant)
 
 
-def _save_for_backward(ctx: Any, operands: tuple[Any, ...], results: list[Tensor]) -> None:
+class _CallContext(FunctionCtx):
+    """The attributes that forward leaves for backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+    settings: tuple[object, ...]
+    has_initial_state: bool
+    bound: Bound
+    handles: Tensor
+
+
+def _save_for_backward(ctx: _CallContext, operands: tuple[Any, ...], results: list[Tensor]) -> None:
     *inputs, initial = operands[: _FIELDS + 1]
-    arguments = CallArguments(*operands[_FIELDS + 1 :])
+    arguments = CallArguments._make(operands[_FIELDS + 1 :])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(results[3])
     ctx.settings = arguments.settings()
@@ -184,10 +226,10 @@ def _save_for_backward(ctx: Any, operands: tuple[Any, ...], results: list[Tensor
 
 
 def _differentiate(
-    ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: object
+    ctx: _CallContext, dout: Tensor | None, dfinal: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
     layout, *inputs, entered, numbers = ctx.saved_tensors
-    arguments = CallArguments(layout, *ctx.settings)
+    arguments = CallArguments._make((layout, *ctx.settings))
     gradients = iter(
         torch.ops.seqpar.linear_attention_backward(
             dout, dfinal, *inputs, ctx.has_initial_state, entered, numbers, *arguments
@@ -208,15 +250,31 @@ refuse_transforms("seqpar::linear_attention")
 # has two products for each of the gradients of q, and of k and v. By the delta rule a token also
 # reads the state with its key, which doubles the products of states. A multiplication and an
 # addition are 2 FLOPs. The chunks in which kernels compute take more.
-def _forward_flops(*operands: Any, out_val: object = None) -> int:
-    outputs, states = _product_flops(Inputs(*operands[:_FIELDS]))
+def _forward_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    *_: object,
+    out_val: object = None,
+) -> int:
+    outputs, states = _product_flops(Inputs(q, k, v, log_decay, beta))
     return outputs + states
 
 
 def _backward_flops(
-    dout: Tensor | None, dfinal: Tensor | None, *operands: Any, out_val: object = None
+    dout: Tensor | None,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    *_: object,
+    out_val: object = None,
 ) -> int:
-    outputs, states = _product_flops(Inputs(*operands[:_FIELDS]))
+    outputs, states = _product_flops(Inputs(q, k, v, log_decay, beta))
     return 2 * outputs + 3 * states
 
 

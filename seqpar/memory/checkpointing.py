@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import (
@@ -18,6 +18,8 @@ import seqpar.softmax.operator
 import seqpar.softmax.tasks.split_operator  # noqa: F401  defines the operators
 from seqpar.core.arguments import check_function
 
+T = TypeVar("T")
+
 SAVED_OPS = (
     torch.ops.seqpar.attention.default,
     torch.ops.seqpar.attention_begin.default,
@@ -28,7 +30,7 @@ SAVED_OPS = (
 
 
 def save_attention(
-    ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ctx: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
     """Return torch's policy for an operator: save results of attention, recompute everything else.
 
@@ -41,7 +43,7 @@ def save_attention(
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
     """Return `function(*args, **kwargs)`; backward recomputes all but its attention.
 
     On a long sequence, attention is the most expensive part to recompute, and on several ranks it
@@ -62,9 +64,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     RuntimeError. `torch.compile(fullgraph=True)` supports it.
     """
     check_function("function", function)
-    return torch.utils.checkpoint.checkpoint(
+    result: T = torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=_contexts, **kwargs
     )
+    return result
 
 
 _contexts = partial(create_selective_checkpoint_contexts, save_attention)

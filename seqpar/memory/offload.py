@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from functools import cache
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ class offload:
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack(self, x: Tensor) -> Tensor | _Copied:
         on_host = x.device.type == "cpu" and not self._simulate
         of_parameter = isinstance(x, nn.Parameter) or isinstance(base_of(x), nn.Parameter)
         # Sparse tensors have no storage.
@@ -84,7 +83,7 @@ class offload:
         self._order.append(weakref.ref(copied))
         return copied
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: object) -> Tensor:
         """Return the saved tensor, and start to bring back the tensors saved just before it."""
         if not isinstance(packed, _Copied):
             assert isinstance(packed, Tensor)

@@ -7,7 +7,7 @@ with an addition is 2 FLOPs. Like torch, it does not count the softmax itself.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,11 +27,22 @@ def forward_flops(
     return 2 * _area(shape, carried, backward=False) * (shape.dim + shape.value_dim)
 
 
-def _backward(*inputs: Any, out_val: object = None) -> int:
-    _, _, _, _, residuals, _, q_shape, k_shape, v_shape, *carried = inputs
+def _backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    sink_inputs: list[Tensor],
+    residuals: list[Tensor],
+    numbers: Tensor,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    *carried: object,
+    out_val: object = None,
+) -> int:
     batch, _, heads, dim = q_shape
     shape = OperandShape(residuals[0].dtype, batch, heads, k_shape[2], dim, v_shape[3])
-    return backward_flops(shape, tuple(carried))
+    return backward_flops(shape, carried)
 
 
 def backward_flops(shape: OperandShape, carried: tuple[object, ...]) -> int:

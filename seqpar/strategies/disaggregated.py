@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.exchange import TaskExchange
 from seqpar.softmax.tasks.plan import TaskPlan
-from seqpar.softmax.tasks.planner import Planner
+from seqpar.softmax.tasks.planner import Planner, Plans
 from seqpar.softmax.tasks.split_module import SplitAttention
 from seqpar.softmax.tasks.split_strategy import SplitStrategy
 from seqpar.softmax.tasks.task_attention import (
@@ -59,8 +58,9 @@ class Disaggregated(SplitStrategy[TaskExchange]):
     """Queries and keys travel to the servers of their tasks, and results return."""
 
     name = "disaggregated"
-    plan: Any = None  # tasks, or a function that makes them; None: the default planner
-    backward_plan: Any = None  # the same for backward; None: as in forward
+    # Tasks, or a function that makes them. None: the default planner; in backward, as in forward.
+    plan: TaskRectangles | Plans | Planner | None = None
+    backward_plan: TaskRectangles | Plans | Planner | None = None
     keep: str = "home"  # "server" if servers keep the rows that they receive until backward
     tolerance: float = 0.05  # the slowest rank's allowed excess over the mean, in the default plan
 
@@ -132,7 +132,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
 
         return call.once(("task rows", name, plan, tolerance), build)
 
-    def _chosen(self, direction: str) -> tuple[str, Any, float]:
+    def _chosen(self, direction: str) -> tuple[str, Planner | None, float]:
         """Return the name and the value of the option that plans a pass, and the tolerance."""
         name = "plan"
         if direction == "backward" and self.backward_plan is not None:

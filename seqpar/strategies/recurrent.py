@@ -234,8 +234,8 @@ class RecurrentAttention(LinearModule):
 
 
 def _with_equal_heads(
-    q: Tensor, k: Tensor, v: Tensor, scale: Any
-) -> tuple[Tensor, Tensor, Tensor, Any]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
     """Return q, k, v and scale, with heads repeated so that each has at least one per state."""
     if not all(isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] for x in (q, k, v)):
         return q, k, v, scale  # which is refused

@@ -24,6 +24,7 @@ from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import as_path
 from seqpar.core.hooks import Moment, TracedWork, hooks, moment
 
+ChromeEvent = dict[str, object]  # a JSON object of Chrome's trace format
 EVENT_KINDS = ("compute", "wait", "flight")  # in the order of the rows of the picture
 
 
@@ -129,7 +130,7 @@ class Trace:
 
         Perfetto (ui.perfetto.dev) and chrome://tracing open the file.
         """
-        shown: list[dict[str, Any]] = []
+        shown: list[ChromeEvent] = []
         for number, event in enumerate(self.events):
             shown += _shown(number, event)
         for rank in {event.rank for event in self.events}:
@@ -154,10 +155,10 @@ def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
     return now, time.perf_counter()
 
 
-def _shown(number: int, event: Event) -> list[dict[str, Any]]:
+def _shown(number: int, event: Event) -> list[ChromeEvent]:
     """Return an event in Chrome's format; a flight becomes two, its start and its end."""
     peers = ", ".join(map(str, event.peers))
-    common = {
+    common: ChromeEvent = {
         "name": f"{event.what}, step {event.step}" + (f": rank {peers}" if peers else ""),
         "cat": event.kind,
         "pid": event.rank,
@@ -173,8 +174,8 @@ def _shown(number: int, event: Event) -> list[dict[str, Any]]:
     ]
 
 
-def _named(kind: str, ids: dict[str, int], name: str) -> dict[str, Any]:
-    return {"name": f"{kind}_name", "ph": "M", "args": {"name": name}} | ids
+def _named(kind: str, ids: dict[str, int], name: str) -> ChromeEvent:
+    return {"name": f"{kind}_name", "ph": "M", "args": {"name": name}, **ids}
 
 
 class _TracedExchange:

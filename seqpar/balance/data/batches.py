@@ -7,13 +7,13 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, Unpack
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from seqpar.balance.data.collate import Documents, collate
+from seqpar.balance.data.collate import CollateOptions, Documents, LocalBatch, collate
 from seqpar.balance.planning.epoch_order import steps_of_epoch
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
@@ -30,7 +30,7 @@ class LocalStep(NamedTuple):
     """A step for one rank: the plan, and the rank's micro-batches as `collate` returned them."""
 
     plan: Plan
-    micro_batches: list[dict[str, Any]]
+    micro_batches: list[LocalBatch]
 
 
 class Batches:
@@ -105,7 +105,9 @@ class Batches:
         """
         return self._ahead_of(self._planner.plan)
 
-    def read(self, dataset: Documents, rank: int, **options: Any) -> Iterator[LocalStep]:
+    def read(
+        self, dataset: Documents, rank: int, **options: Unpack[CollateOptions]
+    ) -> Iterator[LocalStep]:
         """Yield the steps that remain in this epoch, each with this rank's micro-batches.
 
         `dataset[i]` is the document of `lengths[i]`. Only documents that the rank needs are read.
@@ -114,16 +116,16 @@ class Batches:
 
         return self._ahead_of(partial(self._planner.read, dataset, rank, options))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int | str]:
         """Return the position of the next step, and the options that fix the order of documents.
 
         The dict contains only numbers and text.
         """
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
-        options = {"tokens": self._tokens, "deferral": self._deferral, "lengths": digest}
-        return {"version": VERSION} | self._place() | options
+        state: dict[str, int | str] = {"version": VERSION, **self._place()}
+        return state | {"tokens": self._tokens, "deferral": self._deferral, "lengths": digest}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at the position of another object's `state_dict`, on any number of ranks.
 
         Raise a ValueError that names an entry which is missing, or which differs from this
@@ -211,7 +213,9 @@ class _StepPlanner:
             parts += [MicroBatch.empty(plan.ranks)] * (self.micro_batches - len(parts))
         return replace(plan, micro_batches=tuple(parts))
 
-    def read(self, dataset: Documents, rank: int, options: Any, documents: Ints) -> LocalStep:
+    def read(
+        self, dataset: Documents, rank: int, options: CollateOptions, documents: Ints
+    ) -> LocalStep:
         """Plan a step, and read this rank's part of it."""
         plan = self.plan(documents)
         return LocalStep(plan, collate(plan, dataset, rank, **options))
@@ -220,10 +224,10 @@ class _StepPlanner:
 class _Made(Dataset[T]):
     """Applies a function to each index."""
 
-    def __init__(self, make: Callable[[Any], T]) -> None:
+    def __init__(self, make: Callable[[Ints], T]) -> None:
         self._make = make
 
-    def __getitem__(self, index: Any) -> T:
+    def __getitem__(self, index: Ints) -> T:
         return self._make(index)
 
 
@@ -239,5 +243,5 @@ def _of_workers(made: Iterator[T]) -> Iterator[T]:
         raise error.with_traceback(None) from None
 
 
-def _unchanged(made: Any) -> Any:
+def _unchanged(made: object) -> object:
     return made

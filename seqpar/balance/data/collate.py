@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -15,13 +15,21 @@ from seqpar.balance.planning.plans import Plan
 from seqpar.core.arguments import as_int, shown
 from seqpar.layout.labels import shift_labels
 
+LocalBatch = dict[str, Any]  # a rank's part of a micro-batch: values of any type, by key
 MADE = ("position_ids", "layout", "documents", "loss_weight")  # keys that documents must not have
 
 
 class Documents(Protocol):
     """A dataset: item i is a document's token ids, or a mapping with the ids as "input_ids"."""
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> object: ...
+
+
+class CollateOptions(TypedDict, total=False):
+    """The optional arguments of `collate`."""
+
+    label_tokens: int | None
+    per_token: Collection[str] | None
 
 
 def collate(
@@ -31,7 +39,7 @@ def collate(
     *,
     label_tokens: int | None = None,
     per_token: Collection[str] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[LocalBatch]:
     """Read this rank's part of each micro-batch of a plan, as one dict per micro-batch.
 
     Tensors are on the CPU, in the layout's local order. The keys are:
@@ -71,7 +79,7 @@ def collate(
     weight = 1.0 / max(1, as_int("label_tokens", label_tokens, 0))
     if isinstance(per_token, str) or not isinstance(per_token, Collection | None):
         raise ValueError(f"per_token must be a collection of keys, got {shown(per_token)}")
-    found: list[dict[str, Any]] = []
+    found: list[LocalBatch] = []
     for batch in plan.micro_batches:
         made = {"loss_weight": weight, "layout": batch.layout}
         if batch.documents.size or not found:
@@ -88,7 +96,7 @@ def _read(
     rank: int,
     masked: bool,
     per_token: Collection[str] | None,
-) -> dict[str, Any]:
+) -> LocalBatch:
     """Return the rank's part of a micro-batch's documents, by key."""
     spans = {
         document: [slice(span.start, span.stop) for span in group]
@@ -109,9 +117,7 @@ def _read(
             raise ValueError(
                 f"dataset: documents {numbers[0]} and {number} differ in keys: {names}"
             )
-    made: dict[str, Any] = {
-        name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")
-    }
+    made: LocalBatch = {name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")}
     for name in items[0] if items else ():
         values = [item[name] for item in items]
         if per_token is None or name in ("input_ids", "labels"):
@@ -130,16 +136,16 @@ def _read(
     return made
 
 
-def _per_token(value: Any, length: int) -> bool:
+def _per_token(value: object, length: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:1] == (length,)
 
 
 def _document(
     dataset: Documents, index: int, length: int, masked: bool, per_token: Collection[str] | None
-) -> dict[str, Any]:
+) -> LocalBatch:
     """Return a document's values by key: numeric values as tensors, labels shifted."""
     found = dataset[index]
-    item = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
+    item: LocalBatch = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
     if "input_ids" not in item:
         raise ValueError(f"dataset: document {index} lacks input_ids")
     for name in MADE:
@@ -164,7 +170,7 @@ def _document(
     return item
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: object) -> object:
     """Return a tensor if the value is an array or a list of numbers; otherwise the value itself."""
     if isinstance(value, np.ndarray | list | tuple):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,14 +60,14 @@ class MicroBatch:
                     f"{name} must have an entry for each of {ranks} ranks, got {found}"
                 )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, list[float]]:
         """Return the fields as plain numbers and lists, for JSON. The cut becomes integers."""
         arrays = {name: getattr(self, name) for name in (*_INTS, *_FLOATS)}
         arrays["cut"] = encode(self.cut)
         return {name: array.tolist() for name, array in arrays.items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> MicroBatch:
+    def from_dict(cls, values: Mapping[str, object]) -> MicroBatch:
         """Return the micro-batch that `as_dict` returned as these values.
 
         Raise a KeyError if a field is missing, and a ValueError that names the field if one is

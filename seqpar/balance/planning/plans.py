@@ -148,7 +148,7 @@ class Plan:
         return "\n".join([head, *rows])
 
 
-def _as_text(name: str, value: Any) -> str:
+def _as_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {shown(value)}")
     return value

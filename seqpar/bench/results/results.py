@@ -14,7 +14,7 @@ from typing import Any, NotRequired, TypedDict
 
 from seqpar.bench.workers.links import LinksReport
 from seqpar.bench.workloads.peers import PEERS
-from seqpar.bench.workloads.workloads import Options, Workload
+from seqpar.bench.workloads.workloads import Options, Workload, WorkloadFields
 from seqpar.core.arguments import shown
 from seqpar.costs.profile import harness
 
@@ -48,7 +48,7 @@ class PointCosts(TypedDict):
 class Row(TypedDict):
     """The measurements of one contender on one workload."""
 
-    workload: dict[str, Any]
+    workload: WorkloadFields
     contender: str
     failed: str | None
     spent: float

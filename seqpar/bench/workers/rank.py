@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ class Rank:
             return workload
         chunks = 2 * workload.ranks  # some libraries need that many equal chunks
         tokens = MAX_TOKENS_CHECKED // chunks * chunks + workload.tokens % chunks
-        return Workload(**workload.as_dict() | {"tokens": tokens})
+        return replace(workload, tokens=tokens)
 
     def _expected(
         self, small: Workload, batch: PackedBatch, mine: list[Tensor]

@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol, Required, TypedDict
 
 import torch
 
+from seqpar.bench.workloads.workloads import WorkloadFields
 from seqpar.comm.launch import LaunchedProcess, Store, store_of
 
 MAX_START_SECONDS = 300.0
@@ -50,7 +51,7 @@ class Task(TypedDict, total=False):
     """A task of ranks: "device", "links", "check", "costs" or "time", of a workload's contender."""
 
     do: Required[str]
-    workload: dict[str, Any]
+    workload: WorkloadFields
     contender: str
 
 

@@ -11,11 +11,11 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.comm import plain
@@ -47,16 +47,20 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out[0].transpose(0, 1)
 
 
+class _ExchangeContext(FunctionCtx):
+    to_heads: bool
+
+
 class _Exchange(torch.autograd.Function):
     """(T/P, H, D) -> (T, H/P, D), or the reverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
+    def forward(ctx: _ExchangeContext, x: Tensor, to_heads: bool) -> Tensor:
         ctx.to_heads = to_heads
         return _all_to_all(x, to_heads)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _ExchangeContext, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(gradient, not ctx.to_heads), None
 
 

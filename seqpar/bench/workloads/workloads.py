@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -19,8 +19,8 @@ from seqpar.strategies.registry import SOFTMAX, attention_modules
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("forward", "forward+backward")
 SCALINGS = ("strong", "weak", "both")
-_PUBLISHED = {"heads": ["64:8x128"], "dtype": "bf16", "passes": list(PASSES)}
-PRESETS: dict[str, dict[str, Any]] = {
+_PUBLISHED: dict[str, object] = {"heads": ["64:8x128"], "dtype": "bf16", "passes": list(PASSES)}
+PRESETS: dict[str, dict[str, object]] = {
     # LongCA-bench, arXiv 2510.17896: 8K tokens per device, short documents from the Pile, longer
     # ones from ProLong.
     "longca": _PUBLISHED
@@ -40,6 +40,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 MAX_TOKENS = 2**31 - 1
+
+
+class WorkloadFields(TypedDict):
+    """A `Workload` as JSON has it."""
+
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: str
+    dtype: str
+    passes: str
 
 
 @dataclass(frozen=True)
@@ -85,8 +98,8 @@ class Workload:
         """
         return area * self.heads * self.head_dim * 2 * (7 if self.backward else 2)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def as_dict(self) -> WorkloadFields:
+        return cast(WorkloadFields, asdict(self))
 
 
 MAX_TOKENS_CHECKED = 2048  # the fp64 reference holds all scores, tokens²
@@ -175,7 +188,7 @@ class Options:
             workloads[workload] = None  # strong and weak scaling may have points in common
         return list(workloads)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the fields as JSON has them."""
         fields = asdict(self).items()
         return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
@@ -194,7 +207,7 @@ def heads_of(text: str) -> tuple[int, int, int]:
     return int(parts[0]), kv_heads, int(parts[2])
 
 
-def _preset(given: dict[str, Any]) -> dict[str, Any]:
+def _preset(given: dict[str, Any]) -> dict[str, object]:
     """Return the preset's options; raise a ValueError if an argument contradicts them."""
     if given["preset"] is None:
         return {}

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, Ints, as_int_array, shown
+from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, Ints, RowIndex, as_int_array, shown
 from seqpar.core.ranges import UNLIMITED, sort_keys
 from seqpar.core.torch_private import mark_dynamic
 from seqpar.layout.geometry import Geometry, Holding
@@ -31,7 +31,7 @@ from seqpar.layout.masks.overlaps import find_overlap
 
 _NAMES = "document", "q_start", "q_stop", "k_start", "k_stop", "low", "high"
 Range = Sequence[int | None]  # (document, q_start, q_stop, k_start, k_stop, low, high)
-RangeList = Sequence[Range] | NDArray[Any] | Tensor
+RangeList = Sequence[Range] | NDArray[np.generic] | Tensor
 
 
 class Ranges(NamedTuple):
@@ -45,7 +45,7 @@ class Ranges(NamedTuple):
     lows: Ints
     highs: Ints
 
-    def take(self, chosen: NDArray[Any]) -> Ranges:
+    def take(self, chosen: RowIndex) -> Ranges:
         """Return the ranges that an index, or a boolean mask, chooses."""
         return Ranges(*(column[chosen] for column in self))
 
@@ -124,7 +124,7 @@ class MaskRanges:
     def __repr__(self) -> str:
         return f"<{len(self)} ranges, {self.key.hex()[:16]}>"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return MaskRanges, (self.columns,)
 
     @cached_property

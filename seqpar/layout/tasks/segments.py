@@ -5,12 +5,11 @@ Positions here count from the start of the packed batch.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from seqpar.core.arguments import Ints
+from seqpar.core.arguments import Ints, RowIndex
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.tasks.parts import Parts, cut_ranges
 
@@ -113,7 +112,7 @@ class Segments(NamedTuple):
             edges[server, 1:-1] = self.starts[first + at] + inside
         return edges
 
-    def take(self, chosen: NDArray[Any]) -> Segments:
+    def take(self, chosen: RowIndex) -> Segments:
         """Return the segments that an index, or a boolean mask, chooses."""
         return Segments(*(column[chosen] for column in self))
 

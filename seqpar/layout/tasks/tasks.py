@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.core.arguments import Ints, shown
+from seqpar.core.arguments import Ints, RowIndex, shown
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.geometry import Geometry
 
@@ -45,19 +45,21 @@ class TaskRectangles(NamedTuple):
         lows = -unlimited if self.lows is None else self.lows
         return lows, unlimited if self.highs is None else self.highs
 
-    def take(self, chosen: NDArray[Any]) -> TaskRectangles:
+    def take(self, chosen: RowIndex) -> TaskRectangles:
         """Return the tasks that an index, or a boolean mask, chooses."""
-        columns: list[Any] = [None if column is None else column[chosen] for column in self]
-        return TaskRectangles(*columns)
+        lows = None if self.lows is None else self.lows[chosen]
+        highs = None if self.highs is None else self.highs[chosen]
+        others = TaskRectangles(*(column[chosen] for column in self[:6]))
+        return others._replace(lows=lows, highs=highs)
 
 
-def as_tasks(name: str, value: Any) -> TaskRectangles:
+def as_tasks(name: str, value: object) -> TaskRectangles:
     """Return tasks as new read-only arrays, or raise a ValueError that names the argument."""
     if not isinstance(value, TaskRectangles):
         raise ValueError(f"{name} must be Tasks, got {shown(value)}")
     columns: list[Ints] = []
     for field, column in zip(TaskRectangles._fields, (*value[:6], *value.bands), strict=True):
-        found: NDArray[Any] = np.asarray(column)
+        found: NDArray[np.generic] = np.asarray(column)
         if found.dtype.kind not in "iu" or found.ndim != 1 or found.size != len(value.documents):
             expected = f"one integer a task in {field}"
             raise ValueError(f"{name} must have {expected}, got {found.shape} of {found.dtype}")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import zmq
@@ -31,6 +31,7 @@ from seqpar.servers.wire.arena import Arena
 from seqpar.servers.wire.codec import Packed, pack, unpack_result
 from seqpar.servers.wire.header import DTYPES
 from seqpar.servers.wire.limits import LEAST_RATE, PIECE_BYTES
+from seqpar.servers.wire.payload import Buffer, Frame
 from seqpar.servers.wire.protocol import (
     SECRET_BYTES,
     Message,
@@ -355,7 +356,7 @@ class ServerConnection:
         moving = []
         for sending in session.sendings:
             session.transport.progress(sending)
-            frames: list[Any] = []
+            frames: Sequence[Buffer] = []
             if sending.moving:
                 moving.append(sending)
                 frames = sending.meanwhile()
@@ -369,7 +370,7 @@ class ServerConnection:
         return broken
 
     def take_result(
-        self, attempt: Attempt, result: protocol.Result, frames: Sequence[Any]
+        self, attempt: Attempt, result: protocol.Result, frames: Sequence[Frame]
     ) -> list[Tensor]:
         """Return copies of a result's tensors and finish the attempt.
 
@@ -460,7 +461,7 @@ class ServerConnection:
         """Accept a message that the server wrote directly."""
         self._session.written.append(message)
 
-    def receive(self, readable: bool) -> tuple[Message, list[Any]] | None:
+    def receive(self, readable: bool) -> tuple[Message, list[Frame]] | None:
         """Return the next message for the pool and its frames, or None.
 
         Handles messages about the connection itself. The socket is read only if it is readable.
@@ -495,7 +496,7 @@ class ServerConnection:
                 return message, frames
         return None
 
-    def _next(self, readable: bool) -> list[Any] | None:
+    def _next(self, readable: bool) -> list[Frame] | None:
         if self._session.written:
             return [self._session.written.popleft()]
         return self._main.receive() if readable and self._main is not None else None

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import zmq
 from torch import Tensor
@@ -34,7 +33,7 @@ from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.errors import ServersError
 from seqpar.servers.wire.limits import PoolOptions
-from seqpar.servers.wire.payload import RequestError
+from seqpar.servers.wire.payload import Frame, RequestError
 from seqpar.servers.wire.protocol import ProtocolError
 from seqpar.servers.wire.request import Request
 
@@ -224,7 +223,7 @@ class Dispatcher(threading.Thread):
     # --- Answers ---
 
     def _handle_answer(
-        self, connection: ServerConnection, message: protocol.Message, frames: list[Any]
+        self, connection: ServerConnection, message: protocol.Message, frames: list[Frame]
     ) -> None:
         attempt = connection.attempts.get(getattr(message, "request", -1))
         if attempt is None:
@@ -247,7 +246,7 @@ class Dispatcher(threading.Thread):
         connection: ServerConnection,
         attempt: Attempt,
         result: protocol.Result,
-        frames: list[Any],
+        frames: list[Frame],
     ) -> None:
         now, work = time.monotonic(), attempt.work
         try:

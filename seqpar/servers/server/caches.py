@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from seqpar.core.arguments import MAX_DOCUMENT_TOKENS
 from seqpar.servers.transport.peers import Peer, fits, room
 from seqpar.servers.wire.header import DTYPES, form_of
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
-from seqpar.servers.wire.payload import RequestError
+from seqpar.servers.wire.payload import Buffer, RequestError
 from seqpar.servers.wire.protocol import StepRequest
 from seqpar.softmax.compute.call_options import CallOptions
 
@@ -131,7 +130,7 @@ class Caches:
         self,
         client: Peer,
         step: StepRequest,
-        buffers: Sequence[Any],
+        buffers: Sequence[Buffer],
         shared: bool = False,
         checked: bool = False,
     ) -> CacheStep:

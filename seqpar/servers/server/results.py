@@ -70,8 +70,8 @@ class ResultSender:
             client.transport.progress(sending)
             if sending.moving:
                 moving.append((client, job, sending))
-                if frames := sending.meanwhile():
-                    self._clients.send(client.peer, *frames)
+                if notice := sending.meanwhile():
+                    self._clients.send(client.peer, *notice)
                 continue
             del client.jobs[job.task.request]
             if sending.error is not None:

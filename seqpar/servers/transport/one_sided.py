@@ -22,6 +22,7 @@ import numpy as np
 
 from seqpar.servers.transport.zeromq import Reach, Sending, Transport, TransportError, joined
 from seqpar.servers.wire.arena import ALIGNMENT, Arena, placed
+from seqpar.servers.wire.payload import Buffer, Bytes, Frame
 from seqpar.servers.wire.protocol import TransportName
 
 # Seconds for which the owner polls every millisecond after a peer announced a write. NIXL's own
@@ -40,7 +41,7 @@ def available() -> bool:
     return True
 
 
-def _address(array: Any) -> int:
+def _address(array: Bytes) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -61,10 +62,10 @@ class _Peer:
 class _Flight:
     """The resources of one transfer: its arrays, their registration, and NIXL's handle."""
 
-    def __init__(self, arrays: Sequence[Any]) -> None:
+    def __init__(self, arrays: Sequence[Bytes]) -> None:
         self.arrays = arrays
-        self.handle: Any = None
-        self.registered: Any = None
+        self.handle: object = None
+        self.registered: object = None
 
 
 class OneSided(Transport):
@@ -92,7 +93,7 @@ class OneSided(Transport):
         )
         self._rooms = Arena(room)
         self._peers: dict[Hashable, _Peer] = {}
-        self._sendings: set[Sending] = set()
+        self._sendings: dict[Sending, _Flight] = {}
         self._stuck: list[_Flight] = []
         self._hurry_until = -math.inf
 
@@ -144,7 +145,7 @@ class OneSided(Transport):
         self,
         peer: Hashable,
         message: bytes,
-        parts: Sequence[Any],
+        parts: Sequence[Bytes],
         place: int | None,
         deadline: float,
     ) -> Sending:
@@ -155,8 +156,7 @@ class OneSided(Transport):
         if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
             self._end(sending, "the peer has no room at that place")
             return sending
-        self._sendings.add(sending)
-        sending.handle = flight = _Flight(arrays)
+        flight = self._sendings[sending] = _Flight(arrays)
         try:
             if total:
                 base = known.reach.base + (place or 0)
@@ -183,7 +183,7 @@ class OneSided(Transport):
         if not sending.moving:
             return
         try:
-            self._update(sending, self._agent.check_xfer_state(sending.handle.handle))
+            self._update(sending, self._agent.check_xfer_state(self._sendings[sending].handle))
         except Exception as error:
             self._end(sending, f"nixl: {type(error).__name__}")
         if sending.moving and time.monotonic() > sending.deadline:
@@ -201,11 +201,9 @@ class OneSided(Transport):
     def _end(self, sending: Sending, error: str | None) -> None:
         """Release the resources of a transfer, whether it has failed or not."""
         sending.moving, sending.error = False, error
-        if sending not in self._sendings:
+        flight = self._sendings.pop(sending, None)
+        if flight is None:
             return
-        self._sendings.discard(sending)
-        flight: _Flight = sending.handle
-        sending.handle = None
         try:
             if flight.handle is not None:
                 self._agent.release_xfer_handle(flight.handle)
@@ -232,8 +230,8 @@ class OneSided(Transport):
         return 1 if self._peers and time.monotonic() < self._hurry_until else 1000
 
     def read(
-        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
-    ) -> Sequence[Any]:
+        self, peer: Hashable, frames: Sequence[Frame], sizes: Sequence[int], place: int | None
+    ) -> Sequence[Buffer]:
         known = self._peers.get(peer)
         places, total = placed(sizes)
         if known is None or place is None or not _fits(place, total, known.size):

@@ -9,7 +9,6 @@ import os
 import socket as unix
 import stat
 from collections.abc import Sequence
-from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -26,6 +25,7 @@ from seqpar.servers.transport.curve_keys import CurveKeys, Trusted
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.sockets import Socket, bound, secure, send
 from seqpar.servers.wire.limits import MAX_FRAMES, Limits, ServerDeadlines
+from seqpar.servers.wire.payload import Buffer, Frame, view_of
 from seqpar.servers.wire.protocol import followed
 
 _SKIPPED = 1024  # frames of an overlong message dropped before other messages are read
@@ -73,7 +73,7 @@ class ServerSocket:
         self.socket.set(zmq.ROUTER_RAW, 1)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def receive(self) -> tuple[Peer, list[Any]] | None:
+    def receive(self) -> tuple[Peer, list[Frame]] | None:
         """Return the sender and the frames of the next message, or None if no message waits.
 
         A message from a key that is no longer trusted is dropped, and its connection ended. A
@@ -113,7 +113,7 @@ class ServerSocket:
         return peer, [] if self._skips else frames
 
     def send(
-        self, peer: Peer, frames: Sequence[Any], track: bool = False
+        self, peer: Peer, frames: Sequence[Buffer], track: bool = False
     ) -> list[zmq.MessageTracker] | None:
         """Send to a client without waiting; return None if it has left or does not read.
 
@@ -125,9 +125,9 @@ class ServerSocket:
         if self._connections.ended(peer.route):
             return None
         head, *parts = frames
-        parts = [part for part in parts if memoryview(part).nbytes]
+        parts = [part for part in parts if view_of(part).nbytes]
         trackers: list[zmq.MessageTracker] = []
-        for i, frame in enumerate([followed(head, len(parts)) if parts else head, *parts]):
+        for i, frame in enumerate([followed(bytes(head), len(parts)) if parts else head, *parts]):
             try:
                 trackers += send(self.socket, [peer.route, frame], track and i == len(parts))
             except zmq.ZMQError:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import zmq
 
 from seqpar.servers.transport.curve_keys import CurveKeys
+from seqpar.servers.wire.payload import Buffer, view_of
 
 _SMALL = 2**18  # bytes; frames up to this size are faster with a copy
 Socket = zmq.Socket[bytes]
@@ -31,7 +31,7 @@ def bound(socket: Socket, handshake: float, max_frame_bytes: int) -> None:
     socket.linger = 0
 
 
-def send(socket: Socket, frames: Sequence[Any], track: bool = False) -> list[zmq.MessageTracker]:
+def send(socket: Socket, frames: Sequence[Buffer], track: bool = False) -> list[zmq.MessageTracker]:
     """Send frames without waiting; return trackers, which tell when frames have left.
 
     Small frames are copied and have no tracker, unless `track`. A zmq.Again means that the peer
@@ -40,8 +40,9 @@ def send(socket: Socket, frames: Sequence[Any], track: bool = False) -> list[zmq
     trackers = []
     for i, frame in enumerate(frames):
         flags = zmq.DONTWAIT | (zmq.SNDMORE if i + 1 < len(frames) else 0)
-        if memoryview(frame).nbytes <= _SMALL and not track:
-            socket.send(frame, flags)
+        view = view_of(frame)
+        if view.nbytes <= _SMALL and not track:
+            socket.send(view, flags)
             continue
         message = zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
         tracker = socket.send(message, flags, copy=False, track=True)

@@ -18,6 +18,7 @@ import numpy as np
 
 from seqpar.servers.wire.arena import placed
 from seqpar.servers.wire.limits import MAX_FRAMES, PIECE_BYTES
+from seqpar.servers.wire.payload import Buffer, Bytes, Frame, view_of
 from seqpar.servers.wire.protocol import Knock, TransportName, encode
 
 WATCHING = 0.002  # seconds for which a side polls for direct writes, after a brief request
@@ -52,30 +53,28 @@ class Sending:
         moving: whether the payload is still in transit.
         notifies: whether the transport delivers the message with the payload, to a peer that polls.
         error: why the payload did not arrive, or None.
-        handle: private to the transport.
         started: when the transport began to send, by the monotonic clock.
         told: whether the peer was told that a payload is in transit.
     """
 
     peer: Hashable
     message: bytes
-    frames: Sequence[Any]
+    frames: Sequence[Buffer]
     deadline: float
     moving: bool = False
     notifies: bool = False
     error: str | None = None
-    handle: Any = field(default=None, repr=False)
     started: float = field(default_factory=time.monotonic)
     told: bool = False
 
-    def meanwhile(self) -> list[Any]:
+    def meanwhile(self) -> list[bytes]:
         """Return frames to send now, while the payload is in transit."""
         if self.told or not self.notifies or time.monotonic() < self.started + _SOON:
             return []
         self.told = True
         return [_UNDER_WAY]
 
-    def following(self, watched_until: float) -> list[Any]:
+    def following(self, watched_until: float) -> list[Buffer]:
         """Return frames to send after the payload, to a peer that polls until `watched_until`."""
         if not self.notifies:
             return [self.message, *self.frames]
@@ -115,7 +114,7 @@ class Transport(ABC):
         self,
         peer: Hashable,
         message: bytes,
-        parts: Sequence[Any],
+        parts: Sequence[Bytes],
         place: int | None,
         deadline: float,
     ) -> Sending:
@@ -142,8 +141,8 @@ class Transport(ABC):
 
     @abstractmethod
     def read(
-        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
-    ) -> Sequence[Any]:
+        self, peer: Hashable, frames: Sequence[Frame], sizes: Sequence[int], place: int | None
+    ) -> Sequence[Buffer]:
         """Return the buffers of a payload that arrived in these frames, or at `place` in the arena.
 
         The buffers are valid until their bytes are reused. A `place` outside of the bytes that are
@@ -155,13 +154,13 @@ class Transport(ABC):
         """Close all peers and free all memory."""
 
 
-def joined(parts: Sequence[Any]) -> Sequence[Any]:
+def joined(parts: Sequence[Bytes]) -> Sequence[Bytes]:
     """Return the parts of a small payload as one part, placed as in an arena.
 
     Copying them takes less time than sending several parts. The parts of a payload of more than
     256 KiB are returned unchanged.
     """
-    sizes = [memoryview(part).nbytes for part in parts]
+    sizes = [part.nbytes for part in parts]
     places, total = placed(sizes)
     if len(parts) < 2 or total > _BLOCK:
         return parts
@@ -171,22 +170,22 @@ def joined(parts: Sequence[Any]) -> Sequence[Any]:
     return [block]
 
 
-def pieces(parts: Sequence[Any], most: int = PIECE_BYTES) -> Sequence[Any]:
+def pieces(parts: Sequence[Buffer], most: int = PIECE_BYTES) -> Sequence[Buffer]:
     """Return the parts, cut into pieces where they exceed `most` bytes.
 
     `Payload.whole` joins the pieces again. A connection on which no frame is completed for some
     seconds is ended, so a frame must not be too large. Pieces are larger where the payload would
     otherwise have too many frames.
     """
-    sizes = [memoryview(part).nbytes for part in parts]
+    sizes = [view_of(part).nbytes for part in parts]
     most = max(most, 2 * sum(sizes) // MAX_FRAMES)
     if max(sizes, default=0) <= most:
         return parts
-    found: list[Any] = []
+    cut: list[Buffer] = []
     for part, size in zip(parts, sizes, strict=True):
-        data = memoryview(part).cast("B")
-        found += [data[i : i + most] for i in range(0, size, most)]
-    return found
+        data = view_of(part).cast("B")
+        cut += [data[i : i + most] for i in range(0, size, most)]
+    return cut
 
 
 class Frames(Transport):
@@ -210,7 +209,7 @@ class Frames(Transport):
         self,
         peer: Hashable,
         message: bytes,
-        parts: Sequence[Any],
+        parts: Sequence[Bytes],
         place: int | None,
         deadline: float,
     ) -> Sending:
@@ -229,8 +228,8 @@ class Frames(Transport):
         return 1000
 
     def read(
-        self, peer: Hashable, frames: Sequence[Any], sizes: Sequence[int], place: int | None
-    ) -> Sequence[Any]:
+        self, peer: Hashable, frames: Sequence[Frame], sizes: Sequence[int], place: int | None
+    ) -> Sequence[Buffer]:
         if place is not None:
             raise TransportError("place: this client's payloads travel as frames")
         places, total = placed(sizes)

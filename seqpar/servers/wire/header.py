@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -129,7 +128,7 @@ def form_of(task: Task | StepRequest) -> Form:
     return _form(msgspec.structs.replace(task, **numbers))
 
 
-_NUMBERS: dict[str, Any] = {
+_NUMBERS: dict[str, float | None] = {
     "generation": 0,
     "request": 0,
     "checksum": 0,

@@ -127,6 +127,11 @@ def bytes_of(x: Tensor) -> Bytes:
     return x.to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
 
 
+def view_of(buffer: Buffer) -> memoryview:
+    """Return a view of a buffer's memory."""
+    return memoryview(buffer)  # type: ignore[arg-type]  # NumPy's types do not list this
+
+
 def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
     """Return the 62-bit XXH3 checksum of a payload whose first parts have the checksum `before`.
 
@@ -135,7 +140,7 @@ def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
     """
     result = before
     for part in parts:
-        view = memoryview(part)  # type: ignore[arg-type]  # NumPy's types do not list this
+        view = view_of(part)
         result = xxh3_64_intdigest(view.cast("B"), seed=result)
         result = (result ^ view.nbytes) & _CHECKSUM_MASK
     return result

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.balance.methods.karmarkar_karp import partition
 from seqpar.layout.layout import Layout
@@ -114,12 +115,18 @@ def record_layers(
     return record_served(step, layout.ranks, servers, copies=copies)
 
 
+class _ComputedContext(FunctionCtx):
+    pool: RecordedPool
+    flops: int
+    shape: torch.Size
+
+
 class _Computed(torch.autograd.Function):
     """A layer's matrix products, counted as FLOPs; its results are the next attention's q, k, v."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ComputedContext,
         x: Tensor,
         pool: RecordedPool,
         flops: tuple[int, int],
@@ -132,6 +139,6 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _ComputedContext, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.pool.products(ctx.flops)
         return gradients[0].new_empty(ctx.shape), None, None, None

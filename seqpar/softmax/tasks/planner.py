@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 from seqpar.core.arguments import shown
 from seqpar.layout.geometry import Geometry
@@ -28,11 +27,11 @@ class Planner:
     def __repr__(self) -> str:
         return self._name
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Planner.of, ("plan", self._plan)
 
     @classmethod
-    def of(cls, option: str, plan: Any) -> Planner:
+    def of(cls, option: str, plan: TaskRectangles | Plans | Planner) -> Planner:
         """Return the planner for a user's tasks or function; raise a ValueError for other values.
 
         The error names the option.
@@ -66,7 +65,7 @@ class Planner:
         return tasks
 
 
-def _same(plan: Any, other: Any) -> bool:
+def _same(plan: object, other: object) -> bool:
     try:
         return bool(plan == other)
     except Exception:  # for example, callable objects that compare arrays

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from seqpar.attention.operators import (
     implementation,
@@ -59,7 +60,7 @@ class _Posted(NamedTuple):
     bound: BoundStrategy[SplitStrategy[object]]
     comm: Comm
     call: ResolvedCall
-    messages: Any
+    messages: object
     operands: Operands
     output: OutputGradient | None = None  # in backward, with the gradients of the results
     residuals: tuple[Tensor, ...] = ()
@@ -177,35 +178,48 @@ def _take(direction: str, ticket: Tensor) -> _Posted:
     return posted
 
 
-def _save_begun(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+class _BegunContext(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _FinishedContext(FunctionCtx):
+    """The attributes that `attention_finish` leaves for its backward."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    number: int
+    settings: tuple[object, ...]
+    bound: BoundStrategy[SplitStrategy[object]]
+    handles: tuple[Tensor | None, ...]
+
+
+def _save_begun(ctx: _BegunContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3])
 
 
-def _differentiate_begin(ctx: Any, dticket: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate_begin(ctx: _BegunContext, dticket: Tensor | None) -> tuple[Tensor | None, ...]:
     if dticket is None:
         return None, None, None, None
     gradients = torch.ops.seqpar.attention_begin_backward(dticket, *ctx.saved_tensors)
     return (*gradients, None)
 
 
-def _save_finished(ctx: Any, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+def _save_finished(ctx: _FinishedContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ticket, sinks, q, k, v, *carried = inputs
     arguments = CallArguments._make(carried)
     out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
     ctx.set_materialize_grads(False)
-    ctx.number = ticket.shape[
-        1
-    ]  # not the ticket: if a checkpoint repeats the call, it has another number
+    # The ticket itself is not kept: if a checkpoint repeats the call, it has another number.
+    ctx.number = ticket.shape[1]
     ctx.settings = arguments.settings()
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.tensors()  # hooks may copy saved tensors
-    saved = q, k, v, out, lse, *residuals
-    ctx.save_for_backward(*arguments.tensors(), numbers, sinks, *saved)
+    saved = *arguments.tensors(), numbers, sinks, q, k, v, out, lse, *residuals
+    ctx.save_for_backward(*saved)
 
 
 def _differentiate_finish(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: object
+    ctx: _FinishedContext, dout: Tensor | None, dlse: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
     arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
     numbers, sinks, *saved = saved

@@ -197,7 +197,7 @@ class TestOneSided:
         before = a._agent.get_agent_metadata()
         for _ in range(3):
             sending = sent(a, "b", parts, 0, other=b)
-            assert sending.error is None and sending.handle is None and not a._stuck
+            assert sending.error is None and not a._sendings and not a._stuck
             arrived = b.read("a", [], sizes, 0)
             assert [bytes(x) for x in arrived] == [x.tobytes() for x in parts]
         assert len(a._agent.get_agent_metadata()) == len(before)
