@@ -10,6 +10,7 @@ import torch
 from benchmarks.papers.attention import Shape, attention
 from benchmarks.papers.frame import Paper, Point
 from seqpar import Layout, best_mesh
+from seqpar.attention.operands import OperandShape
 from seqpar.balance import Cluster
 from seqpar.strategies.mesh import row_bytes, sent_bytes
 
@@ -44,7 +45,8 @@ def gain(ranks: int, tokens: int, heads: Shape = SHAPE) -> Gain:
 
 def fewer(ranks: int, heads: Shape = SHAPE, causal: bool = True) -> float:
     """Return the percentage of Ring's bytes that a mesh saves, by formula."""
-    sizes = row_bytes(heads.heads, heads.kv_heads, *[heads.head_dim] * 2, torch.bfloat16)
+    dims = heads.head_dim, heads.head_dim
+    sizes = row_bytes(OperandShape(torch.bfloat16, 1, heads.heads, heads.kv_heads, *dims))
     ours, theirs = (
         sent_bytes(shape, sizes, causal).sum() for shape in (shape_of(ranks, heads), (ranks, 1))
     )
