@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from seqpar.comm.faults.connection import Connection
+from tests.support.servers import wait_until
 
 
 def keep_store(port=0):
@@ -29,10 +30,12 @@ def opened(count, store):
 
 def test_connections_of_a_process_share_one_socket():
     store = keep_store()
+    before = sockets()
     first, connections = opened(1, store)
     more, others = opened(4, store)
     assert (first, more) == (4, 8)
     del connections, others
+    wait_until(lambda: sockets() == before)  # the store's thread closes its ends later
     assert opened(1, store)[0] == 4
 
 
