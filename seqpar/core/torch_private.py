@@ -15,14 +15,11 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Kernel = Callable[..., tuple[Tensor, ...]]
 T = TypeVar("T", bound=Callable[..., object])
@@ -300,7 +297,7 @@ def within_modes(function: T) -> T:
     return cast(T, copy)
 
 
-def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def flat_mesh(mesh: Any) -> Any:
     """Return a one-dimensional DeviceMesh with all ranks of a DeviceMesh."""
     return _get("torch.distributed.DeviceMesh._flatten")(mesh)
 

@@ -32,7 +32,7 @@ TESTS = {
     "linear kernels": ["tests/kernels/test_lightning_attention.py"],
     "launching, arguments, tuner": [
         f"tests/kernels/test_{name}.py"
-        for name in ("launching", "malformed", "configs", "tune", "isolation")
+        for name in ("tables", "launching", "malformed", "configs", "tune", "isolation")
     ],
     "several GPUs": ["tests/kernels/test_nccl.py"],
     "length and memory": ["tests/kernels/test_gpu.py", "-k", "not sanitizer"],
