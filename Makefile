@@ -39,7 +39,7 @@ test-all: test  ## run all tests: then those with more rows, and property tests 
 	$(call ALONE,-m "alone and exhaustive" --hypothesis-profile=thorough)
 
 test-oldest: $(OLDEST)/.installed  ## run the kernels' tests, and those of versions, with the oldest versions that are promised
-	SEQPAR_TEST_SECONDS=20 $(OLDEST)/bin/python -m pytest -p no:cacheprovider $(BY_FILES) tests/kernels $(OF_VERSIONS) -m "not exhaustive" \
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(BY_FILES) tests/kernels $(OF_VERSIONS) -m "not exhaustive" \
 		-W "ignore:Conversion of an array with ndim > 0:DeprecationWarning"  # Triton 3.6's own
 	$(OLDEST)/bin/python -m tests.tools.aot --architecture sm_90 --kind forward
 
