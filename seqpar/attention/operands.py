@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -40,7 +40,14 @@ class OperandShape(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> OperandShape:
         """Return the shape of operands that have a batch dimension."""
-        return cls(q.dtype, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        return cls.of_sizes(q.dtype, q.shape, k.shape, v.shape)
+
+    @classmethod
+    def of_sizes(
+        cls, dtype: torch.dtype, q: Sequence[int], k: Sequence[int], v: Sequence[int]
+    ) -> OperandShape:
+        """Return the shape of operands of these sizes."""
+        return cls(dtype, q[0], q[2], k[2], q[3], v[3])
 
     def described(self) -> dict[str, object]:
         """Return the fields by the names that users know, for the rank check."""

@@ -40,8 +40,7 @@ def _backward(
     *carried: object,
     out_val: object = None,
 ) -> int:
-    batch, _, heads, dim = q_shape
-    shape = OperandShape(residuals[0].dtype, batch, heads, k_shape[2], dim, v_shape[3])
+    shape = OperandShape.of_sizes(residuals[0].dtype, q_shape, k_shape, v_shape)
     return backward_flops(shape, carried)
 
 

@@ -126,8 +126,7 @@ def _attention_backward(
     if dout is None:
         dout = residuals[0].new_zeros((*q_shape[:-1], v_shape[-1]))
     dout = unit_stride(dout)
-    batch, _, heads, dim = q_shape
-    shape = OperandShape(dtype, batch, heads, k_shape[2], dim, v_shape[3])
+    shape = OperandShape.of_sizes(dtype, q_shape, k_shape, v_shape)
     bound.announce("backward")
     with without_autocast(dout):
         comm = bound.comm.call(numbers)
