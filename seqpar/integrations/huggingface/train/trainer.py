@@ -156,9 +156,7 @@ class OverRanks:
     ) -> Any:
         """Return the mean loss of all labels in `inputs`, which this group's ranks share."""
         inner = model.model if isinstance(model, _Whole) else model
-        batch = self._sp.shard(inputs)
-        if "labels" not in batch:
-            raise ValueError("inputs must have labels, from which the loss is computed")
+        batch = self._labelled_shard(inputs)
         loss, outputs = self._loss_of(inner, batch, num_items_in_batch)
         if not return_outputs:
             return loss
@@ -182,6 +180,12 @@ class OverRanks:
     def _averages_tokens(self) -> bool:
         """Whether a loss weighs the tokens of all groups equally; not so in an evaluation."""
         return bool(self.args.average_tokens_across_devices) and not self._groups.evaluates
+
+    def _labelled_shard(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        batch: dict[str, Any] = self._sp.shard(inputs)
+        if "labels" not in batch:
+            raise ValueError("inputs must have labels, from which the loss is computed")
+        return batch
 
     def _loss_of(self, model: Any, batch: dict[str, Any], items: Any) -> tuple[Tensor, Any]:
         """Return the loss of a sharded batch, divided by `items` if given, and the outputs."""
@@ -235,9 +239,7 @@ class OverRanksSFT(OverRanks):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return the mean loss of all labels that this group's ranks have, and log the metrics."""
-        batch = self._sp.shard(inputs)
-        if "labels" not in batch:
-            raise ValueError("inputs must have labels, from which the loss is computed")
+        batch = self._labelled_shard(inputs)
         smoothed = self.label_smoother is not None and self.args.loss_type == "nll"
         if smoothed:  # smoothing needs logits
             loss, _ = self._loss_of(model, dict(batch), num_items_in_batch)
