@@ -9,6 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 
+import tests.support.interpreter  # noqa: F401
 from tests.support.ranks import Pool
 from tests.support.tiers import (
     pytest_collection_modifyitems,

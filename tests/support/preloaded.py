@@ -7,7 +7,7 @@ import importlib
 SLOW = [
     *("torch._dynamo", "matplotlib.figure", "triton", "zmq.auth.thread"),
     *("seqpar.commands.serve", "seqpar.servers.pool.pool", "seqpar.servers.pool.dispatcher"),
-    *("tests.support.cases", "tests.support.linear_cases"),
+    *("tests.support.cases", "tests.support.linear_cases", "tests.support.interpreter"),
 ]
 for name in SLOW:
     with contextlib.suppress(ImportError):  # of an extra that is not installed
