@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING)
 
-.PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
+.PHONY: demo demo-hybrid demo-servers test test-all test-every-row test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
 	bench-papers docs docs-build aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -34,9 +34,12 @@ test: $(INSTALLED)  ## run the quick tests
 	$(PYTEST) $(BY_FILES) -m "not alone and not exhaustive"
 	$(call ALONE,-m "alone and not exhaustive")
 
-test-all: test  ## run all tests: then those with more rows, and property tests with more examples
-	$(PYTEST) $(BY_FILES) -m "(exhaustive or sampled) and not alone" --hypothesis-profile=thorough
-	$(call ALONE,-m "alone and exhaustive" --hypothesis-profile=thorough)
+test-all: $(INSTALLED)  ## run all tests, with more rows, and property tests with more examples
+	$(PYTEST) $(BY_FILES) -m "not alone and not every_row" --hypothesis-profile=thorough
+	$(call ALONE,-m alone --hypothesis-profile=thorough)
+
+test-every-row: $(INSTALLED)  ## run the rows of tests with 3 or more parameters that test-all leaves out
+	$(PYTEST) $(BY_FILES) -m every_row
 
 test-oldest: $(OLDEST)/.installed  ## run the kernels' tests, and those of versions, with the oldest versions that are promised
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(BY_FILES) tests/kernels $(OF_VERSIONS) -m "not exhaustive" \

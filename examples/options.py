@@ -88,9 +88,6 @@ def arguments(
         choices=sorted(faults),
         help="inject a fault into the strategies; --compare must fail",
     )
-    parser.add_argument(
-        "--list-faults", action="store_true", help="print the names of the faults and exit"
-    )
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--measure-memory", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -223,10 +223,8 @@ def train(options: argparse.Namespace, make_trainer: type[Trainer]) -> None:
 
 
 def run(options: argparse.Namespace, make_trainer: type[Trainer], plans: Plans) -> None:
-    """Train once, compare all plans, or print the names of faults, as the options ask."""
-    if options.list_faults:
-        print(*options.faults, sep="\n")
-    elif options.compare:
+    """Train once, or compare all plans, as the options ask."""
+    if options.compare:
         from compare import compare
 
         sys.exit(compare(options, plans))

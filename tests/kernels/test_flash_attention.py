@@ -6,7 +6,7 @@ On a CPU they run in Triton's interpreter (fp32, fp16), on a GPU in bf16 too.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import launching, reference
@@ -27,10 +27,10 @@ from tests.kernels.flash_cases import (
     zigzag_hops,
 )
 from tests.kernels.operands import far_apart
-from tests.support.tiers import always, examples, few_rows
+from tests.support.tiers import examples, few_rows
 
 
-@always(3)
+@settings(max_examples=3)
 @drawn(20)
 def test_random_slice_tables(slices, dtype, heads, dims, options, config):
     x = Operands.draw(
@@ -40,7 +40,7 @@ def test_random_slice_tables(slices, dtype, heads, dims, options, config):
 
 
 @pytest.mark.exhaustive
-@always(40)
+@settings(max_examples=40)
 @drawn(50)
 def test_more_random_slice_tables(slices, dtype, heads, dims, options, config):
     x = Operands.draw(

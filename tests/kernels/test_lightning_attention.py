@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from hypothesis import settings
 from seqpar.kernels import lightning_attention as kernels
 
 from seqpar.linear.states.attend import StateOptions
@@ -30,10 +31,9 @@ from tests.kernels.lightning_cases import (
     spans_of,
 )
 from tests.kernels.operands import TRITON_REFUSES, far_apart
-from tests.support.tiers import always
 
 
-@always(6)
+@settings(max_examples=6)
 @drawn
 def test_random_spans(spans, dtype, rows, config, local, options):
     x = Operands.draw(spans, dtype, **options)
@@ -41,7 +41,7 @@ def test_random_spans(spans, dtype, rows, config, local, options):
 
 
 @pytest.mark.exhaustive
-@always(40)
+@settings(max_examples=40)
 @drawn
 def test_more_random_spans(spans, dtype, rows, config, local, options):
     x = Operands.draw(spans, dtype, **options)

@@ -1,8 +1,9 @@
-"""The two tiers of tests: what `make test` runs is cheap, and `make test-all` leaves nothing out.
+"""The tiers of tests: `make test` is cheap, and `make test-all`, which CI runs, tests everything.
 
 A test marked `exhaustive` runs in `make test-all` only; some cheaper test of the same property
 stays unmarked. A property test has two numbers of examples. `make test-all` chooses the larger ones
-by the profile "thorough" of hypothesis.
+by the profile "thorough" of hypothesis. Of a product of parameters, `make test-all` runs rows in
+which every pair of values occurs, and `make test-every-row` the other rows, marked `every_row`.
 """
 
 import collections
@@ -44,24 +45,12 @@ def examples(quick, all_of_them):
     return hypothesis.settings(max_examples=all_of_them if thorough() else quick)
 
 
-def always(count):
-    """Decorate a property test, above all else: how many examples it draws in both tiers.
-
-    `make test-all` need not run it again.
-    """
-
-    def decorate(test):
-        test.same_in_both_tiers = True
-        return hypothesis.settings(max_examples=count)(test)
-
-    return decorate
-
-
 def few_rows(together=1):
     """Decorate a test with several parameters: `make test` runs only some of its rows.
 
     In these rows every value of every parameter occurs, or with `together=2` every pair of values
-    of different parameters. All other rows are exhaustive.
+    of different parameters. Other rows are exhaustive. `make test-all` runs those in which one more
+    value meets the others for the first time: each pair, or with `together=2` each triple.
     """
 
     def decorate(test):
@@ -71,10 +60,14 @@ def few_rows(together=1):
     return decorate
 
 
-def _choose_rows(rows, together):
-    """Return those of `rows`, tuples of (parameter, value), that cover all combinations."""
+def _choose_rows(rows, together, chosen=()):
+    """Return those of `rows`, tuples of (parameter, value), that cover all combinations.
+
+    Rows that are `chosen` already are among them.
+    """
     met_in = {row: set(itertools.combinations(row, min(together, len(row)))) for row in rows}
-    missing, chosen = set().union(*met_in.values()), set()
+    chosen = set(chosen)
+    missing = set().union(*met_in.values()).difference(*(met_in[row] for row in chosen))
     while missing:
         best = max(rows, key=lambda row: len(met_in[row] & missing))
         chosen.add(best)
@@ -100,21 +93,13 @@ def allowed_seconds():
 
 
 def pytest_collection_modifyitems(items):
-    """Let the longest files be first, and mark property tests as sampled.
-
-    `make test-all` runs these again, with more examples, unless they always draw as many.
-    """
+    """Let the longest files be first, and apply `few_rows`."""
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
-    for item in items:
-        test = getattr(item, "obj", None)
-        drawn = getattr(test, "is_hypothesis_test", False)
-        if drawn and not getattr(test, "same_in_both_tiers", False):
-            item.add_marker("sampled")
-    _mark_rows_as_exhaustive(items)
+    _mark_rows(items)
 
 
-def _mark_rows_as_exhaustive(items):
+def _mark_rows(items):
     """Apply `few_rows`. Rows that are marked already count for nothing."""
     tests = collections.defaultdict(dict)
     for item in items:
@@ -122,8 +107,12 @@ def _mark_rows_as_exhaustive(items):
         if hasattr(test, "together_in_quick_tier") and not item.get_closest_marker("exhaustive"):
             tests[test][_values_of_row(item)] = item
     for test, rows in tests.items():
-        for row in rows.keys() - _choose_rows(rows, test.together_in_quick_tier):
+        together = test.together_in_quick_tier
+        quick = _choose_rows(rows, together)
+        for row in rows.keys() - quick:
             rows[row].add_marker("exhaustive")
+        for row in rows.keys() - _choose_rows(rows, together + 1, quick):
+            rows[row].add_marker("every_row")
 
 
 def _values_of_row(item):
@@ -141,7 +130,8 @@ def pytest_runtest_makereport(item, call):
     """Fail a test that passed but took too long for `make test`, unless it is marked."""
     report = yield
     marked = any(item.get_closest_marker(name) for name in MARKERS)
-    if call.when != "call" or not report.passed or marked or thorough():
+    draws_more = thorough() and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    if call.when != "call" or not report.passed or marked or draws_more:
         return report
     if call.duration > (allowed := allowed_seconds()):
         report.outcome = "failed"

@@ -17,11 +17,17 @@ register_profiles()
 SLOW = """
 import time
 
+import hypothesis
 import pytest
 
 
 def test_quick():
     pass
+
+
+@hypothesis.given(hypothesis.strategies.booleans())
+def test_slow_examples(_):
+    time.sleep(0.15)
 
 
 def test_slow():
@@ -79,16 +85,17 @@ def test_the_longest_files_exist():
 
 def test_a_slow_test_fails_naming_the_marker(outcomes):
     counts, said = outcomes()
-    assert counts["failed"] == 2 and counts["passed"] == 4
+    assert counts == {"failed": 3, "passed": 4}
     slow = r"test_slow passed, but took \d\.\d s, and a test may take 0\.2 s in `make test`"
     assert re.search(slow, said)
     assert "mark it `@pytest.mark.exhaustive`" in said
     assert "test_slow_and_wrong passed" not in said
 
 
-def test_in_the_thorough_tier_tests_may_be_slow(outcomes):
-    counts, _ = outcomes("--hypothesis-profile=thorough")
-    assert counts["failed"] == 1 and counts["passed"] == 5
+def test_only_property_tests_may_be_slow_in_the_thorough_tier(outcomes):
+    """They draw more examples there."""
+    assert outcomes()[0] == {"failed": 3, "passed": 4}
+    assert outcomes("--hypothesis-profile=thorough")[0] == {"failed": 2, "passed": 5}
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])
@@ -105,7 +112,7 @@ def test_so_many_values_meet_in_few_rows(together):
 @pytest.mark.parametrize(("together", "passed"), [(1, 3), (2, 6)])
 def test_few_rows_have_every_value(pytester, together, passed):
     """Rows with the value "w" are exhaustive by their own mark."""
-    pytester.makeini("[pytest]\nmarkers =\n    exhaustive")
+    pytester.makeini("[pytest]\nmarkers =\n    exhaustive\n    every_row")
     pytester.makeconftest("from tests.support.tiers import pytest_collection_modifyitems")
     pytester.makepyfile(
         f"""
@@ -127,32 +134,33 @@ def test_few_rows_have_every_value(pytester, together, passed):
     result.assert_outcomes(passed=passed + 1, deselected=8 - passed)
 
 
-def test_property_tests_with_fixed_draws_run_once(pytester):
-    pytester.makeini("[pytest]\nmarkers =\n    sampled")
+def test_every_pair_occurs_outside_every_row(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n    exhaustive\n    every_row")
     pytester.makeconftest("from tests.support.tiers import pytest_collection_modifyitems")
     pytester.makepyfile(
         """
-        from hypothesis import given, strategies as st
-        from tests.support.tiers import always, examples
+        import itertools
+        import pytest
+        from tests.support.tiers import few_rows
 
-        drawn = []
+        ran = []
 
-        @always(7)
-        @given(st.integers())
-        def test_always(i): drawn.append(i)
+        @few_rows()
+        @pytest.mark.parametrize("a", "xyz")
+        @pytest.mark.parametrize("b", "xyz")
+        @pytest.mark.parametrize("c", "xyz")
+        def test_product(a, b, c): ran.append((a, b, c))
 
-        @examples(2, 3)
-        @given(st.integers())
-        def test_examples(i): pass
-
-        @given(st.integers())
-        def test_by_default(i): pass
-
-        def test_how_many(): assert len(drawn) == 7
+        def test_pairs():
+            for i, j in itertools.combinations(range(3), 2):
+                assert len({(row[i], row[j]) for row in ran}) == 9
         """
     )
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-m", "not sampled")
-    result.assert_outcomes(passed=2, deselected=2)
+    passed = [
+        pytester.runpytest_inprocess("-p", "no:cacheprovider", "-m", rows).parseoutcomes()["passed"]
+        for rows in ("not every_row", "every_row")
+    ]
+    assert 10 <= passed[0] <= 13 and sum(passed) == 27 + 1
 
 
 @pytest.mark.parametrize(("load", "factor"), [(0.5, 1), (1, 1), (1.5, 1.5), (4, 4)])

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import balance
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
-from tests.support.tiers import always, few_rows
+from tests.support.tiers import few_rows
 
 MODEL = balance.Model.preset("llama-8b")
 METHODS = (*balance.METHODS, "auto")
@@ -34,7 +34,7 @@ def assert_whole(plan, lengths, capacity):
         assert batch.seconds.shape == batch.tokens.shape == batch.bytes.shape
 
 
-@always(60)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_token_is_planned_once_within_capacity(data):
     nodes, devices = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 4)]))

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import balance
 from seqpar.balance.predict.batch import DocumentBatch
 from seqpar.balance.predict.offloading import Offloading
-from tests.support.tiers import always, few_rows
+from tests.support.tiers import few_rows
 from tests.unit.balance.test_plan import assert_whole
 
 MODEL = balance.Model.preset("llama-8b")
@@ -152,7 +152,7 @@ def test_wrong_arguments_are_named(changes, named):
         balance.plan(**arguments | changes)
 
 
-@always(40)
+@settings(max_examples=40)
 @given(st.data())
 def test_memory_is_kept_whatever_fits(data):
     nodes, devices = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2)]))
