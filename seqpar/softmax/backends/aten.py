@@ -2,8 +2,9 @@
 
 On CPUs the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It also takes half precision,
 but many CPUs compute faster in fp32; inputs are then cast, and results rounded at the end. On CUDA
-the kernel is FlashAttention-2, for half-precision pieces without a mask. Plain PyTorch computes the
-rest: other pieces and ALiBi on CUDA, and a softcap on any device.
+the kernel is FlashAttention-2, for half-precision pieces without a mask; a deterministic backward
+takes our Triton kernels. Plain PyTorch computes the rest: other pieces and ALiBi on CUDA, and a
+softcap on any device.
 
 Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
 queries, Hkv of keys and values), D head dim (Dv of values).
@@ -12,9 +13,7 @@ queries, Hkv of keys and values), D head dim (Dv of values).
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -71,13 +70,11 @@ class PieceKernels(NamedTuple):
         forward: gets the piece's rows of q, k and v, and returns out (B, n, Hq, Dv) and lse
             (B, n, Hq), −inf for a row without keys.
         backward: returns dq, dk and dv of the piece.
-        backward_context: the context in which backward runs, for q and the options.
     """
 
     split_work: Callable[[Tensor, int, Slices, CallOptions], WorkSplit]
     forward: Callable[[Tensor, Tensor, Tensor, Piece, Slices, CallOptions], tuple[Tensor, Tensor]]
     backward: Callable[[BackwardRows, Piece, Slices, CallOptions], tuple[Tensor, ...]]
-    backward_context: Callable[[Tensor, CallOptions], AbstractContextManager[None]]
 
     def merge_forward(
         self,
@@ -127,19 +124,15 @@ class PieceKernels(NamedTuple):
         width = _padded_head_dim(q, v)
         q, options, sign = _positive_scale(q, options)
         q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, output.ensure_out()))
-        if not split.fused:
-            return
-        with self.backward_context(q, options):
-            for piece in split.fused:
-                rows, keys = piece.rows, piece.keys
-                operands = BackwardRows(
-                    dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows],
-                    k[:, keys], v[:, keys],
-                )  # fmt: skip
-                dq, dk, dv = self.backward(operands, piece, slices, options)
-                gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
-                gradients.dk[:, keys] += dk[..., :dim]
-                gradients.dv[:, keys] += dv[..., :value_dim]
+        for piece in split.fused:
+            rows, keys = piece.rows, piece.keys
+            operands = BackwardRows(
+                dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows], k[:, keys], v[:, keys]
+            )
+            dq, dk, dv = self.backward(operands, piece, slices, options)
+            gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
+            gradients.dk[:, keys] += dk[..., :dim]
+            gradients.dv[:, keys] += dv[..., :value_dim]
 
 
 def forward(
@@ -158,8 +151,18 @@ def backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients` what flows through the slices; see `attend_backward`."""
-    _ATEN.add_gradients(output, q, k, v, slices, gradients, options)
+    """Add to `gradients` what flows through the slices; see `attend_backward`.
+
+    ATen's kernel on CUDA gives the same bits each time only under torch's switch for all threads of
+    the process, which makes operators of other threads raise. Our Triton kernels need no switch.
+    """
+    backward_kernels = _ATEN.add_gradients
+    columns = v.shape[-1] + (output.dlse is not None)
+    if q.is_cuda and options.deterministic and _split_work(q, columns, slices, options).fused:
+        from seqpar.softmax.backends import triton
+
+        backward_kernels = triton.backward
+    backward_kernels(output, q, k, v, slices, gradients, options)
 
 
 @cache
@@ -330,44 +333,4 @@ def _cpu_vendor() -> str:
         return ""
 
 
-class _DeterminismSwitch:
-    """Torch's switch for kernels that give the same bits each time: on while a thread needs it.
-
-    Torch has one switch for all threads. It returns to its earlier state after the last user, but
-    keeps what another thread sets in the meantime. The switch is the debug mode, because
-    `torch.use_deterministic_algorithms` also overwrites a flag of inductor.
-    """
-
-    _ERROR_MODE = 2  # in the mode "warn", FlashAttention-2's backward only warns
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._mode_before = 0
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        with self._lock:
-            if not self._users:
-                self._mode_before = torch.get_deterministic_debug_mode()
-                if self._mode_before != self._ERROR_MODE:
-                    torch.set_deterministic_debug_mode(self._ERROR_MODE)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                still_on = torch.get_deterministic_debug_mode() == self._ERROR_MODE
-                if not self._users and self._mode_before != self._ERROR_MODE and still_on:
-                    torch.set_deterministic_debug_mode(self._mode_before)
-
-
-deterministic_kernels = _DeterminismSwitch().on
-
-
-def _backward_context(q: Tensor, options: CallOptions) -> AbstractContextManager[None]:
-    return deterministic_kernels() if q.is_cuda and options.deterministic else nullcontext()
-
-
-_ATEN = PieceKernels(_split_work, _forward, _backward, _backward_context)
+_ATEN = PieceKernels(_split_work, _forward, _backward)

@@ -9,7 +9,6 @@ distances in rows, not in positions. Users who prefer its kernels to ours ask fo
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -71,6 +70,6 @@ def _backward(
     return dq, dk, dv
 
 
-_KERNELS = PieceKernels(_split_work, _forward, _backward, lambda q, options: nullcontext())
+_KERNELS = PieceKernels(_split_work, _forward, _backward)
 forward, backward = _KERNELS.merge_forward, _KERNELS.add_gradients
 forward_blocks = None  # `attend_blocks` calls `forward` for each block

@@ -1,17 +1,15 @@
-"""The aten backend on CUDA, with meta tensors that pass for CUDA tensors; its determinism switch;
-and its choice of a precision on CPUs, by the CPU's features and vendor."""
+"""The aten backend on CUDA, with meta tensors that pass for CUDA tensors; and its choice of a
+precision on CPUs, by the CPU's features and vendor."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
-from seqpar.softmax.backends import aten, reference
-from seqpar.softmax.backends.aten import deterministic_kernels
+from seqpar.softmax.backends import aten, reference, triton
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -43,84 +41,52 @@ def call(device="meta", mask=CAUSAL, dim=16, dtype=torch.bfloat16, dlse=False, *
 
 
 @pytest.fixture
-def modes(monkeypatch):
-    """The debug mode in each call of a kernel's backward on CUDA."""
+def backwards(monkeypatch):
+    """The kernels that compute backward on CUDA, each with an operator of another thread meanwhile.
+
+    Torch refuses the operator in the mode in which it refuses kernels whose bits vary.
+    """
     seen, kernel = [], aten.cuda_attention_backward()
 
-    def recorded(*args, **options):
-        seen.append(torch.get_deterministic_debug_mode())
-        return kernel(*args, **options)
+    def elsewhere():
+        torch.zeros(4).put_(torch.tensor([1]), torch.ones(1))
 
-    monkeypatch.setattr(aten, "cuda_attention_backward", lambda: recorded)
-    yield seen
-    torch.set_deterministic_debug_mode(0)
+    def recorded(name, result):
+        def run(*args, **options):
+            with ThreadPoolExecutor(1) as other:
+                other.submit(elsewhere).result()
+            seen.append((name, torch.get_deterministic_debug_mode()))
+            return result and result(*args, **options)
 
+        return run
 
-@pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize("flag", [False, True])
-def test_the_switch_is_on_for_the_kernel_alone(modes, before, flag):
-    torch.set_deterministic_debug_mode(before)
-    with inductor.patch(deterministic=flag):
-        call()
-        assert inductor.deterministic == flag
-    assert modes == [2]
-    assert torch.get_deterministic_debug_mode() == before
+    monkeypatch.setattr(aten, "cuda_attention_backward", lambda: recorded("aten", kernel))
+    monkeypatch.setattr(triton, "backward", recorded("triton", None))
+    return seen
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"deterministic": False}, [0]),
+        ({}, ["triton"]),
+        ({"dlse": True}, ["triton"]),
+        ({"deterministic": False}, ["aten"]),
         ({"mask": WINDOW}, []),  # no piece is without a mask
         ({"softcap": 2.0}, []),
         ({"slopes": torch.ones(1, 4, device="meta")}, []),
         ({"dtype": torch.float32}, []),
         ({"device": "cpu"}, []),
-        ({"device": "cpu", "mask": WINDOW}, []),
     ],
 )
-def test_the_switch_is_left_alone_without_need(modes, monkeypatch, options, expected):
-    def refused(mode):
-        raise AssertionError
-
-    monkeypatch.setattr(torch, "set_deterministic_debug_mode", refused)
+def test_backward_leaves_other_threads_alone(backwards, options, expected):
     call(**options)
-    monkeypatch.undo()
-    assert modes == expected
+    assert backwards == [(name, 0) for name in expected]
 
 
-def test_threads_share_the_switch():
-    inside, left = threading.Event(), threading.Event()
-    found = []
-
-    def other():
-        with deterministic_kernels():
-            inside.set()
-            left.wait(10)
-            found.append(torch.get_deterministic_debug_mode())
-
-    thread = threading.Thread(target=other)
-    with deterministic_kernels():
-        thread.start()
-        inside.wait(10)
-    left.set()
-    thread.join(10)
-    assert found == [2] and torch.get_deterministic_debug_mode() == 0
-
-
-def test_what_others_set_meanwhile_stays():
-    try:
-        with deterministic_kernels():
-            torch.set_deterministic_debug_mode("warn")
-        assert torch.get_deterministic_debug_mode() == 1
-    finally:
-        torch.set_deterministic_debug_mode(0)
-
-
-def test_old_gpus_compute_in_plain_torch(monkeypatch, modes):
+def test_old_gpus_compute_in_plain_torch(monkeypatch, backwards):
     monkeypatch.setattr(aten, "is_recent", lambda device: False)
     call()
-    assert modes == []
+    assert backwards == []
 
 
 @pytest.mark.parametrize(
@@ -134,6 +100,7 @@ def test_old_gpus_compute_in_plain_torch(monkeypatch, modes):
     ],
 )
 def test_plain_torch_computes_the_kernels_exceptions(monkeypatch, options, fused):
+    monkeypatch.setattr(triton, "backward", lambda *arguments: None)
     calls = {"forward": 0, "backward": 0}
     for way in calls:
         plain = getattr(reference, way)
