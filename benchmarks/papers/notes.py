@@ -224,9 +224,9 @@ NOTES: dict[str, tuple[tuple[str, str], ...]] = {
         (
             'backend "fla"',
             "It calls only public functions of fla-core, which return a final state "
-            "but no map. A rank in the middle of a document runs forward three times, "
-            "and in backward forward and backward twice each. That is slower than an "
-            "exchange of heads, and half as fast as maps computed with the kernels.",
+            "but no map. A rank in the middle of a document computes the map as K more "
+            "columns of values, which count as a second call. Its product with the entering "
+            "state is not counted. That is faster than an exchange of heads.",
         ),
     ),
     "distca": (

@@ -24,7 +24,7 @@ _FOLDERS = {
     "recurrent": "seqpar.linear.maps.backends",
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
-DEFAULT = "default"  # softmax attention: `seqpar.softmax.backends.choice` chooses per block
+DEFAULT = "default"  # `seqpar.softmax.backends.choice` or `seqpar.linear.default_backend` chooses
 
 _forced: str | None = None  # a plain global: torch.compile guards on it, but traces no ContextVar
 
@@ -37,7 +37,8 @@ def use_backend(name: str) -> Iterator[None]:
     "triton" (our kernels, on CUDA), "flash_attn" (the package, on CUDA), "reference" (plain
     PyTorch), and "fla" (the package fla-core, on CUDA), which applies only to recurrent attention.
     Without a context, the backend is "aten", or on CUDA "triton" for softmax attention that ATen's
-    kernel cannot compute completely. A call's backward uses the backend of its forward, even
+    kernel cannot compute completely and for linear attention, and "fla" for recurrent attention if
+    it is installed. A call's backward uses the backend of its forward, even
     outside the context. The choice holds for all threads of the process, so threads should not
     choose simultaneously.
 
@@ -58,7 +59,7 @@ def use_backend(name: str) -> Iterator[None]:
 def current_backend(kind: str) -> str:
     """Return the backend, or DEFAULT, of a call of this kind made now."""
     forced = None if _forced == "fla" and kind != "recurrent" else _forced
-    return forced or (DEFAULT if kind == "softmax" else "aten")
+    return forced or DEFAULT
 
 
 @cache

@@ -120,6 +120,7 @@ def _linear_attention_backward(
     bound.announce("backward")
     with without_autocast(q):
         comm = bound.comm.call(numbers)
+        arguments = bound.strategy.with_backend(arguments, inputs)
         call = bound.strategy.to_call(comm, arguments, inputs, has_initial_state)
         _add_digest(comm, bound, arguments, call, inputs)
         describe = partial(_described, bound, arguments, inputs, has_initial_state, False)

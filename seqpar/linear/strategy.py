@@ -7,11 +7,12 @@ from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from seqpar.attention.backend import refusal
+from seqpar.attention.backend import DEFAULT, refusal
 from seqpar.attention.operands import check_rows, naming_rank
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.linear.call import CallArguments, ResolvedCall, check_initial_state
+from seqpar.linear.default_backend import default_backend
 from seqpar.linear.inputs import Gradients, Inputs
 
 C = TypeVar("C", bound=ResolvedCall)
@@ -80,6 +81,7 @@ class LinearStrategy(Generic[C]):
         with naming_rank(comm):
             comm.check_device("q", inputs.q.device)
             self.check_shapes(inputs)
+            arguments = self.with_backend(arguments, inputs)
             call = self.to_call(comm, arguments, inputs, initial is not None)
             tokens = call.layout.holdings[comm.rank].tokens
             check_rows(inputs.q, inputs.k, inputs.v, tokens, tokens)
@@ -88,6 +90,14 @@ class LinearStrategy(Generic[C]):
             if reason := refusal(self.family, arguments.backend, inputs.q, inputs.v):
                 raise ValueError(reason)
         return call
+
+    def with_backend(self, arguments: CallArguments, inputs: Inputs) -> CallArguments:
+        """Return the arguments with a backend that is not the default."""
+        if arguments.backend != DEFAULT:
+            return arguments
+        refused = lambda name: refusal(self.family, name, inputs.q, inputs.v)  # noqa: E731
+        chosen = default_backend(self.family, inputs.q.is_cuda, refused)
+        return arguments._replace(backend=chosen)
 
     def check_shapes(self, inputs: Inputs) -> None:
         """Raise if shapes are wrong, before anything is derived from them."""

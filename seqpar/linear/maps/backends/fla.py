@@ -1,9 +1,11 @@
 """The recurrence over spans with the kernels of fla-core, through its public functions, on CUDA.
 
-They compute bf16 and fp16, with states in fp32. A span is a sequence of theirs. Its transition by
-the delta rule is the state that leaves it if its values are 0 and the identity enters. Spans that
-pass a state on and have one that enters take a second call, and in backward too: their functions
-return what is of one state, not the map.
+They compute bf16 and fp16, with states in fp32. A span is a sequence of theirs, and its rows pass
+through forward once and through backward once. Their functions return the result of one state, not
+the map, so a span that passes a state on before it has the entering one gets K more columns of
+values: zeros, which the identity enters. These columns' last state is the span's transition, and
+their out has the rows that read the entering state, so the out of such a span is rounded twice.
+Backward needs the columns in a call without gradients.
 
 Log decays below −30 count as −30, which is 1e-13: their sums over a chunk are in fp32, and keep
 digits for other rows.
@@ -12,7 +14,9 @@ digits for other rows.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from typing import NamedTuple
 
@@ -20,12 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
+from seqpar.core.arguments import Ints
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.places import Places
-from seqpar.linear.maps.maps import Maps, empty_maps, transposed
+from seqpar.linear.maps.maps import empty_maps, transposed
 from seqpar.linear.routes import SpanStates
 
 MAX_HEAD_DIM = 256
@@ -52,62 +58,130 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         found = f"{q.shape[-1]} and {v.shape[-1]}"
         return f"q and v must have head dims of at most {MAX_HEAD_DIM} for {backend}, got {found}"
+    return _broken()
+
+
+@cache
+def _broken() -> str | None:
+    """Return why the installed fla-core cannot be used, or None."""
+    try:
+        for name in _FUNCTIONS:
+            parameters = inspect.signature(_function(name)).parameters
+            if missing := {"initial_state", "cu_seqlens", "cu_seqlens_cpu"} - set(parameters):
+                return f"fla-core is too old: chunk_{_FUNCTIONS[name]} has no {min(missing)}"
+    except Exception as error:  # whatever a broken package raises when it is imported
+        return f"fla-core cannot be imported: {type(error).__name__}: {error}"
     return None
 
 
-class _Spans(NamedTuple):
-    """The spans that have rows, as sequences of fla, one batch entry after another.
+def _function(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    name = _FUNCTIONS[kind]
+    function: Callable[..., tuple[Tensor, Tensor]] = getattr(
+        import_module(f"fla.ops.{name}"), f"chunk_{name}"
+    )
+    return function
+
+
+class _Group(NamedTuple):
+    """Spans with rows, as the sequences of one call: those of one batch entry after another.
 
     Attributes:
-        filled: how many there are in one entry.
-        cu_seqlens: (B · filled + 1,) on the device; and on the CPU.
+        enters, leaves: whether states enter and leave them.
+        rows: (rows,) which rows of an entry they are, on the device; None: all.
+        edges: (spans + 1,) of the spans among these rows.
+        cu_seqlens: (B · spans + 1,) on the device; and on the CPU.
         entering, leaving: where the states are that enter and leave them.
-        both: where those are that leave, of spans that states enter too; and those that enter.
-        empty: the same two for spans without rows.
     """
 
-    filled: int
+    enters: bool
+    leaves: bool
+    rows: Tensor | None
+    edges: Ints
     cu_seqlens: Tensor
     cu_seqlens_cpu: Tensor
     entering: Places
     leaving: Places
-    both: tuple[Places, Places]
+
+    @classmethod
+    def of(
+        cls, spans: SpanStates, chosen: NDArray[np.bool_], batch: int, device: torch.device
+    ) -> _Group:
+        """Return the group of the chosen spans."""
+        lengths = np.diff(spans.edges)
+        edges = np.append(0, np.cumsum(lengths[chosen]))
+        entries = np.arange(batch)[:, None] * edges[-1] + edges[:-1]
+        cu_seqlens = torch.from_numpy(np.append(entries, batch * edges[-1]))
+        rows = None
+        if edges[-1] < spans.edges[-1]:
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, lengths))).to(device)
+        enter, leave = spans.state_in[chosen], spans.state_out[chosen]
+        places = Places.of(enter, device), Places.of(leave, device)
+        enters, leaves = bool((enter >= 0).any()), bool((leave >= 0).any())
+        on_device = cu_seqlens.to(device)
+        return cls(enters, leaves, rows, edges, on_device, cu_seqlens, *places)
+
+    def each(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield each span's rows of x (1, B · rows, h, D), as (B, h, span's rows, D)."""
+        by_entry = x.view(-1, int(self.edges[-1]), *x.shape[2:]).transpose(1, 2)
+        for start, stop in zip(self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True):
+            yield by_entry[:, :, start:stop]
+
+
+class _Groups(NamedTuple):
+    """All spans of a pass, and where the states are that leave and enter spans without rows."""
+
+    groups: list[_Group]
     empty: tuple[Places, Places]
 
     @classmethod
-    def of(cls, spans: SpanStates, batch: int, device: torch.device) -> _Spans:
-        """Return the sequences of spans."""
+    def of(cls, spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
+        """Return those without the state `first`, "state_in" or "state_out", as one group.
+
+        The others are two, by the other state.
+        """
         filled = np.diff(spans.edges) > 0
-        starts, rows = spans.edges[:-1][filled], spans.edges[-1]
-        edges = (np.arange(batch)[:, None] * rows + starts).reshape(-1)
-        cu_seqlens = torch.from_numpy(np.append(edges, batch * rows).astype(np.int64))
-        enter, leave = spans.state_in, spans.state_out
-        both = (enter >= 0) & (leave >= 0)
+        enters, leaves = spans.state_in >= 0, spans.state_out >= 0
+        one, other = (enters, leaves) if first == "state_in" else (leaves, enters)
+        chosen = [filled & ~one, filled & one & other, filled & one & ~other]
+        groups = [_Group.of(spans, x, batch, device) for x in chosen if x.any()]
+        both = ~filled & enters & leaves
+        out, into = (Places.of(x[both], device) for x in (spans.state_out, spans.state_in))
+        return cls(groups, (out, into))
 
-        def pair(of: NDArray[np.bool_]) -> tuple[Places, Places]:
-            ends = (np.where(both, x, -1)[of] for x in (leave, enter))
-            first, second = (Places.of(x, device) for x in ends)
-            return first, second
 
-        return cls(
-            int(filled.sum()),
-            cu_seqlens.to(device),
-            cu_seqlens,
-            Places.of(enter[filled], device),
-            Places.of(leave[filled], device),
-            pair(filled),
-            pair(~filled),
-        )
+class _Mapped(NamedTuple):
+    """A group's sequences without entering states, and how these act on them.
+
+    `readers` (1, B · rows, heads, K) times an entering state adds to `out`, and `transition` (B ·
+    spans, heads, K, K) times it to `last`.
+    """
+
+    out: Tensor
+    readers: Tensor
+    last: Tensor
+    transition: Tensor
 
 
 class _Work:
     """Shared by forward and backward: the inputs as fla takes them, with max(Hq, H) heads."""
 
+    first: str  # the state without which a group waits for nothing
+    end: int  # 0 if maps belong to the states that leave spans, 1 if to those that enter
+
     def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.options = kind, inputs, options
         self.batch, device = inputs.q.shape[0], inputs.q.device
-        key = "fla sequences", self.batch, device
-        self.spans = spans.derived(key, lambda: _Spans.of(spans, self.batch, device))
+        key = "fla sequences", self.first, self.batch, device
+        groups, empty = spans.derived(
+            key, lambda: _Groups.of(spans, self.first, self.batch, device)
+        )
+        self.groups = groups if self.batch else []
+        self.maps = empty_maps(kind, inputs, (spans.states_out, spans.states_in)[self.end])
+        if self.batch and empty[self.end]:
+            one = self.maps.transition.new_ones(self.maps.transition.shape[1:])
+            if kind.transition == "matrix":
+                one = torch.diag_embed(one[..., 0])
+            self.maps.transition[empty[self.end].states] = one
         self.heads = inputs.out_shape[2]
         self.group = self.heads // inputs.heads
         q, k, v, log_decay, beta = inputs
@@ -116,98 +190,116 @@ class _Work:
                 log_decay = log_decay.expand(*q.shape[:2], inputs.heads)
             log_decay = log_decay.float().clamp_min(LOWEST)
         named = {"q": q, "k": k, "v": v, "g": log_decay, "beta": beta}
-        self.operands = {
-            name: repeated(x, self.heads).flatten(0, 1)[None].contiguous()
-            for name, x in named.items()
-            if x is not None
-        }
+        self.operands = {n: repeated(x, self.heads) for n, x in named.items() if x is not None}
 
-    def call(self, initial: Tensor | None, **operands: Tensor) -> tuple[Tensor, Tensor]:
+    def local(self) -> None:
+        """Do nothing: fla's functions do everything in one call."""
+
+    def rows(self, group: _Group, x: Tensor) -> Tensor:
+        """Return a group's rows of x (B, T, h, …) as fla takes them: (1, B · rows, h, …)."""
+        x = x if group.rows is None else x.index_select(1, group.rows)
+        return x.flatten(0, 1)[None].contiguous()
+
+    def of(self, group: _Group) -> dict[str, Tensor]:
+        """Return a group's operands."""
+        return {name: self.rows(group, x) for name, x in self.operands.items()}
+
+    def set_rows(self, target: Tensor, group: _Group, x: Tensor) -> Tensor:
+        """Return `target` (B, T, h, …) with a group's rows x."""
+        x = x.view(self.batch, -1, *x.shape[2:])
+        return x if group.rows is None else target.index_copy_(1, group.rows, x)
+
+    def call(
+        self, group: _Group, initial: Tensor | None, operands: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return out and the last states of fla's function."""
-        name = _FUNCTIONS[self.kind.name]
-        function: Callable[..., tuple[Tensor, Tensor]] = getattr(
-            import_module(f"fla.ops.{name}"), f"chunk_{name}"
-        )
-        return function(
+        return _function(self.kind.name)(
             **operands,
             scale=self.options.scale,
             initial_state=initial,
             output_final_state=True,
-            cu_seqlens=self.spans.cu_seqlens,
-            cu_seqlens_cpu=self.spans.cu_seqlens_cpu,
+            cu_seqlens=group.cu_seqlens,
+            cu_seqlens_cpu=group.cu_seqlens_cpu,
         )
 
-    def starts(self, states: Tensor | None, places: Places) -> Tensor:
-        """Return each sequence's entering state (B · filled, heads, K, V), 0 if it has none."""
-        zeros = self.inputs.k.new_zeros(
-            (self.spans.filled, *self.inputs.state_shape), dtype=torch.float32
-        )
+    def call_with_map(self, group: _Group, operands: dict[str, Tensor], dims: int) -> _Mapped:
+        """Return a group's maps, and out and last states of the first `dims` columns of v."""
+        dim, values = self.inputs.k.shape[3], operands["v"][..., :dims]
+        eye = torch.eye(dim, dtype=torch.float32, device=values.device)
+        sequences = len(group.cu_seqlens) - 1
+        initial = pad(eye, (dims, 0)).expand(sequences, self.heads, dim, dims + dim).contiguous()
+        out, last = self.call(group, initial, operands | {"v": pad(values, (0, dim))})
+        return _Mapped(*out.split([dims, dim], -1), *last.split([dims, dim], -1))
+
+    def starts(self, group: _Group, states: Tensor | None, places: Places) -> Tensor:
+        """Return each sequence's state (B · spans, heads, K, V) of the call's, 0 if it has none."""
+        shape = group.edges.size - 1, *self.inputs.state_shape
+        zeros = self.inputs.k.new_zeros(shape, dtype=torch.float32)
         filled = places.fill(zeros, states).transpose(0, 1)
         return repeated(filled, self.heads).flatten(0, 1).contiguous()
 
-    def grouped(self, states: Tensor) -> Tensor:
-        """Return (filled, B, H, queries of a state, …) of states of sequences."""
-        by_span = states.unflatten(0, (self.batch, self.spans.filled)).transpose(0, 1)
-        return by_span.unflatten(2, (-1, self.group))
+    def by_span(self, group: _Group, states: Tensor) -> Tensor:
+        """Return (spans, B, H, queries of a state, …) of states of sequences."""
+        entries = states.unflatten(0, (self.batch, group.edges.size - 1)).transpose(0, 1)
+        return entries.unflatten(2, (-1, self.group))
 
-    def set_transitions(self, maps: Maps, end: int) -> None:
-        """Set the transitions of spans with both states, by the index in `state_out` (end 0)."""
-        if empty := self.spans.empty[end]:
-            one = maps.transition.new_ones(maps.transition.shape[1:])
-            if self.kind.transition == "matrix":
-                one = torch.diag_embed(one[..., 0])
-            maps.transition[empty.states] = one
-        if self.spans.both[end]:
-            found = self.transitions()
-            self.spans.both[end].put(
-                maps.transition, transposed(self.kind, found) if end else found
-            )
-
-    def transitions(self) -> Tensor:
-        """Return the transitions of sequences, (filled, B, H[, K[, K]])."""
-        k = self.operands["k"]
-        if self.kind.uses_beta:
-            sequences, dim = self.batch * self.spans.filled, k.shape[-1]
-            eye = torch.eye(dim, dtype=torch.float32, device=k.device)
-            initial = eye.expand(sequences, self.heads, dim, dim).contiguous()
-            others = self.operands | {"q": k, "v": torch.zeros_like(k)}
-            return self.grouped(self.call(initial, **others)[1])[:, :, :, 0]
-        g = self.operands.get("g")
-        if g is None:
-            g = k.new_zeros(k.shape[:3], dtype=torch.float32)
-        lengths = self.spans.cu_seqlens.diff()
-        sums = torch.segment_reduce(g[0].contiguous(), "sum", lengths=lengths, axis=0)
-        return self.grouped(sums.exp())[:, :, :, 0]
+    def set_map(self, group: _Group, state: Tensor, transition: Tensor | None) -> None:
+        """Set the maps of a group's spans: states (spans, B, H, K, V), transitions of sequences."""
+        places = (group.leaving, group.entering)[self.end]
+        places.put(self.maps.state, state)
+        if transition is not None:
+            found = self.by_span(group, transition)[:, :, :, 0]
+            if self.kind.transition != "matrix":
+                found = found.diagonal(0, -2, -1)
+                found = found if self.kind.transition == "key" else found[..., 0]
+            places.put(self.maps.transition, transposed(self.kind, found) if self.end else found)
 
 
 class Forward(_Work):
     """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`."""
 
+    first, end = "state_in", 0
+
     def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         super().__init__(kind, inputs, spans, options)
-        self.maps = empty_maps(kind, inputs, spans.states_out)
-        self.out: Tensor | None = None
-        if self.batch and (self.spans.leaving or not self.spans.entering) and self.spans.filled:
-            out, last = self.call(None, **self.operands)
-            self.spans.leaving.put(self.maps.state, self.grouped(last)[:, :, :, 0])
-            self.out = None if self.spans.entering else out
-        if self.batch:
-            self.set_transitions(self.maps, 0)
+        self.outs: list[Callable[[Tensor | None], Tensor]] = [self._begin(x) for x in self.groups]
 
-    def local(self) -> None:
-        """Do nothing: fla's functions do all at once."""
+    def _begin(self, group: _Group) -> Callable[[Tensor | None], Tensor]:
+        """Return a function from entering states to a group's out."""
+        operands = self.of(group)
+        if not group.leaves and group.enters:
+            return lambda states: self.call(
+                group, self.starts(group, states, group.entering), operands
+            )[0]
+        if not group.enters:
+            out, last = self.call(group, None, operands)
+            if group.leaves:
+                self.set_map(group, self.by_span(group, last)[:, :, :, 0], None)
+            return lambda _: out
+        mapped = self.call_with_map(group, operands, self.inputs.v.shape[3])
+        self.set_map(group, self.by_span(group, mapped.last)[:, :, :, 0], mapped.transition)
+        return lambda states: self._entered(group, mapped, states)
+
+    def _entered(self, group: _Group, mapped: _Mapped, states: Tensor | None) -> Tensor:
+        """Return a group's out, given the states that enter its spans."""
+        out = mapped.out.float()
+        starts = self.starts(group, states, group.entering).unflatten(0, (self.batch, -1))
+        parts = zip(group.each(out), group.each(mapped.readers), starts.unbind(1), strict=True)
+        for rows, readers, state in parts:
+            rows += readers.float() @ state
+        return out.to(mapped.out.dtype)
 
     def finish(self, states_in: Tensor | None) -> Tensor:
-        if not self.batch or not self.spans.filled:
-            return self.inputs.q.new_empty(self.inputs.out_shape)
-        out = self.out
-        if out is None:
-            out, _ = self.call(self.starts(states_in, self.spans.entering), **self.operands)
-        return out.view(self.inputs.out_shape)
+        out = self.inputs.q.new_empty(self.inputs.out_shape)
+        for group, finish in zip(self.groups, self.outs, strict=True):
+            out = self.set_rows(out, group, finish(states_in))
+        return out
 
 
 class Backward(_Work):
     """The backward in steps; see `BackwardSteps` in `seqpar.linear.maps.attend`."""
+
+    first, end = "state_out", 1
 
     def __init__(
         self,
@@ -219,53 +311,47 @@ class Backward(_Work):
         states_in: Tensor | None,
     ) -> None:
         super().__init__(kind, inputs, spans, options)
-        self.maps = empty_maps(kind, inputs, spans.states_in)
-        self.found: tuple[Tensor, ...] | None = None
-        if not self.batch:
-            return
-        self.set_transitions(self.maps, 1)
-        if not self.spans.filled:
-            return
-        self.dout = dout.flatten(0, 1)[None].contiguous()
+        self.dout, self.states_in = dout, states_in
+        self.found = {name: torch.empty_like(x) for name, x in self.operands.items()}
+        for group in self.groups:
+            if not group.leaves:
+                self._differentiate(group, None)
+            elif group.enters:
+                self._set_map(group)
+
+    def _set_map(self, group: _Group) -> None:
+        """Set the maps of a group's spans: what out's gradient passes to the entering states."""
+        mapped = self.call_with_map(group, self.of(group), 0)
+        rows = zip(group.each(mapped.readers), group.each(self.rows(group, self.dout)), strict=True)
+        states = torch.stack([readers.float().mT @ dout.float() for readers, dout in rows], 1)
+        states = self.by_span(group, states.flatten(0, 1)).sum(3)
+        self.set_map(group, states, mapped.transition)
+
+    def _differentiate(self, group: _Group, dstates_out: Tensor | None) -> None:
+        """Set a group's gradients, given the gradients of the states that leave."""
         with torch.enable_grad():
-            self.leaves = {n: x.detach().requires_grad_() for n, x in self.operands.items()}
-            initial = self.starts(states_in, self.spans.entering).requires_grad_()
-            self.out, self.last = self.call(initial, **self.leaves)
-        if not self.spans.leaving:
-            *found, dinitial = self.gradients(None, *self.leaves.values(), initial)
-            self.found = tuple(found)
-        elif self.spans.entering:
-            (dinitial,) = self.gradients(None, initial)
-        if self.spans.entering:
-            self.spans.entering.put(self.maps.state, self.grouped(dinitial).sum(3))
-
-    def gradients(self, dlast: Tensor | None, *of: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of some tensors, given those of the last states."""
-        outputs, doutputs = [self.out], [self.dout]
-        if dlast is not None:
-            outputs, doutputs = [*outputs, self.last], [*doutputs, dlast]
-        return torch.autograd.grad(outputs, of, doutputs, retain_graph=True)
-
-    def local(self) -> None:
-        """Do nothing: fla's functions do all at once."""
+            leaves = {n: x.detach().requires_grad_() for n, x in self.of(group).items()}
+            initial = self.starts(group, self.states_in, group.entering).requires_grad_()
+            outputs = self.call(group, initial, leaves)
+        dlast = self.starts(group, dstates_out, group.leaving)
+        # Only one of the queries that share a state passes its gradient on.
+        dlast.unflatten(1, (-1, self.group))[:, :, 1:] = 0
+        doutputs = self.rows(group, self.dout), dlast
+        *found, dinitial = torch.autograd.grad(outputs, [*leaves.values(), initial], doutputs)
+        if group.enters and not group.leaves:
+            self.set_map(group, self.by_span(group, dinitial).sum(3), None)
+        for name, gradient in zip(leaves, found, strict=True):
+            self.found[name] = self.set_rows(self.found[name], group, gradient)
 
     def finish(self, dstates_out: Tensor | None) -> Gradients:
-        if not self.batch or not self.spans.filled:
-            return Gradients.of(self.inputs, torch.zeros_like)
+        for group in self.groups:
+            if group.leaves:
+                self._differentiate(group, dstates_out)
         found = self.found
-        if found is None:
-            dlast = self.starts(dstates_out, self.spans.leaving)
-            # Only one of the queries that share a state passes its gradient on.
-            dlast.unflatten(1, (-1, self.group))[:, :, 1:] = 0
-            found = self.gradients(dlast, *self.leaves.values())
-        named = dict(zip(self.leaves, found, strict=True))
-        named = {n: x.view(*self.inputs.q.shape[:2], *x.shape[2:]) for n, x in named.items()}
-        if "g" in named:
-            kept = self.operands["g"].view(named["g"].shape) > LOWEST
-            named["g"] = named["g"] * kept
-        for name in ("g", "beta"):
-            if name in named:
-                x = named[name].unflatten(2, (-1, self.group)).sum(3)
-                named[name] = x if x.dim() == 4 else x[..., None]
-        gradients = (named.get(name) for name in ("q", "k", "v", "g", "beta"))
+        if "g" in found:
+            found["g"] = found["g"] * (self.operands["g"] > LOWEST)
+        for name in {"g", "beta"} & found.keys():
+            x = found[name].unflatten(2, (-1, self.group)).sum(3)
+            found[name] = x if x.dim() == 4 else x[..., None]
+        gradients = (found.get(name) for name in ("q", "k", "v", "g", "beta"))
         return fold(self.inputs, Gradients(*gradients))  # type: ignore[arg-type]

@@ -104,29 +104,47 @@ def test_without_rows_or_batch(package, name):
         assert all(torch.equal(found[label], y) for label, y in expected.items())
 
 
-def test_calls_match_the_cost_model(package, monkeypatch):
-    counts = {"call": 0, "gradients": 0}
+@pytest.mark.parametrize("rows", [5, 70])
+@pytest.mark.parametrize(
+    ("entered", "left", "forward", "backward"),
+    [
+        (1, 1, [("gated", 8 + 8)], [("gated", 8), ("gated", 8), ("back", 8)]),
+        (1, 0, [("gated", 8)], [("gated", 8), ("back", 8)]),
+        (0, 1, [("gated", 8)], [("gated", 8), ("back", 8)]),
+        (0, 0, [("gated", 8)], [("gated", 8), ("back", 8)]),
+    ],
+)
+def test_a_span_is_computed_once(package, monkeypatch, entered, left, forward, backward, rows):
+    """Calls of fla by the columns of their values, 8, or for a map 8 more or alone."""
+    calls, apply, back = [], _Recurrence.forward, _Recurrence.backward
 
-    def count(owner, name):
-        method = getattr(owner, name)
+    def forwards(ctx, name, scale, cu_seqlens, initial, q, k, v, g, beta):
+        calls.append(("gated", v.shape[-1]))
+        return apply(ctx, name, scale, cu_seqlens, initial, q, k, v, g, beta)
 
-        def counting(*arguments, **named):
-            counts[name] += 1
-            return method(*arguments, **named)
+    def backwards(ctx, dout, dlast):
+        calls.append(("back", dout.shape[-1]))
+        return back(ctx, dout, dlast)
 
-        monkeypatch.setattr(owner, name, counting)
-
-    count(fla._Work, "call")
-    count(fla.Backward, "gradients")
-    this, state = kind("gated_delta"), np.array([0])
-    spans, options = SpanStates(np.array([0, 5]), state, state), MapOptions(1.0, "fla")
-    inputs, dout = inputs_of("gated_delta", 5, 2, 8)
-    states = torch.zeros(1, 1, 2, 8, 8)
-    begin_forward(this, inputs, spans, options).finish(states)
-    assert tuple(counts.values()) == CALLS["forward"]
-    counts.update(call=0, gradients=0)
-    begin_backward(this, inputs, dout, spans, options, states).finish(states)
-    assert tuple(counts.values()) == CALLS["backward"]
+    monkeypatch.setattr(_Recurrence, "forward", staticmethod(forwards))
+    monkeypatch.setattr(_Recurrence, "backward", staticmethod(backwards))
+    this = kind("gated_delta")
+    spans = SpanStates(np.array([0, rows]), np.array([entered - 1]), np.array([left - 1]))
+    options, states = MapOptions(1.0, "fla"), torch.zeros(1, 1, 2, 8, 8)
+    inputs, dout = inputs_of("gated_delta", rows, 2, 8)
+    begin_forward(this, inputs, spans, options).finish(states if entered else None)
+    assert calls == forward
+    calls.clear()
+    work = begin_backward(this, inputs, dout, spans, options, states if entered else None)
+    work.finish(states if left else None)
+    assert calls == backward
+    if entered and left:
+        widths = sum(width for _, width in forward) // 8, 0
+        assert widths == CALLS["forward"]
+        assert (
+            tuple(sum(n == name for n, _ in backward) for name in ("gated", "back"))
+            == (CALLS["backward"])
+        )
 
 
 def test_a_missing_package_or_gpu_is_refused(monkeypatch):
@@ -138,10 +156,28 @@ def test_a_missing_package_or_gpu_is_refused(monkeypatch):
     assert "got torch.float32 on cpu" in fla.refusal(q.float(), q.float())
 
 
+@pytest.mark.parametrize("fault", ["broken", "too old"])
+def test_a_broken_package_is_refused(package, monkeypatch, fault):
+    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
+    q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16, device="meta")
+    fla._broken.cache_clear()
+    assert fla.refusal(q, q) is None
+    module = sys.modules["fla.ops.kda"]
+    if fault == "broken":
+        monkeypatch.delattr(module, "chunk_kda")
+    else:
+        monkeypatch.setattr(module, "chunk_kda", lambda q, initial_state, cu_seqlens: None)
+    fla._broken.cache_clear()
+    words = {"broken": "cannot be imported: AttributeError", "too old": "has no cu_seqlens_cpu"}
+    assert words[fault] in fla.refusal(q, q)
+    fla._broken.cache_clear()
+
+
 def test_use_backend_takes_it_for_recurrent_attention_alone():
     with use_backend("fla"):
         assert current_backend("recurrent") == "fla"
-        assert current_backend("linear") == "aten" and current_backend("softmax") == "default"
+        assert {current_backend(x) for x in ("linear", "softmax")} == {"default"}
 
 
 def of_fla(module):
