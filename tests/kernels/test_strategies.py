@@ -9,6 +9,7 @@ from tests.support import cases, linear_cases
 from tests.support.cases import STRATEGIES, VARIANTS, Case
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 GPU = torch.cuda.is_available()
 BACKENDS = ["triton", "aten"] if GPU else ["aten"]  # Triton's interpreter is for one thread
@@ -27,20 +28,14 @@ OPTIONS = {
     "full": {"causal": False},
 }
 COMMON = {"dim": DIM, "value_dim": DIM, "heads": 8, "device": "cuda" if GPU else "cpu"}
-exhaustive = () if GPU else pytest.mark.exhaustive  # tests/ranks has these on a CPU
 
 
-def rows():
-    for strategy in [*STRATEGIES, *VARIANTS]:
-        for layout in LAYOUTS:
-            cheap = (strategy, layout) == ("ring", "zigzag")
-            yield pytest.param(strategy, layout, marks=() if cheap else exhaustive)
-
-
+@few_rows()
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("strategy", "layout"), list(rows()))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
 def test_softmax(strategy, layout, backend, dtype, options):
     settings = COMMON | {"causal": True, "kv_heads": 4} | OPTIONS[options]
     case = Case(strategy, LAYOUTS[layout], dtype=dtype, backend=backend, **settings)

@@ -2,7 +2,6 @@
 interpreter without a GPU."""
 
 import dataclasses
-import itertools
 import warnings
 
 import pytest
@@ -28,11 +27,10 @@ from tests.support.cases import (
 from tests.support.special_values import NOT_FINITE as THE_SAME_PLACES
 from tests.support.special_values import OPTIONS as MASKS
 from tests.support.special_values import VALUES, assert_alike, attention, expected, inputs
+from tests.support.tiers import few_rows
 
 OPTIONS = {"heads": 2, "kv_heads": 1, "dim": 16, "value_dim": 16, "backend": "triton"}
 HEADS = {"ulysses": {"heads": 4, "kv_heads": 2}}  # so that each of 3 ranks has some
-CHEAP_VALUES = [("q", "NaN", "causal"), ("k", "NaN", "softcap"), ("v", "-inf", "window")]
-CHEAP_VALUES += [("sinks", "NaN", "full"), ("k", "+inf", "alibi")]
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="these ranks are CPU processes with the interpreter"
 )
@@ -145,13 +143,10 @@ def special_values(group, place, value, options):
         return attention(group, "ring", layout, tensors, "triton", options, place == "sinks")
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "mask"),
-    [
-        pytest.param(*row, marks=() if row in CHEAP_VALUES else pytest.mark.exhaustive)
-        for row in itertools.product(("q", "k", "v", "sinks"), VALUES, MASKS)
-    ],
-)
+@few_rows()
+@pytest.mark.parametrize("place", ["q", "k", "v", "sinks"])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("mask", MASKS)
 def test_nan_and_infinities_are_not_lost(pool, place, value, mask):
     """Out also gets them in rows of the same tile that do not attend to such a value."""
     right = expected(inputs(40, place, VALUES[value], dim=16), MASKS[mask], place == "sinks")

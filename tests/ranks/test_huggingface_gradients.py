@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.tiers import exhaustive_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 
@@ -271,10 +272,9 @@ def test_penalties_count_once_whoever_averages(pool):
     assert_right(pool, 2, [("llama", wrapper, way) for wrapper in wrappers for way in ways])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("wrapper", ["none", "DDP"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "wrapper", "ranks"), exhaustive_rows([*MODELS], ["none", "DDP"], [2, 4])
+)
 def test_every_way_is_right_for_every_model(pool, name, wrapper, ranks):
     outside = {"a head outside", "embeddings outside", "a failure before"}  # DDP is not called so
     again = {"a graph that is kept", "two forwards", "reentrant checkpoints"}  # nor does it

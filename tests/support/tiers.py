@@ -87,6 +87,28 @@ def covering(*factors, together=2):
     ]
 
 
+def exhaustive_rows(*factors, together=None):
+    """Return rows of a product for `parametrize`, of which those in CI have every pair of values.
+
+    The other rows are for `make test-every-row`, or with `together` those of `covering`.
+    """
+    in_ci = covering(*factors)
+    every_row = covering(*factors, together=together or len(factors))
+    return [pytest.param(*row, marks=pytest.mark.exhaustive) for row in in_ci] + [
+        pytest.param(*row, marks=[pytest.mark.exhaustive, pytest.mark.every_row])
+        for row in every_row
+        if row not in in_ci
+    ]
+
+
+def exhaustive_seeds(quick, in_ci, all_of_them):
+    """Return seeds for `parametrize`: `quick` of them are in `make test`, `in_ci` in CI."""
+    exhaustive, every_row = pytest.mark.exhaustive, pytest.mark.every_row
+    marks = [()] * quick + [exhaustive] * (in_ci - quick)
+    marks += [(exhaustive, every_row)] * (all_of_them - in_ci)
+    return [pytest.param(seed, marks=marks[seed]) for seed in range(all_of_them)]
+
+
 def allowed_seconds():
     """Return what a test may take: more while several processes share a core."""
     return SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))

@@ -89,10 +89,10 @@ def test_what_is_exported_is_what_is_visible():
 SOURCES = sorted((ROOT / "seqpar").rglob("*.py"))
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_only_comm_imports_torch_distributed(file):
-    if file.relative_to(ROOT / "seqpar").parts[0] != "comm":
-        assert not any(module.startswith("torch.distributed") for module in imports(file))
+def test_only_comm_imports_torch_distributed():
+    others = [x for x in SOURCES if x.relative_to(ROOT / "seqpar").parts[0] != "comm"]
+    importing = [x for x in others if any(y.startswith("torch.distributed") for y in imports(x))]
+    assert len(others) > 300 and not importing
 
 
 def test_kernels_import_nothing_of_seqpar():

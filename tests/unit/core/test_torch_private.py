@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 SOURCES = sorted(
     file for folder in ("seqpar", "triton_kernels") for file in (ROOT / folder).rglob("*.py")
 )
+OTHERS = [file for file in SOURCES if file != Path(torch_private.__file__)]
 OF_NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 OF_TRANSFORMERS = {"_relative_position_bucket"}  # of a layer that is looked at for it
 OF_ACCELERATE = {"_dataloaders", "_is_accelerate_prepared"}  # what its own loaders set
@@ -132,19 +133,17 @@ def test_compiled_modules_are_known():
     assert torch_private.is_compiled(module)
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_no_other_file_uses_a_private_name(file, ours):
-    if file != Path(torch_private.__file__):
-        assert not set(foreign(file.read_text(), ours)), (
-            "it belongs into seqpar/core/torch_private.py"
-        )
+def test_no_other_file_uses_a_private_name(ours):
+    used = {file: set(foreign(file.read_text(), ours)) for file in OTHERS}
+    assert not {str(file.relative_to(ROOT)): names for file, names in used.items() if names}, (
+        "they belong into seqpar/core/torch_private.py"
+    )
 
 
 @pytest.fixture(scope="module")
 def ours():
     """The private names that seqpar defines, or that are of other packages than torch."""
-    others = [file for file in SOURCES if file != Path(torch_private.__file__)]
-    defined = {name for file in others for name in definitions(ast.parse(file.read_text()))}
+    defined = {name for file in OTHERS for name in definitions(ast.parse(file.read_text()))}
     return defined | OF_NAMEDTUPLE | OF_ACCELERATE | OF_FLASH_ATTN | OF_TRANSFORMERS
 
 

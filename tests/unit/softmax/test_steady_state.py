@@ -97,8 +97,9 @@ def rows():
             *(["reference"] if strategy == "ring" else []),
         }
         for backend in backends:
-            marks = () if backend in quick else pytest.mark.exhaustive
-            yield pytest.param(strategy, backend, in_turn, marks=marks)
+            if backend in quick or backend not in CHEAP:
+                marks = () if backend in quick else pytest.mark.exhaustive
+                yield pytest.param(strategy, backend, in_turn, marks=marks)
             if backend in CHEAP:
                 yield pytest.param(strategy, backend, on_all, marks=pytest.mark.exhaustive)
 

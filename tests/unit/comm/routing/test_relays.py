@@ -18,7 +18,7 @@ from tests.support.fakes import fake_group
 from tests.support.nccl import nccl
 from tests.support.nccl_exchanges import Speeds
 from tests.support.ranks import virtual
-from tests.support.tiers import covering, examples, few_rows
+from tests.support.tiers import examples, exhaustive_rows, few_rows
 from tests.unit.comm.test_nccl_rules import LAYOUTS, assert_same, call, once
 
 CPU = torch.device("cpu")
@@ -54,13 +54,14 @@ def test_every_strategy_has_the_same_bits(strategy, layout):
     assert_as_without(call(strategy, LAYOUTS[layout]), PAIRS)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "layout", "crowded", "causal", "routing"),
-    covering(ROUTABLE, [*LAYOUTS], [False, True], [False, True], ["pairs", "crossed"], together=3),
+    exhaustive_rows(
+        ROUTABLE, [*LAYOUTS], [False, True], [False, True], ["pairs", "crossed"], together=3
+    ),
 )
 def test_every_layout_has_the_same_bits(strategy, layout, crowded, causal, routing):
-    """Of what varies, any three values meet; the property test below draws from more."""
+    """Of what varies, any two values meet, and any three in `make test-every-row`."""
     case = call(strategy, LAYOUTS[layout], causal)
     routing = {"pairs": PAIRS, "crossed": CROSSED}[routing]
     assert_as_without(case, routing, one_at_a_time=crowded)
