@@ -62,8 +62,8 @@ fuzz-protocol: $(INSTALLED)  ## 100,000 damaged requests to an attention server,
 churn: $(INSTALLED)  ## 1,000 kills and restarts of attention servers while trainers use them
 	$(BIN)/python -m tests.tools.churn
 
-gpu: $(INSTALLED)  ## test and measure on a machine with an NVIDIA GPU; start it again to go on
-	$(BIN)/python -m tests.tools.gpu
+gpu:  ## test and measure on a machine with an NVIDIA GPU; start it again to go on; ONLY=STEP runs some
+	$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m tests.tools.gpu --only "$(ONLY)"
 
 lint: $(INSTALLED)  ## linters, the type checker and the spelling
 	$(BIN)/ruff check .

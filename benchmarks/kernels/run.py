@@ -94,7 +94,7 @@ def field_of(work: Workload | Lightning) -> dict[str, contenders.Attention | Non
     if GPU:
         made["one pass"] = contenders.ours(work, mine, deterministic=False)
         made |= {name: contenders.ours(work, mine, variant=name) for name in VARIANTS}
-        made["FA2"] = contenders.sdpa(work, SDPBackend.FLASH_ATTENTION)
+        made["FA2"] = contenders.flash_attention_2(work)
         made["cuDNN"] = contenders.sdpa(work, SDPBackend.CUDNN_ATTENTION)
         made["FA4"] = contenders.flash_attention_4(work)
         made["flex"] = (

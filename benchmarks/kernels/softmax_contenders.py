@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from seqpar.kernels.flash_attention import configs
@@ -123,6 +125,23 @@ def flex(work: Workload, device: torch.device) -> Attention:
     return forward
 
 
+def flash_attention_2(work: Workload) -> Attention | None:
+    """Return FlashAttention-2 of torch: through SDPA, or over documents its varlen function."""
+    if len(work.cu_seqlens) == 2 and work.kind != "window":
+        return sdpa(work, SDPBackend.FLASH_ATTENTION)
+    cu_seqlens, longest = _documents(work)
+    left = work.window_size[0] if work.kind == "window" else -1
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            q[0], k[0], v[0], cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False,
+            window_size_left=left, window_size_right=0,
+        )  # fmt: skip
+        return out[None]
+
+    return forward
+
+
 def flash_attention_4(work: Workload) -> Attention | None:
     """Return flash-attn-4, if it is installed."""
     if (
@@ -130,14 +149,26 @@ def flash_attention_4(work: Workload) -> Attention | None:
         or importlib.util.find_spec("flash_attn.cute") is None
     ):
         return None
-    if len(work.cu_seqlens) != 2:
-        return None
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     window = tuple(None if bound < 0 else bound for bound in work.window_size)
+    options = {"causal": work.causal, "window_size": window}
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q, k, v, causal=work.causal, window_size=window)
-        return out[0] if isinstance(out, tuple) else out
+        if len(work.cu_seqlens) == 2:
+            out = flash_attn_func(q, k, v, **options)
+            return out[0] if isinstance(out, tuple) else out
+        cu_seqlens, longest = _documents(work)
+        sides = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        longest_sides = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        out = flash_attn_varlen_func(q[0], k[0], v[0], **sides, **longest_sides, **options)
+        return (out[0] if isinstance(out, tuple) else out)[None]
 
     return forward
+
+
+@cache
+def _documents(work: Workload) -> tuple[Tensor, int]:
+    """Return cu_seqlens on the GPU, and the longest document."""
+    cu_seqlens = torch.tensor(work.cu_seqlens, dtype=torch.int32, device="cuda")
+    return cu_seqlens, int(np.diff(work.cu_seqlens).max())

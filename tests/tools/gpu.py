@@ -2,8 +2,10 @@
 
 `python -m tests.tools.gpu` in the root of the sources, where nothing need be installed but what
 seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout and hypothesis. It
-runs the kernels' tests, all strategies on virtual ranks, the kernels' benchmark, the tuner, and how
-efficiently virtual ranks compute. A second start goes on where the first was stopped (`steps.py`).
+prints within 90 seconds how fast the kernels are next to others, and then which backend is the best
+for each kind of call. Then it runs the kernels' tests, all strategies on virtual ranks, the
+kernels' benchmark, the tuner, how efficiently virtual ranks compute, and compute-sanitizer. A
+second start goes on where the first was stopped (`steps.py`).
 All results go to one folder, of few files: state.json has how each step went, and log.txt what they
 printed. It exits with 0 if all went well, 1 if a step failed, 2 without a GPU, and 3 if the time of
 this start is up and steps are left.
@@ -84,6 +86,15 @@ def test_steps(device, folder, around):
         )
 
 
+def first_steps(device, around):
+    """Steps that print a table each, and write no files."""
+    command = (sys.executable, "-m", "benchmarks.kernels.quick", "--seconds")
+    limits = {"kernels": 90.0 if device == "cuda" else STEP_SECONDS, "backends": STEP_SECONDS}
+    for name, limit in limits.items():
+        options = (f"{limit - 10}", *["--backends"] * (name == "backends"))
+        yield Step(f"speed: {name}", command + options, limit, shown=True, environment=around)
+
+
 def measuring_steps(device, folder, around):
     """Steps that measure; benchmarks go on behind the workloads that they have written."""
     small = device == "cpu"
@@ -110,13 +121,19 @@ def measuring_steps(device, folder, around):
         yield Step(f"tuner: head dim {dim}", python + command, environment=kept)
 
 
-def plan(device, folder):
-    """All steps, the surest and quickest first."""
+def plan(device, folder, only=""):
+    """All steps whose names contain `only`: the quickest first, and compute-sanitizer last."""
     around = environment(device)
-    steps = [*test_steps(device, folder, around), *measuring_steps(device, folder, around)]
+    steps = [*first_steps(device, around), *test_steps(device, folder, around)]
+    steps += measuring_steps(device, folder, around)
+    steps.sort(key=lambda step: step.name.endswith("check"))
     if shutil.which("compute-sanitizer") is None:
         steps = [x for x in steps if not x.name.endswith("check")]
-    return Plan(steps, folder)
+    chosen = [x for x in steps if only in x.name]
+    if not chosen:
+        names = ", ".join(step.name for step in steps)
+        sys.exit(f"--only must be part of the name of a step ({names}), got {only}")
+    return Plan(chosen, folder)
 
 
 def gpu():
@@ -132,6 +149,7 @@ def main():
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "gpu-results", help="for results")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that this start has")
+    parser.add_argument("--only", metavar="STEP", default="", help="steps whose names contain this")
     parser.add_argument("--again", nargs="*", default=[], help='steps to run again; "failed": all')
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--list", action="store_true", help="say how steps went, and run none")
@@ -142,7 +160,7 @@ def main():
         return 2
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the step that runs
-    steps = plan(options.device, options.folder.absolute())
+    steps = plan(options.device, options.folder.absolute(), options.only)
     if options.list:
         print(steps.table())
         return 0

@@ -26,12 +26,16 @@ DONE, FAILED, TIMED_OUT, CUT_OFF, SKIPPED = "done", "failed", "timed out", "cut 
 
 @dataclass(frozen=True)
 class Step:
-    """A process; with `skipped`, why, it is not run. `environment` is added to this process's."""
+    """A process; with `skipped`, why, it is not run. `environment` is added to this process's.
+
+    With `shown`, the end of its output is also printed.
+    """
 
     name: str
     command: tuple[str, ...]
     seconds: float = STEP_SECONDS
     skipped: str = ""
+    shown: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -114,6 +118,8 @@ class Plan:
         self._note(step, result | {"printed": printed})
         if result["status"] != DONE and code != MORE:
             print(f"{printed}\n{step.name}: {result['status']}, {result['reason']}", flush=True)
+        elif step.shown:
+            print(printed, flush=True)
         return code
 
     def _call(self, step, limit):

@@ -32,6 +32,35 @@ def test_steps_have_unique_names_and_nine_minutes(tmp_path, device):
         assert step.name.startswith("tests") == bool(files)
 
 
+def test_speed_comes_first_and_sanitizers_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: name)
+    steps = gpu.plan("cuda", tmp_path).steps
+    assert [step.name for step in steps[:2]] == ["speed: kernels", "speed: backends"]
+    assert steps[0].seconds == 90 and steps[0].shown and steps[1].shown
+    assert [step.name for step in steps[-2:]] == ["tests: memcheck", "tests: racecheck"]
+    assert steps[2].name.startswith("tests: ")
+
+
+def test_only_chooses_steps_by_name(tmp_path):
+    tuners = gpu.plan("cuda", tmp_path, only="tuner:").steps
+    assert [step.name for step in tuners] == ["tuner: head dim 128", "tuner: head dim 64"]
+    with pytest.raises(SystemExit, match="--only must be part of the name of a step"):
+        gpu.plan("cuda", tmp_path, only="no such step")
+
+
+@pytest.mark.parametrize(
+    "name", ["kernels", pytest.param("backends", marks=pytest.mark.exhaustive)]
+)
+def test_a_speed_step_prints_its_table(tmp_path, name):
+    found = start(tmp_path, "--device", "cpu", "--only", f"speed: {name}")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "relative errors against fp64" in found.stdout
+    for way in ("forward", "backward"):
+        lines = [line for line in found.stdout.splitlines() if f" {way} " in line]
+        assert len(lines) == {"kernels": 2, "backends": 3}[name]
+    assert {path.name for path in tmp_path.iterdir()} == {"state.json", "log.txt"}
+
+
 def test_every_gpu_test_belongs_to_a_step():
     """The others never do: they compile ahead of time, or interpret on CPU processes."""
     in_steps = {x for tests in gpu.TESTS.values() for x in tests if x.startswith("tests/")}
