@@ -172,8 +172,7 @@ class AutoAttention(Attention):
     ) -> Tensor | tuple[Tensor, ...]:
         fixed = self._fixed() if self._settled else None
         chosen = fixed or self._agreed(q, k, v, layout, options)
-        result: Tensor | tuple[Tensor, ...] = chosen(q, k, v, layout, **options)
-        return result
+        return chosen(q, k, v, layout, **options)
 
     forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
     forward.__doc__ = Attention.forward.__doc__
@@ -277,8 +276,7 @@ class AutoAttention(Attention):
         leaves = leaves_of(operands, backward)
 
         def call(attn: Attention) -> Tensor:
-            out: Tensor = attn(*leaves, layout, **inputs)
-            return out
+            return attn(*leaves, layout, **inputs)
 
         error, comm = error_of(self.cluster), self._bound.comm
         with beside_the_caller(), torch.set_grad_enabled(backward):

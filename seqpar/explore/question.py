@@ -117,8 +117,7 @@ class Question:
 
     def laid_out(self) -> Layout:
         cu_seqlens = np.cumsum([0, *self.documents()])
-        layout: Layout = getattr(Layout, self.layout)(cu_seqlens, self.ranks)
-        return layout
+        return getattr(Layout, self.layout)(cu_seqlens, self.ranks)
 
     def candidate(self) -> Candidate:
         """Return the strategy with its mesh."""
@@ -131,8 +130,7 @@ class Question:
         return {"causal": self.causal == "yes", "window_size": (self.window, right)}
 
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     def address(self) -> str:
         """Return the query of this question's address: all non-default fields."""

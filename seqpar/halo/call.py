@@ -114,8 +114,7 @@ def room_of(layout: Layout, rank: int, reach: int) -> int:
     """Return the maximum number of rows that a rank receives in forward; can be traced."""
     rank = rank % layout.ranks
     lacking = layout.tokens - layout.tokens_on(rank)
-    room: int = torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)
-    return room
+    return torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)
 
 
 def traffic(

@@ -117,8 +117,7 @@ class Attention(GQAttention):
         if positions is None:
             raise ValueError("positions must be given: they tell the documents")
         layout = self.inner_attention.layout_of(positions)
-        out: Tensor = super().forward(x_BLD, layout, positions)
-        return out
+        return super().forward(x_BLD, layout, positions)
 
 
 @override(  # type: ignore[untyped-decorator]

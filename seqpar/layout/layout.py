@@ -289,10 +289,8 @@ class Layout:
         """
         rank = self._rank(rank)
         if not torch.compiler.is_compiling():
-            eager: Tensor = getattr(indices, name)(self.geometry, rank)
-            return eager
-        traced: Tensor = getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
-        return traced
+            return getattr(indices, name)(self.geometry, rank)
+        return getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
 
     @property
     def _padding(self) -> int:

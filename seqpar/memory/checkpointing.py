@@ -64,10 +64,9 @@ def checkpoint(function: Callable[..., T], *args: object, **kwargs: Any) -> T:
     RuntimeError. `torch.compile(fullgraph=True)` supports it.
     """
     check_function("function", function)
-    result: T = torch.utils.checkpoint.checkpoint(
+    return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=_contexts, **kwargs
     )
-    return result
 
 
 _contexts = partial(create_selective_checkpoint_contexts, save_attention)

@@ -92,5 +92,4 @@ class KeyPlacement:
     def servers(self, document: int) -> list[int]:
         """Return the servers that have or receive keys of a document."""
         part = self._by_document[self._edges[document] : self._edges[document + 1]]
-        found: list[int] = self._all.servers[part].tolist()
-        return found
+        return self._all.servers[part].tolist()

@@ -86,8 +86,7 @@ def _on_layout(
     options = batch.options
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attention(q, k, v, layout, **options)
-        return out
+        return attention(q, k, v, layout, **options)
 
     indices = layout.token_indices(attention.rank)
     return Contender(indices, heads, kv_heads, attend, sent_bytes=lambda: int(attention.sent_bytes))

@@ -78,8 +78,7 @@ def all_to_all_by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     if k.shape[1] % plain.rank_of_all()[1]:
         raise ValueError(f"ranks must divide KV heads, got {k.shape[1]}")
     q, k, v = (_Exchange.apply(x, True) for x in (q, k, v))
-    out: Tensor = _Exchange.apply(sdpa(q, k, v, causal), False)
-    return out
+    return _Exchange.apply(sdpa(q, k, v, causal), False)
 
 
 def ring_attention_pytorch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -216,8 +216,7 @@ def pyplot() -> ModuleType:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    module: ModuleType = pyplot
-    return module
+    return pyplot
 
 
 @contextmanager

@@ -273,15 +273,13 @@ def _compute(own: LayerCall, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = own.scores.arguments()
     options = shape.arguments() | scores
     if call.decodes:
-        out: Tensor = call.cache.attend(own.cached, q, key, value, chunk=shape.chunk, **options)
-        return out
+        return call.cache.attend(own.cached, q, key, value, chunk=shape.chunk, **options)
     other = None if kv_layout is layout else kv_layout
     attention = own.session.attention
     if own.bias is not None:
         attend_under = partial(attention, q, k, v, layout, kv_layout=other, **scores)
         return attend_in_buckets(own.bias, own.bias_masks, attend_under)
-    result: Tensor = attention(q, k, v, layout, kv_layout=other, **options)
-    return result
+    return attention(q, k, v, layout, kv_layout=other, **options)
 
 
 def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:

@@ -100,8 +100,7 @@ def counted(counter: Counter, q: Tensor, attend: Callable[[Tensor], Tensor]) -> 
     """Return `attend(q)`, counted each time that a compiled graph runs it."""
     (q,) = torch.ops.seqpar.counted(q, counter.handle, _BEGIN)
     (out,) = torch.ops.seqpar.counted(attend(q), counter.handle, _END)
-    result: Tensor = out
-    return result
+    return out
 
 
 def _add(layer: AttentionLayer, size: int) -> None:

@@ -220,8 +220,7 @@ def _note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if isinstance(x, kind):
                 if i and name in ("add", "mul"):
                     args = (x, *args[:i], *args[i + 1 :])
-                noted: Any = x.noted(name, args, kwargs)
-                return noted
+                return x.noted(name, args, kwargs)
     raise _refusal(name, "its scores")
 
 

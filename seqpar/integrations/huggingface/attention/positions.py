@@ -61,8 +61,7 @@ def _by_formula(in_encoder: bool) -> Callable[..., Any]:
         side = _call().side(in_encoder)
         if side.last_position >= len(x.weights):
             x.make_weights(side.last_position + 1, x.embedding_dim, x.padding_idx)
-        found: Tensor = x.weights[side.position_ids].to(output)
-        return found
+        return x.weights[side.position_ids].to(output)
 
     return hook
 

@@ -131,8 +131,7 @@ class PatchedRecurrence:
         q, k, v = qkv.split(module.head_dim, -1)
         out = self._recur(q, k, v, log_decay=self.log_decay(module.slope_rate))
         out = module.norm(out.flatten(1)[None])
-        projected: Tensor = module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
-        return projected
+        return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
 
     def log_decay(self, slopes: Tensor) -> Tensor:
         """Return the constant decays (H,) of lightning attention, −slopes.
@@ -150,8 +149,7 @@ class PatchedRecurrence:
 
     def _recur(self, *operands: Tensor, **options: Any) -> Tensor:
         assert self._attention is not None
-        out: Tensor = self._attention(*operands, self.layout, **options)
-        return out
+        return self._attention(*operands, self.layout, **options)
 
 
 def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
@@ -214,8 +212,7 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
     def computed(hidden: Tensor) -> Tensor:
         if recurrence.kind == "constant_decay":
             return recurrence.lightning(module, hidden)
-        out: Tensor = own(module, **given | {"hidden_states": hidden, "attention_mask": None})
-        return out
+        return own(module, **given | {"hidden_states": hidden, "attention_mask": None})
 
     if torch.compiler.is_compiling():
         out = counted(layer.counter, hidden, computed)

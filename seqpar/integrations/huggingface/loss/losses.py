@@ -53,7 +53,7 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
     """Return this rank's part of the mean loss of all ranks' labels."""
     labels, items = call.labels, call.items
     count = call.sharding.labels if items is None else items
-    loss: Tensor = model.loss_function(
+    return model.loss_function(
         logits=logits,
         labels=labels,
         shift_labels=labels,
@@ -61,7 +61,6 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
         config=model.config,
         num_items_in_batch=max(1, int(count)) if isinstance(count, int) else count,
     )
-    return loss
 
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
