@@ -80,7 +80,6 @@ class BoundModule(nn.Module, Generic[S]):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the group."""
         return self._bound.comm.size
 
     @property
@@ -92,7 +91,6 @@ class BoundModule(nn.Module, Generic[S]):
         return self._bound.comm.sent_bytes
 
     def extra_repr(self) -> str:
-        """Return the rank, the number of ranks and the options for the module's representation."""
         check_ranks, routing = self._bound.check_ranks, self._bound.routing
         routed = "" if routing is None else f", routing={routing}"
         return f"rank={self.rank}, ranks={self.ranks}, check_ranks={check_ranks}{routed}"
@@ -138,7 +136,6 @@ class BoundModule(nn.Module, Generic[S]):
         return self._bound.strategy.traffic(call, rank)
 
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object) -> Any:
-        """Return the call as strategies read it, or raise the error that refuses it."""
         call = inspect.signature(self.forward)
         for name in options:
             if name not in call.parameters:
@@ -154,8 +151,7 @@ class BoundModule(nn.Module, Generic[S]):
     ) -> tuple[Any, Any, HeadPlacement]:
         """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
 
-        The operator raises the faults that it finds in the same way. On meta tensors the operator
-        runs its fake rule, which checks and sends nothing, so this checks the whole call.
+        On meta tensors, the operator's fake rule checks the whole call and sends nothing.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
@@ -166,7 +162,6 @@ class BoundModule(nn.Module, Generic[S]):
         return inputs
 
     def _refuse(self, fault: Exception, q: object) -> NoReturn:
-        """Raise a call's fault, on all ranks if these check their calls; q shows where it runs."""
         if torch.compiler.is_compiling():
             raise fault  # the frame then runs uncompiled and reaches this line again
         raise_fault(self._bound, fault, alone=is_meta(q))
@@ -180,14 +175,10 @@ class BoundModule(nn.Module, Generic[S]):
             self._refuse(fault, None)
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
-        """Return the operator's tensors, its other arguments, and the placement of heads.
-
-        Raises a ValueError or a TypeError for arguments of a wrong type. This sends nothing.
-        """
+        """Return the operator's tensors, other arguments and placement of heads; send nothing."""
         raise NotImplementedError
 
     def _to_call(self, tensors: Any, arguments: Any) -> Any:
-        """Return the call that the operator's inputs make, or raise the error that refuses it."""
         raise NotImplementedError
 
 

@@ -39,14 +39,12 @@ class OperandShape(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> OperandShape:
-        """Return the shape of operands that have a batch dimension."""
         return cls.of_sizes(q.dtype, q.shape, k.shape, v.shape)
 
     @classmethod
     def of_sizes(
         cls, dtype: torch.dtype, q: Sequence[int], k: Sequence[int], v: Sequence[int]
     ) -> OperandShape:
-        """Return the shape of operands of these sizes."""
         return cls(dtype, q[0], q[2], k[2], q[3], v[3])
 
     def described(self) -> dict[str, object]:
@@ -139,7 +137,6 @@ def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v have one dtype, which attention supports."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             found = f"{x.dtype} with {q.dtype}"
@@ -156,7 +153,6 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int)
 
 
 def check_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q has a multiple of k's and v's number of heads."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if v.shape[2] != kv_heads:
         raise ValueError(f"v must have k's number of heads, {kv_heads}, got {v.shape[2]}")

@@ -68,7 +68,6 @@ def register_flop_formulas() -> None:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return `x` with a contiguous last dimension, as every backend requires."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

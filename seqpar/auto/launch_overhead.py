@@ -52,10 +52,7 @@ def with_host(cluster: Cluster) -> Cluster:
 
 
 def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
-    """Return the number of operators of a call on the last rank, and the seconds of its core.
-
-    After the time `end`, only the minimum number of rounds is measured.
-    """
+    """Return a call's operators on the last rank, and its core's seconds by the time `end`."""
     layout = Layout.zigzag(_TOKENS_PER_RANK * ranks, ranks)
 
     def step(comm: Comm, device: str = "meta") -> None:

@@ -163,7 +163,6 @@ class AutoAttention(Attention):
         return sum(comm.sent_bytes for comm in comms.values())
 
     def extra_repr(self) -> str:
-        """Return the part of the representation after the module's name."""
         chosen = "nothing yet" if self.choice is None else str(self.choice.candidate)
         return f"{super().extra_repr()}, chosen={chosen}"
 
@@ -228,7 +227,6 @@ class AutoAttention(Attention):
     def mask_area(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
     ) -> Ints:
-        """Return (ranks, steps): `Attention.mask_area` of the chosen module."""
         return self.chosen(q, k, v, layout, **options).mask_area(q, k, v, layout, **options)
 
     @outside_graphs
@@ -270,7 +268,6 @@ class AutoAttention(Attention):
         layout: Layout,
         options: dict[str, object],
     ) -> Choice:
-        """Return the call's choice after measuring close candidates, together with all ranks."""
         backward = self._differentiated()
         inputs = {name: x for name, x in options.items() if not name.startswith("return_")}
         leaves = leaves_of(operands, backward)
@@ -283,7 +280,6 @@ class AutoAttention(Attention):
             return measured(predicted, error, self._module, call, leaves, comm, backward)
 
     def _fixed(self) -> Attention | None:
-        """Return the module of all further calls, if it is already fixed."""
         if not self._once or self.choice is None:
             return None
         return self._module(self.choice.candidate)
@@ -301,10 +297,8 @@ class AutoAttention(Attention):
     ) -> tuple[Hashable, Choice]:
         """Return the key under which the call's measured choice is kept, and its prediction.
 
-        Both depend only on arguments that all ranks share. A prediction is kept with the layout. A
-        measured choice is not: ranks may drop a layout at different times, and then some would
-            measure
-        without the others.
+        Both depend on shared arguments only. Layouts keep predictions but not measured choices:
+        ranks may drop a layout at different times, and then some would measure without the others.
         """
         call = self._resolve(q, k, v, layout, **options)
         shared: dict[str, Any] = {

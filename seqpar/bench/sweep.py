@@ -56,7 +56,6 @@ def run(
 
 
 def steps(options: Options) -> int:
-    """Return the number of times that `run` calls `begin`."""
     return len(options.workloads()) * (1 + options.rounds)
 
 

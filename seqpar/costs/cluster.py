@@ -138,7 +138,6 @@ class Cluster:
 
     @classmethod
     def _kept(cls, path: Path, quiet: bool = False) -> Cluster | None:
-        """Return the cluster of a default file, or None if the machine must be measured again."""
         from seqpar.costs.profile.harness import environment
 
         if not path.exists():
@@ -213,7 +212,6 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str) -> Cluster:
-        """Return the cluster described by text of `to_json`; errors are as in `from_json`."""
         try:
             return _from_fields(json.loads(text))
         except json.JSONDecodeError as error:

@@ -51,11 +51,7 @@ class _Config:
         return default
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these attributes as an integer.
-
-        Raise a ValueError without one and without a default, or if it is not an integer of at least
-        1 (at least 0 if the default is 0).
-        """
+        """Raise a ValueError for no number, or one below 1 (below 0 if the default is 0)."""
         value = self.get(*names, default=default)
         if value is None:
             raise ValueError(f"config has no {' or '.join(names)}")
@@ -99,7 +95,6 @@ def read_config(config: object) -> dict[str, Any]:
 
 
 def _kinds(config: _Config) -> list[tuple[str, int | None]]:
-    """Return each layer's kind and window."""
     count = config.number("num_hidden_layers")
     types = config.get("layer_types", "attn_type_list")
     if types is None:
@@ -118,7 +113,6 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
 
 
 def _default_types(config: _Config, count: int) -> list[str]:
-    """Return the layer types of a model whose configuration has no layer_types."""
     model_type, layers = config.get("model_type"), range(count)
     if config.get("full_attention_interval") is not None:
         # Qwen3-Next: the last layer of each interval is not linear.

@@ -19,7 +19,6 @@ SHARED_MEMORY = Link(100e-6, 2.0e9)
 
 
 def sample_tasks(sample: Sample) -> Tasks:
-    """Return the tasks of a sample of softmax attention."""
     rows, keys, window = sample["rows"], sample["keys"], sample["window"]
     if sample["kind"] == "full":
         pairs = float(rows * keys)
@@ -30,7 +29,6 @@ def sample_tasks(sample: Sample) -> Tasks:
 
 
 def seconds(sample: Sample) -> Floats:
-    """Return (2,) a sample's median seconds, forward and backward."""
     return np.array([np.median(sample[name]) for name in PASSES])
 
 
@@ -77,7 +75,6 @@ def fit_grid(profile: Profile) -> Grid:
 
 
 def errors(grid: Grid, sample: Sample) -> Floats:
-    """Return (2,) the relative errors of a sample's predicted seconds, forward and backward."""
     tasks = sample_tasks(sample)
     predicted = [grid.together(tasks, grid.heads, grid.head_dim, back) for back in (False, True)]
     return np.concatenate(predicted) / seconds(sample) - 1

@@ -187,7 +187,6 @@ class Grid:
         return rows, scale * heads / self.heads
 
     def _look_up(self, tasks: Tasks, rows: Floats, backward: bool) -> Floats:
-        """Return seconds from the tables for `rows` rows with the tasks' average keys per row."""
         name = "backward" if backward else "forward"
         extra = np.minimum(self.edge * tasks.cut_rows, tasks.rows * tasks.keys - tasks.pairs)
         task_rows = np.maximum(tasks.rows, 1.0)

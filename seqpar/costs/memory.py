@@ -38,7 +38,6 @@ def activation_bytes(model: Model, itemsize: int, checkpointing: str = "none") -
 
 
 def _result_bytes(model: Model, layer: Layer, itemsize: int) -> int:
-    """Return the bytes per token of attention's output and lse."""
     if layer.kind == "linear":
         assert model.recurrence is not None
         return model.recurrence.value_heads * model.recurrence.value_dim * itemsize
@@ -48,10 +47,9 @@ def _result_bytes(model: Model, layer: Layer, itemsize: int) -> int:
 def _layer_bytes(model: Model, layer: Layer, itemsize: int) -> int:
     """Return the bytes per token that a layer keeps in plain PyTorch with fused norms.
 
-    These are the inputs of two norms and of the projections that follow them, the operands and
-    results of attention, and the feed-forward part. A gated feed-forward part keeps the gate before
-    and after its function, the tensor that it scales, and the product; others keep the input and
-    the result of their function.
+    They are the inputs of two norms and of the projections after them, attention's operands and
+    results, and the feed-forward part's input and function's result, or if gated also the gate and
+    the product.
     """
     if layer.kind == "linear":
         assert model.recurrence is not None

@@ -20,25 +20,21 @@ WIDTH, LEFT = 760, 62
 
 
 def svg(height: float, body: str, label: str, width: float = WIDTH) -> str:
-    """Return a picture of this size in pixels."""
     box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{body}</svg>'
 
 
 def rectangle(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
-    """Return a rectangle; `title` is shown when the pointer is over it."""
     size = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{height:.2f}"'
     inner = f"<title>{escape(title)}</title>" if title else ""
     return f"<rect {size} {style}>{inner}</rect>"
 
 
 def text(x: float, y: float, words: str, style: str = "") -> str:
-    """Return words at a position."""
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 
 
 def colour(rank: int) -> str:
-    """Return a rank's colour; colours repeat if there are more ranks."""
     return COLOURS[rank % len(COLOURS)]
 
 

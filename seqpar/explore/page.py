@@ -64,7 +64,6 @@ def page(
 
 
 def form(texts: dict[str, str]) -> str:
-    """Return the form with the entered texts; submitting it opens the next question."""
     inputs = ""
     for field in fields(Question):
         name, value = field.name, texts.get(field.name, str(field.default))
@@ -81,7 +80,6 @@ def form(texts: dict[str, str]) -> str:
 
 
 def figures(result: Answer) -> str:
-    """Return the figures for comparing strategies."""
     outcome, work = result.outcome, result.work.sum(1)
     busiest = work.max() / max(work.mean(), 1)
     waiting = (outcome.waiting / outcome.seconds).mean() if outcome.seconds else 0.0
@@ -98,7 +96,6 @@ def figures(result: Answer) -> str:
 
 
 def pictures(result: Answer) -> list[str]:
-    """Return the pictures with their captions."""
     layout, ranks = result.layout, result.question.ranks
     steps = [f"step {i}" for i in range(result.work.shape[1])]
     work = table(result.work, steps, count, "work of each rank in each step")
@@ -122,13 +119,11 @@ def pictures(result: Answer) -> list[str]:
 
 
 def section(title: str, words: str, picture: str) -> str:
-    """Return a picture with its title and caption."""
     head = f"<h2>{title}</h2><p>{escape(words)}</p>"
     return f'<section>{head}<div class="wide">{picture}</div></section>'
 
 
 def again(question: Question) -> str:
-    """Return the command that draws this page."""
     options = ""
     for field in fields(Question):
         value = getattr(question, field.name)

@@ -80,7 +80,6 @@ class Question:
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> Question:
-        """Return the question of an address's texts; missing fields have their defaults."""
         values: dict[str, Any] = {}
         kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
         for name, text in texts.items():
@@ -93,7 +92,6 @@ class Question:
         return cls(**values)
 
     def documents(self) -> list[int]:
-        """Return the tokens of each document."""
         lengths: list[int] = []
         for word in self.lengths.replace(",", " ").split():
             length, _, times = word.partition("x")
@@ -120,12 +118,10 @@ class Question:
         return getattr(Layout, self.layout)(cu_seqlens, self.ranks)
 
     def candidate(self) -> Candidate:
-        """Return the strategy with its mesh."""
         shape = (self.ranks // self.mesh, self.mesh) if self.strategy in MESHES else None
         return Candidate(self.strategy, shape)
 
     def call(self) -> dict[str, object]:
-        """Return the mask arguments of the call."""
         right = 0 if self.causal == "yes" else -1
         return {"causal": self.causal == "yes", "window_size": (self.window, right)}
 

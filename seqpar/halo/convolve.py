@@ -97,12 +97,10 @@ def tap_gradients(
 
 
 def silu(sums: Tensor, _: Tensor) -> Tensor:
-    """Return SiLU of the sums, in place."""
     return F.silu(sums, inplace=True)
 
 
 def silu_gradient(sums: Tensor, dout: Tensor) -> Tensor:
-    """Return the gradients of the sums through SiLU."""
     gate = torch.sigmoid(sums)
     return (1 + sums * (1 - gate)).mul_(gate).mul_(dout)
 

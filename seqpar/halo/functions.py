@@ -96,7 +96,6 @@ class _Convolution(NamedTuple):
 def _call(
     x: Tensor, convolution: _Convolution | None, layout: Layout, group: Group, check_ranks: bool
 ) -> Tensor:
-    """Compute a convolution or, without convolution, a token shift."""
     weight, bias, activation = _Convolution() if convolution is None else convolution
     bound = None
     check_ranks = as_bool("check_ranks", check_ranks)

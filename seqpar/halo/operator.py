@@ -154,8 +154,6 @@ def _exact(bias: Tensor | None) -> Tensor | None:
 
 
 class _CallContext(FunctionCtx):
-    """The attributes that forward leaves for backward."""
-
     saved_tensors: tuple[Tensor | None, ...]
     settings: tuple[object, ...]
     bound: BoundStrategy[Halo]
@@ -185,7 +183,6 @@ refuse_transforms("seqpar::causal_conv1d")
 
 
 def _forward_flops(x: Tensor, weight: Tensor | None, *_: object, out_val: object = None) -> int:
-    """Count two FLOPs per tap, as torch does for a depthwise convolution."""
     return 0 if weight is None else 2 * x.numel() * weight.shape[1]
 
 

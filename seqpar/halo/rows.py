@@ -44,7 +44,6 @@ class HaloRows(NamedTuple):
 
     @property
     def received(self) -> int:
-        """The number of rows that the rank receives."""
         return sum(count for _, count in self.receives)
 
 

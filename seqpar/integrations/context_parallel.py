@@ -143,8 +143,6 @@ def context_parallel(
 
 
 class _ToAllRanks(TorchFunctionMode):
-    """Sends calls of SDPA to `seqpar.sdpa`, and refuses all other attention functions."""
-
     def __init__(
         self, attn: Attention, layout: Layout, replicated_keys: tuple[int, ...] = ()
     ) -> None:
@@ -203,7 +201,6 @@ class _ToAllRanks(TorchFunctionMode):
     def _warn_of_local_positions(
         self, *bounds: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any
     ) -> None:
-        """Warn of `arange` from 0 to this rank's number of tokens."""
         if len(bounds) == 1:
             end = bounds[0]
         elif len(bounds) > 1:
@@ -226,7 +223,7 @@ class _ToAllRanks(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute a call of SDPA. Its axes are in SDPA's order, whatever their sizes."""
+        """Compute a call of SDPA. Its axes are in SDPA's order."""
         replicated = self.replicated_keys and self._is_replicated(key)
         if not (replicated or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             _refuse_reentrant_checkpoint()
@@ -271,7 +268,6 @@ class _ToAllRanks(TorchFunctionMode):
                 raise ValueError(f"attn_mask must be {expected} {got}")
 
     def _advice(self, query: Tensor, key: Tensor) -> str:
-        """Return the advice for a query or key that does not have this rank's number of tokens."""
         tokens = self.layout.tokens_on(self.attn.rank)
         if query.shape[-2:-1] == (tokens,):
             keys = key.shape[-2] if key.dim() > 1 else 77
@@ -291,8 +287,7 @@ class _ToAllRanks(TorchFunctionMode):
 def _refuse_reentrant_checkpoint() -> None:
     """Raise a ValueError inside a reentrant checkpoint.
 
-    In backward, such a checkpoint repeats the call without a check. Outside of the context, the
-    call would then silently attend to this rank's keys only. Other checkpoints raise an error.
+    Its backward repeats the call outside of the context, and would attend to this rank's keys only.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -332,7 +327,6 @@ def _replicated(attn: Attention, layout: Layout, numbers: Collection[int]) -> tu
 def _shards(
     attn: Attention, layout: Layout, buffers: Sequence[Tensor], dims: Sequence[int]
 ) -> list[Tensor]:
-    """Return this rank's part of each buffer. Raise for arguments that are not such buffers."""
     if layout.ranks != attn.ranks:
         raise ValueError(
             f"layout must be for the group's {attn.ranks} ranks, got one for {layout.ranks}"

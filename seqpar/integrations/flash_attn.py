@@ -167,7 +167,6 @@ def flash_attn_varlen_func(
 
 
 def _attention(group: Group | None, strategy: str | Attention, deterministic: bool) -> Attention:
-    """Return the strategy's module, which is deterministic if that is required."""
     deterministic = as_bool("deterministic", deterministic)
     if not isinstance(strategy, Attention):
         return attention_on(group, strategy, deterministic=deterministic)
@@ -186,7 +185,6 @@ def _attend(
     return_attn_probs: bool,
     options: dict[str, Any],
 ) -> Any:
-    """Make the call, and return its results in flash-attn's order and axes."""
     with attn.agreeing():
         probs = as_bool("return_attn_probs", return_attn_probs)
         returns_lse = as_bool("return_lse", options.pop("return_lse", False)) or probs

@@ -107,7 +107,6 @@ def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list
 
 
 def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the values that a function closes over, by name."""
     code, cells = function.__code__, getattr(function, "__closure__", None) or ()
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
@@ -151,7 +150,6 @@ def _chunked(within: list[Area], closed: dict[str, Any], batch: int) -> list[Are
 
 
 def _alike(within: list[Area], labels: Tensor, least: int | None = None) -> list[Area]:
-    """Return the pairs whose query and key have the same label, of at least `least`."""
     values = labels.detach().cpu().numpy()
     edges = np.flatnonzero(np.r_[True, values[1:] != values[:-1], True]).tolist()
     runs: dict[int, list[tuple[int, int]]] = {}
@@ -162,7 +160,6 @@ def _alike(within: list[Area], labels: Tensor, least: int | None = None) -> list
 
 
 def _met(within: list[Area], others: list[Area]) -> list[Area]:
-    """Return the intersections of the areas of two lists."""
     queries = [
         np.array([x[:2] for x in areas], np.int64).reshape(-1, 2) for areas in (within, others)
     ]
@@ -235,7 +232,6 @@ def _compare(
 
 
 def _in_document(area: Area, cu: Ints) -> Range:
-    """Return an area as a range of its document. Raise a ValueError if it crosses documents."""
     document = int(np.searchsorted(cu, area.q_start, side="right")) - 1
     inside = document + 1 < cu.size and area.k_start >= cu[document]
     if not inside or max(area.q_stop, area.k_stop) > cu[document + 1]:
@@ -285,7 +281,6 @@ class Area(NamedTuple):
     high: int = UNLIMITED
 
     def meets(self, other: Area) -> list[Area]:
-        """Return the intersection: one area, or none."""
         found = Area(
             max(self.q_start, other.q_start),
             min(self.q_stop, other.q_stop),
@@ -323,7 +318,6 @@ class Area(NamedTuple):
         return [area for some in rest for area in some.trimmed()]
 
     def moved(self, queries: int, keys: int) -> Area:
-        """Return the area with its queries' and its keys' positions shifted."""
         q0, q1, k0, k1, low, high = self
         by = keys - queries
         return Area(q0 + queries, q1 + queries, k0 + keys, k1 + keys, low + by, high + by)

@@ -133,7 +133,6 @@ def renamed(fault: Exception) -> Exception:
 
 
 def attention_on(group: Group | None, strategy: str | Attention, **options: Any) -> Attention:
-    """Return `strategy` if it is an attention module, or make the module of this name."""
     if not isinstance(strategy, Attention):
         if group is None:
             raise ValueError("group must be given where strategy is a name, got None")
@@ -202,15 +201,13 @@ def check_call(
 
 @outside_graphs
 def _as_long(layout: Layout, kv_layout: Layout) -> bool:
-    """Return whether both layouts have documents of the same lengths."""
     return np.array_equal(layout.geometry.cu_seqlens, kv_layout.geometry.cu_seqlens)
 
 
 def _check_axes(layout: Layout, kv_layout: Layout, heads: int) -> None:
     """Raise if a rank's tensors would have the same shape with tokens and heads exchanged.
 
-    All ranks look at all ranks' numbers of tokens, so that they raise together. If axes are
-    exchanged, any rank with another number of tokens finds that `query` does not have its shape.
+    All ranks look at all ranks' numbers of tokens, so that they raise together.
     """
     for rank in range(layout.ranks):
         if layout.tokens_on(rank) == heads == kv_layout.tokens_on(rank):

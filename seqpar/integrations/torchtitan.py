@@ -176,7 +176,6 @@ def _where_tokens_are(sharding: Any) -> Any:
 
 @outside_graphs
 def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
-    """Return the layout that all ranks' positions (B, L_local) describe."""
     parts = comm.all_gather(positions.to(comm.device), label="positions")
     ranks, (rows, held) = comm.size, positions.shape
     dealt = torch.stack(parts).cpu().numpy()  # (P, B, L_local)

@@ -48,12 +48,10 @@ class Holding:
 
     @property
     def columns(self) -> Columns:
-        """The spans' documents, starts and stops."""
         return self.documents, self.starts, self.stops
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the rank holds."""
         return int(self.offsets[-1])
 
     @property
@@ -75,7 +73,6 @@ class Holding:
 
     @cached_property
     def runs(self) -> Runs:
-        """The rank's runs, by document."""
         documents, first = np.unique(self.documents, return_index=True)
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
@@ -86,7 +83,6 @@ class Holding:
         return np.r_[self._sort_keys, np.iinfo(np.int64).max][found] < ends
 
     def rows_before(self, documents: Ints, positions: Ints) -> Ints:
-        """Count the local rows before each (document, position), by bisection."""
         if not self.documents.size:
             return np.zeros_like(documents)
         positions = np.clip(positions, 0, 2**POSITION_BITS - 1)
@@ -148,12 +144,10 @@ class Geometry:
 
     @property
     def tokens(self) -> int:
-        """T: number of tokens of the packed batch."""
         return int(self.cu_seqlens[-1])
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.holdings)
 
     def merged_holding(self, ranks: Sequence[int]) -> Holding:
@@ -165,12 +159,10 @@ class Geometry:
 
     @cached_property
     def most_tokens(self) -> int:
-        """Number of tokens on the rank with the most tokens."""
         return int(self.cut.token_counts(self.cu_seqlens).max())
 
     @cached_property
     def holders(self) -> HolderLookup:
-        """A function that finds the ranks that hold given parts of documents."""
         return self.cut.holders(self.cu_seqlens)
 
     def derived_with(self, other: Geometry) -> Memo:

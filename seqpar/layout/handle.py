@@ -36,8 +36,6 @@ _by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDict
 
 
 class _OwningArray(np.ndarray[tuple[int], np.dtype[np.int64]]):
-    """An array that keeps a geometry alive."""
-
     geometry: Geometry
 
 
@@ -84,7 +82,6 @@ def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
 
 
 def sizes_of(tensor: Tensor) -> Sizes:
-    """Return the sizes that the shape of a tensor from `make_sizes` holds."""
     return Sizes(*(size - i * _SIZE_STRIDE for i, size in enumerate(tensor.shape[1:], 1)))
 
 
@@ -128,7 +125,6 @@ def _decode(words: Ints) -> Geometry:
 
 
 def digest_of(content: Ints) -> Ints:
-    """Return the digest of a handle's content, as words."""
     sha = hashlib.sha256(content.astype("<i8", copy=False).tobytes())
     return np.frombuffer(sha.digest(), dtype=np.int64)
 

@@ -282,11 +282,7 @@ class Layout:
         plot_layouts({"": self}, path)
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """Return token indices or position ids; in a graph, from the operator of that name.
-
-        Outside of graphs the operator is not used, since operators do not take real handles under a
-        FakeTensorMode.
-        """
+        """From an operator in graphs only; a FakeTensorMode refuses it real handles."""
         rank = self._rank(rank)
         if not torch.compiler.is_compiling():
             return getattr(indices, name)(self.geometry, rank)
@@ -294,11 +290,10 @@ class Layout:
 
     @property
     def _padding(self) -> int:
-        """Number of padding tokens at the end of the pack."""
         return sizes_of(self._sizes[0]).padding
 
     def _tokens_on(self, ranks: slice) -> int:
-        """Return the number of tokens on consecutive ranks. torch.compile can trace this."""
+        """Traceable by torch.compile."""
         if not torch.compiler.is_compiling():
             return sum(self.tokens_per_rank[ranks])
         first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))

@@ -175,7 +175,6 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
 
 
 def _checked(path: str | Path, *layouts: DrawnLayout) -> Path:
-    """Return the file of a picture; raise an error that names a wrong argument."""
     for layout in layouts:
         if not hasattr(layout, "token_indices"):
             raise TypeError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
@@ -194,7 +193,6 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _colours(layout: DrawnLayout) -> list[str]:
-    """Return a colour per rank. Colours repeat if there are more ranks than colours."""
     return [_COLOURS[rank % len(_COLOURS)] for rank in range(layout.ranks)]
 
 
@@ -219,7 +217,6 @@ def _draw_lanes(axes: Axes, layout: DrawnLayout, name: str) -> None:
 
 
 def _name_documents(axes: Axes, layout: DrawnLayout) -> None:
-    """Write the numbers of long documents over them, unless there are many."""
     borders = layout.cu_seqlens if layout.documents <= 12 else ()
     for document, (start, stop) in enumerate(pairwise(borders)):
         if stop - start > layout.tokens / 12:
@@ -264,7 +261,6 @@ def _draw_mask(axes: Axes, mask: DrawnMask, layout: DrawnLayout, name: str) -> N
 
 
 def _draw_ranks(figure: Figure, layout: DrawnLayout) -> None:
-    """Write a legend of the ranks' colours below the picture."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour) for colour in _colours(layout)[:16]]

@@ -95,8 +95,6 @@ def share(rank: int, own: Geometry, other: Geometry) -> RemappedRows:
 def _share_on(
     rank: int, own: Geometry, other: Geometry, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return a cached share, with its rows as a tensor on a device."""
-
     def build() -> tuple[Tensor, list[int]]:
         rows, counts = share(rank, own, other)
         return torch.from_numpy(rows).to(device), counts

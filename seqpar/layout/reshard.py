@@ -34,7 +34,6 @@ def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: f
 
 
 def _check_value(value: float, dtype: torch.dtype) -> None:
-    """Raise unless the dtype can hold the value; −100, for labels, would wrap in uint8."""
     if dtype == torch.bool:
         fits = value in (0, 1)
     elif dtype.is_floating_point or dtype.is_complex:
@@ -77,8 +76,6 @@ class _UnshardContext(FunctionCtx):
 
 
 class _Unshard(torch.autograd.Function):
-    """`unshard` along the first dimension: (T_local, …) -> (T, …)."""
-
     @staticmethod
     def forward(ctx: _UnshardContext, x_local: Tensor, geometry: Geometry, comm: Comm) -> Tensor:
         ctx.geometry, ctx.comm = geometry, comm
@@ -95,7 +92,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _UnshardContext, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Send each rank the gradient of its tokens; sum in rank order, in fp32 at least."""
+        """Sum each token's gradient in rank order, in fp32 at least."""
         geometry, comm = ctx.geometry, ctx.comm
         rows = gradient.index_select(0, _in_packed_order(geometry, gradient.device))
         parts = rows.split([holding.tokens for holding in geometry.holdings])
@@ -113,10 +110,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
-    """Return (T,): the index in the packed batch of all ranks' tokens, one rank after another.
-
-    The tensor is cached per device.
-    """
+    """Return (T,): the index in the packed batch of all ranks' tokens, one rank after another."""
 
     def build() -> Tensor:
         indices = [geometry.token_indices(rank) for rank in range(geometry.ranks)]

@@ -29,7 +29,6 @@ def encode(cut: LayoutCut) -> Ints:
 
 
 def decode(code: Ints) -> LayoutCut:
-    """Return the cut that `encode` turned into these integers."""
     kind = _KINDS[code[0]]
     if kind is Spans:
         edges, table = np.split(code[2:], [int(code[1]) + 1])

@@ -44,7 +44,6 @@ def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: In
 
 
 def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
-    """Raise unless the spans cover each token of each document exactly once."""
     lengths = np.diff(cu)
     length = np.r_[lengths, -1][
         np.where((documents >= 0) & (documents < lengths.size), documents, -1)

@@ -133,7 +133,6 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         return call.once(("task rows", name, plan, tolerance), build)
 
     def _chosen(self, direction: str) -> tuple[str, Planner | None, float]:
-        """Return the name and the value of the option that plans a pass, and the tolerance."""
         name = "plan"
         if direction == "backward" and self.backward_plan is not None:
             name = "backward_plan"
@@ -171,11 +170,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
 
 
 def _own_tasks(call: ResolvedCall, tolerance: float) -> TaskRectangles:
-    """Return the tasks of the default planner, with the costs of an H100.
-
-    These also balance other devices whose costs have similar ratios. All ranks make the same tasks
-    without a message.
-    """
+    """Made on all ranks without messages; an H100's costs also balance other devices."""
     s = call.shape
     heads, kv_heads = max(1, s.heads), max(1, s.kv_heads)  # ranks of a mesh may have no heads
     model = Model("", (Layer("softmax", None, 0, 0),), s.dim, heads, kv_heads, s.dim, 1)
@@ -287,7 +282,6 @@ class DisaggregatedAttention(SplitAttention):
         self._bind(strategy, group.comm, check_ranks, deterministic, routing)
 
     def extra_repr(self) -> str:
-        """Return the part of the module's representation after its name."""
         strategy = self._bound.strategy
         if isinstance(strategy, OnServers):
             return f"{strategy.pool}, tasks={strategy.tasks}, tile={strategy.tile}"

@@ -158,7 +158,6 @@ class LASP2Attention(LinearModule):
         self.transport = transport
 
     def extra_repr(self) -> str:
-        """Return the options that the module's representation shows next to its name."""
         return f"{super().extra_repr()}, transport={self.transport!r}"
 
     def forward(

@@ -134,7 +134,6 @@ class RecurrentAttention(LinearModule):
         self.kind, self.transport, self._decay = recurrence, transport, recurrence.decay
 
     def extra_repr(self) -> str:
-        """Return the options that the module's representation shows next to its name."""
         options = f"kind={self.kind.name!r}, transport={self.transport!r}"
         return f"{super().extra_repr()}, {options}"
 

@@ -143,10 +143,9 @@ class Trace:
 
 
 def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """Return the present as a CUDA event and in seconds.
+    """Return the present as a CUDA event and in seconds; the device must be idle.
 
-    A CUDA event only knows its distance to another event. The device must be idle before this one,
-    so that the event happens immediately.
+    A CUDA event only knows its distance to another event.
     """
     torch.cuda.synchronize(device)
     now = moment(device)

@@ -154,7 +154,6 @@ class Batches:
         return {"seed": self._seed, "epoch": self.epoch, "step": self.step}
 
     def _of_epoch(self) -> list[Ints]:
-        """Return the document indices of each step of this epoch."""
         if self._steps is None or self._steps[0] != self.epoch:
             lengths, seed = self._lengths[self._kept], self._seed
             steps = steps_of_epoch(lengths, self._tokens, seed, self.epoch, self._deferral)
@@ -190,14 +189,12 @@ class Batches:
 
 @dataclass(frozen=True)
 class _StepPlanner:
-    """Plans a step. Picklable, so that worker processes can use it."""
-
     lengths: Ints
     planner: Callable[[Ints], Plan]
     micro_batches: int | None
 
     def plan(self, documents: Ints) -> Plan:
-        """Plan a step; the plan's document indices refer to the whole dataset."""
+        """The plan's document indices refer to the whole dataset."""
         try:
             plan = self.planner(self.lengths[documents])
         except Exception as error:
@@ -216,14 +213,11 @@ class _StepPlanner:
     def read(
         self, dataset: Documents, rank: int, options: CollateOptions, documents: Ints
     ) -> LocalStep:
-        """Plan a step, and read this rank's part of it."""
         plan = self.plan(documents)
         return LocalStep(plan, collate(plan, dataset, rank, **options))
 
 
 class _Made(Dataset[T]):
-    """Applies a function to each index."""
-
     def __init__(self, make: Callable[[Ints], T]) -> None:
         self._make = make
 
@@ -234,8 +228,7 @@ class _Made(Dataset[T]):
 def _of_workers(made: Iterator[T]) -> Iterator[T]:
     """Yield the workers' results; raise their errors without the traceback of this process.
 
-    Such a traceback is part of a reference cycle that keeps the workers alive until the next
-    garbage collection, which then frees them in an order that waits 5 seconds for them.
+    It belongs to a reference cycle, and workers freed by garbage collection take 5 seconds to end.
     """
     try:
         yield from made

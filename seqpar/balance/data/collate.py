@@ -97,7 +97,6 @@ def _read(
     masked: bool,
     per_token: Collection[str] | None,
 ) -> LocalBatch:
-    """Return the rank's part of a micro-batch's documents, by key."""
     spans = {
         document: [slice(span.start, span.stop) for span in group]
         for document, group in groupby(batch.layout.spans(rank), key=lambda span: span.document)
@@ -171,7 +170,6 @@ def _document(
 
 
 def _as_tensor(value: object) -> object:
-    """Return a tensor if the value is an array or a list of numbers; otherwise the value itself."""
     if isinstance(value, np.ndarray | list | tuple):
         try:
             return torch.as_tensor(value)

@@ -82,14 +82,11 @@ class KeyPlacement:
         return self._all.sizes(servers) - self._own.sizes(servers)
 
     def foreign(self, server: int, document: int) -> Intervals:
-        """Return the keys of a document that travel to a server."""
         return without(self._all.of(server, document), self._own.of(server, document))
 
     def of(self, server: int, document: int) -> Intervals:
-        """Return the keys of a document that a server has or receives."""
         return self._all.of(server, document)
 
     def servers(self, document: int) -> list[int]:
-        """Return the servers that have or receive keys of a document."""
         part = self._by_document[self._edges[document] : self._edges[document + 1]]
         return self._all.servers[part].tolist()

@@ -166,9 +166,8 @@ def _even(
 ) -> Parts:
     """Move parts of cells until no server exceeds its share by more than the tolerance.
 
-    If waiting for messages, or a lack of memory, makes that impossible, bisection looks for the
-    lowest level that is reachable. After each round, the planned work of a server is compared with
-    the predicted costs of its tasks, and the ratio corrects the server's next limit.
+    If messages or memory forbid that, bisection looks for the lowest level within reach. After each
+    round, the ratio of predicted to planned work corrects a server's next limit.
     """
     work = seconds_of(cells, costs)
     low = level = (1 + tolerance) * work.sum()
@@ -199,7 +198,6 @@ def _even(
 def _concatenated(
     stages: Sequence[Stage], servers: int, row_bytes: RowBytes
 ) -> tuple[Parts, KeyPlacement, Floats, Ints]:
-    """Join all stages: their cells, keys, owned bytes, and each stage's first document."""
     found, spans, edges, resident = [], [], [0], np.zeros(servers)
     for stage in stages:
         queries = _geometry("layout", stage.layout)
@@ -231,7 +229,6 @@ def _concatenated(
 
 
 def _split(tasks: Parts, edges: Ints) -> list[TaskRectangles]:
-    """Return each stage's tasks, sorted by server, document and position."""
     order = np.lexsort((tasks.k_starts, tasks.q_starts, tasks.documents, tasks.servers))
     tasks = tasks.take(order)
     stage = np.searchsorted(edges, tasks.documents, side="right") - 1
@@ -245,7 +242,6 @@ def _split(tasks: Parts, edges: Ints) -> list[TaskRectangles]:
 
 
 def check_mask(mask: Mask, queries: Geometry, keys: Geometry) -> None:
-    """Raise a ValueError that names the mask unless it fits these documents."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {shown(mask)}")
     mask.check_fits(queries, keys)
@@ -260,7 +256,6 @@ def _geometry(name: str, layout: object) -> Geometry:
 
 
 def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
-    """Return (count,) floats; raise a ValueError that names them if any is negative or NaN."""
     try:
         found = np.asarray(values, np.float64)
         found = np.array(np.broadcast_to(found, count))

@@ -74,8 +74,6 @@ def place_homes(
 
 
 class _Caps(NamedTuple):
-    """The most tokens and the most bytes that a rank may have."""
-
     tokens: int
     bytes: float
 
@@ -134,7 +132,7 @@ class _Placing:
     def _choose(self, length: int) -> tuple[int, int]:
         """Return the rank with most time for a document, and the position where its part starts.
 
-        Time that light documents will need to fill the rank does not count.
+        The time that light documents will need to fill the rank does not count.
         """
         density = self.light_work / max(self.light_tokens, 1.0)
         free = (self.caps.tokens - self.tokens).astype(np.float64)

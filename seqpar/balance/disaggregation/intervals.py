@@ -37,7 +37,6 @@ class Unions:
         self._found: dict[int, Intervals] = {}  # cache by (server, document)
 
     def of(self, server: int, document: int) -> Intervals:
-        """Return the union of one pair, as ascending ranges that do not touch."""
         group = server << POSITION_BITS | document
         found = self._found.get(group)
         if found is None:

@@ -172,7 +172,7 @@ def _last_rows(
 ) -> CellPart | None:
     """Return the part with about `pairs` pairs that has the last rows and all of their keys.
 
-    Rows of a window attend to different keys, so using only some of the keys would save little.
+    Rows of a window attend to different keys, so fewer keys would save little.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     low, high = 0, (rows - 1) // tile  # tiles of rows before the part
@@ -198,11 +198,7 @@ def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:
 
 
 def _rows_over(width: float, bottom: float, pairs: float) -> float:
-    """Return how many last rows have `pairs` pairs with the first `width` keys.
-
-    The last row attends to `bottom` keys, and each row before it to one less. Return inf if all
-    rows together have fewer pairs.
-    """
+    """Return how many last rows have `pairs` pairs with `width` keys; inf if all have fewer."""
     full = max(bottom - width, 0.0)  # rows that attend to all of them
     if pairs <= full * width:
         return pairs / width
@@ -224,10 +220,9 @@ def _width_of(rows: float, bottom: float, pairs: float) -> float:
 def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[float]:
     """Return candidate numbers of keys for a part with `pairs` pairs, the cheapest among them.
 
-    The candidates are: all keys of the cell; the width of the cheapest full rectangle; the largest
-    width that loses no corner to the mask; the width at which both sides of a rectangle with a lost
-    corner cost the same; the width if the part takes all rows; and the numbers of keys that the
-    server has anyway.
+    They are: all keys of the cell; the cheapest full rectangle; the largest width that loses no
+    corner to the mask; the width at which both sides of a rectangle with a lost corner cost the
+    same; the width if the part takes all rows; and the keys that the server has anyway.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     ratio = prices.query / prices.key

@@ -90,7 +90,6 @@ class ServerLoads:
         self._guest_keys: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by document, server
 
     def cells_now(self) -> Parts:
-        """Return all cells as they are now, including the parts that have moved."""
         stays = ~np.isin(self._cells.servers, [*self._left])
         rows = [(*cell[1:8], server) for server, left in self._left.items() for cell in left]
         for part, cell, server in self._moved:
@@ -101,7 +100,6 @@ class ServerLoads:
         return Parts(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
 
     def loads(self) -> Floats:
-        """Return (servers,) the work of each server."""
         return np.array(self._home) + self._guests
 
     def ends(self) -> Floats:
@@ -133,7 +131,7 @@ class ServerLoads:
     def _move(self) -> int | None:
         """Move parts until no surplus is left; return a server that cannot give its surplus away.
 
-        Return None if no surplus is left, no server has room, or only one server is stuck.
+        Returns None if no surplus is left, no server has room, or only one server is stuck.
         """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
@@ -164,11 +162,10 @@ class ServerLoads:
         return room < -LIMIT_TOLERANCE * self._limits[server]
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return the move with the fewest bytes per unit of work.
+        """Return the move with the fewest bytes per unit of work; larger parts are cheaper.
 
-        Candidates to take it are the servers that have keys of the cell's document, and the server
-        with the smallest room that holds all of the surplus, or the largest room if none does.
-        Larger parts are cheaper per unit of work.
+        Candidates are servers with keys of the document, and the server with the smallest room that
+        holds all of the surplus, or else the largest room.
         """
         fitting = bisect_left(takers, (surplus, -1))
         room, server = takers[fitting if fitting < len(takers) else -1]
@@ -225,7 +222,6 @@ class ServerLoads:
         return None
 
     def _make(self, giver: int, move: Move) -> None:
-        """Remove a part from its cell, and give it to its server."""
         _, work, server, cell, part = move
         self._home[giver] -= work
         self._guests[server] += work
@@ -244,7 +240,6 @@ class ServerLoads:
         self._memory[server] -= nbytes
 
     def _cells_of(self, server: int) -> list[Cell]:
-        """Return the remaining cells of a server, those with the most work first."""
         found = self._left.get(server)
         if found is None:
             index = self._order[self._edges[server] : self._edges[server + 1]]
@@ -254,10 +249,10 @@ class ServerLoads:
         return found
 
     def _holders(self, document: int, least: float) -> list[int]:
-        """Return the servers with keys of a document and `least` room: at most `MAX_HOLDERS`.
+        """Return at most `MAX_HOLDERS` servers with keys of a document and `least` room.
 
-        Lists of more than `MAX_SERVERS_SCANNED` servers are skipped: any server with room is then
-        likely to have keys of the document.
+        Lists of more than `MAX_SERVERS_SCANNED` servers are skipped: any server then likely has
+        keys.
         """
         found: dict[int, None] = {}
         guests = self._guest_keys.get(document, {})
@@ -269,7 +264,6 @@ class ServerLoads:
         return nlargest(MAX_HOLDERS, roomy, lambda server: (self._rooms[server], server))
 
     def _held(self, server: int, document: int) -> Intervals:
-        """Return the keys of a document that a server has or receives."""
         held = self._keys.of(server, document) if self._keys.counts[document] > 1 else ()
         guests = self._guest_keys.get(document, {}).get(server)
         return held if guests is None else union([*held, *guests])

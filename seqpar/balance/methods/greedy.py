@@ -62,10 +62,7 @@ class GreedyAssigner:
             self._squeeze(document)
 
     def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
-        """Place whole documents, each on the lightest rank; return the indices that had no room.
-
-        The result is the same as in rounds. This is faster if a round has few ranks.
-        """
+        """Place whole documents as `_rounds` does, faster for few ranks; return the rest."""
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()
         load = self.held / batch.capacity if by_tokens else self.load
@@ -92,8 +89,8 @@ class GreedyAssigner:
     def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
         """Place documents in rounds; return the indices of documents that found no room.
 
-        Each round sorts the ranks by load and fills them in that order. It ends when the next rank
-        is not the lightest any more, but not before a sixteenth of the ranks have been filled.
+        Each round sorts the ranks by load and fills them in that order, at least a sixteenth of
+        them, until the next rank is not the lightest any more.
         """
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
         weights = batch.weights[documents] / sizes
@@ -159,11 +156,9 @@ class GreedyAssigner:
 
     @property
     def pieces(self) -> Pieces:
-        """All pieces placed so far."""
         return Pieces.joined(self.parts)
 
 
 def _owners(sizes: Ints) -> Ints:
-    """Return the index of each size, repeated `size` times."""
     index = np.arange(sizes.size)
     return index if (sizes == 1).all() else np.repeat(index, sizes)

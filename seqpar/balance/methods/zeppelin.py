@@ -116,7 +116,6 @@ def _assign(
 
 
 def _with_room(batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
-    """Place documents on their rings. If a ring has no room, its document goes elsewhere."""
     owner = np.repeat(np.arange(documents.size), sizes)
     share = (-(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)) * batch.kept[documents]
     by_rank = np.argsort(members, kind="stable")

@@ -44,10 +44,10 @@ def steps_of_epoch(
 
 
 def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
-    """Assign the steps' documents to them again, longest first, each to the step with least work.
+    """Deal the steps' documents again, longest first, each to the step with least work.
 
-    A document's work is the sum of its share of the tokens and its share of the squared lengths. If
-    a document finds no room, the steps stay as they are.
+    Work is the share of the tokens plus that of the squared lengths. If a document finds no room,
+    the steps stay as they are.
     """
     documents = np.concatenate(steps)
     documents = documents[np.argsort(-lengths[documents], kind="stable")]

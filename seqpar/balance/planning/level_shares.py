@@ -79,9 +79,8 @@ def _symmetric(
 ) -> Pieces:
     """Cut each document into shares of `tokens` tokens, half from its front and half from its back.
 
-    A document's shares follow one another in the arrays, and sum to its length. They are rounded to
-    multiples of `unit`, except for the remainder at the document's end; a remainder of less than a
-    tile goes to the rank before.
+    A document's shares follow one another and sum to its length. They are multiples of `unit`,
+    except for the remainder; a remainder of less than a tile goes to the rank before.
     """
     ends = np.cumsum(tokens)
     last = np.flatnonzero(np.diff(documents, append=-1))

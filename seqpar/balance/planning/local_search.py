@@ -97,10 +97,10 @@ def _some(documents: Ints) -> Ints:
 def _step(
     ones: Ints, twos: Ints, weight: Floats, taken: Floats, gap: float, room: tuple[float, float]
 ) -> tuple[int, int] | None:
-    """Return a document of the slower rank and one of the faster, or −1 for none, to swap.
+    """Return a document of the slower rank and one of the faster to swap; −1 stands for none.
 
-    The difference of their seconds is as close as possible to half of `gap`, so that the two ranks
-    end close together. Return None if no swap with enough room on both ranks reduces the gap.
+    Their seconds differ by as close to half of `gap` as possible. Returns None if no swap with room
+    on both ranks reduces the gap.
     """
     twos = np.append(twos, -1)
     values, sizes = weight[twos], taken[twos]

@@ -173,11 +173,7 @@ def plan(
 
 
 def _takes_more(batch: DocumentBatch) -> bool:
-    """Return whether the documents need more room with offloading than without.
-
-    With offloading, `room` counts one token less per rank. If less than that is copied away, the
-    documents fit better without offloading.
-    """
+    """With offloading, `room` counts one token less per rank, so others may fit better."""
     most = batch.capacity * batch.ranks
     if batch.offloading is None or batch.lengths.max(initial=0) > most:
         return False
@@ -186,10 +182,7 @@ def _takes_more(batch: DocumentBatch) -> bool:
 
 
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
-    """Raise a ValueError that names a document which all ranks together cannot hold.
-
-    `indices` are the documents' indices in the caller's lengths.
-    """
+    """`indices` are the documents' indices in the caller's lengths."""
     too_long = (batch.held > batch.room) | (batch.lengths > MAX_DOCUMENT_TOKENS)
     if not too_long.any():
         return
@@ -206,7 +199,7 @@ def _bound(batch: DocumentBatch) -> float:
     """Return a lower bound on the seconds of any plan, according to the predicted costs.
 
     It is the largest of three times: all work shared evenly, the longest document over all ranks,
-    and a rank with a single token. Nothing is sent, and each layer is called once.
+    and a rank with a single token; each without messages, and with one call per layer.
     """
     if not batch.lengths.size:
         return 0.0
@@ -219,10 +212,7 @@ def _bound(batch: DocumentBatch) -> float:
 
 
 def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
-    """Place a micro-batch's documents by a method; "auto" refines the best of several.
-
-    With `many` documents and ranks, "auto" tries only some methods.
-    """
+    """ "auto" refines the best of several methods; with `many` documents and ranks, of fewer."""
     if method == "zigzag":
         return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
     if method != "auto":
@@ -262,10 +252,7 @@ def _slowest(tried: tuple[str, Pieces, Prediction]) -> float:
 
 
 def _ordered(method: str, batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Placed:
-    """Order documents as Zeppelin's queues do: inter-node, intra-node, local.
-
-    A rank's rows are then in that order, too.
-    """
+    """Order documents, and thereby rows, as Zeppelin's queues do: inter-node, intra-node, local."""
     order = np.arange(batch.lengths.size)
     if method != "contiguous":
         order = np.argsort(-_zones(batch, pieces), kind="stable")

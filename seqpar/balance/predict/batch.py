@@ -55,11 +55,9 @@ class DocumentBatch:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.costs.cluster.ranks
 
     def part(self, documents: Ints) -> DocumentBatch:
-        """Return the batch of some of the documents."""
         attention = self.attention[:, documents]
         return replace(self, lengths=self.lengths[documents], attention=attention)
 
@@ -114,7 +112,6 @@ class DocumentBatch:
 
     @cached_property
     def longest_first(self) -> Ints:
-        """The documents, longest first; documents of equal length stay in order."""
         return self.by_length(np.arange(self.lengths.size))
 
     def by_length(self, documents: Ints) -> Ints:
@@ -123,7 +120,6 @@ class DocumentBatch:
 
     @property
     def windows(self) -> list[int]:
-        """The different windows of the model's window layers."""
         return sorted({x.window for x in self.costs.model.layers if x.window is not None})
 
     @cached_property
@@ -200,12 +196,10 @@ class Pieces(NamedTuple):
         return cls(*(column[kept] for column in whole))
 
     def whole(self, batch: DocumentBatch) -> NDArray[np.bool_]:
-        """Return (n,) whether each piece is a whole document."""
         return self.stops - self.starts == batch.lengths[self.documents]
 
     @classmethod
     def joined(cls, parts: list[Pieces]) -> Pieces:
-        """Return the pieces of all parts."""
         none = np.zeros(0, np.int64)
         if not parts:
             return cls(none, none, none, none)

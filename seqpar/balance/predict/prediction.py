@@ -49,7 +49,6 @@ class DocumentShares(NamedTuple):
 
 
 def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
-    """Return (count,) sums of the values that have the same index."""
     return np.bincount(index, values, count).astype(np.float64)
 
 
@@ -160,7 +159,7 @@ def _messages(
 ) -> tuple[Floats, Floats, Floats]:
     """Return (n,) bytes that each share sends, and (ranks,) seconds of two kinds of messages.
 
-    Work can hide messages of the first kind, but not of the second, which includes states.
+    Work hides the first kind, but not the second, which includes states.
     """
     row, itemsize = float(costs.kv_bytes(1)), costs.itemsize
     moved = np.zeros(shares.ranks.size)
@@ -185,10 +184,7 @@ def _messages(
 
 
 def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
-    """Return (ranks,) seconds to send `sent` bytes from each share's rank to the document's others.
-
-    A rank sends one message to each other rank, for all of its documents.
-    """
+    """A rank sends one message to each other rank, for all of its documents."""
     nbytes, cluster = as_amounts("sent", sent), costs.cluster
     others = np.maximum(shares.sizes - 1, 1)
     near, far = shares.beside - 1, shares.sizes - shares.beside

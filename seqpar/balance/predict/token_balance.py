@@ -67,7 +67,7 @@ def moves(tokens: Ints, cluster: Cluster) -> Ints:
 def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
     """Return how many tokens each rank of a node sends inside it, to `room` free places.
 
-    A rank that sends a of its s surplus tokens inside takes inside·a + between·(s − a) seconds. The
+    A rank that sends a of s surplus tokens inside takes inside·a + between·(s − a) seconds. The
     longest time is least if all ranks above a level are brought down to that level.
     """
     if surplus.sum() <= room:

@@ -62,7 +62,6 @@ def _weak(points: Points, shape: str) -> Figure | None:
 def _panels(
     points: Points, key: Callable[[Workload], int], figure: str, with_ideal: bool = False
 ) -> dict[int, Series]:
-    """Return each contender's figure by ranks, for points on several numbers of ranks."""
     panels: dict[int, Series] = {}
     for workload, row in points:
         series = panels.setdefault(key(workload), {})
@@ -88,7 +87,6 @@ def _lines(
     log: bool,
     x: str = "ranks",
 ) -> Figure | None:
-    """Draw one panel for each key, with a line for each contender."""
     if not panels:
         return None
     count = len(panels)

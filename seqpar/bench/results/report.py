@@ -81,13 +81,11 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
 
 
 def largest(figures: list[int | None]) -> int | None:
-    """Return the largest figure of all ranks, or None if any rank has none."""
     known = [figure for figure in figures if figure is not None]
     return max(known) if len(known) == len(figures) else None
 
 
 def complete(rows: list[Row]) -> None:
-    """Add the figures to all rows."""
     area = functools.cache(lambda mask, tokens: PackedBatch.of(mask, tokens).area)
     ones = {_workload(row): row for row in rows if row["contender"] == ONE}
     for row in rows:
@@ -101,7 +99,6 @@ def _workload(row: Row) -> Workload:
 
 
 def cells(row: Row) -> list[str]:
-    """Return a point's cells, by column."""
     known = row["figures"]
     if known is None:
         return [row["contender"], row["failed"] or "not measured yet"]
@@ -125,7 +122,6 @@ def cells(row: Row) -> list[str]:
 
 
 def grouped(rows: list[Row]) -> dict[Workload, list[Row]]:
-    """Return the rows by workload, in order."""
     groups: dict[Workload, list[Row]] = {}
     for row in rows:
         groups.setdefault(_workload(row), []).append(row)
@@ -161,7 +157,6 @@ def notes(content: SweepFile) -> list[str]:
 
 
 def hosts(content: SweepFile) -> list[str]:
-    """Return the hosts of the ranks."""
     places = content["links"]["places"] if content["links"] else []
     return sorted({place["host"] for place in places})
 
@@ -209,7 +204,6 @@ def markdown(content: SweepFile, pictures: list[Path]) -> str:
 
 
 def show(content: SweepFile) -> None:
-    """Print a table for each workload."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape

@@ -34,7 +34,6 @@ class LinksReport(TypedDict):
 
 
 def place(device: torch.device) -> dict[str, str]:
-    """Return the host and device of this rank."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"host": host_name(), "device": name}
 

@@ -36,7 +36,6 @@ class MeasuredStep:
     backward: bool
 
     def __call__(self) -> list[Tensor]:
-        """Return out, and the gradients of q, k and v."""
         *inputs, dout = (x.detach() for x in self.tensors)
         leaves = [x.requires_grad_(self.backward) for x in inputs]
         with self.contender.context():
@@ -46,7 +45,6 @@ class MeasuredStep:
 
     @property
     def operand_bytes(self) -> int:
-        """The bytes of q, k and v, and of dout if it is used."""
         return sum(x.nbytes for x in self.tensors[: 4 if self.backward else 3])
 
 
@@ -101,7 +99,6 @@ class Rank:
         return self._steps[name]
 
     def _together(self) -> None:
-        """Wait until all ranks arrive without pending work."""
         self._comm.synchronize()
         self._comm.all_gather(torch.zeros(1, device=self._comm.device), label="sweep")
         self._comm.synchronize()
@@ -114,7 +111,6 @@ class Rank:
         return time.perf_counter() - start
 
     def _costs(self, step: MeasuredStep, name: str) -> dict[str, object]:
-        """Return the memory, bytes and exposed communication of a step."""
         sent = step.contender.sent_bytes
         step()  # the first step also creates lasting objects, such as connections
         self._together()
@@ -132,7 +128,6 @@ class Rank:
         }
 
     def _check(self, workload: Workload, name: str) -> reference.CheckSums:
-        """Return the error sums of the contender, and of its reference."""
         small = self._small(workload)
         batch = PackedBatch.of(small.mask, small.tokens)
         contender = self._contender(name, workload, batch)

@@ -67,8 +67,6 @@ class SweepRequest(Protocol):
 
 
 class _Own:
-    """The ranks that this process has started."""
-
     def __init__(self, ranks: Iterable[int], device: str, local: int | None) -> None:
         self._ranks = list(ranks)
         self._device = device
@@ -173,7 +171,6 @@ class RankProcesses:
         return lost
 
     def ready(self, ranks: int) -> None:
-        """Start this number of ranks, if a different number is running."""
         if ranks != self._size:
             self._start(ranks)
 
@@ -217,7 +214,6 @@ def _begin(store: Store, number: int, size: int) -> None:
 
 
 def follow(where: LaunchedProcess, device: str) -> None:
-    """Run a rank, on a process that is not the driver's, until the driver ends it."""
     store, address = store_of(where)
     own, number = _Own([where.rank], device, where.local), 0
     try:

@@ -18,7 +18,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(host: str, port: int, name: str, rank: int, size: int, device: torch.device) -> None:
-    """Answer the driver's tasks until this process is ended."""
     store = connect(host, port)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -52,7 +51,6 @@ def answer_to(measuring: Rank, task: Task) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the rank given by the arguments until the process that started it ends."""
     host, port, name, rank, size, device, parent = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its ranks
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -67,7 +67,6 @@ class PackedBatch:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
         return int(self.cu_seqlens[-1])
 
     @property
@@ -82,7 +81,6 @@ class PackedBatch:
 
     @property
     def options(self) -> dict[str, object]:
-        """The mask arguments of a call."""
         options: dict[str, object] = {"causal": self.causal, "window_size": self.window_size}
         if self.has_prefix:
             options["prefix_lens"] = self.prefix_lens
@@ -90,13 +88,11 @@ class PackedBatch:
 
     @property
     def area(self) -> int:
-        """The number of (query, key) pairs that attend."""
         geometry = Layout.contiguous(self.cu_seqlens, 1).geometry
         mask = Mask.of(self.causal, self.window_size, self.prefix_lens, geometry)
         return slices_between(geometry, 0, geometry, 0, mask).area
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return (queries, keys) bool: whether these tokens attend, from the definitions."""
         cu = torch.from_numpy(self.cu_seqlens).to(queries.device)
         query_document = torch.searchsorted(cu, queries, right=True) - 1
         key_document = torch.searchsorted(cu, keys, right=True) - 1

@@ -40,7 +40,6 @@ class OtherLibrary:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention of (T, H, D) over one document by torch's own function."""
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -82,7 +81,6 @@ def all_to_all_by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def ring_attention_pytorch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Return attention by the package ring-attention-pytorch."""
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     out: Tensor = ring_flash_attn(q[None], k[None], v[None], causal=causal, ring_reduce_col=True)

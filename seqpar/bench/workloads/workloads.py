@@ -70,7 +70,6 @@ class Workload:
 
     @property
     def backward(self) -> bool:
-        """Whether gradients are also computed."""
         return self.passes == PASSES[1]
 
     @property
@@ -177,7 +176,6 @@ class Options:
         return list(workloads)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the fields as JSON has them."""
         fields = asdict(self).items()
         return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
 
@@ -255,7 +253,6 @@ def _numbers(name: str, words: Iterable[str], most: int) -> tuple[int, ...]:
 
 
 def _each(name: str, words: Iterable[str]) -> tuple[str, ...]:
-    """Return the words; raise a ValueError if there are none or if any is repeated."""
     listed = list(words)
     if not listed or "" in listed:
         raise ValueError(f"{name} must not be empty, got {shown(listed)}")

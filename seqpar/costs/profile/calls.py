@@ -42,18 +42,15 @@ class Setting:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of query rows in the grid."""
         return (128, 512, 2048, 8192, 16384) if self.device == "cuda" else (64, 256, 1024, 4096)
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """The numbers of keys per row in the grid."""
         # On a CPU, windows are cut into other tiles somewhere between 1,024 and 4,096 keys.
         return self.rows if self.device == "cuda" else (64, 256, 1024, 2048, 4096)
 
     @property
     def width(self) -> int:
-        """The width of linear modules."""
         return 4096 if self.device == "cuda" else 512
 
 
@@ -80,7 +77,6 @@ class Shape:
         }
 
     def slices(self) -> Slices:
-        """Return the slices that the call computes."""
         if self.kind == "full":
             q_rows, k_rows = np.array([[0, self.rows]]), np.array([[0, self.keys]])
             band = np.array([[-UNLIMITED, UNLIMITED]])

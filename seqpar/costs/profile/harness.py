@@ -129,7 +129,6 @@ def exposed(
 
 
 def quartiles(figures: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper quartile."""
     lower, upper = np.quantile(figures, (0.25, 0.75)).tolist()
     return lower, upper
 
@@ -149,7 +148,6 @@ class Environment(TypedDict):
 
 
 def environment() -> Environment:
-    """Return the hardware, the versions and the commit."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor()
@@ -185,12 +183,10 @@ def _commit() -> str:
 
 
 def slug(name: str) -> str:
-    """Return a name that is safe for files and folders."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 def device_slug() -> str:
-    """Return the device's name as a folder name."""
     here = environment()
     name = here["device"]
     return slug(name if torch.cuda.is_available() else f"{name} {here['cores']} cores")

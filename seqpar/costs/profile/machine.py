@@ -83,7 +83,6 @@ def take_turns(
 
 
 def core_seconds(call: Callable[[], object], device: str) -> float:
-    """Return the seconds of a call on this process's core, or on a GPU."""
     if device == "cpu":
         start = time.process_time()
         call()
@@ -121,7 +120,6 @@ def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
 
 
 def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Return calls that fill new and existing memory, and that run many small operators."""
     tensors, rows, count = 16, 2**19, 1000
     kept, small = torch.zeros(tensors, rows, dtype=dtype), torch.zeros(8, dtype=dtype)
     size = tensors * rows * dtype.itemsize
@@ -172,7 +170,6 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def seconds_left() -> float:
-    """Return the seconds that a profile may still take; ∞ outside of `within`."""
     return _end.get() - time.monotonic()
 
 

@@ -106,7 +106,6 @@ def _refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _check_not_compiled(model: nn.Module) -> None:
-    """Raise a ValueError if a model was compiled whole, or runs inside a function that was."""
     if is_compiled(model) or runs_compiled():
         raise ValueError(f"model must not be compiled by torch.compile as a whole: {_INSTEAD}")
 

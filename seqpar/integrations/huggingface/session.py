@@ -242,13 +242,11 @@ class SequenceParallel(EnabledModel):
         forget_layers(self)
 
     def _blocks(self) -> list[nn.Module]:
-        """Return the members of the model's module lists that contain attention layers."""
         lists = [x for x in self.model.modules() if isinstance(x, nn.ModuleList)]
         layers = self.layers.keys()
         return [x for blocks in lists for x in blocks if not layers.isdisjoint(x.modules())]
 
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check a call of the model, and take seqpar's own arguments out of it."""
         check_not_compiled(root)
         if self.generation.takes(kwargs):
             return None

@@ -20,7 +20,6 @@ def cut_into_chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 
 def _chunks(cu_seqlens: Ints, size: int) -> Ints:
-    """Return the number of chunks of each document; an empty document has one."""
     return np.maximum(-(-np.diff(cu_seqlens) // size), 1)
 
 
@@ -40,16 +39,13 @@ class Chunked:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.whole.ranks
 
     @property
     def most_spans(self) -> int | None:
-        """Largest number of spans of a chunk that a rank holds; None without a limit."""
         return self.whole.most_spans
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the spans of chunks that a rank holds."""
         documents, starts, stops = self.whole.columns(self.documents, rank)
         low = starts // self.size
         count = (stops - 1) // self.size - low + 1

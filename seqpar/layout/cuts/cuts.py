@@ -230,7 +230,6 @@ class Zigzag:
         return Counts(tokens, spans, runs + longs, spans - begun)
 
     def _owner(self, lengths: Ints, positions: Ints) -> Ints:
-        """Return the rank that holds the given position of each document."""
         chunk = _chunk(lengths, positions, 2 * self.ranks)
         return np.minimum(chunk, 2 * self.ranks - 1 - chunk)
 
@@ -315,7 +314,6 @@ class Spans:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.edges.size - 1
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
@@ -363,12 +361,10 @@ class Merged:
 
     @property
     def ranks(self) -> int:
-        """Number of merged ranks."""
         return -(-self.members.ranks // self.size)
 
     @property
     def alike(self) -> bool:
-        """Whether the cut of a document depends only on its length."""
         return self.members.alike
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:

@@ -26,11 +26,9 @@ class _Shares(NamedTuple):
     up: Ints
 
     def tokens(self, ranks: int | Ints) -> Ints:
-        """Return n_c of each document for the given rank or ranks."""
         return self.last.dealt_to(ranks) - self.first.dealt_to(ranks)
 
     def low(self, tokens: Ints) -> Ints:
-        """Return the tokens of the low chunk, out of a rank's `tokens` tokens of each document."""
         return (tokens + self.up) // 2
 
     def take(self, chosen: Ints) -> _Shares:
@@ -42,11 +40,10 @@ class _Shares(NamedTuple):
         )
 
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
-        """Divide the ranks below `behind` into groups of consecutive ranks with equal shares.
+        """Return the borders (6, documents) and n_c (5, documents) of groups of equal ranks.
 
-        Return (6, documents) borders of the groups, ascending from 0, and (5, documents) n_c of
-        each group. Five groups suffice: all ranks get the same number in a round, except for the
-        ranks whose turn it is when the document begins and ends.
+        The groups divide the ranks below `behind`. Five suffice: in a round all ranks get the same
+        number, except for the ranks whose turn it is when the document begins and ends.
         """
         turns = self.first.turn, self.last.turn
         low = np.minimum(*turns)
@@ -56,10 +53,7 @@ class _Shares(NamedTuple):
         return borders, self.tokens(borders[:-1])
 
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
-        """Return where chunks start and stop: the low and the high chunk of each document in turn.
-
-        The chunks belong to one rank, or to one rank per document.
-        """
+        """Return (documents, 2) starts and stops of one rank's low and high chunks."""
         borders, tokens = self.equal_ranks(rank)
         low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
         below = self.last.dealt_below(rank) - self.first.dealt_below(rank)

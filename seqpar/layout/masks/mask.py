@@ -98,7 +98,6 @@ class Mask:
         return cls(UNLIMITED, UNLIMITED, ranges=MaskRanges.of(ranges))
 
     def check_fits(self, queries: Geometry, keys: Geometry) -> None:
-        """Raise a ValueError that names the mask unless it fits these documents."""
         if self.prefix is not None and len(self.prefix) != keys.lengths.size:
             expected = f"a prefix of {keys.lengths.size} documents"
             raise ValueError(f"mask must have {expected}, got {len(self.prefix)}")
@@ -147,12 +146,10 @@ class Slices:
 
     @property
     def key_rows(self) -> int:
-        """Number of key rows in the block."""
         return self.k_positions.size
 
     @property
     def query_rows(self) -> int:
-        """Number of query rows in the block."""
         return self.q_positions.size
 
     @property
@@ -198,14 +195,12 @@ class Slices:
         return (distance >= low).logical_and_(distance <= high)
 
     def _positions_on(self, device: torch.device) -> list[Tensor]:
-        """Return the rows' positions on a device; the copies are cached."""
         host = self.q_positions, self.k_positions
         build = lambda: [torch.from_numpy(positions).to(device) for positions in host]  # noqa: E731
         return self.derived(("positions", device), build)
 
     @cached_property
     def area(self) -> int:
-        """Number of visible (query, key) pairs."""
         return sum(visible for visible, _ in self.pairs)
 
     @property
@@ -271,7 +266,6 @@ def slices_between(
 
 
 def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask) -> Slices:
-    """Return the slices of all of one rank's query rows over all of another's key rows."""
     q, k = queries.holdings[q_rank], keys.holdings[k_rank]
     shift = keys.lengths - queries.lengths
     if mask.ranges is None:
@@ -290,8 +284,6 @@ def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, ma
 def slices_over(
     queries: Geometry, q_rank: int, keys: Geometry, k_ranks: tuple[int, ...], mask: Mask
 ) -> Slices:
-    """Return the slices of one rank's queries over the keys of several ranks, in one block."""
-
     def build() -> Slices:
         parts = [slices_between(queries, q_rank, keys, k_rank, mask) for k_rank in k_ranks]
         return Slices.concatenate(parts)
@@ -300,7 +292,6 @@ def slices_over(
 
 
 def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
-    """Return the memo of a mask's slices; if there are many masks, the oldest memo is dropped."""
     masks = queries.derived_with(keys)(("masks",), lambda: Memo(MAX_KEPT_SETTINGS))
     return masks(mask, Memo)
 

@@ -46,7 +46,6 @@ class Ranges(NamedTuple):
     highs: Ints
 
     def take(self, chosen: RowIndex) -> Ranges:
-        """Return the ranges that an index, or a boolean mask, chooses."""
         return Ranges(*(column[chosen] for column in self))
 
     def trimmed(self) -> tuple[Ranges, Ints]:
@@ -71,7 +70,6 @@ class Ranges(NamedTuple):
         return (starts, stops), own.take(index)
 
     def written(self, i: int) -> str:
-        """Return range i in the form in which users write it."""
         row = [int(column[i]) for column in self]
         bounds = [None if abs(bound) >= UNLIMITED else bound for bound in row[5:]]
         return str((*row[:5], *bounds))
@@ -98,7 +96,6 @@ class MaskRanges:
 
     @classmethod
     def of(cls, ranges: RangeList) -> MaskRanges:
-        """Return the ranges that a user lists, or raise a ValueError that names a wrong range."""
         given = _parsed(ranges)
         columns, index = given.trimmed()
         order = np.lexsort(columns[::-1])
@@ -137,7 +134,6 @@ class MaskRanges:
         return documents, queries, keys
 
     def check_fits(self, queries: Geometry, keys: Geometry) -> None:
-        """Raise a ValueError that names the mask unless all ranges are within these documents."""
         documents, *ends = self._ends
         if documents > queries.lengths.size:
             found = f"a range of document {documents - 1} of {queries.lengths.size}"
@@ -166,7 +162,6 @@ def from_handle(handle: Tensor) -> MaskRanges:
 
 
 def key_of_handle(handle: Tensor) -> bytes:
-    """Return the digest at the start of a handle."""
     return key_of((handle if handle.is_cpu else handle.cpu()).numpy())
 
 
@@ -174,7 +169,6 @@ _by_key: weakref.WeakValueDictionary[bytes, MaskRanges] = weakref.WeakValueDicti
 
 
 def _parsed(ranges: RangeList) -> Ranges:
-    """Return a user's ranges as arrays, or raise a ValueError that names a wrong range."""
     found = Ranges(*_columns(ranges))
     for name, column in zip(_NAMES[:5], found, strict=False):
         wrong = np.flatnonzero((column < 0) | (column > MAX_DOCUMENT_TOKENS))
@@ -193,7 +187,6 @@ def _parsed(ranges: RangeList) -> Ranges:
 
 
 def _columns(ranges: RangeList) -> list[Ints]:
-    """Return the columns of a user's ranges, or raise a ValueError if there are not seven."""
     expected = f"ranges must be ({', '.join(_NAMES)}) each"
     columns: list[Any]
     if isinstance(ranges, np.ndarray | Tensor):
@@ -207,7 +200,6 @@ def _columns(ranges: RangeList) -> list[Ints]:
 
 
 def _columns_of(ranges: Sequence[Range], expected: str) -> list[Any]:
-    """Return the columns of a list of tuples, or raise a ValueError if they are not seven each."""
     try:
         rows = [tuple(row) for row in ranges]
     except TypeError:

@@ -223,7 +223,6 @@ class Side(NamedTuple):
             yield documents[block], lookup(documents[block], starts[block], stops[block])
 
     def _is_mirrored(self, own: Holding) -> bool:
-        """Return whether `_mirrored_own_rows` applies."""
         mask = self.their_reach.mask
         if mask.ranges is not None or mask.prefix is not None or mask.left < 2**40:
             return False
@@ -235,8 +234,7 @@ class Side(NamedTuple):
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
         """Count own rows if other ranks have two mirrored chunks and reach everything on one side.
 
-        Queries reach all keys before the last reachable one, and keys all queries after the first.
-        The own rows of a document that they reach are therefore its first or its last rows.
+        They reach each document's first rows (queries) or last rows (keys).
         """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
@@ -270,7 +268,6 @@ class Side(NamedTuple):
         return reached
 
     def _mirrored_their_rows(self, reached: Holding) -> Ints:
-        """Count rows of other ranks with two mirrored chunks, for one interval per document."""
         ranks = self.others.ranks
         below = np.zeros(2 * ranks + 1, np.int64)
         for block, edges in self._mirrored(reached.documents):
@@ -282,7 +279,6 @@ class Side(NamedTuple):
         return chunks[:ranks] + chunks[ranks:][::-1]
 
     def _mirrored(self, documents: Ints) -> Iterator[tuple[slice, Ints]]:
-        """Yield blocks of documents, and the edges of their mirrored chunks."""
         size = max(1, _BLOCK_EDGES // (2 * self.others.ranks + 1))
         lengths = self.others.lengths[documents]
         for first in range(0, documents.size, size):
@@ -320,21 +316,14 @@ def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
 
 
 def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Return `starts` moved past all earlier intervals of the same run.
-
-    Intervals are sorted by run, then start. An interval within earlier ones gets a start at or
-    after its stop.
-    """
+    """Return `starts` beyond the run's earlier intervals; intervals are sorted by run, start."""
     reached = np.maximum.accumulate(sort_keys(runs, stops))
     earlier = np.r_[0, reached[:-1]][: reached.size] - sort_keys(runs, np.zeros_like(runs))
     return np.maximum(starts, earlier)
 
 
 def _blocks(limits: Ints) -> Iterator[slice]:
-    """Yield slices of documents with at most `_BLOCK_SPANS` spans, but at least one document.
-
-    `limits` is an upper limit on the spans of each document.
-    """
+    """Yield slices of documents with at most `_BLOCK_SPANS` spans in `limits`, or one document."""
     ends, first = np.cumsum(limits), 0
     while first < limits.size:
         done = int(ends[first - 1]) if first else 0

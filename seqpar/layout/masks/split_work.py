@@ -37,10 +37,7 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _row(start: Ints, stop: Ints) -> int | None:
-    """Return the row before which to cut a slice into halves of its area, or None for no cut.
-
-    Long slices are cut between tiles.
-    """
+    """Return the row before which to halve a slice's area, between tiles if it is long; or None."""
     if start.size < 2:
         return None
     step = min(_TILE_ROWS, start.size // 2)
@@ -51,11 +48,7 @@ def _row(start: Ints, stop: Ints) -> int | None:
 def _part(
     slices: Slices, i: int, start: Ints, stop: Ints, rows: tuple[int, int | None]
 ) -> tuple[Ints, ...]:
-    """Return some rows of slice i as tables of one slice.
-
-    Like every slice it is trimmed to the rows that attend to a key, and to the keys that they
-    attend to.
-    """
+    """Return some rows of slice i as tables of one slice, trimmed to pairs that attend."""
     seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + rows[0]
     q0, k0 = int(slices.q_rows[i, 0]), int(slices.k_rows[i, 0])
     k_rows = [k0 + int(start[seeing[0]]), k0 + int(stop[seeing[1]])]

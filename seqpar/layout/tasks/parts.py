@@ -83,18 +83,13 @@ class Parts(NamedTuple):
         return Parts(self.documents[kept], *edges, *(x[kept] for x in self[5:]))
 
     def take(self, chosen: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Parts:
-        """Return the parts that an index, or a boolean mask, chooses."""
         return Parts(*(column[chosen] for column in self))
 
     def areas(self) -> Ints:
-        """Return the number of visible pairs of each part; parts need not be trimmed."""
         return self._below(self.highs) - self._below(self.lows - 1)
 
     def _below(self, bounds: Ints) -> Ints:
-        """Count each part's pairs with k_pos − q_pos ≤ bound.
-
-        Query i has clip(i + c, 0, w) of a part's w keys; the sums are in closed form.
-        """
+        """Count pairs with k_pos − q_pos ≤ bound: query i has clip(i + c, 0, w) of w keys."""
         width = self.k_stops - self.k_starts
         c = np.clip(bounds + 1 - self.k_starts, -self.q_stops, width - self.q_starts)
 

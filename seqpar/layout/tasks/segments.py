@@ -113,11 +113,9 @@ class Segments(NamedTuple):
         return edges
 
     def take(self, chosen: RowIndex) -> Segments:
-        """Return the segments that an index, or a boolean mask, chooses."""
         return Segments(*(column[chosen] for column in self))
 
     def of(self, server: int) -> Segments:
-        """Return the segments of one server."""
         own = self._slice(server)
         return Segments(*(column[own] for column in self))
 
@@ -149,7 +147,6 @@ class Segments(NamedTuple):
         return joined.take(np.lexsort((joined.starts, joined.servers)))
 
     def _slice(self, server: int) -> slice:
-        """Return the slice of a server's segments."""
         return slice(*np.searchsorted(self.servers, (server, server + 1)).tolist())
 
     def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
@@ -160,10 +157,7 @@ class Segments(NamedTuple):
 
 
 def _edges(totals: Ints, count: int) -> Ints:
-    """Return (n, count + 1) edges that cut amounts into stages, the first half as long as others.
-
-    The first stage has less work to hide under.
-    """
+    """Return (n, count + 1) stage edges; the first stage hides less work and is half as long."""
     reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
     return totals[:, None] * reached // (2 * count - 1)
 

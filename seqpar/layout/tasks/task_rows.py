@@ -54,7 +54,6 @@ class ServerRows(NamedTuple):
 
     @classmethod
     def local(cls, geometry: Geometry, rank: int) -> ServerRows:
-        """Return all rows that a rank holds."""
         holding = geometry.holdings[rank]
         return cls(holding, np.arange(geometry.lengths.size), [rank], [holding.tokens])
 
@@ -71,7 +70,6 @@ class ServerRows(NamedTuple):
 
     @classmethod
     def joined(cls, blocks: Sequence[ServerRows]) -> ServerRows:
-        """Return the rows of several blocks, one block after another."""
         if not blocks:
             return cls.of(np.empty((4, 0), np.int64))
         first_run = np.cumsum([0] + [block.documents.size for block in blocks])
@@ -124,7 +122,6 @@ class TaskRows:
         self.keys = Segments.of_keys(needing, keys, np.r_[stages[guest], own * 0 - 1], count)
 
     def of_server(self, rank: int) -> Parts:
-        """Return the parts that a rank computes."""
         return self.parts.take(self.parts.servers == rank)
 
 
@@ -162,7 +159,6 @@ def arriving_at(
 
 
 def _most(needed: Segments, coming: Ints) -> int:
-    """Return the largest number of rows that come to any server."""
     return int(np.bincount(needed.servers, coming, 1).max())
 
 

@@ -125,10 +125,7 @@ def _check_packing(side: Side, function: Any) -> None:
 
 
 def _check_prepared(mask: PreparedMask, function: Any) -> None:
-    """Raise a ValueError if a layer asks for another mask than the one prepared for the model.
-
-    A compiled graph can read the name of the model's mask function, but not its closure.
-    """
+    """Raise a ValueError if a layer asks for another mask than the one prepared for the model."""
     name = function.__name__
     bounded = mask.pattern.left >= 0 or mask.pattern.chunk is not None
     if name != ("and_mask" if bounded else "causal_mask_function"):
@@ -152,7 +149,6 @@ class ScoreOptions(NamedTuple):
     band: MaskShape | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the options of a call of the strategy's module."""
         scores = {"softmax_scale": self.scaling, "softcap": self.softcap, "sinks": self.s_aux}
         if self.alibi_slopes is not None:
             scores["alibi_slopes"] = self.alibi_slopes
@@ -244,7 +240,6 @@ def _check_keys(
     operands: tuple[Tensor, Tensor, Tensor],
     shape: MaskShape,
 ) -> int | None:
-    """Check the shapes of queries and keys. Return the layer's number in the cache, if any."""
     query, key, _ = operands
     side, _, rows = sides_of(call, layer)
     cached = None if call.cache is None else call.cache.layer_of(key)

@@ -34,7 +34,6 @@ class Band(NamedTuple):
 
 
 def bands_of(layer: Any) -> list[Band]:
-    """Return the bands of a layer, computed by its own bucket function."""
     last = int(layer.relative_attention_max_distance) + 1
     bucket_of = layer._relative_position_bucket
     options = {}

@@ -102,7 +102,6 @@ class ModelCall:
 
     @property
     def reached(self) -> set[nn.Module]:
-        """The layers that this call has run."""
         return {x for x, layer in self.session.layers.items() if layer.calls > self.counted[x]}
 
     @property

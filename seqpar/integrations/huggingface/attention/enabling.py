@@ -41,9 +41,7 @@ _GUARD = "_refuses_sharded_batches"  # attribute of the checked PreTrainedModel.
 class Removable(Protocol):
     """A change of a model that can be undone."""
 
-    def remove(self) -> None:
-        """Undo the change."""
-        ...
+    def remove(self) -> None: ...
 
 
 def check_attention(session: EnabledModel, body: nn.Module) -> None:
@@ -87,7 +85,6 @@ def replace_attention(
 
 
 def forget_layers(session: EnabledModel) -> None:
-    """Remove the session from the model's layers."""
     for module in session.layers:
         vars(module).pop(KEY, None)
 
@@ -121,10 +118,7 @@ def _guard(kind: type[nn.Module]) -> None:
 
 
 def _refuse_sharded_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a ValueError if a model that is not enabled gets one rank's tokens.
-
-    Copies of ids are recognised by comparing numbers, where the shapes are equal.
-    """
+    """Raise a ValueError if a model that is not enabled gets one rank's tokens."""
     from transformers import PreTrainedModel
 
     values = [*args, *kwargs.values()]
@@ -144,7 +138,6 @@ def _refuse_sharded_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def _has_users_attention(model: Any) -> bool:
-    """Return whether attention is a user's own function, which may work over ranks."""
     from transformers import AttentionInterface
 
     function = AttentionInterface().get(getattr(model.config, _SETTING, None))

@@ -33,7 +33,6 @@ class LinearLayer:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None
     ) -> Any:
-        """Return attention of (1, T_local, H, D), with the layer's own scale."""
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)

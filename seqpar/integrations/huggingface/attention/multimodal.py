@@ -80,7 +80,6 @@ class OutsideText:
 
 
 def _most_dropped(x: nn.Module) -> float:
-    """Return the greatest probability by which a module drops values or layers in training."""
     p = x.p if isinstance(x, nn.Dropout) else dropout_of(x) if dispatches(type(x)) else 0.0
     layers = getattr(x, "layerdrop", 0.0)
     return max(p, layers if isinstance(layers, float) else 0.0)
@@ -108,7 +107,6 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
 
 
 def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
-    """Return the text model's arguments, cut to this rank's tokens."""
     side = call.sharding.main
     positions = kwargs.get("position_ids")
     if positions is not None:

@@ -83,7 +83,6 @@ class Bias(Noted):
     slopes: Tensor | None = None
 
     def noted(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a function of this bias."""
         if name == "baddbmm":  # called as a method; the recording must see the function
             named = dict(kwargs)
             batches = args[1:] or (named.pop("batch1"), named.pop("batch2"))
@@ -117,7 +116,6 @@ class Scores(Noted):
     weights: bool = False
 
     def noted(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a function of these scores."""
         other = args[1] if len(args) > 1 else None
         if name in ("expand_as", "type_as") and args[0] is not self:
             like = args[0].new_empty((), dtype=self.dtype).expand(self.shape)
@@ -211,7 +209,6 @@ def _name(name: str) -> str:
 
 
 def _note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a function to scores or biases."""
     name = _name(name)
     if name == "where" and isinstance(args[0], Bias) and _leaves_out(args[2]):
         name, args = "masked_fill", (args[1], args[0], args[2])
@@ -267,7 +264,6 @@ class OwnForward:
             self._module.forward = self._known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward, with attention over all ranks."""
         bound = self._signature.bind(*args, **kwargs)
         device = next(x.device for x in bound.arguments.values() if isinstance(x, Tensor))
         for name, value in bound.arguments.items():
@@ -309,7 +305,6 @@ class OwnForward:
 
 
 def trace_layers(session: EnabledModel) -> list[OwnForward]:
-    """Trace the layers of a session that compute attention themselves, until removed."""
     return [
         OwnForward(x, layer, session)
         for x, layer in session.layers.items()
@@ -353,7 +348,6 @@ def band_of(x: Tensor) -> MaskShape | None:
 
 
 def has_slopes(x: nn.Module) -> bool:
-    """Return whether a module is an attention layer with ALiBi's bias."""
     return computes_itself(type(x)) and slopes_of(x) is not None
 
 

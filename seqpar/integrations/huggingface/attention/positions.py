@@ -19,7 +19,6 @@ _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longe
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Return whether a model's forward takes position ids, or its embeddings do."""
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         return True
     return any(

@@ -58,7 +58,6 @@ class PatchedRecurrence:
         self._slopes: tuple[Tensor, int, Tensor] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by the global names that they replace."""
         known: dict[str, Callable[..., Any]] = {
             "causal_conv1d_fn": self._convolve,
             "chunk_kimi_delta_attention": self._delta,
@@ -195,7 +194,6 @@ def _making_masks(body: nn.Module) -> list[nn.Module]:
 
 
 def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Compute a layer over all ranks, by its own forward with other functions."""
     session, layer = enabled_layer(module)
     recurrence: PatchedRecurrence = layer.recurrence
     given = dict(zip(recurrence.parameters, args, strict=False)) | kwargs
@@ -231,9 +229,8 @@ def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """Return vectors of length 1, with the ε of transformers' models."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Return None, so that the layer does not use a fused kernel."""
+    """The layer then does not use a fused kernel."""

@@ -62,7 +62,6 @@ class Collator:
         return made
 
     def _sample(self, feature: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a sample's values, with tensors for values that have one entry per token."""
         values = dict(feature)
         if "input_ids" not in values:
             if self._tokenizer is None or "text" not in values:

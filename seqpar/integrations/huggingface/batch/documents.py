@@ -35,7 +35,6 @@ class BatchDocuments(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Whether any token is padding."""
         return self.kept.size < self.rows * self.columns
 
     def by_rows(self) -> BatchDocuments:
@@ -112,7 +111,6 @@ def _offsets(begins: Bools, kept: Ints) -> Ints:
 
 
 def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
-    """Return a bool (B, S): which tokens are not padding."""
     if mask is None:
         return np.ones((rows, columns), dtype=bool)
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, columns):
@@ -136,8 +134,7 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
 def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | None:
     """Return positions (B, S) from which documents can be read; None if the batch has none.
 
-    With planes of positions, (4, B, S), the first plane is the text's. The three planes (3, B, S)
-    are time, height and width, which do not show documents.
+    Of four planes (4, B, S), the first is the text's. Three planes show no documents.
     """
     if position_ids is None:
         return None
@@ -160,10 +157,7 @@ def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | Non
 
 
 def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
-    """Return a bool (B, S): where cu_seq_lens_q and cu_seq_lens_k begin documents.
-
-    Raises a ValueError if positions restart elsewhere.
-    """
+    """Return a bool (B, S): where cu_seq_lens_q and cu_seq_lens_k begin documents."""
     names = [name for name in CU_SEQLENS if batch.get(name) is not None]
     lists = [parse_cu_seqlens(batch[name], name) for name in names]
     cu = lists[0]

@@ -157,7 +157,6 @@ class BatchSharder:
             raise ValueError(f"position_ids must be those that shard returned, got {found}")
 
     def _check_origin(self, sharding: Sharding, with_labels: bool) -> None:
-        """Raise a ValueError if the batch was sharded for another group or kind of model."""
         own, other = self._origin, sharding.origin
         if other is None or other == own:
             return
@@ -202,7 +201,6 @@ class BatchSharder:
     def _documents(
         self, batch: Mapping[str, Any], prefix: str, cached: bool = False
     ) -> tuple[Tensor, BatchDocuments]:
-        """Return the tokens whose key begins with `prefix`, and their documents."""
         names = f"{prefix}input_ids", f"{prefix}inputs_embeds"
         given = [batch[name] for name in names if batch.get(name) is not None]
         if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
@@ -215,9 +213,8 @@ class BatchSharder:
     def _cuts(self, batch: Mapping[str, Any]) -> bool | str | None:
         """Return the effect of a jump in the positions, as `cuts` of `find_documents`.
 
-        This follows transformers. A batch with a mask keeps its positions. Without a mask, models
-        that make masks from positions begin documents there, unless they keep a cache, as they do
-        by default.
+        As in transformers, a batch with a mask keeps its positions. Without one, models that make
+        masks from positions begin documents there, unless they keep a cache, as they do by default.
         """
         if batch.get("attention_mask") is not None:
             return None
@@ -238,7 +235,6 @@ class BatchSharder:
     def _side(
         self, batch: Mapping[str, Any], prefix: str, layout: Layout | None, cached: bool = False
     ) -> Side:
-        """Return this rank's part of the tokens whose keys begin with `prefix`."""
         x, documents = self._documents(batch, prefix, cached)
         if layout is None:
             make = getattr(Layout, self._kind)
@@ -263,7 +259,6 @@ class BatchSharder:
     def _check_positions(
         self, batch: Mapping[str, Any], ids: Tensor, documents: BatchDocuments
     ) -> None:
-        """Raise a ValueError if the model does not take such positions."""
         if ids.dim() != 2:
             return
         positions = ids.detach().cpu().numpy()
@@ -285,7 +280,6 @@ class BatchSharder:
             raise ValueError(f"position_ids must be None: {name} counts positions by itself")
 
     def _cut(self, batch: Mapping[str, Any], sharding: Sharding, sides: dict[str, Side]) -> Any:
-        """Return the batch with its tensors cut, each by the side that its name belongs to."""
         made = _like(batch)
         inputs: list[tuple[Side, str]] = []
         for name, x in batch.items():
@@ -319,7 +313,6 @@ class BatchSharder:
         return made
 
     def _needs_mask(self, batch: Mapping[str, Any], side: Side) -> bool:
-        """Return whether the model of a whole batch needs a mask, of padding or of ones."""
         if side.documents.padded:
             return True
         cut = find_documents(batch, *side.shape, "", True).cu_seqlens
@@ -358,7 +351,6 @@ _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def check_all_logits(kwargs: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a call with a sharded batch asks for the logits of some tokens only."""
     kept = kwargs.get("logits_to_keep")
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):
         what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
@@ -373,7 +365,6 @@ def _text_config(model: Any) -> Any:
 
 
 def _counted(labels: Tensor, documents: BatchDocuments) -> int:
-    """Return how many labels count, of tokens that are not padding."""
     kept = torch.from_numpy(documents.kept).to(labels.device)
     return int((labels.flatten()[kept] != -100).sum())
 
@@ -385,7 +376,6 @@ def _like(batch: Mapping[str, Any]) -> Any:
 
 
 def _check_layout(layout: Layout, documents: BatchDocuments, ranks: int) -> None:
-    """Raise a ValueError if a user's layout has other documents, or other ranks."""
     if layout.ranks != ranks:
         raise ValueError(f"layout must be for {ranks} ranks, got one for {layout.ranks}")
     padding = sum(int(layout.padding(rank).sum()) for rank in range(ranks))
@@ -403,7 +393,6 @@ def _few(lengths: list[int]) -> str:
 
 
 def _layout_of(layout: Any) -> Layout | None:
-    """Return the user's layout: a `Layout`, or the layout of a plan's micro-batch."""
     layout = getattr(layout, "layout", layout)
     if layout is not None and not isinstance(layout, Layout):
         found = type(layout).__name__

@@ -151,12 +151,10 @@ def note_tokens(x: Tensor, side: Side) -> None:
 
 
 def keep_ids(ids: Tensor) -> None:
-    """Keep one rank's ids (1, T_local) for a while, to recognise copies of them."""
     _recent.append(ids)
 
 
 def has_noted_tokens(x: Any) -> bool:
-    """Return whether a tensor, or its storage, was noted to hold one rank's tokens."""
     if not isinstance(x, Tensor):
         return False
     if getattr(x, KEY, None) is not None:
@@ -165,7 +163,6 @@ def has_noted_tokens(x: Any) -> bool:
 
 
 def has_kept_ids(x: Any) -> bool:
-    """Return whether a tensor has the numbers of ids that were kept."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.numel() < _MIN_COPY_TOKENS:
         return False
     return any(ids.shape == x.shape and torch.equal(ids.to(x), x) for ids in tuple(_recent))

@@ -60,7 +60,6 @@ class Cache:
         return len(self._windows)
 
     def reset(self) -> None:
-        """Forget all keys."""
         self.store: ShardedCache | None = None
         self.layout: Layout | None = None
         self.padding: Tensor | None = None
@@ -94,7 +93,6 @@ class Cache:
         self._columns, self._new = self._columns + self._new, 0
 
     def abort(self) -> None:
-        """Drop the keys of a call that failed."""
         if self.decodes and self.store is not None:
             self._truncate(self._new)
             self._new = 0
@@ -127,7 +125,6 @@ class Cache:
         return self._stores[self._windows[layer]]
 
     def _keep(self) -> None:
-        """Store a prefill's keys, each layer's in the store for its window."""
         assert self.store is not None and self.layout is not None
         for layer, rows in self._filled.items():
             window = self._windows.setdefault(layer, None)
@@ -139,7 +136,6 @@ class Cache:
         self._filled = {}
 
     def _truncate(self, dropped: int) -> None:
-        """Drop this number of tokens from the end of each row, in all stores or in none."""
         most = min(store.droppable for store in self._stores.values())
         if dropped > most:
             raise ValueError(f"tokens_to_remove must be at least {-most}, got {-dropped}")
@@ -212,15 +208,12 @@ class Cache:
             self._columns -= dropped
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows, in this order."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
         self._select([i for i in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
         self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
 
     def _select(self, rows: Sequence[int]) -> None:

@@ -56,7 +56,6 @@ class Generation:
         refuse_pickle()
 
     def remove(self) -> None:
-        """Restore the model's own `generate`."""
         for handle in self._handles:
             handle.remove()
         inner = self._session.inner
@@ -65,7 +64,6 @@ class Generation:
             inner.generate = self._own
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call of the model has a cache."""
         return isinstance(kwargs.get("past_key_values"), Cache)
 
     def cache(self, block: int, reserve: int) -> Cache:
@@ -102,7 +100,6 @@ class Generation:
             return own(*args, **kwargs | {"past_key_values": cache})
 
     def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cut a prefill, or put the rows of a step into one row."""
         if not self.takes(kwargs):
             return None
         kwargs = dict(kwargs)
@@ -229,10 +226,7 @@ def _refuse_gradient(_: Tensor) -> None:
 
 
 def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, by name, that must agree on all ranks for the same tokens.
-
-    A streamer does not change tokens; with beams, transformers refuses it.
-    """
+    """Return the settings, by name, that change tokens and must agree on all ranks."""
     configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
     named: dict[str, Any] = {}
     for config in reversed(configs):
@@ -270,7 +264,6 @@ def _described(x: Any, depth: int = 3) -> Any:
 
 
 def _whole(outputs: Any, sharding: Sharding, kept: Kept | None, comm: Comm) -> Any:
-    """Return a model's outputs with the tokens of all rows, on all ranks."""
     mark(outputs, sharding)
     made = {}
     for name, value in outputs.items():
@@ -282,7 +275,6 @@ def _whole(outputs: Any, sharding: Sharding, kept: Kept | None, comm: Comm) -> A
 
 
 def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Generate as transformers does, over the ranks of the group; all ranks make the same call."""
     return getattr(model, KEY).generation.generate(model, args, kwargs)
 
 

@@ -138,7 +138,6 @@ def to_step(
 
 
 def _check_mask(cache: Cache, mask: Any, tokens: int) -> None:
-    """Raise a ValueError if a mask has other padding than the prefill's."""
     if mask is None:
         return
     rows, columns = cache.batch_size, cache.get_seq_length() + tokens

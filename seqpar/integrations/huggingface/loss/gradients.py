@@ -76,10 +76,7 @@ class LossOfRanks(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """An output of the model, which accepts gradients only through a loss of all ranks.
-
-    The model's own loss does not pass through it.
-    """
+    """An output that takes gradients only from a loss of all ranks, or from the model's own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: ModelGradients) -> Tensor:
@@ -175,7 +172,6 @@ class ModelGradients:
         self._waiting, self._in_call = groups, True
 
     def end_call(self) -> None:
-        """Put the parameters back."""
         self._restore()
         self._in_call = self._in_module = False
         self._waiting = {}
@@ -278,7 +274,6 @@ class ModelGradients:
             raise ValueError(_REENTRANT if node.recomputed else _NO_TOTAL)
 
     def remove(self) -> None:
-        """Stop replacing parameters."""
         self.end_call()
         self._note_local_gradients([])
         for handle in self._handles:
@@ -326,7 +321,6 @@ class ModelGradients:
         )
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Raise a ValueError if an optimizer steps with gradients that DDP did not average."""
         left = {id(x) for x in self._left_local if x.grad is not None}
         if any(id(x) in left for group in optimizer.param_groups for x in group["params"]):
             reason = (
@@ -352,7 +346,6 @@ class ModelGradients:
         return output
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the parameters of a module that is called, unless they are replaced already."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.comm.size == 1:
             return None
         if self._in_call:
@@ -372,9 +365,6 @@ class ModelGradients:
         return self._replace_tied(self._places(module), args, kwargs) if of_ranks else None
 
     def _grouped(self) -> tuple[dict[nn.Module, list[Place]], list[Place]]:
-        """Return the places of parameters that seqpar sums, grouped by block, and those outside of
-        blocks.
-        """
         groups: dict[nn.Module, list[Place]] = {}
         others: list[Place] = []
         owners: dict[int, nn.Module | None] = {}
@@ -403,7 +393,6 @@ class ModelGradients:
     def _replace_tied(
         self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Put outputs of `_OverRanks` in these places. Return arguments that pass through it."""
         if not places:
             return None
         parameters = list({id(x): x for _, _, x in places}.values())
@@ -436,7 +425,6 @@ class ModelGradients:
             raise ValueError(f"use_reentrant must be False for gradient checkpointing: {reason}")
 
     def _check_leaves(self, leaves: list[Tensor], averaged: bool) -> None:
-        """Raise a ValueError for parameters that a loss uses outside of the model's calls."""
         names = {id(x): name for name, x in self._model.named_parameters()}
         own = {id(x) for _, _, x in self._places(self._model)}
         for x in leaves:
@@ -476,7 +464,6 @@ def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
 
 
 def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return this rank's gradient of a tensor, zeros if it has none."""
     if gradient is None:
         return torch.zeros_like(local_part(x))
     local = local_part(gradient)
@@ -484,7 +471,6 @@ def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _buckets(tensors: tuple[Tensor, ...]) -> list[list[int]]:
-    """Group tensors, by index, into buckets of one dtype and device with a limited size."""
     buckets: list[list[int]] = []
     size = 0
     for i, x in enumerate(tensors):
@@ -501,7 +487,6 @@ def _buckets(tensors: tuple[Tensor, ...]) -> list[list[int]]:
 def _modules(
     module: nn.Module, blocks: set[nn.Module], block: nn.Module | None
 ) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield all modules in a module, each with its block."""
     block = module if block is None and module in blocks else block
     yield module, block
     for child in module.children():
@@ -511,7 +496,7 @@ def _modules(
 def _recomputes_within(block: Any) -> bool:
     """Return whether a block's forward is a reentrant checkpoint, which first builds no graph.
 
-    When backward runs it again, hooks of the block do not run, but hooks of its modules do.
+    When backward runs it again, only hooks of its modules run.
     """
     function = vars(block).get("_gradient_checkpointing_func")
     if function is None or not (getattr(block, "gradient_checkpointing", False) and block.training):
@@ -521,7 +506,6 @@ def _recomputes_within(block: Any) -> bool:
 
 
 def _patches(x: nn.Module) -> int:
-    """Return how many hooks and other forwards users have put into a module."""
     own = vars(x)
     return len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]) + ("forward" in own)
 
@@ -546,7 +530,6 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def _replaced(nested: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
-    """Apply a function to the tensors that need a gradient in mappings, lists and tuples."""
     if isinstance(nested, Tensor):
         if id(nested) not in known:
             known[id(nested)] = function(nested) if nested.requires_grad else nested
@@ -560,7 +543,6 @@ def _replaced(nested: Any, function: Callable[[Tensor], Tensor], known: dict[int
 
 
 def _mark(x: Tensor, call: Averaging) -> None:
-    """Note on a tensor's graph node which call of the model made it."""
     node: Any = x.grad_fn
     if node is not None:
         node.metadata[_KEY] = call
@@ -571,7 +553,6 @@ def _call_of(node: Any) -> Any:
 
 
 def _in_graph(x: Tensor, name: str) -> bool:
-    """Return whether a tensor depends on a node of autograd's graph with this name."""
     nodes = [x.grad_fn]
     known = set(nodes)
     while nodes:

@@ -50,7 +50,6 @@ def losses_of(
 
 
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
-    """Return this rank's part of the mean loss of all ranks' labels."""
     labels, items = call.labels, call.items
     count = call.sharding.labels if items is None else items
     return model.loss_function(
@@ -114,7 +113,6 @@ def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[s
 
 
 def _setting(model: Any, names: tuple[str, ...]) -> Any:
-    """Return a setting of the model, its config or its text config, under one of these names."""
     for where in (model, model.config, model.config.get_text_config()):
         for name in names:
             if getattr(where, name, None) is not None:
@@ -145,7 +143,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 @cache
 def _is_this(own: Callable[..., Any]) -> bool:
-    """Return whether a model's function computes this loss, on a sample of two layers."""
+    """Return whether a model's function computes this loss, by a sample of two layers."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 8, 5, generator=generator).unbind()
     held = torch.arange(8) < 7

@@ -40,7 +40,6 @@ def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bo
 
 
 def _mark_whole(outputs: Any) -> None:
-    """Note on tensors that all ranks have them whole, such as image features."""
     if isinstance(outputs, Tensor):
         setattr(outputs, KEY, None)
     elif isinstance(outputs, list | tuple | Mapping):
@@ -92,7 +91,6 @@ def _cleared(nested: Any, name: str, known: dict[int, Tensor]) -> Any:
 
 
 def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
-    """Return outputs in which each tensor has the tokens of all ranks."""
     if isinstance(outputs, Mapping):
         whole = {name: unshard(value, sharding, comm) for name, value in outputs.items()}
         return type(outputs)(**whole)

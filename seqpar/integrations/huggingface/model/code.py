@@ -32,7 +32,6 @@ _CAUSAL_MASK = re.compile(r"create_(?!bidirectional|recurrent)\w*mask")
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Yield the functions of a module's class and bases, without their decorators."""
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             for x in vars(base).values():
@@ -122,7 +121,6 @@ def cuts_documents(kind: type) -> bool:
 
 
 def _passes_positions(source: str) -> bool:
-    """Return whether a function passes position ids to a function that makes causal masks."""
     if not _CAUSAL_MASK.search(source):
         return False
     with _PARSING:
@@ -152,5 +150,4 @@ _BUCKETS = (
 
 
 def has_buckets(x: nn.Module) -> bool:
-    """Return whether a module is an attention layer with T5's bias of distances."""
     return all(hasattr(x, name) for name in _BUCKETS)

@@ -54,7 +54,6 @@ def require(package: str, user: str) -> None:
 
 
 def inner_model(model: nn.Module) -> Any:
-    """Return the outermost transformers model in a module."""
     require("transformers", "seqpar.integrations.huggingface")
     from transformers import PreTrainedModel
 

@@ -167,7 +167,6 @@ def check_reached(
 
 
 def encoder_of(model: Any) -> nn.Module | None:
-    """Return the encoder of an encoder-decoder model, or None."""
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
         return None
@@ -242,7 +241,6 @@ def _mixing(
 
 
 def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
-    """List settings with which layers cannot be computed exactly."""
     reasons = []
     for name, x in reached.items():
         if strange := sorted(read_elsewhere(type(x)) - _READ):
@@ -284,7 +282,6 @@ def configs_of(model: nn.Module) -> Iterator[object]:
 
 
 def _listed(named: list[tuple[str, str]]) -> str:
-    """Return the first four names, and how many more there are."""
     names = [name for name, _ in named[:4]]
     more = len(named) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
@@ -297,5 +294,4 @@ def _modules_of_class(
 
 
 def _related(name: str, layers: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is one of these layers, inside one, or around one."""
     return any(name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.") for x in layers)

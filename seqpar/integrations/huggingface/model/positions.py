@@ -47,10 +47,9 @@ def is_formula(x: nn.Module) -> bool:
 
 
 def _counts_mask(model: nn.Module) -> bool:
-    """Return whether a model's positions count the tokens that are not padding.
+    """Return whether a model's positions count the tokens that are not padding, as its table does.
 
-    Its table does so, unless the module around it passes positions, as BioGPT's does, which count
-    columns.
+    BioGPT's does not: the module around it passes positions, which count columns.
     """
     return any(
         is_table(x) and _takes(x, "attention_mask") and not columns_of(type(around))

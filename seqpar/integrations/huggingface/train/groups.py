@@ -75,7 +75,6 @@ class Groups:
 
     @contextmanager
     def evaluating(self, evaluates: bool = True) -> Iterator[None]:
-        """Evaluate within the context."""
         before = self.evaluates
         self.evaluates = evaluates or before
         try:
@@ -151,7 +150,6 @@ class Groups:
 
     @property
     def _turn(self) -> _Turn | None:
-        """The turn of the batch that is being evaluated, if its loader takes turns."""
         return getattr(self._accelerator.gradient_state.active_dataloader, KEY, None)
 
     @property
@@ -179,7 +177,6 @@ class Groups:
         return [value for first in self._counted for value in parts[first]]
 
     def _deal(self, made: Any, dispatches: bool) -> None:
-        """Make groups take turns at the batches of a loader that was made for one process."""
         turn = _Turn(self.count, self.index, dispatches)
         base = made.base_dataloader
         options = {name: getattr(base, name) for name in _OPTIONS}
@@ -212,10 +209,9 @@ class Groups:
 
 
 class _Turn:
-    """A turn of the groups, each of which takes one batch, and the end of the last turn.
+    """A turn of the groups, each of which takes one batch; the last turn repeats its last batch.
 
-    The last turn may have fewer batches, `batches`; the other groups then repeat the last one.
-    `rows` is the number of rows of the last batch.
+    `batches` is the number of different batches, and `rows` the number of rows of the last one.
     """
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:
@@ -223,7 +219,6 @@ class _Turn:
         self.batches, self.rows = groups, -1
 
     def deal(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield this group's batches."""
         from accelerate.utils import ignorant_find_batch_size
 
         remaining = iter(batches)
@@ -234,8 +229,6 @@ class _Turn:
 
 
 class _DealtSampler(BatchSampler):
-    """The batches that a group takes from a batch sampler."""
-
     def __init__(self, turn: _Turn, batches: Any) -> None:
         self._turn, self.batch_sampler = turn, batches
         self.drop_last = getattr(batches, "drop_last", False)
@@ -255,8 +248,6 @@ class _DealtSampler(BatchSampler):
 
 
 class _DealtLoader(DataLoader[Any]):
-    """The batches that a group takes from an iterable dataset."""
-
     def __init__(self, turn: _Turn, *args: Any, **kwargs: Any) -> None:
         self._turn = turn
         super().__init__(*args, **kwargs)
@@ -271,8 +262,7 @@ class _DealtLoader(DataLoader[Any]):
 class _Dispatched(IterableDataset[Any]):
     """The samples that accelerate's DataLoaderDispatcher would give one process in an epoch.
 
-    In a turn the processes take `size` samples, in equal parts. The last turn is filled up to equal
-    parts by repeating the first samples.
+    A turn has `size` samples, in equal parts; the last one is filled with the first samples.
     """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool, groups: Groups) -> None:
@@ -308,7 +298,6 @@ class _Dispatched(IterableDataset[Any]):
 
 
 def _seed_workers(loader: Any, group: int) -> None:
-    """Make the workers of a group's ranks draw the same random numbers."""
     from transformers.trainer_utils import seed_worker
 
     seed = loader.worker_init_fn
@@ -317,7 +306,6 @@ def _seed_workers(loader: Any, group: int) -> None:
 
 
 def _draws_seeds(sampler: Any) -> bool:
-    """Return whether a sampler's order depends on torch's global random numbers."""
     from accelerate.data_loader import SeedableRandomSampler
 
     if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):

@@ -66,8 +66,6 @@ def trainer(base: type) -> type:
 
 
 class _Whole:
-    """A model that takes whole batches and returns whole outputs."""
-
     def __init__(self, model: Any, sp: SequenceParallel, loss_only: bool) -> None:
         self.model, self._sp, self.loss_only = model, sp, loss_only
 
@@ -120,12 +118,10 @@ class OverRanks:
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate on the batches of one process."""
         with self._groups.evaluating():
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict on the batches of one process."""
         with self._groups.evaluating():
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
@@ -172,7 +168,6 @@ class OverRanks:
             return super().prediction_step(whole, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Count a batch's operations once for its group."""
         found: int = super().floating_point_ops(inputs)  # type: ignore[misc]
         return found // self._sp.comm.size
 
@@ -188,7 +183,6 @@ class OverRanks:
         return batch
 
     def _loss_of(self, model: Any, batch: dict[str, Any], items: Any) -> tuple[Tensor, Any]:
-        """Return the loss of a sharded batch, divided by `items` if given, and the outputs."""
         given = {} if items is None else {"num_items_in_batch": items}
         if self.label_smoother is None:
             outputs = model(**batch, **given)
@@ -259,7 +253,6 @@ class OverRanksSFT(OverRanks):
             return loss, self._sp.unshard(model(**batch))
 
     def _note(self, outputs: Any, inputs: dict[str, Any]) -> None:
-        """Add a batch to the means that the trainer logs."""
         found = outputs.label_mask, outputs.is_top1, outputs.entropy.detach()
         comm = self._sp.comm
         local = torch.stack([x.sum().double() for x in found]).to(comm.device)
