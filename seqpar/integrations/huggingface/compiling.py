@@ -16,9 +16,10 @@ from seqpar.integrations.huggingface.attention.call import (
     current,
 )
 from seqpar.integrations.huggingface.attention.masks import MaskShape
+from seqpar.integrations.huggingface.model.patched_globals import Replaced
 
 
-class CompiledForward:
+class CompiledForward(Replaced):
     """A model's compiled forward, in place until `remove`. Calls with a cache are not compiled.
 
     Dynamo cannot read the functions by which transformers describes masks. Masks are therefore
@@ -26,20 +27,14 @@ class CompiledForward:
     """
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
-        self._model, self._known = model, vars(model).get("forward")
-        self._eager = model.forward
+        self._model, self._eager = model, model.forward
         self._forward = torch.compile(model.forward, **options)
-        model.forward = self
+        super().__init__(model, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = current.call
         compiled = call is not None and call.cache is None
         return (self._forward if compiled else self._eager)(*args, **kwargs)
-
-    def remove(self) -> None:
-        vars(self._model).pop("forward", None)
-        if self._known is not None:
-            self._model.forward = self._known
 
     def masks(self, call: ModelCall) -> Any:
         """Return the model's mask argument: one mask for all layers, or one for each kind."""
@@ -87,21 +82,7 @@ def check_compiles(model: Any, shifts: bool | None, reasons: dict[str, bool]) ->
 _INSTEAD = "call sp.compile(**options) of its session, or compile its blocks one by one"
 
 
-class NotCompiled:
-    """A `compile` method that refuses, in place until `remove`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._known = vars(model).get("compile")
-        object.__setattr__(model, "compile", _refuse_compile)
-
-    def remove(self) -> None:
-        vars(self._model).pop("compile", None)
-        if self._known is not None:
-            object.__setattr__(self._model, "compile", self._known)
-
-
-def _refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
+def refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(f"model.compile cannot be used while the model is enabled: {_INSTEAD}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
 
@@ -29,15 +29,8 @@ class LayerReport:
 
     @classmethod
     def of(cls, layer: AttentionLayer, ranks: int) -> LayerReport:
-        return cls(
-            layer.name,
-            layer.calls,
-            layer.forward_bytes,
-            layer.backward_bytes,
-            ranks,
-            layer.steps,
-            layer.step_bytes,
-        )
+        counted = {x.name: getattr(layer, x.name) for x in fields(cls) if x.name != "ranks"}
+        return cls(ranks=ranks, **counted)
 
     @property
     def bytes(self) -> int:

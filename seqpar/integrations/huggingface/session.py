@@ -27,9 +27,9 @@ from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, chec
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
 from seqpar.integrations.huggingface.compiling import (
     CompiledForward,
-    NotCompiled,
     check_compiles,
     check_not_compiled,
+    refuse_compile,
 )
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.generate.generating import Generation
@@ -44,8 +44,8 @@ from seqpar.integrations.huggingface.model.layers import (
     find_layers,
     groups_of,
     loss_shifts,
-    refuse_pickle,
 )
+from seqpar.integrations.huggingface.model.patched_globals import Replaced
 from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.strategies.registry import make_attention
 
@@ -104,15 +104,9 @@ class SequenceParallel(EnabledModel):
             *replace_attention(self, body, encoder, with_images),
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-            *(NotCompiled(x) for x in {model, self.inner}),
+            *(Replaced(x, "compile", refuse_compile) for x in {model, self.inner}),
         ]
         self.generation = Generation(self, self._sharder, self._groups)
-
-    def __deepcopy__(self, memo: object) -> SequenceParallel:
-        return self  # a copied model's hooks lead to this session, which refuses the copied layers
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_pickle()
 
     def __repr__(self) -> str:
         return f"SequenceParallel({type(self.inner).__name__}, {self.attention!r})"

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.huggingface.model.code import has_buckets
+from seqpar.integrations.huggingface.model.patched_globals import Replaced
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.compute.merge import merge
 
@@ -54,35 +55,28 @@ def bands_of(layer: Any) -> list[Band]:
     return found
 
 
-def add_bucket_hooks(model: nn.Module) -> list[RemovableHandle | _BandBias]:
+def add_bucket_hooks(model: nn.Module) -> list[RemovableHandle | Replaced]:
     """Make layers pass on one bias for each band, (1, H, 1, bands), not one for each pair."""
-    handles: list[RemovableHandle | _BandBias] = []
+    handles: list[RemovableHandle | Replaced] = []
     for x in model.modules():
         if not has_buckets(x):
             continue
         if x.has_relative_attention_bias:
-            handles.append(_BandBias(x))
+            handles.append(Replaced(x, "compute_bias", _bias_by_band(x)))
         elif "position_bias" in inspect.signature(type(x).forward).parameters:
             handles.append(x.register_forward_pre_hook(_without_bias, with_kwargs=True))
     return handles
 
 
-class _BandBias:
-    """A `compute_bias` that returns one bias for each band, in place until `remove`."""
+def _bias_by_band(layer: Any) -> Callable[..., Tensor]:
+    buckets = torch.tensor([band.bucket for band in bands_of(layer)])
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        buckets = torch.tensor([band.bucket for band in bands_of(layer)])
+    def compute_bias(*args: Any, **kwargs: Any) -> Tensor:
+        table = layer.relative_attention_bias
+        values: Tensor = table(buckets.to(table.weight.device))
+        return values.t()[None, :, None]
 
-        def compute_bias(*args: Any, **kwargs: Any) -> Tensor:
-            table = layer.relative_attention_bias
-            values: Tensor = table(buckets.to(table.weight.device))
-            return values.t()[None, :, None]
-
-        layer.compute_bias = compute_bias
-
-    def remove(self) -> None:
-        vars(self._layer).pop("compute_bias", None)
+    return compute_bias
 
 
 def _without_bias(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,13 +17,13 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.buckets import BandMasks
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.batch.sharding import Sharding, Side
-from seqpar.integrations.huggingface.model.layers import AttentionLayer
+from seqpar.integrations.huggingface.model.layers import AttentionLayer, Uncopied
 from seqpar.softmax.module import Attention
 
 T = TypeVar("T")
 
 
-class EnabledModel:
+class EnabledModel(Uncopied):
     """The part of a session that attention layers and `generate` use.
 
     Attributes:

@@ -24,6 +24,7 @@ from seqpar.integrations.huggingface.attention.call import EnabledModel, Sharded
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.model.code import computes_itself
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
+from seqpar.integrations.huggingface.model.patched_globals import Replaced
 
 _MASKED_SCORE = -1e4  # scores at or below this mean that the key is hidden
 _CASTS = {"contiguous", "float", "half", "to", "type", "type_as"}
@@ -245,23 +246,17 @@ _OTHERS = "encoder_hidden_states", "key_value_states"  # arguments that keys are
 _MAKERS = "build_alibi_tensor", "build_mpt_alibi_tensor"  # functions that make ALiBi's bias
 
 
-class OwnForward:
+class OwnForward(Replaced):
     """The traced forward of a layer that computes attention itself, in place until `remove`."""
 
     def __init__(self, module: Any, layer: AttentionLayer, session: EnabledModel) -> None:
-        self._module, self._layer, self._session = module, layer, session
-        self._forward, self._known = module.forward, vars(module).get("forward")
+        self._layer, self._session, self._forward = layer, session, module.forward
         self._signature = inspect.signature(module.forward)
         self._bands = {
             name: band for name, x in module.named_buffers() if (band := band_of(x)) is not None
         }
         self._slopes = slopes_of(module)
-        module.forward = self
-
-    def remove(self) -> None:
-        vars(self._module).pop("forward", None)
-        if self._known is not None:
-            self._module.forward = self._known
+        super().__init__(module, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)

@@ -20,25 +20,23 @@ from seqpar.integrations.huggingface.generate.cache import Cache, cache_type
 from seqpar.integrations.huggingface.generate.steps import Kept, begun, kept_of_prefill, to_step
 from seqpar.integrations.huggingface.loss.gradients import tensors_in
 from seqpar.integrations.huggingface.loss.outputs import mark, unshard
-from seqpar.integrations.huggingface.model.layers import check_reached, encoder_of, refuse_pickle
+from seqpar.integrations.huggingface.model.layers import Uncopied, check_reached, encoder_of
+from seqpar.integrations.huggingface.model.patched_globals import Replaced
 
 _drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
 
 
-class Generation:
+class Generation(Uncopied):
     """The hooks of an enabled model for calls with a cache. `groups` come from `groups_of`."""
 
     def __init__(
-        self,
-        session: EnabledModel,
-        sharder: BatchSharder,
-        groups: list[list[set[nn.Module]]],
+        self, session: EnabledModel, sharder: BatchSharder, groups: list[list[set[nn.Module]]]
     ) -> None:
         self._session, self._sharder = session, sharder
         self._groups = groups
         self._tokens: list[tuple[ModelCall | None, Kept | None]] = []
         inner = session.inner
-        self._handles = [
+        self._handles: list[Any] = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
@@ -47,21 +45,11 @@ class Generation:
         if hasattr(inner, "generate"):
             # Set on the model, so that other models of its class keep theirs. transformers has no
             # other public way to add a cache; `_prepare_cache_for_generation` is private.
-            inner.generate = MethodType(_generate, inner)
-
-    def __deepcopy__(self, memo: object) -> Generation:
-        return self  # the hooks of a copied model refuse its calls
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_pickle()
+            self._handles.append(Replaced(inner, "generate", MethodType(_generate, inner)))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        inner = self._session.inner
-        vars(inner).pop("generate", None)
-        if self._own is not None:
-            inner.generate = self._own
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
         return isinstance(kwargs.get("past_key_values"), Cache)
@@ -159,21 +147,15 @@ class Generation:
     def _resolved(
         self, cache: Cache, kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], ModelCall, Kept | None, Callable[[], None]]:
-        """Return a call's arguments, the call, the tokens with logits, and a function that begins
-        it.
-        """
+        """Return the arguments, the call, the tokens with logits, and a function to begin it."""
         kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
         session = self._session
         if cache.is_initialized:
             made, sharding, kept = to_step(session.inner, cache, kwargs)
             tokens = sharding.main.documents.columns
             self._sharder.check(made, sharding)
-            return (
-                made,
-                ModelCall(session, sharding, cache=cache),
-                kept,
-                lambda: cache.extend(tokens),
-            )
+            call = ModelCall(session, sharding, cache=cache)
+            return made, call, kept, lambda: cache.extend(tokens)
         whole = kwargs.get(KEY) is None
         made = self._sharder.shard(kwargs, cached=True) if whole else dict(kwargs)
         sharding = made.pop(KEY)
@@ -265,12 +247,10 @@ def _described(x: Any, depth: int = 3) -> Any:
 
 def _whole(outputs: Any, sharding: Sharding, kept: Kept | None, comm: Comm) -> Any:
     mark(outputs, sharding)
-    made = {}
-    for name, value in outputs.items():
-        if kept is not None and name == "logits":
-            made[name] = kept.put_back(value, comm)
-        else:
-            made[name] = unshard(value, None, comm)
+    made = {
+        name: kept.put_back(x, comm) if kept and name == "logits" else unshard(x, None, comm)
+        for name, x in outputs.items()
+    }
     return type(outputs)(**made)
 
 

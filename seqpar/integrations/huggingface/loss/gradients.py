@@ -31,7 +31,7 @@ from seqpar.core.torch_private import (
     parameters_in,
     put_tensor,
 )
-from seqpar.integrations.huggingface.model.layers import refuse_pickle
+from seqpar.integrations.huggingface.model.layers import Uncopied
 
 _BUCKET_ELEMENTS = 1 << 24  # summed in one all-reduce
 _KEY = "seqpar"  # key in a graph node's metadata, for the Averaging of its call
@@ -115,7 +115,7 @@ class _OverRanks(torch.autograd.Function):
         return None, None, *gradients[: ctx.tied], *sums
 
 
-class ModelGradients:
+class ModelGradients(Uncopied):
     """Sums the gradients of an enabled model's parameters that DDP and FSDP do not average.
 
     Between `begin_call` and `end_call`, modules hold other tensors in place of their parameters.
@@ -143,12 +143,6 @@ class ModelGradients:
         self._handles = [
             x.register_forward_pre_hook(self._enter, with_kwargs=True) for x in self._modules
         ]
-
-    def __deepcopy__(self, memo: object) -> ModelGradients:
-        return self  # shared with copied modules, whose hooks ignore it
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_pickle()
 
     def begin_call(self, averaging: Averaging, whole: bool) -> None:
         """Replace parameters for a call of the model. With `whole`, replace those of blocks now

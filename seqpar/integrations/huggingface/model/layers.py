@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
@@ -42,8 +42,19 @@ _LOSSES = {
 }
 
 
+class Uncopied:
+    """A part of an enabled model, which the model's copies share. Their calls are refused."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        how = "call sp.disable() first, or save its state_dict() or use save_pretrained()"
+        raise ValueError(f"model cannot be pickled while seqpar runs it over ranks: {how}")
+
+
 @dataclass(eq=False)
-class AttentionLayer:
+class AttentionLayer(Uncopied):
     """An attention layer of an enabled model, with its counters.
 
     Attributes:
@@ -69,18 +80,6 @@ class AttentionLayer:
     recurrence: Any = None
     counter: Any = None
     session: Any = None
-
-    def __deepcopy__(self, memo: object) -> AttentionLayer:
-        return self  # a copied model's layers and calls are refused
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_pickle()
-
-
-def refuse_pickle() -> NoReturn:
-    """Raise the ValueError for pickling an enabled model, or any object that belongs to it."""
-    how = "call sp.disable() first, or save its state_dict() or use save_pretrained()"
-    raise ValueError(f"model cannot be pickled while seqpar runs it over ranks: {how}")
 
 
 def find_layers(
@@ -176,21 +175,16 @@ def encoder_of(model: Any) -> nn.Module | None:
 
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
     """List layers that compute attention themselves, in a way that cannot be traced."""
-    deaf = []
+    deaf = {}
     for name, x in modules.items():
         if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
-            near = any(
-                name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
-                for other in reached
-            )
-            if not near and not _MIXER.search(type(x).__name__) and _has_parameters(x):
-                deaf.append((name, type(x).__name__))
+            mixes = _MIXER.search(type(x).__name__)
+            if not mixes and not _related(name, reached) and _has_parameters(x):
+                deaf[name] = type(x).__name__
     if not deaf:
         return []
-    outermost = [
-        (name, kind) for name, kind in deaf if not any(name.startswith(f"{y}.") for y, _ in deaf)
-    ]
-    kinds = ", ".join(sorted({kind for _, kind in outermost}))
+    outermost = _outermost(deaf)
+    kinds = ", ".join(sorted(set(outermost.values())))
     count = f"{len(reached)} of {len(reached) + len(outermost)} attention layers can be reached"
     return [f"{count}: {_listed(outermost)} compute attention themselves ({kinds})"]
 
@@ -207,11 +201,7 @@ def _mixing(
         apart = whole or by_token or name in reached or _related(name, recurrent)
         if _MIXER.search(kind) and not apart:
             mixers[name] = kind
-    outermost = {
-        name: kind
-        for name, kind in mixers.items()
-        if not any(name.startswith(f"{y}.") for y in mixers)
-    }
+    outermost = _outermost(mixers)
     reasons = [
         f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
         for name, kind in outermost.items()
@@ -227,12 +217,10 @@ def _mixing(
             without = {
                 key: type(block).__name__
                 for key, block in blocks.items()
-                if not any(y == key or y.startswith(f"{key}.") for y in reached)
+                if not any(_is_inside(y, key) for y in reached)
             }
             if 0 < len(without) < len(blocks) and len(set(map(type, x))) > 1:
-                reasons.append(
-                    f"{_listed(list(without.items()))} have no attention that can be reached"
-                )
+                reasons.append(f"{_listed(without)} have no attention that can be reached")
     for name, x in modules.items():
         if re.search(r"pooler$", name) and _has_parameters(x):
             reason = "takes one token of each sequence, which one rank holds"
@@ -261,10 +249,8 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
             if getattr(config, name, False):
                 reasons.append(f"{name} is set, by which {meaning}")
     if dropped := [name for name, x in reached.items() if model.training and dropout_of(x) > 0]:
-        where = _listed([(name, "") for name in dropped])
-        reasons.append(
-            f"{where} have attention dropout, which is not offered: set it to 0 in the config"
-        )
+        where = f"{_listed(dropped)} have attention dropout"
+        reasons.append(f"{where}, which is not offered: set it to 0 in the config")
     return reasons
 
 
@@ -281,8 +267,8 @@ def configs_of(model: nn.Module) -> Iterator[object]:
             yield config
 
 
-def _listed(named: list[tuple[str, str]]) -> str:
-    names = [name for name, _ in named[:4]]
+def _listed(named: Collection[str]) -> str:
+    names = list(named)[:4]
     more = len(named) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
 
@@ -294,4 +280,12 @@ def _modules_of_class(
 
 
 def _related(name: str, layers: Mapping[str, nn.Module]) -> bool:
-    return any(name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.") for x in layers)
+    return any(_is_inside(name, x) or _is_inside(x, name) for x in layers)
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _outermost(named: dict[str, str]) -> dict[str, str]:
+    return {x: kind for x, kind in named.items() if sum(_is_inside(x, y) for y in named) == 1}

@@ -16,6 +16,20 @@ from torch import nn
 Around = Callable[..., Any]
 
 
+class Replaced:
+    """An attribute that a module has itself, in place until `remove`."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self._module, self._name = module, name
+        self._known = vars(module).get(name)
+        object.__setattr__(module, name, value)
+
+    def remove(self) -> None:
+        vars(self._module).pop(self._name, None)
+        if self._known is not None:
+            object.__setattr__(self._module, self._name, self._known)
+
+
 class Overlay:
     """A copy of a module's forward that calls other functions, in place until `remove`.
 
