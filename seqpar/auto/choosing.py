@@ -22,23 +22,14 @@ from seqpar.simulate.recording.recording import record
 
 
 class CandidatePrediction(NamedTuple):
-    """The predicted time of a call with one candidate, or the reason why it is impossible.
+    """The predicted time of a call with one candidate, or the reason why it is impossible."""
 
-    Attributes:
-        candidate: the strategy and its mesh.
-        seconds: forward and backward, until the last rank ends; ∞ if the call is impossible.
-        sent_bytes: the bytes of the rank that sends most.
-        limit: the largest part of the time: "compute", "imbalance" or "communication".
-        why_not: why another candidate is better, or why the call is impossible; empty for the best.
-        measured: the seconds that the call took on the group's ranks, if it was measured.
-    """
-
-    candidate: Candidate
-    seconds: float = torch.inf
-    sent_bytes: int = 0
-    limit: str = ""
-    why_not: str = ""
-    measured: float | None = None
+    candidate: Candidate  # the strategy and its mesh
+    seconds: float = torch.inf  # forward and backward, until the last rank ends; ∞: impossible
+    sent_bytes: int = 0  # the bytes of the rank that sends most
+    limit: str = ""  # the largest part of the time: "compute", "imbalance" or "communication"
+    why_not: str = ""  # why another is better, or it is impossible; empty for the best
+    measured: float | None = None  # the seconds that the call took on the group's ranks
 
 
 @dataclass(frozen=True)

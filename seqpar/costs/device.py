@@ -55,19 +55,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """The seconds of causal linear attention, forward and backward.
+    """The seconds of causal linear attention, forward and backward."""
 
-    Attributes:
-        call: (2,) seconds per call, regardless of its size.
-        row: (2,) seconds per token, regardless of the number of heads.
-        token: (2,) seconds per token and KV head, with dims of `head_dim`.
-        head_dim: the measured head dim; costs are proportional to it.
-    """
-
-    call: tuple[float, float]
-    row: tuple[float, float]
-    token: tuple[float, float]
-    head_dim: int
+    call: tuple[float, float]  # (2,) seconds per call, regardless of its size
+    row: tuple[float, float]  # (2,) seconds per token, regardless of the number of heads
+    token: tuple[float, float]  # (2,) seconds per token and KV head, with dims of `head_dim`
+    head_dim: int  # the measured head dim; costs are proportional to it
 
     def __post_init__(self) -> None:
         for name in ("call", "row", "token"):

@@ -75,32 +75,20 @@ class Grid:
     Between the nodes, a time is bilinear in both. Above the last node, the device is saturated:
     time grows in proportion, with the pairs per second of that node. Below the first node, time is
     constant.
-
-    Attributes:
-        rows, keys: (n,) and (m,) the nodes: query rows of a call, and keys per row.
-        forward, backward: (n, m) seconds of a call in which every row attends to all keys.
-        window_forward, window_backward: (n, m) seconds of a call with a causal window, where `keys`
-            is the average per row.
-        heads, head_dim: the measured shape; costs of other shapes are proportional.
-        call: (2,) seconds of an empty forward and backward; all tasks of a call share it.
-        edge: additional keys that each row of a causal task costs in cut tiles.
-        tile: query rows that a kernel computes together; a task's rows are rounded up to it.
-        fused: whether a call computes all of its tasks together, as kernels on GPUs do. A task that
-            alone would leave most of the device idle then costs less in a call with others.
     """
 
-    rows: Floats
-    keys: Floats
-    forward: Floats
+    rows: Floats  # (n,) nodes: query rows of a call
+    keys: Floats  # (m,) nodes: keys per row
+    forward: Floats  # (n, m) seconds, if every row attends to all keys
     backward: Floats
-    window_forward: Floats
+    window_forward: Floats  # (n, m) seconds with a causal window; `keys` is the average per row
     window_backward: Floats
-    heads: int
+    heads: int  # of the measured shape; costs of others are proportional
     head_dim: int
-    call: tuple[float, float]
-    edge: float
-    tile: int
-    fused: bool
+    call: tuple[float, float]  # (2,) seconds of an empty forward and backward, shared by all tasks
+    edge: float  # additional keys that each row of a causal task costs in cut tiles
+    tile: int  # query rows that a kernel computes together; a task's rows are rounded up to it
+    fused: bool  # whether a call computes all of its tasks together, as kernels on GPUs do
 
     def __post_init__(self) -> None:
         for name in ("rows", "keys", *TABLES):

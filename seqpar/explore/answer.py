@@ -22,21 +22,13 @@ from seqpar.simulate.recording.recording import record
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a question.
+    """The result of a question."""
 
-    Attributes:
-        question: the question.
-        layout: which rank holds which tokens.
-        work: (ranks, steps) (query, key) pairs, times heads, that each rank computes in forward.
-        bytes: (ranks, ranks) bytes from each rank to each, forward and backward.
-        outcome: when each rank computes, sends and waits, forward and backward.
-    """
-
-    question: Question
-    layout: Layout
-    work: Ints
-    bytes: Ints
-    outcome: Outcome
+    question: Question  # the question
+    layout: Layout  # which rank holds which tokens
+    work: Ints  # (ranks, steps) (query, key) pairs, times heads, that each rank computes in forward
+    bytes: Ints  # (ranks, ranks) bytes from each rank to each, forward and backward
+    outcome: Outcome  # when each rank computes, sends and waits, forward and backward
 
 
 def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answer:

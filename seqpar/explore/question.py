@@ -25,33 +25,20 @@ SAME = "same"  # the cluster with one H100 for each rank
 
 @dataclass(frozen=True)
 class Question:
-    """A call of attention on ranks. A wrong field raises a ValueError that names it.
+    """A call of attention on ranks. A wrong field raises a ValueError that names it."""
 
-    Attributes:
-        lengths: tokens of each document, "6000,2192"; "4096x3" stands for three of 4,096.
-        ranks: the number of ranks.
-        strategy: a strategy of softmax attention.
-        layout: how documents are cut: "zigzag", "contiguous" or "striped".
-        mesh: ranks per row, for "mesh" and "usp".
-        heads, kv_heads, head_dim: the shapes of q, and of k and v.
-        window: the number of keys before its own that a query attends to; −1: all.
-        causal: "yes" or "no".
-        dtype: of q, k and v.
-        cluster: the name of a preset, as "4x8-h100"; "same": one H100 for each rank, 8 per node.
-    """
-
-    lengths: str = "20000,8192,4096,480"
-    ranks: int = 4
-    strategy: str = "ring"
-    layout: str = "zigzag"
-    mesh: int = 2
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    window: int = -1
-    causal: str = "yes"
-    dtype: str = "bfloat16"
-    cluster: str = SAME
+    lengths: str = "20000,8192,4096,480"  # tokens per document; "4096x3" is three of 4,096
+    ranks: int = 4  # the number of ranks
+    strategy: str = "ring"  # a strategy of softmax attention
+    layout: str = "zigzag"  # how documents are cut: "zigzag", "contiguous" or "striped"
+    mesh: int = 2  # ranks per row, for "mesh" and "usp"
+    heads: int = 32  # of q
+    kv_heads: int = 8  # of k and v
+    head_dim: int = 128  # of q, k and v
+    window: int = -1  # the number of keys before its own that a query attends to; −1: all
+    causal: str = "yes"  # "yes" or "no"
+    dtype: str = "bfloat16"  # of q, k and v
+    cluster: str = SAME  # a preset, as "4x8-h100"; "same": one H100 per rank, 8 per node
 
     def __post_init__(self) -> None:
         for name, least, most in (

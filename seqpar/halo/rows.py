@@ -22,24 +22,15 @@ from seqpar.layout.geometry import Geometry
 
 
 class HaloRows(NamedTuple):
-    """A rank's side of a halo. Rows are indices of local tokens, or of received tokens.
+    """A rank's side of a halo. Rows are indices of local tokens, or of received tokens."""
 
-    Attributes:
-        sent: (n,) the rows that other ranks need, sorted by rank.
-        sends, receives: (rank, number of rows) of the other ranks, ascending.
-        edges: (edges,) the rows whose windows are not consecutive local rows.
-        held_places, held_rows: (m,) positions in the (edges · (reach + 1)) windows, and the local
-            rows at these positions.
-        halo_places, halo_rows: the same for received rows.
-    """
-
-    sent: Tensor
-    sends: list[tuple[int, int]]
+    sent: Tensor  # (n,) the rows that other ranks need, sorted by rank
+    sends: list[tuple[int, int]]  # (rank, number of rows) of the other ranks, ascending
     receives: list[tuple[int, int]]
-    edges: Tensor
-    held_places: Tensor
-    held_rows: Tensor
-    halo_places: Tensor
+    edges: Tensor  # (edges,) the rows whose windows are not consecutive local rows
+    held_places: Tensor  # (m,) places in the (edges · (reach + 1)) windows
+    held_rows: Tensor  # the local rows at these places
+    halo_places: Tensor  # the same for received rows
     halo_rows: Tensor
 
     @property

@@ -24,21 +24,13 @@ _BLOCK = 2**17  # elements that a CPU computes at once
 
 
 class Taps(NamedTuple):
-    """The weights of the tokens of a window.
+    """The weights of the tokens of a window."""
 
-    Attributes:
-        places: the tokens of the window that count.
-        weights: a tap (C,) for each of these, in the dtype of sums; None: 1.
-        reach: the number of tokens in a window, in addition to the row's own token.
-        following: whether these tokens come after the row's own, instead of before it.
-        bias: what each sum begins with, (C,) in the dtype of sums; None: 0.
-    """
-
-    places: list[int]
-    weights: list[Tensor | None]
-    reach: int
-    following: bool
-    bias: Tensor | None = None
+    places: list[int]  # the tokens of the window that count
+    weights: list[Tensor | None]  # a tap (C,) for each of these, in the dtype of sums; None: 1
+    reach: int  # the number of tokens in a window, in addition to the row's own token
+    following: bool  # whether these tokens come after the row's own, instead of before it
+    bias: Tensor | None = None  # what each sum begins with, (C,) in the dtype of sums; None: 0
 
     @classmethod
     def of(

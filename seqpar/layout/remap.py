@@ -17,15 +17,10 @@ from seqpar.layout.reshard import check_part
 
 
 class RemappedRows(NamedTuple):
-    """A rank's rows in one layout, grouped by the rank that holds the same tokens in another.
+    """A rank's rows in one layout, grouped by the rank that holds the same tokens in another."""
 
-    Attributes:
-        rows: (T_local,) the rows for each of these ranks, one rank after another.
-        counts: number of rows for each rank.
-    """
-
-    rows: Ints
-    counts: list[int]
+    rows: Ints  # (T_local,) the rows for each of these ranks, one rank after another
+    counts: list[int]  # number of rows for each rank
 
 
 def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim: int) -> Tensor:

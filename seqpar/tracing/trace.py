@@ -30,30 +30,17 @@ EVENT_KINDS = ("compute", "wait", "flight")  # in the order of the rows of the p
 
 @dataclass
 class Event:
-    """One event of a rank.
+    """One event of a rank."""
 
-    Attributes:
-        kind: "compute", "wait" or "flight". A flight lasts from the post of an exchange to the end
-            of its wait.
-        what: the strategy and its pass, such as "ring backward".
-        step: the strategy's step; for a compute, the number of computes before it in this pass.
-        start, stop: seconds since the epoch, by this rank's clock.
-        rank: the rank of the event.
-        peers: the receivers of a flight, or the ranks that a wait was for.
-        bytes: the bytes that a flight sent.
-        area: the (query, key) pairs of a compute, times query heads. For linear attention, the area
-            of softmax attention with the same cost.
-    """
-
-    kind: str
-    what: str
-    step: int
-    start: Any
+    kind: str  # "compute", "wait" or "flight", from a post to the end of its wait
+    what: str  # the strategy and its pass, such as "ring backward"
+    step: int  # the strategy's step; for a compute, the number of computes before it in this pass
+    start: Any  # seconds since the epoch, by this rank's clock
     stop: Any
-    rank: int = 0
-    peers: tuple[int, ...] = ()
-    bytes: int = 0
-    area: int = 0
+    rank: int = 0  # the rank of the event
+    peers: tuple[int, ...] = ()  # the receivers of a flight, or the ranks that a wait was for
+    bytes: int = 0  # the bytes that a flight sent
+    area: int = 0  # (query, key) pairs × query heads; or what costs the same in linear attention
 
 
 class Trace:

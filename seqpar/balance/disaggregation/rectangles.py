@@ -18,23 +18,17 @@ ROUNDING_ERROR = 1e-9  # relative, of computed numbers of rows and keys
 
 
 class Cell(NamedTuple):
-    """A cell as Python numbers, with the work of a pair.
+    """A cell as Python numbers, with the work of a pair."""
 
-    Attributes:
-        pairs: number of visible (query, key) pairs.
-        document, q_start, q_stop, k_start, k_stop, low, high: as in `Parts`.
-        rate: the work of a pair.
-    """
-
-    pairs: int
-    document: int
+    pairs: int  # number of visible (query, key) pairs
+    document: int  # as in `Parts`
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
     low: int
     high: int
-    rate: float
+    rate: float  # the work of a pair
 
     @property
     def bottom(self) -> float:
@@ -62,38 +56,24 @@ class Cell(NamedTuple):
 
 
 class CellPart(NamedTuple):
-    """The rows of a cell from `q_start` on, over some of its keys.
+    """The rows of a cell from `q_start` on, over some of its keys."""
 
-    Attributes:
-        q_start, k_start, k_stop: the first row, and the range of keys.
-        pairs: number of visible pairs.
-        rows: number of query rows that travel with the part.
-        keys: number of keys that travel to the new server.
-        freed: number of keys that need not travel to the old server any more.
-    """
-
-    q_start: int
-    k_start: int
+    q_start: int  # the first row
+    k_start: int  # the range of keys
     k_stop: int
-    pairs: int
-    rows: float
-    keys: float
-    freed: float
+    pairs: int  # number of visible pairs
+    rows: float  # number of query rows that travel with the part
+    keys: float  # number of keys that travel to the new server
+    freed: float  # number of keys that need not travel to the old server any more
 
 
 class Prices(NamedTuple):
-    """The price of sending a cell's rows to a server.
+    """The price of sending a cell's rows to a server."""
 
-    Attributes:
-        query, key: bytes of a row.
-        held: keys of the document that the server has or receives anyway.
-        foreign: keys that travel to the cell's current server only for this cell.
-    """
-
-    query: float
-    key: float
-    held: Intervals
-    foreign: Intervals
+    query: float  # bytes of a row
+    key: float  # bytes of a row
+    held: Intervals  # keys of the document that the server has or receives anyway
+    foreign: Intervals  # keys that travel to the cell's current server only for this cell
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
         """Return how many keys travel with a cell's last rows, and how many no longer need to."""

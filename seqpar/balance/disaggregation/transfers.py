@@ -26,20 +26,13 @@ LIMIT_TOLERANCE = 2e-3  # relative; a server with a smaller surplus is done
 
 
 class Terms(NamedTuple):
-    """Memory of the servers, and the price of sending rows.
+    """Memory of the servers, and the price of sending rows."""
 
-    Attributes:
-        memory: (servers,) bytes that may travel to each server.
-        query, key: bytes of a row.
-        exposed: work that a server could do while a byte travels to it.
-        tile: number of query rows that a kernel computes together.
-    """
-
-    memory: Floats
-    query: float
-    key: float
-    exposed: float
-    tile: int
+    memory: Floats  # (servers,) bytes that may travel to each server
+    query: float  # bytes of a row
+    key: float  # bytes of a row
+    exposed: float  # work that a server could do while a byte travels to it
+    tile: int  # number of query rows that a kernel computes together
 
 
 class Move(NamedTuple):

@@ -21,25 +21,14 @@ COMPUTE_BOUND_TOKENS = 2**20  # enough for FLOPs to take longer than reading the
 
 @dataclass(frozen=True, eq=False)
 class DocumentBatch:
-    """Documents for the ranks of a cluster.
+    """Documents for the ranks of a cluster."""
 
-    Attributes:
-        lengths: (documents,) tokens of each document, all at least 1. Together they fit into the
-            ranks' capacity.
-        attention: (2, documents) seconds of each document's attention, forward and backward.
-        costs: the costs of work and messages.
-        capacity: tokens that a rank may hold if all of their activations stay on it.
-        offloading: what ranks may copy to host memory; None: nothing.
-        remap: whether linear modules run on equal numbers of tokens per rank, so that only
-            attention is balanced.
-    """
-
-    lengths: Ints
-    attention: Floats
-    costs: Costs
-    capacity: int
-    offloading: Offloading | None = None
-    remap: bool = False
+    lengths: Ints  # (documents,) tokens of each document, at least 1; together they fit
+    attention: Floats  # (2, documents) seconds of each document's attention, forward and backward
+    costs: Costs  # the costs of work and messages
+    capacity: int  # tokens that a rank may hold if all of their activations stay on it
+    offloading: Offloading | None = None  # what ranks may copy to host memory; None: nothing
+    remap: bool = False  # whether linear modules run on equal numbers of tokens per rank
 
     @classmethod
     def of(

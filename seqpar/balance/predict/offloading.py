@@ -22,19 +22,12 @@ from seqpar.costs.grid import Floats
 
 @dataclass(frozen=True)
 class Offloading:
-    """The activations that ranks may copy to host memory.
+    """The activations that ranks may copy to host memory."""
 
-    Attributes:
-        most: largest share of a rank's activations, from 0 to 1.
-        capacity: tokens whose activations fit on a device.
-        layers: number of the model's layers.
-        copy_seconds: seconds to copy everything that a token's forward pass keeps, one way.
-    """
-
-    most: float
-    capacity: int
-    layers: int
-    copy_seconds: float
+    most: float  # largest share of a rank's activations, from 0 to 1
+    capacity: int  # tokens whose activations fit on a device
+    layers: int  # number of the model's layers
+    copy_seconds: float  # seconds to copy everything that a token's forward pass keeps, one way
 
     @classmethod
     def of(cls, costs: Costs, capacity: int, most: float, checkpointing: str) -> Offloading:

@@ -25,14 +25,10 @@ SPOT_CHECK_ROWS = 16  # per rank, where a batch is too large to compare all rows
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A contender's forward, or forward and backward, on this rank.
-
-    Attributes:
-        tensors: q, k, v and dout.
-    """
+    """A contender's forward, or forward and backward, on this rank."""
 
     contender: Contender
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]  # q, k, v and dout
     backward: bool
 
     def __call__(self) -> list[Tensor]:

@@ -27,22 +27,14 @@ ON_CONTIGUOUS = ("ulysses",)  # it exchanges tokens for heads, so every layout i
 
 @dataclass(frozen=True)
 class Contender:
-    """A contender on one rank.
+    """A contender on one rank."""
 
-    Attributes:
-        indices: (T_local,) the batch's tokens on this rank.
-        heads, kv_heads: the number of heads it computes.
-        attend: (q, k, v) -> out, differentiable.
-        context: creates the context in which forward and backward run.
-        sent_bytes: returns the bytes that this rank has sent so far; None if it cannot tell.
-    """
-
-    indices: Tensor
-    heads: int
-    kv_heads: int
-    attend: Attend
-    context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
-    sent_bytes: Callable[[], int] | None = None
+    indices: Tensor  # (T_local,) the batch's tokens on this rank
+    heads: int  # the number of heads it computes
+    kv_heads: int  # the number of KV heads it computes
+    attend: Attend  # (q, k, v) -> out, differentiable
+    context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)  # of a step
+    sent_bytes: Callable[[], int] | None = None  # sent by this rank so far, if known
 
 
 def divisor(ranks: int, kv_heads: int) -> int:

@@ -26,17 +26,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class OtherLibrary:
-    """A contender of another library on one rank.
+    """A contender of another library on one rank."""
 
-    Attributes:
-        indices: (T_local,) the batch's tokens on this rank.
-        attend: (q, k, v) -> out, differentiable.
-        context: creates the context in which forward and backward run.
-    """
-
-    indices: Tensor
-    attend: Attend
-    context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
+    indices: Tensor  # (T_local,) the batch's tokens on this rank
+    attend: Attend  # (q, k, v) -> out, differentiable
+    context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)  # of a step
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -45,23 +45,16 @@ WorkloadFields = dict[str, Any]  # a `Workload` as JSON has it
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of attention and the number of ranks it runs on.
-
-    Attributes:
-        tokens: the length of the whole batch.
-        mask: the name of a batch (`masks.py`).
-        dtype: a name in `DTYPES`.
-        passes: "forward" or "forward+backward".
-    """
+    """A call of attention and the number of ranks it runs on."""
 
     ranks: int
-    tokens: int
+    tokens: int  # the length of the whole batch
     heads: int
     kv_heads: int
     head_dim: int
-    mask: str
-    dtype: str
-    passes: str
+    mask: str  # the name of a batch (`masks.py`)
+    dtype: str  # a name in `DTYPES`
+    passes: str  # "forward" or "forward+backward"
 
     def __str__(self) -> str:
         heads = f"{self.heads}:{self.kv_heads}x{self.head_dim}"
@@ -94,16 +87,10 @@ MAX_TOKENS_CHECKED = 2048  # the fp64 reference holds all scores, tokens²
 
 @dataclass(frozen=True)
 class Options:
-    """The options that determine the points of a sweep; all points of a results file share them.
-
-    Attributes:
-        contenders: strategies, then other libraries.
-        rounds: the number of timed steps of each contender.
-        limit: the seconds that a contender may take on a workload.
-    """
+    """The options that determine the points of a sweep; all points of a results file share them."""
 
     device: str
-    contenders: tuple[str, ...]
+    contenders: tuple[str, ...]  # strategies, then other libraries
     lengths: tuple[int, ...]
     scaling: str
     heads: tuple[str, ...]
@@ -111,8 +98,8 @@ class Options:
     ranks: tuple[int, ...]
     dtype: str
     passes: tuple[str, ...]
-    rounds: int
-    limit: float
+    rounds: int  # the number of timed steps of each contender
+    limit: float  # the seconds that a contender may take on a workload
 
     @classmethod
     def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> Options:

@@ -25,15 +25,10 @@ def _chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Chunked:
-    """Another cut, with its documents cut into chunks of `size` tokens; ranks keep their tokens.
+    """Another cut, with its documents cut into chunks of `size` tokens; ranks keep their tokens."""
 
-    Attributes:
-        whole: the cut of the whole documents.
-        documents: cu_seqlens of the whole documents.
-    """
-
-    whole: Cut
-    documents: Ints
+    whole: Cut  # the cut of the whole documents
+    documents: Ints  # cu_seqlens of the whole documents
     size: int
     alike: ClassVar[bool] = False
 

@@ -16,17 +16,11 @@ from seqpar.core.arguments import Ints
 
 
 class RowPlaces(NamedTuple):
-    """Places in the row, as arrays.
+    """Places in the row, as arrays."""
 
-    Attributes:
-        dealt: number of tokens that each rank got in earlier rounds.
-        offset: number of tokens of this round before the place.
-        part: number of tokens that each rank gets in this round.
-    """
-
-    dealt: Ints
-    offset: Ints
-    part: Ints
+    dealt: Ints  # number of tokens that each rank got in earlier rounds
+    offset: Ints  # number of tokens of this round before the place
+    part: Ints  # number of tokens that each rank gets in this round
 
     def dealt_to(self, rank: int | Ints) -> Ints:
         """Count the tokens before the place that a rank gets."""

@@ -11,12 +11,7 @@ from seqpar.layout.masks.mask import Slices
 
 @dataclass(eq=False)
 class Blocks:
-    """The slices of a block of queries over each of several blocks of keys, in order of arrival.
+    """The slices of a block of queries over each of several blocks of keys, in order of arrival."""
 
-    Attributes:
-        slices: one element per block of keys.
-        derived: tables that backends derive from all slices together.
-    """
-
-    slices: Sequence[Slices]
-    derived: Memo = field(default_factory=Memo, repr=False)
+    slices: Sequence[Slices]  # one element per block of keys
+    derived: Memo = field(default_factory=Memo, repr=False)  # backends' tables of all slices

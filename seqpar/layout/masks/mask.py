@@ -121,25 +121,16 @@ class Slices:
     One of the two blocks has all rows that the computing rank holds. The other block travels to it,
     and has only the rows of its owner with a visible pair. If one rank holds both, neither travels,
     and both are complete.
-
-    Attributes:
-        q_rows, k_rows: (n, 2) ranges of rows in the blocks, of n slices.
-        bands: (n, 2), lo and hi of each slice.
-        q_positions, k_positions: (T_q,) and (T_k,), the position of each row of the blocks.
-        sent_rows: (m, 2) ranges of the owner's local rows that, one after another, make up the
-            block that travels, or the block of keys if neither travels.
-        derived: tables that backends derive from the slices.
-        q_aligned: `aligned`, or None if that is `q_positions`.
     """
 
-    q_rows: Ints
+    q_rows: Ints  # (n, 2) ranges of rows in the blocks, of n slices
     k_rows: Ints
-    bands: Ints
-    q_positions: Positions
-    k_positions: Positions
-    sent_rows: Ints
-    derived: Memo = field(default_factory=Memo, repr=False)
-    q_aligned: Positions | None = None
+    bands: Ints  # (n, 2), lo and hi of each slice
+    q_positions: Positions  # (T_q,) the position of each row
+    k_positions: Positions  # (T_k,) the position of each row
+    sent_rows: Ints  # (m, 2) the owner's local rows of the block that travels, or of keys
+    derived: Memo = field(default_factory=Memo, repr=False)  # backends' tables
+    q_aligned: Positions | None = None  # `aligned`, or None if that is `q_positions`
 
     def __len__(self) -> int:
         return len(self.q_rows)

@@ -37,20 +37,13 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """Maps spans of one side of a mask to positions of the other side.
+    """Maps spans of one side of a mask to positions of the other side."""
 
-    Attributes:
-        lows, highs: (documents,) a row at position p reaches positions p + low … p + high.
-        lengths: (documents,) lengths of the other side.
-        mask: the mask, for its prefix and its ranges.
-        to_keys: whether the rows are queries, and the other side is keys.
-    """
-
-    lows: Ints
+    lows: Ints  # (documents,) a row at position p reaches p + low … p + high
     highs: Ints
-    lengths: Ints
-    mask: Mask
-    to_keys: bool
+    lengths: Ints  # (documents,) lengths of the other side
+    mask: Mask  # the mask, for its prefix and its ranges
+    to_keys: bool  # whether the rows are queries, and the other side is keys
 
     @classmethod
     def to_keys_of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Reach:
@@ -107,17 +100,11 @@ class Reach:
 
 
 class ReachedRows(NamedTuple):
-    """Rows of one rank that rows of other ranks reach, as (ranks,) or (groups,) arrays.
+    """Rows of one rank that rows of other ranks reach, as (ranks,) or (groups,) arrays."""
 
-    Attributes:
-        counts: number of rows.
-        firsts: the first row; arbitrary without rows.
-        behind: one more than the last row; arbitrary without rows.
-    """
-
-    counts: Ints
-    firsts: Ints
-    behind: Ints
+    counts: Ints  # number of rows
+    firsts: Ints  # the first row; arbitrary without rows
+    behind: Ints  # one more than the last row; arbitrary without rows
 
     @classmethod
     def none(cls, size: int) -> ReachedRows:
@@ -137,17 +124,11 @@ class ReachedRows(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of attention between ranks: the rows of other ranks, and the reach of both sides.
+    """One side of attention between ranks: the rows of other ranks, and the reach of both sides."""
 
-    Attributes:
-        others: the geometry of the other ranks' rows.
-        own_reach: from the asking rank's rows to rows of other ranks.
-        their_reach: from rows of other ranks to the asking rank's rows.
-    """
-
-    others: Geometry
-    own_reach: Reach
-    their_reach: Reach
+    others: Geometry  # the geometry of the other ranks' rows
+    own_reach: Reach  # from the asking rank's rows to rows of other ranks
+    their_reach: Reach  # from rows of other ranks to the asking rank's rows
 
     @classmethod
     def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Side:

@@ -24,23 +24,16 @@ class Parts(NamedTuple):
 
     The parts of tasks are trimmed: each query of a part attends to some of its keys, and each
     key has some query of the part that attends to it.
-
-    Attributes:
-        documents: the document of the queries and keys.
-        q_starts, q_stops: the range of queries.
-        k_starts, k_stops: the range of keys.
-        lows, highs: the band lo ≤ k_pos − q_pos ≤ hi.
-        servers: the rank that computes the part.
     """
 
-    documents: Ints
-    q_starts: Ints
+    documents: Ints  # the document of the queries and keys
+    q_starts: Ints  # the range of queries
     q_stops: Ints
-    k_starts: Ints
+    k_starts: Ints  # the range of keys
     k_stops: Ints
-    lows: Ints
+    lows: Ints  # the band lo ≤ k_pos − q_pos ≤ hi
     highs: Ints
-    servers: Ints
+    servers: Ints  # the rank that computes the part
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:

@@ -25,32 +25,20 @@ _MAX_STAGES = 4
 
 
 class Stages(NamedTuple):
-    """The stages in which a server needs rows that travel to it.
+    """The stages in which a server needs rows that travel to it."""
 
-    Attributes:
-        own: the stage in which its own queries need them; −1 if they do not.
-        first, last: the first and last stage in which any queries need them.
-    """
-
-    own: int
-    first: int
-    last: int
+    own: int  # the stage in which its own queries need them; −1 if they do not
+    first: int  # the first stage in which any queries need them
+    last: int  # the last such stage
 
 
 class ServerRows(NamedTuple):
-    """Rows of some ranks, one after another, as a server has them.
+    """Rows of some ranks, one after another, as a server has them."""
 
-    Attributes:
-        holding: the rows' positions. Its documents are numbers of runs.
-        documents: (runs,) the document of each run.
-        ranks: (m,) the ranks that own the rows.
-        counts: (m,) the number of rows of each rank.
-    """
-
-    holding: Holding
-    documents: Ints
-    ranks: list[int]
-    counts: list[int]
+    holding: Holding  # the rows' positions. Its documents are numbers of runs.
+    documents: Ints  # (runs,) the document of each run
+    ranks: list[int]  # (m,) the ranks that own the rows
+    counts: list[int]  # (m,) the number of rows of each rank
 
     @classmethod
     def local(cls, geometry: Geometry, rank: int) -> ServerRows:

@@ -24,23 +24,15 @@ T = TypeVar("T")
 
 
 class EnabledModel(Uncopied):
-    """The part of a session that attention layers and `generate` use.
+    """The part of a session that attention layers and `generate` use."""
 
-    Attributes:
-        inner: the outermost transformers model.
-        comm: the ranks that share each sequence.
-        attention: the strategy's module, which all softmax layers call.
-        layers: the model's attention layers, by module.
-        traces: whether layers compute attention themselves and are traced (`own_attention.py`).
-    """
-
-    inner: Any
-    comm: Comm
+    inner: Any  # the outermost transformers model
+    comm: Comm  # the ranks that share each sequence
     strategy: str
     check_ranks: bool
-    attention: Attention
-    layers: dict[nn.Module, AttentionLayer]
-    traces: bool
+    attention: Attention  # the strategy's module, which all softmax layers call
+    layers: dict[nn.Module, AttentionLayer]  # the model's attention layers, by module
+    traces: bool  # whether layers compute attention themselves and are traced (`own_attention.py`)
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
         """Raise a `ValueError` or `TypeError` of this context on all ranks, before messages.
@@ -73,29 +65,18 @@ def _raise(fault: Exception) -> NoReturn:
 
 @dataclass(eq=False)
 class ModelCall:
-    """A call of an enabled model, kept until its backward has run.
-
-    Attributes:
-        labels: this rank's labels, if the batch has any.
-        items: the divisor of the loss, if the caller gave one.
-        counted: how often each layer had been called before this call.
-        entered: whether the text model of an image model has been called.
-        prepared: the mask that the model around the text made for it.
-        masks: masks of T5's distance bands, of the encoder (False) and the decoder (True).
-        cache: the `Cache` of a call with `past_key_values`.
-        joined: whether the outputs of a call with a cache are gathered from all ranks.
-    """
+    """A call of an enabled model, kept until its backward has run."""
 
     session: EnabledModel
     sharding: Sharding
-    labels: Tensor | None = None
-    items: int | Tensor | None = None
-    counted: dict[nn.Module, int] = field(init=False)
-    entered: bool = False
-    prepared: ShardedMask | None = None
-    masks: dict[bool, BandMasks] = field(default_factory=dict)
-    cache: Any = None
-    joined: bool = True
+    labels: Tensor | None = None  # this rank's labels, if the batch has any
+    items: int | Tensor | None = None  # the divisor of the loss, if the caller gave one
+    counted: dict[nn.Module, int] = field(init=False)  # calls of each layer before this call
+    entered: bool = False  # whether the text model of an image model has been called
+    prepared: ShardedMask | None = None  # the mask that the model around the text made for it
+    masks: dict[bool, BandMasks] = field(default_factory=dict)  # T5's bands; key: in the decoder
+    cache: Any = None  # the `Cache` of a call with `past_key_values`
+    joined: bool = True  # whether the outputs of a call with a cache are gathered from all ranks
 
     def __post_init__(self) -> None:
         self.counted = {x: layer.calls for x, layer in self.session.layers.items()}

@@ -16,22 +16,14 @@ CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class BatchDocuments(NamedTuple):
-    """The documents of a batch of B rows of S tokens.
-
-    Attributes:
-        kept: (T,) where the tokens that are not padding are among the B·S tokens of all rows.
-        cu_seqlens: where documents begin among these T tokens.
-        samples: where samples begin, across which no label is shifted; None: where documents begin.
-        packed: whether jumps of the positions began documents (True), or were kept as positions by
-            a model that does not read documents from them (False); None: no such jump mattered.
-    """
+    """The documents of a batch of B rows of S tokens."""
 
     rows: int
     columns: int
-    kept: Ints
-    cu_seqlens: Ints
-    samples: Ints | None = None
-    packed: bool | None = None
+    kept: Ints  # (T,) where the tokens that are not padding are among the B·S tokens of all rows
+    cu_seqlens: Ints  # where documents begin among these T tokens
+    samples: Ints | None = None  # where samples begin, for shifts of labels; None: cu_seqlens
+    packed: bool | None = None  # whether jumps of positions began documents; None: no jump mattered
 
     @property
     def padded(self) -> bool:

@@ -22,21 +22,14 @@ _recent: deque[Tensor] = deque(maxlen=4)  # ids of the batches that were sharded
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The tokens of an encoder or a decoder, and which of them this rank holds.
-
-    Attributes:
-        index: (T_local,) the place of this rank's tokens among the B·S of all rows; −1 is padding
-            that the layout adds.
-        last_position: the greatest position on any rank.
-        padding: how many of this rank's tokens, the last ones, are padding that the layout adds.
-    """
+    """The tokens of an encoder or a decoder, and which of them this rank holds."""
 
     documents: BatchDocuments
     layout: Layout
-    index: Tensor
+    index: Tensor  # (T_local,) places among the B·S tokens of all rows; −1: the layout's padding
     position_ids: Tensor | None
-    last_position: int
-    padding: int = 0
+    last_position: int  # the greatest position on any rank
+    padding: int = 0  # how many of this rank's tokens, the last ones, the layout adds
     _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
 
     def in_chunks(self, size: int) -> Layout:
@@ -81,34 +74,22 @@ class Side:
 
 @dataclass(frozen=True)
 class Origin:
-    """The models for which a batch was sharded.
-
-    Attributes:
-        family: the Python module of their class, which decides how tokens are numbered.
-        shifts: whether labels are next tokens.
-    """
+    """The models for which a batch was sharded."""
 
     comm: Comm
-    family: str
-    shifts: bool | None
+    family: str  # the Python module of their class, which decides how tokens are numbered
+    shifts: bool | None  # whether labels are next tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """The division of a batch among ranks.
+    """The division of a batch among ranks."""
 
-    Attributes:
-        main: the tokens that have logits: the decoder's, if there is an encoder too.
-        labels: how many labels count on all ranks together; None without labels.
-        whole: whether the model gets all tokens, and cuts them after its images.
-        origin: the models for which the batch was sharded.
-    """
-
-    main: Side
+    main: Side  # the tokens that have logits: the decoder's, if there is an encoder too
     encoder: Side | None = None
-    labels: int | None = None
-    whole: bool = False
-    origin: Origin | None = None
+    labels: int | None = None  # how many labels count on all ranks together; None without labels
+    whole: bool = False  # whether the model gets all tokens, and cuts them after its images
+    origin: Origin | None = None  # the models for which the batch was sharded
 
     def __copy__(self) -> Sharding:
         return self

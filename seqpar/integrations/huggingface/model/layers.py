@@ -55,31 +55,20 @@ class Uncopied:
 
 @dataclass(eq=False)
 class AttentionLayer(Uncopied):
-    """An attention layer of an enabled model, with its counters.
-
-    Attributes:
-        cross: whether a decoder's queries attend to the encoder's keys.
-        calls: how often the layer's forward ran.
-        forward_bytes, backward_bytes: bytes that this rank sent for the layer.
-        steps, step_bytes: calls after a prefill, and the bytes of these.
-        linear: the linear attention that replaces softmax, after `make_linear`.
-        recurrence: the `PatchedRecurrence` of a recurrent layer.
-        counter: the `Counter` that counts in compiled graphs.
-        session: the layer's `EnabledModel`.
-    """
+    """An attention layer of an enabled model, with its counters."""
 
     name: str
-    cross: bool
+    cross: bool  # whether a decoder's queries attend to the encoder's keys
     in_encoder: bool
-    calls: int = 0
-    forward_bytes: int = 0
-    steps: int = 0
-    step_bytes: int = 0
-    backward_bytes: int = 0
-    linear: Callable[..., Tensor] | None = None
-    recurrence: Any = None
-    counter: Any = None
-    session: Any = None
+    calls: int = 0  # how often the layer's forward ran
+    forward_bytes: int = 0  # that this rank sent for the layer
+    steps: int = 0  # calls after a prefill
+    step_bytes: int = 0  # forward bytes of these calls
+    backward_bytes: int = 0  # that this rank sent for the layer
+    linear: Callable[..., Tensor] | None = None  # linear attention, after `make_linear`
+    recurrence: Any = None  # the `PatchedRecurrence` of a recurrent layer
+    counter: Any = None  # the `Counter` that counts in compiled graphs
+    session: Any = None  # the layer's `EnabledModel`
 
 
 def find_layers(
