@@ -285,10 +285,7 @@ class _ToAllRanks(TorchFunctionMode):
 
 
 def _refuse_reentrant_checkpoint() -> None:
-    """Raise a ValueError inside a reentrant checkpoint.
-
-    Its backward repeats the call outside of the context, and would attend to this rank's keys only.
-    """
+    """Its backward would repeat the call outside of the context, for local keys only."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:

@@ -73,10 +73,10 @@ def ranges_of(
 def ranges_within(
     mask_function: Callable[..., Any], documents: Sequence[tuple[int, int, int]]
 ) -> Ranges:
-    """Return the ranges that a batch's mask function shows within documents.
+    """Return the ranges that a batch's mask function shows within documents (row, start, stop).
 
-    `documents` are (row, start, stop), in columns of a row of the batch. Columns between documents,
-    such as padding, are left out. Raises a ValueError as `ranges_of` does.
+    Columns between documents, such as padding, are left out. Raises a ValueError as `ranges_of`
+    does.
     """
     check_function("mask_function", mask_function)
     rows: dict[int, list[int]] = {}

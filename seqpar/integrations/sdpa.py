@@ -159,10 +159,7 @@ def check_call(
     arguments: SdpaArguments,
     advice: Callable[[Tensor, Tensor], str] | None = None,
 ) -> None:
-    """Raise for SDPA arguments that are not supported, and for axes in another order.
-
-    `advice(query, key)` ends an error about a wrong number of tokens.
-    """
+    """Raise for SDPA arguments that are not supported; `advice` ends errors of tokens."""
     query, key, value = operands
     attn_mask, dropout_p, is_causal, enable_gqa, axes = arguments
     if attn_mask is not None:
@@ -205,10 +202,7 @@ def _as_long(layout: Layout, kv_layout: Layout) -> bool:
 
 
 def _check_axes(layout: Layout, kv_layout: Layout, heads: int) -> None:
-    """Raise if a rank's tensors would have the same shape with tokens and heads exchanged.
-
-    All ranks look at all ranks' numbers of tokens, so that they raise together.
-    """
+    """Refuse, on all ranks, shapes that would be the same with tokens and heads exchanged."""
     for rank in range(layout.ranks):
         if layout.tokens_on(rank) == heads == kv_layout.tokens_on(rank):
             reason = f"rank {rank} has as many tokens as there are heads, {heads}"

@@ -22,8 +22,7 @@ from seqpar.integrations.huggingface.model.patched_globals import Replaced
 class CompiledForward(Replaced):
     """A model's compiled forward, in place until `remove`. Calls with a cache are not compiled.
 
-    Dynamo cannot read the functions by which transformers describes masks. Masks are therefore
-    prepared before the call, by transformers' own function, and take the place of the padding mask.
+    Dynamo cannot read transformers' mask functions, so masks are prepared before the call.
     """
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:

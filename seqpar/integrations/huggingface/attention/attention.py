@@ -51,11 +51,7 @@ _HARMLESS = {
 
 
 def session_of(module: nn.Module) -> EnabledModel | None:
-    """Return the session of an enabled model's layer, or None for other modules and for copies.
-
-    The session is an attribute of the layer, not an entry of a dictionary: layers share compiled
-    graphs, and a dictionary entry would be that of the layer with which the graph was traced.
-    """
+    """Return the session of an enabled model's layer; None for other modules and copies."""
     layer = getattr(module, KEY, None)
     if not isinstance(layer, AttentionLayer):
         return None
@@ -85,10 +81,7 @@ def running_call() -> ModelCall:
 def describe_mask(
     *args: Any, mask_function: Any = None, attention_mask: Any = None, **kwargs: Any
 ) -> ShardedMask:
-    """Return the mask that layers receive; transformers calls this once for each kind of layer.
-
-    Raises a ValueError if seqpar cannot express the mask.
-    """
+    """Return the mask for a kind of layer. Raises a ValueError if seqpar cannot express it."""
     if isinstance(attention_mask, PreparedMask):
         _check_prepared(attention_mask, mask_function)
         return attention_mask
@@ -158,8 +151,7 @@ class ScoreOptions(NamedTuple):
 class LayerCall(NamedTuple):
     """One layer's attention in a call of its model, after all checks.
 
-    `bias` (1, Hq, 1, bands) and `bias_masks` belong to T5's layers. `cached` is the layer's number
-    in the cache, if the call has one.
+    `bias` (1, Hq, 1, bands) and `bias_masks` are T5's; `cached` is the layer's number in the cache.
     """
 
     session: EnabledModel
@@ -182,8 +174,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention over all ranks: q, k, v (1, H, T_local, D) to (1, T_local, H, D).
 
-    `options` may be fields of `ScoreOptions`, and arguments that do not change attention. Raises a
-    ValueError that names the layer and the reason if the call cannot be computed.
+    Raises a ValueError that names the layer and the reason if the call cannot be computed.
     """
     session, layer = enabled_layer(module)
     with session.faults(layer.name):

@@ -95,9 +95,8 @@ def masks_of(
 ) -> BandMasks:
     """Return (band, mask) for each band in which tokens of a batch attend to each other.
 
-    `known` keeps the result, because all layers of an encoder share it, and all layers of a
-    decoder. Raises a ValueError if the bias (1, H, 1, bands) or the mask is not the one of these
-    bands.
+    `known` keeps the result for all layers of the encoder or decoder. Raises a ValueError if the
+    bias (1, H, 1, bands) or the mask does not belong to these bands.
     """
     bands = bands_of(layer)
     if shape != MaskShape(causal=layer.is_decoder):
@@ -117,10 +116,7 @@ def masks_of(
 
 
 def attend_in_buckets(bias: Tensor, masks: BandMasks, attend: Callable[..., Any]) -> Tensor:
-    """Return out (1, T_local, H, D), with a bias (1, H, 1, bands).
-
-    `attend(mask=…, return_lse=True)` computes attention under one mask and returns (out, lse).
-    """
+    """Return out (1, T_local, H, D); `attend(mask=…, return_lse=True)` computes a band."""
     outs, lses = [], []
     for band, mask in masks:
         out, lse = attend(mask=mask, return_lse=True)

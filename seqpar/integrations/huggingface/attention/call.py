@@ -35,10 +35,7 @@ class EnabledModel(Uncopied):
     traces: bool  # whether layers compute attention themselves and are traced (`own_attention.py`)
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
-        """Raise a `ValueError` or `TypeError` of this context on all ranks, before messages.
-
-        The error names the layer. Without `check_ranks`, only this rank raises.
-        """
+        """Raise a fault of this context, with the layer's name, on all ranks before messages."""
         return nullcontext() if torch.compiler.is_compiling() else self._faults(layer)
 
     @contextmanager

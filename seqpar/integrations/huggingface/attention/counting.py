@@ -25,10 +25,7 @@ _counters: weakref.WeakValueDictionary[int, Counter] = weakref.WeakValueDictiona
 
 
 class Counter:
-    """The counter of a layer in compiled graphs.
-
-    A graph holds its `handle`, a tensor with a number, so layers can share the graph.
-    """
+    """Counts in compiled graphs, which hold its `handle`, a tensor, so that layers share them."""
 
     def __init__(self, layer: AttentionLayer, comm: Comm) -> None:
         self._layer, self._comm = layer, comm

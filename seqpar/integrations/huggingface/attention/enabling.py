@@ -90,11 +90,7 @@ def forget_layers(session: EnabledModel) -> None:
 
 
 def guard_models() -> None:
-    """Make all transformers models check the arguments of their calls from now on.
-
-    The models that `torch.compile` returned are included, once the compiler is loaded. Calling this
-    again is cheap.
-    """
+    """Make all models check their calls' arguments, also compiled ones once torch has loaded."""
     from transformers import PreTrainedModel
 
     _guard(PreTrainedModel)

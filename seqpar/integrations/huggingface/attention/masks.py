@@ -14,11 +14,10 @@ from seqpar.layout.masks.mask import Mask
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The keys that a query attends to within its document.
+    """The keys that a query attends to within its document; `ranges` replaces all other fields.
 
     `left` and `right` are the sizes of a window, −1 without limit. `chunk` cuts documents into
-    chunks of that many tokens, which do not attend to each other. If `ranges` is given, it is the
-    whole mask.
+    chunks of that many tokens, which do not attend to each other.
     """
 
     causal: bool = False
@@ -51,11 +50,10 @@ def _narrower(a: int, b: int) -> int:
 
 
 def read_mask(function: Callable[..., Any], documents: BatchDocuments | None = None) -> MaskShape:
-    """Return the shape of a mask function of `transformers.masking_utils`.
+    """Return the shape of a mask function of `transformers.masking_utils`, without documents.
 
-    Documents are part of the layout, not of the shape. For a mask function of a whole batch with
-    these `documents`, unions are allowed too, such as images that attend to themselves. Raises a
-    ValueError that names the part that cannot be expressed.
+    For a whole batch with these `documents`, unions are allowed too, such as images that attend to
+    themselves. Raises a ValueError that names the part that cannot be expressed.
     """
     try:
         return _read(function)

@@ -131,10 +131,7 @@ def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any
 
 
 def _mask(mask: Any, call: ModelCall) -> Any:
-    """Return the masks for each kind of layer, or None for padding, which the documents describe.
-
-    A single mask for all layers is kept in the call, and returned when the text model asks for it.
-    """
+    """Return masks of layers; None for a single mask, kept in the call, and for padding."""
     side = call.sharding.main
     if isinstance(mask, ShardedMask):
         call.prepared = mask

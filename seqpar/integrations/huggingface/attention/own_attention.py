@@ -100,10 +100,7 @@ class Bias(Noted):
 
 @dataclass(eq=False)
 class Scores(Noted):
-    """The scores of a layer's queries and keys, or after the softmax their `weights`.
-
-    `q` (…, T, D) and `k` (…, Tk, D) are the layer's; their products are multiplied by `scale`.
-    """
+    """Scores of q (…, T, D) and k (…, Tk, D) times `scale`; after the softmax, `weights`."""
 
     like: Tensor
     device: torch.device
@@ -165,10 +162,7 @@ class Scores(Noted):
 
 
 class Recording(TorchFunctionMode):
-    """A context in which products of activations are `Scores`, which `attend` computes.
-
-    `bands` are the layer's masks that are tensors, by their `id`.
-    """
+    """A context in which products of activations are `Scores`. `bands` has tensor masks by `id`."""
 
     def __init__(
         self, attend: Callable[[Scores, Tensor], Tensor], bands: Mapping[int, MaskShape]

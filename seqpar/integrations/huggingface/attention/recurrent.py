@@ -42,10 +42,7 @@ _CACHES = ("cache_params", "past_key_values")
 
 
 class PatchedRecurrence:
-    """The functions that a layer's code calls in place of the functions of its file.
-
-    `layout` is the layout of the running call.
-    """
+    """The functions that a layer's code calls instead of its file's, in the call's `layout`."""
 
     layout: Layout
 
@@ -135,8 +132,8 @@ class PatchedRecurrence:
     def log_decay(self, slopes: Tensor) -> Tensor:
         """Return the constant decays (H,) of lightning attention, −slopes.
 
-        They are kept on the CPU, and read again only after `slopes` has been written to, so that
-        later calls do not wait for the device.
+        They are kept on the CPU until `slopes` is written to, so later calls do not wait for the
+        device.
         """
         exact = torch.promote_types(slopes.dtype, torch.float32)
         if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:
@@ -165,10 +162,7 @@ def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
 
 
 def patch_recurrent_layers(session: EnabledModel, body: nn.Module) -> list[Overlay]:
-    """Make the model's recurrent layers, and the code of their masks, run over the ranks.
-
-    Removing the returned overlays restores their own code.
-    """
+    """Run the model's recurrent layers over the ranks until the overlays are removed."""
     attentions: dict[str, RecurrentAttention] = {}
     overlays = []
     for module, layer in session.layers.items():

@@ -47,11 +47,10 @@ _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 
 class BatchSharder:
-    """Cuts the batches of one model.
+    """Cuts the batches of one model into layouts of a `kind`.
 
-    `kind` names the layouts that it makes. `shifts` tells whether labels are next tokens; None
-    means that the model takes no labels. A model `with_images` gets whole batches if they have more
-    than text.
+    `shifts` tells whether labels are next tokens; None: the model takes none. A model `with_images`
+    gets whole batches if they have more than text.
     """
 
     def __init__(
@@ -83,10 +82,7 @@ class BatchSharder:
         return {"keys of batch": sorted(map(str, batch)), **described}
 
     def shard(self, batch: Mapping[str, Any], layout: Any = None, cached: bool = False) -> Any:
-        """Return the batch with this rank's tokens, and with a `Sharding` under `KEY`.
-
-        See `SequenceParallel.shard`. `cached` tells that the call has a cache.
-        """
+        """As `SequenceParallel.shard`, for a call with a cache if `cached`."""
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
         if KEY in batch:
@@ -104,11 +100,7 @@ class BatchSharder:
         return self._cut(batch, Sharding(main, encoder, None), {"": encoder, "decoder_": main})
 
     def check_tokens(self, batch: Mapping[str, Any]) -> None:
-        """Raise a ValueError if tokens are not in the model's vocabulary.
-
-        All ranks have the same batch here. Inside a layer, one rank would fail while the others
-        wait.
-        """
+        """Refuse tokens outside the vocabulary, with which one rank would fail in a layer."""
         table = self._model.get_input_embeddings() if not self._with_images else None  # type: ignore[operator]
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or not isinstance(table, nn.Embedding) or not ids.numel():

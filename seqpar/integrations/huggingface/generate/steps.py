@@ -20,10 +20,9 @@ from seqpar.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class DecodingStep(Side):
-    """The tokens of a step, B rows of T in one row, the same on every rank.
+    """A step's tokens, B rows of T in one row as in a prefill, so layers get one kind of call.
 
-    A prefill also has one row, so layers, masks and tables of positions get one kind of call.
-    `layout` is the prefill's layout, which does not contain these tokens.
+    They are the same on every rank. `layout` is the prefill's, and does not contain these tokens.
     """
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
@@ -40,10 +39,7 @@ class Kept:
     layout: Layout | None  # the layout of the kept tokens; None: every rank has all
 
     def put_back(self, logits: Tensor, comm: Comm) -> Tensor:
-        """Return the logits of all rows, (1, kept here, V) -> (B, kept, V).
-
-        Gemma 4 ignores the kept tokens in a batch with images, and returns all logits.
-        """
+        """Return the logits of all rows, (1, kept here, V) -> (B, kept, V)."""
         if logits.shape[1] != self.index.numel():
             logits = logits[:, self.index]
         packed = logits[0] if self.layout is None else self.layout.unshard(logits[0], comm)
@@ -51,10 +47,7 @@ class Kept:
 
 
 def begun(side: Side) -> tuple[Layout, Any]:
-    """Return the layout of a prefill's rows without padding, and each row's left padding (B,).
-
-    Raises a ValueError if a row is not one sequence with its padding on the left.
-    """
+    """Return a prefill's layout without padding, and the padding (B,), which is on the left."""
     documents = side.documents
     lengths = np.diff(documents.by_rows().cu_seqlens)
     if not np.array_equal(documents.by_rows().cu_seqlens, documents.cu_seqlens):
@@ -96,9 +89,7 @@ def kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device)
 def to_step(
     model: nn.Module, cache: Cache, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Sharding, Kept | None]:
-    """Return a step's arguments with the tokens of all rows in one row, their sharding, and `Kept`.
-
-    Layers, masks and tables of positions then see calls of one kind, in steps and in the prefill.
+    """Return a step's arguments with all rows' tokens in one row, their sharding, and `Kept`.
 
     Raises a ValueError that names the argument that does not continue the cache.
     """

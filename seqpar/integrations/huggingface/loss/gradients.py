@@ -48,10 +48,7 @@ Place = tuple[nn.Module, str, Tensor]  # a module, a parameter's name in it, the
 
 
 class LossOfRanks(torch.autograd.Function):
-    """The sum of all ranks' losses, with the same bits on every rank.
-
-    Its gradient is the sum's gradient, times the number of ranks if DDP or FSDP average over them.
-    """
+    """The sum of all ranks' losses, with the same bits on every rank."""
 
     @staticmethod
     def forward(
@@ -94,9 +91,8 @@ class _Output(torch.autograd.Function):
 class _OverRanks(torch.autograd.Function):
     """Tensors that are equal on all ranks but used differently: backward sums their gradients.
 
-    The first `tied` tensors pass through unchanged. A block's input does, so that this backward
-    runs on every rank, right after the block's, even where no token reached the block's trained
-    experts.
+    The first `tied` tensors pass through. A block's input does, so that backward runs on every
+    rank, right after the block's, even where no token reached the block's trained experts.
     """
 
     @staticmethod
@@ -118,10 +114,10 @@ class _OverRanks(torch.autograd.Function):
 class ModelGradients(Uncopied):
     """Sums the gradients of an enabled model's parameters that DDP and FSDP do not average.
 
-    Between `begin_call` and `end_call`, modules hold other tensors in place of their parameters.
-    `blocks` are modules that each call of the model calls once. Their gradients are summed right
-    after their backward, and all others at the end. When a checkpoint computes modules again, or
-    users call modules with the model's outputs, their parameters are replaced for that call.
+    Between `begin_call` and `end_call`, modules hold other tensors in place of their parameters, as
+    do modules that a checkpoint or a user calls with the model's outputs. The gradients of
+    `blocks`, which each call of the model calls once, are summed right after their backward, all
+    others at the end.
     """
 
     def __init__(
@@ -145,9 +141,7 @@ class ModelGradients(Uncopied):
         ]
 
     def begin_call(self, averaging: Averaging, whole: bool) -> None:
-        """Replace parameters for a call of the model. With `whole`, replace those of blocks now
-        too.
-        """
+        """Replace parameters for a call of the model; with `whole`, also those of blocks."""
         self.end_call()  # in case a call was interrupted
         if not torch.is_grad_enabled() or self.comm.size == 1:
             return
@@ -179,9 +173,8 @@ class ModelGradients(Uncopied):
     def check_outputs(self, outputs: Any) -> None:
         """Raise a ValueError if outputs depend on trainable tensors that a user's hook brought.
 
-        Their gradients would not be summed. The check follows the graph in the first call, and
-        again when the number of hooks has changed. Under FSDP1 such tensors cannot be told from
-        parts of flat parameters, and are not checked.
+        Their gradients would not be summed. The check follows the graph in the first call and when
+        the number of hooks has changed, but not under FSDP1, where flat parameters look the same.
         """
         if self.comm.size == 1 or not torch.is_grad_enabled() or self._last.flattened:
             return
@@ -224,16 +217,11 @@ class ModelGradients(Uncopied):
         return self._total(local, averaged, reached)
 
     def total_of_model(self, local: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses, for a loss that the model computed in the ending
-        call.
-        """
+        """Return the sum of all ranks' losses that the ending call's model computed."""
         return self._total(local, self._last.averaged, [])
 
     def begin_backward(self, scale: int, outputs: list[Any]) -> None:
-        """Note that the running backward belongs to a loss of all ranks, times `scale`.
-
-        `outputs` are the graph nodes of the model's outputs on which the loss depends.
-        """
+        """The running backward is of a loss of all ranks, times `scale`, of these output nodes."""
         if self.comm.size > 1 and torch.is_grad_enabled():
             reason = "gradients of gradients are not computed over ranks"
             raise ValueError(f"create_graph must be False: {reason}")
@@ -247,10 +235,7 @@ class ModelGradients(Uncopied):
         self._counted.update(outputs)
 
     def check_scale(self, gradient: Tensor) -> None:
-        """Raise a ValueError on all ranks if their losses are multiplied by different numbers.
-
-        Each rank sends 8 bytes to all others. Without `check_ranks` it sends nothing.
-        """
+        """Compare the ranks' factors of the loss, 8 bytes to each rank, if ranks are checked."""
         if not self._check_ranks or self.comm.size == 1:
             return
         own = gradient.detach().reshape(1).double().to(self.comm.device)
@@ -280,8 +265,8 @@ class ModelGradients(Uncopied):
     ) -> list[Tensor | None]:
         """Return the sums of all ranks' gradients, or None for tensors without a gradient anywhere.
 
-        Every rank sends each tensor's gradient, zeros if it has none, and one more number that
-        tells whether it has one. A rank reads that number only if it has no gradient itself.
+        Every rank sends each gradient, or zeros, and whether it has one, read by ranks that have
+        none.
         """
         if self._scale is None:
             raise ValueError(_NO_TOTAL)
@@ -488,10 +473,7 @@ def _modules(
 
 
 def _recomputes_within(block: Any) -> bool:
-    """Return whether a block's forward is a reentrant checkpoint, which first builds no graph.
-
-    When backward runs it again, only hooks of its modules run.
-    """
+    """Return whether a block's forward is a reentrant checkpoint, without hooks in backward."""
     function = vars(block).get("_gradient_checkpointing_func")
     if function is None or not (getattr(block, "gradient_checkpointing", False) and block.training):
         return False
@@ -505,10 +487,7 @@ def _patches(x: nn.Module) -> int:
 
 
 def _makes_leaves(x: nn.Module) -> bool:
-    """Return whether a hook makes a module's outputs leaves, as reentrant checkpoints need.
-
-    transformers and PEFT each have such a hook, under almost the same name.
-    """
+    """Return whether a hook of transformers or PEFT makes outputs leaves for checkpoints."""
     hooks = vars(x)["_forward_hooks"].values()
     return any(getattr(f, "__name__", "").startswith("make_inputs_require_grad") for f in hooks)
 

@@ -29,8 +29,7 @@ def losses_of(
 ) -> dict[str, Any]:
     """Return the losses of a model's outputs, by name, the same on all ranks.
 
-    They are the mean loss of all ranks' labels, and the router loss, if the call asked for it.
-    `total` sums the ranks' parts.
+    They are the labels' mean loss and, on request, the router loss. `total` sums the ranks' parts.
     """
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
@@ -83,7 +82,7 @@ class RouterLoss:
         return cls(int(top), float(coefficient))
 
     def share(self, logits: tuple[Tensor, ...], side: Side, comm: Comm) -> Tensor:
-        """Return a rank's part () of the loss. The loss, and its gradient, is the sum of the parts.
+        """Return a rank's part () of the loss; loss and gradient are the sums of the parts.
 
         `logits` are each layer's router logits, (T_local, experts), or with a leading 1. Each rank
         sends 4 bytes per expert to all others.
@@ -96,10 +95,7 @@ class RouterLoss:
 
 
 def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
-    """Return why the router loss would be wrong, if the call (`asked`) or the config wants it.
-
-    `padded` tells that the model gets a whole batch with padding.
-    """
+    """Return why a router loss would be wrong. `padded`: a whole batch with padding."""
     configs = (getattr(x, "config", None) for x in model.modules())
     asked = asked or any(getattr(config, "output_router_logits", False) for config in configs)
     if not asked or "aux_loss" not in _source(type(model).forward):

@@ -69,9 +69,8 @@ class _Cleared(torch.autograd.Function):
 def clear_padding(outputs: Any) -> Any:
     """Return marked outputs with zeros in the rows of padding, which pass no gradient on.
 
-    Logits are cleared in place, because a copy could double a step's memory. No backward needs
-    their rows. Other outputs, such as hidden states, may be inputs of a layer that is recomputed,
-    and are copied.
+    Logits are cleared in place, because a copy could double a step's memory and no backward needs
+    them. Others, such as hidden states, may be inputs of recomputed layers, and are copied.
     """
     return _cleared(outputs, "", {})
 

@@ -11,10 +11,9 @@ from torch import nn
 
 
 class OwnConfigs:
-    """Copies that replace a model's configs until `restore`.
+    """Copies that replace a model's configs until `restore`: several models may share a config.
 
-    Several models may share one config object. With copies, another attention can be set for this
-    model only. Modules in `apart`, such as a vision tower, share no copy with the other modules.
+    Modules in `apart`, such as a vision tower, share no copy with the other modules.
     """
 
     def __init__(self, model: nn.Module, apart: Collection[nn.Module] = ()) -> None:

@@ -76,8 +76,7 @@ def find_layers(
 ) -> dict[nn.Module, AttentionLayer]:
     """Return the model's attention layers that seqpar can compute, by module.
 
-    Raises a ValueError that names each layer that cannot be computed on a part of the tokens, with
-    the reason, and lists the model's other `faults`.
+    Raises a ValueError that names each other layer, with the reason, and lists the `faults`.
     """
     modules = dict(model.named_modules(prefix=prefix))
     softmax = _modules_of_class(modules, lambda kind: dispatches(kind) or computes_itself(kind))
@@ -101,10 +100,7 @@ def find_layers(
 
 
 def loss_shifts(model: Any) -> bool | None:
-    """Return whether the model's labels are next tokens; None if the model takes no labels.
-
-    Raises a ValueError if the model answers for whole sequences: no rank has all tokens.
-    """
+    """Return whether labels are next tokens; None: no labels. Refuses a loss of whole sequences."""
     if encoder_of(model) is not None:
         return False
     name, kind = type(model).__name__, getattr(model, "loss_type", None)
@@ -140,10 +136,9 @@ def check_reached(
     layers: dict[nn.Module, AttentionLayer],
     reached: set[nn.Module],
 ) -> None:
-    """Raise a ValueError if a call did not reach some attention layers.
+    """Raise a ValueError if a call reached some, but not all, blocks of a group of `groups_of`.
 
-    `groups` is the result of `groups_of`. If a call reached one block of a group, it must have
-    reached all. A group may be skipped whole, such as a vision tower.
+    A group may be skipped whole, such as a vision tower.
     """
     if not reached:
         raise ValueError(f"0 of {len(layers)} attention layers were reached")

@@ -74,10 +74,7 @@ def named_in(module: nn.Module) -> set[str]:
 
 
 def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
-    """Return a copy of a function that reads other values for some global names.
-
-    Decorators stay, around a copy of the innermost function.
-    """
+    """Return a copy of a function, in its decorators, that reads other values for some globals."""
     inner = getattr(function, "__wrapped__", None)
     cells, names = function.__closure__, function.__globals__
     if inner is None:

@@ -47,10 +47,7 @@ def is_formula(x: nn.Module) -> bool:
 
 
 def _counts_mask(model: nn.Module) -> bool:
-    """Return whether a model's positions count the tokens that are not padding, as its table does.
-
-    BioGPT's does not: the module around it passes positions, which count columns.
-    """
+    """Return whether positions skip padding: by a table that gets no positions from around."""
     return any(
         is_table(x) and _takes(x, "attention_mask") and not columns_of(type(around))
         for around in model.modules()

@@ -37,10 +37,7 @@ TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 def kind_of(layer: type) -> str | None:
-    """Return a layer class's kind of recurrence, or None if it cannot be computed over ranks.
-
-    FSDP makes subclasses, which share the forward of the class in the table.
-    """
+    """Return a layer's kind of recurrence, if any. FSDP's subclasses share the forward."""
     for base in layer.__mro__:
         ours = base.__module__.startswith("transformers.models.") and base.__name__ in _KINDS
         if ours and getattr(layer, "forward", None) is base.forward:  # type: ignore[attr-defined]

@@ -35,16 +35,9 @@ class Groups:
     """The groups of an Accelerator's processes, each of which it treats as one process.
 
     The Accelerator then gives all ranks of a group the same batches, and gathers a group's values
-    once. During an evaluation, each batch is one that a single process would have. Groups take
-    turns at these batches. If batches run out in the last turn, the results of the other groups are
-    dropped.
-
-    `firsts` are the first processes of the groups, ascending.
-
-    Attributes:
-        count: the number of groups.
-        index: the number of this process's group.
-        evaluates: whether an evaluation is running: loaders take turns, losses are of one batch.
+    once. In an evaluation, groups take turns at the batches of a single process. If batches run out
+    in the last turn, the results of the other groups are dropped. `firsts` are the groups' first
+    processes.
     """
 
     def __init__(self, accelerator: Any, firsts: list[int], index: int) -> None:
@@ -58,10 +51,7 @@ class Groups:
 
     @classmethod
     def of(cls, comm: Comm, accelerator: Any) -> Groups:
-        """Return the groups, where `comm` is this process's group.
-
-        Raises a ValueError unless each process is in one group.
-        """
+        """Return the groups; `comm` is this process's. Each process must be in one group."""
         from accelerate.utils import gather_object
 
         processes = comm.processes
@@ -134,10 +124,7 @@ class Groups:
         return x if self.count == 1 else recursively_apply(self._gather_rows, x)
 
     def gather_for_metrics(self, x: Any, use_gather_object: bool = False) -> Any:
-        """Return all groups' rows of an evaluation, each batch's once.
-
-        As in accelerate, rows beyond the samples of a dataset's last batch are dropped.
-        """
+        """Return an evaluation's rows, each batch's once, up to the dataset's last sample."""
         objects = use_gather_object or not _only_tensors(x)
         turn, end = self._turn, self._accelerator.gradient_state.end_of_dataloader
         last = self._accelerator.gradient_state.remainder

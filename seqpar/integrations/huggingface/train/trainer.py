@@ -210,9 +210,9 @@ def _session_in(model: nn.Module) -> SequenceParallel:
 class OverRanksSFT(OverRanks):
     """The methods of TRL's SFTTrainer that differ over ranks, in addition to those of `OverRanks`.
 
-    Its model returns log-probabilities instead of logits, by TRL's fused head, for a rank's tokens.
-    The head accepts shifted labels, so a rank scores its own tokens and sums are exact. TRL itself
-    divides by counts of processes, and `gather_for_metrics` drops processes at an epoch's end.
+    Its model returns a rank's log-probabilities by TRL's fused head, which accepts shifted labels.
+    TRL itself divides by counts of processes, and `gather_for_metrics` drops processes at an
+    epoch's end.
     """
 
     aux_loss_enabled: bool
