@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.core.arguments import as_path
+from seqpar.layout.geometry import Geometry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch import Tensor
 
 __all__ = ["causal_work", "plot_layouts", "plot_masks"]
 
@@ -33,53 +33,31 @@ _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
 class DrawnLayout(Protocol):
     """The part of `seqpar.Layout` that is drawn. A protocol, since layout.py imports this file."""
 
-    ranks: int
-
     @property
-    def documents(self) -> int:
-        """Number of documents of the packed batch."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the packed batch."""
-
-    @property
-    def cu_seqlens(self) -> NDArray[np.int64]:
-        """(documents + 1,) boundaries of the documents."""
-
-    def token_indices(self, rank: int) -> Tensor:
-        """Return a (T_local,) tensor: the index in the packed batch of each of a rank's tokens."""
-
-    def position_ids(self, rank: int) -> Tensor:
-        """Return a (T_local,) tensor: the position of each of a rank's tokens in its document."""
+    def geometry(self) -> Geometry: ...
 
 
 class DrawnRanges(Protocol):
     """The part of `seqpar.layout.masks.mask_ranges.MaskRanges` that is drawn."""
 
     @property
-    def columns(self) -> tuple[NDArray[np.int64], ...]:
-        """The seven columns of the ranges, from documents to upper bounds."""
+    def columns(self) -> tuple[NDArray[np.int64], ...]: ...
 
 
 class DrawnMask(Protocol):
     """The part of `seqpar.layout.masks.mask.Mask` that is drawn."""
 
     @property
-    def left(self) -> int:
-        """Number of keys before its own position that a query attends to."""
+    def left(self) -> int: ...
 
     @property
-    def right(self) -> int:
-        """Number of keys after its own position that a query attends to."""
+    def right(self) -> int: ...
 
     @property
-    def prefix(self) -> tuple[int, ...] | None:
-        """Number of first keys of each document that all its queries attend to."""
+    def prefix(self) -> tuple[int, ...] | None: ...
 
     @property
-    def ranges(self) -> DrawnRanges | None:
-        """The `MaskRanges` that replace all other fields, or None."""
+    def ranges(self) -> DrawnRanges | None: ...
 
 
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
@@ -87,20 +65,19 @@ def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[n
 
     A batch of at most `columns` tokens has a column per token, and only zeros and ones.
     """
-    columns = min(columns, layout.tokens)
-    column = np.arange(layout.tokens) * columns // max(layout.tokens, 1)
+    geometry = layout.geometry
+    columns = min(columns, geometry.tokens)
+    column = np.arange(geometry.tokens) * columns // max(geometry.tokens, 1)
     counts = [
-        np.bincount(column[layout.token_indices(rank).numpy()], minlength=columns)
-        for rank in range(layout.ranks)
+        np.bincount(column[geometry.token_indices(rank)], minlength=columns)
+        for rank in range(geometry.ranks)
     ]
     return np.array(counts) / np.maximum(np.bincount(column, minlength=columns), 1)
 
 
 def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
     """Return (ranks,): the number of (query, key) pairs of each rank under a causal mask."""
-    return np.array(
-        [int((layout.position_ids(rank) + 1).sum()) for rank in range(layout.ranks)], dtype=np.int64
-    )
+    return np.array([(x.positions + 1).sum(dtype=np.int64) for x in layout.geometry.holdings])
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
@@ -108,9 +85,9 @@ def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
 
     Rows and columns are in the order of the packed batch. Pairs that the mask hides have −1.
     """
-    cu = layout.cu_seqlens
+    cu, tokens = layout.geometry.cu_seqlens, layout.geometry.tokens
     document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
-    position = np.arange(layout.tokens) - cu[document]
+    position = np.arange(tokens) - cu[document]
     distance = position - position[:, None]
     visible = (distance >= -mask.left) & (distance <= mask.right)
     if mask.prefix is not None:
@@ -121,9 +98,9 @@ def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
         for number, q0, q1, k0, k1, low, high in zip(*mask.ranges.columns, strict=True):
             q, k = (slice(*(cu[number] + edges)) for edges in ([q0, q1], [k0, k1]))
             visible[q, k] |= (distance[q, k] >= low) & (distance[q, k] <= high)
-    owner = np.empty(layout.tokens, dtype=np.int64)
-    for rank in range(layout.ranks):
-        owner[layout.token_indices(rank).numpy()] = rank
+    owner = np.empty(tokens, dtype=np.int64)
+    for rank in range(layout.geometry.ranks):
+        owner[layout.geometry.token_indices(rank)] = rank
     return np.where(visible, owner[:, None], -1)
 
 
@@ -135,7 +112,7 @@ def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     them is the busiest rank's work divided by the mean.
     """
     path = _checked(path, *layouts.values())
-    heights = [min(0.27 * layout.ranks, 5.0) for layout in layouts.values()]
+    heights = [min(0.27 * layout.geometry.ranks, 5.0) for layout in layouts.values()]
     figure = _new_figure(9.0, sum(heights) + 0.15 * len(heights) + 0.75)
     grid = figure.add_gridspec(len(layouts), 2, width_ratios=[6, 1], height_ratios=heights)
     for row, (name, layout) in enumerate(layouts.items()):
@@ -159,10 +136,9 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
     query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
     """
     path = _checked(path, layout)
-    if layout.tokens > MAX_MASK_TOKENS:
-        raise ValueError(
-            f"layout must have at most {MAX_MASK_TOKENS} tokens to draw a mask, got {layout.tokens}"
-        )
+    if (tokens := layout.geometry.tokens) > MAX_MASK_TOKENS:
+        limit = f"at most {MAX_MASK_TOKENS} tokens to draw a mask"
+        raise ValueError(f"layout must have {limit}, got {tokens}")
     figure = _new_figure(2.4 * len(masks) + 0.4, 3.3)
     for column, (name, mask) in enumerate(masks.items()):
         axes = figure.add_subplot(1, len(masks), column + 1)
@@ -176,7 +152,7 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
 
 def _checked(path: str | Path, *layouts: DrawnLayout) -> Path:
     for layout in layouts:
-        if not hasattr(layout, "token_indices"):
+        if not hasattr(layout, "geometry"):
             raise TypeError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
     return as_path("path", path)
 
@@ -193,39 +169,42 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _colours(layout: DrawnLayout) -> list[str]:
-    return [_COLOURS[rank % len(_COLOURS)] for rank in range(layout.ranks)]
+    return [_COLOURS[rank % len(_COLOURS)] for rank in range(layout.geometry.ranks)]
 
 
 def _draw_lanes(axes: Axes, layout: DrawnLayout, name: str) -> None:
     from matplotlib.colors import to_rgb, to_rgba_array
 
-    if layout.tokens:
+    geometry = layout.geometry
+    tokens, ranks = geometry.tokens, geometry.ranks
+    if tokens:
         lane = np.array(to_rgb(_LANE))
         colours = to_rgba_array(_colours(layout))[:, None, :3]
         picture = lane + held_fractions(layout)[..., None] * (colours - lane)
-        box = (0, layout.tokens, layout.ranks - 0.5, -0.5)
+        box = (0, tokens, ranks - 0.5, -0.5)
         axes.imshow(picture, aspect="auto", interpolation="nearest", extent=box)
-    for edge in range(layout.ranks - 1) if layout.ranks <= 32 else ():
+    for edge in range(ranks - 1) if ranks <= 32 else ():
         axes.axhline(edge + 0.5, color="white", linewidth=2)
-    for border in layout.cu_seqlens[1:-1] if layout.documents <= 200 else ():
+    for border in geometry.cu_seqlens[1:-1] if geometry.lengths.size <= 200 else ():
         axes.axvline(border, color=_INK, linewidth=1.2)
     _remove_frame(axes)
-    named = range(0, layout.ranks, -(-layout.ranks // 16))
+    named = range(0, ranks, -(-ranks // 16))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
     axes.tick_params(axis="y", length=0)
     axes.set_ylabel(name, fontsize=12, fontweight="bold", color=_INK, labelpad=8)
 
 
 def _name_documents(axes: Axes, layout: DrawnLayout) -> None:
-    borders = layout.cu_seqlens if layout.documents <= 12 else ()
+    geometry = layout.geometry
+    borders = geometry.cu_seqlens if geometry.lengths.size <= 12 else ()
     for document, (start, stop) in enumerate(pairwise(borders)):
-        if stop - start > layout.tokens / 12:
+        if stop - start > geometry.tokens / 12:
             axes.annotate(
                 f"document {document}",
-                ((start + stop) / 2, 1.0),
-                (0, 5),
-                ("data", "axes fraction"),
-                "offset points",
+                xy=((start + stop) / 2, 1.0),
+                xytext=(0, 5),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
                 ha="center",
                 color=_GREY,
             )
@@ -234,10 +213,10 @@ def _name_documents(axes: Axes, layout: DrawnLayout) -> None:
 def _draw_work(axes: Axes, layout: DrawnLayout) -> None:
     work = causal_work(layout)
     share = work / max(work.mean(), 1)
-    axes.barh(range(layout.ranks), share, height=0.8, color=_colours(layout))
+    axes.barh(range(share.size), share, height=0.8, color=_colours(layout))
     axes.axvline(1, color=_INK, linewidth=1, linestyle=":")
     axes.set_xlim(0, 1.05 * max(2.0, share.max()))
-    axes.set_ylim(layout.ranks - 0.5, -0.5)
+    axes.set_ylim(share.size - 0.5, -0.5)
     axes.set_xticks([])
     axes.set_yticks([])
     _remove_frame(axes)
@@ -249,9 +228,10 @@ def _draw_mask(axes: Axes, mask: DrawnMask, layout: DrawnLayout, name: str) -> N
     from matplotlib.colors import to_rgba_array
 
     colours = to_rgba_array([*_colours(layout), _LANE])  # the last colour is for rank −1
-    box = (0, max(layout.tokens, 1), max(layout.tokens, 1), 0)
-    axes.imshow(colours[computing_ranks(mask, layout)], interpolation="nearest", extent=box)
-    for border in layout.cu_seqlens[1:-1]:
+    edge = max(layout.geometry.tokens, 1)
+    picture = colours[computing_ranks(mask, layout)]
+    axes.imshow(picture, interpolation="nearest", extent=(0, edge, edge, 0))
+    for border in layout.geometry.cu_seqlens[1:-1]:
         axes.axvline(border, color=_INK, linewidth=0.8)
         axes.axhline(border, color=_INK, linewidth=0.8)
     _remove_frame(axes)

@@ -9,7 +9,15 @@ import numpy as np
 
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up
-from seqpar.layout.cuts.cuts import Columns, Counts, Cut, HeldSpans, HolderLookup, joined
+from seqpar.layout.cuts.cuts import (
+    Columns,
+    CountedCut,
+    Counts,
+    Cut,
+    HeldSpans,
+    HolderLookup,
+    joined,
+)
 
 
 def cut_into_chunks(cu_seqlens: Ints, size: int) -> Ints:
@@ -24,7 +32,7 @@ def _chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunked:
+class Chunked(CountedCut):
     """Another cut, with its documents cut into chunks of `size` tokens; ranks keep their tokens."""
 
     whole: Cut  # the cut of the whole documents
@@ -54,9 +62,6 @@ class Chunked:
             np.minimum(stops[span], begin + self.size) - begin,
         )
 
-    def token_counts(self, cu_seqlens: Ints) -> Ints:
-        return self.counts(cu_seqlens).tokens
-
     def most_spans_of(self, lengths: Ints) -> Ints:
         return lengths
 
@@ -75,9 +80,6 @@ class Chunked:
             ).nonempty()
 
         return lookup
-
-    def mirrored_edges(self, lengths: Ints) -> None:
-        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         """Count the tokens, spans and runs of all ranks, from the spans of one rank at a time."""

@@ -89,8 +89,21 @@ class Cut(Protocol):
         """
 
 
+class CountedCut:
+    """The defaults of a cut that counts its tokens, and whose chunks are not mirrored."""
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        raise NotImplementedError
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
+
+    def mirrored_edges(self, lengths: Ints) -> Ints | None:
+        return None
+
+
 @dataclass(frozen=True)
-class Contiguous:
+class Contiguous(CountedCut):
     """Rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
 
     ranks: int
@@ -105,9 +118,6 @@ class Contiguous:
         return _nonempty(
             documents, np.maximum(start, first) - start, np.minimum(stop, behind) - start
         )
-
-    def token_counts(self, cu_seqlens: Ints) -> Ints:
-        return self.counts(cu_seqlens).tokens
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, self.ranks)
@@ -128,9 +138,6 @@ class Contiguous:
 
         return lookup
 
-    def mirrored_edges(self, lengths: Ints) -> None:
-        return None
-
     def _cuts(self, cu_seqlens: Ints) -> Ints:
         whole, rest = divmod(int(cu_seqlens[-1]), self.ranks)
         c = np.arange(self.ranks + 1)
@@ -149,7 +156,7 @@ class Contiguous:
 
 
 @dataclass(frozen=True)
-class Zigzag:
+class Zigzag(CountedCut):
     """Each document of L tokens has 2P chunks, cut at ⌊cL/2P⌋; rank c holds chunks c and 2P−1−c."""
 
     ranks: int
@@ -161,9 +168,6 @@ class Zigzag:
         numbers = rank, rank + 1, chunks - 1 - rank, chunks - rank
         edges = np.stack([lengths * c // chunks for c in numbers], 1).reshape(-1, 2)
         return _nonempty(np.repeat(np.arange(lengths.size), 2), edges[:, 0], edges[:, 1])
-
-    def token_counts(self, cu_seqlens: Ints) -> Ints:
-        return self.counts(cu_seqlens).tokens
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, 2 * self.ranks)
@@ -235,7 +239,7 @@ class Zigzag:
 
 
 @dataclass(frozen=True)
-class Striped:
+class Striped(CountedCut):
     """Each document has stripes of `stripe` tokens; rank s mod P holds stripe s."""
 
     ranks: int
@@ -251,9 +255,6 @@ class Striped:
         starts = (rank + self.ranks * count_up(held)) * self.stripe
         return documents, starts, np.minimum(starts + self.stripe, lengths[documents])
 
-    def token_counts(self, cu_seqlens: Ints) -> Ints:
-        return self.counts(cu_seqlens).tokens
-
     def most_spans_of(self, lengths: Ints) -> Ints:
         return -(-lengths // self.stripe)
 
@@ -267,9 +268,6 @@ class Striped:
             return HeldSpans(index, stripes % self.ranks, start, stop)
 
         return lookup
-
-    def mirrored_edges(self, lengths: Ints) -> None:
-        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         lengths = np.diff(cu_seqlens)
@@ -292,7 +290,7 @@ class Striped:
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class Spans(CountedCut):
     """Rank c holds spans edges[c] … edges[c+1] − 1 of a table. Spans that touch are joined."""
 
     edges: Ints
@@ -320,9 +318,6 @@ class Spans:
         held = slice(self.edges[rank], self.edges[rank + 1])
         return self.documents[held], self.starts[held], self.stops[held]
 
-    def token_counts(self, cu_seqlens: Ints) -> Ints:
-        return self.counts(cu_seqlens).tokens
-
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, self.starts.size)
 
@@ -343,9 +338,6 @@ class Spans:
             return HeldSpans(index, owners[spans], spans_starts[spans], spans_stops[spans])
 
         return lookup
-
-    def mirrored_edges(self, lengths: Ints) -> None:
-        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         return _count(self.edges, (self.documents, self.starts, self.stops))

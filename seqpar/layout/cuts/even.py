@@ -13,7 +13,7 @@ import numpy as np
 
 from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, parse_cu_seqlens
 from seqpar.core.ranges import count_up, enumerated, split_at
-from seqpar.layout.cuts.cuts import Columns, Counts, HeldSpans, HolderLookup
+from seqpar.layout.cuts.cuts import Columns, CountedCut, Counts, HeldSpans, HolderLookup
 from seqpar.layout.cuts.round_robin import Deal, RowPlaces
 
 
@@ -65,7 +65,7 @@ class _Shares(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EvenZigzag:
+class EvenZigzag(CountedCut):
     """Zigzag with the same number of tokens on each rank.
 
     Tokens are dealt to ranks one by one. That determines only n_c, the number of tokens of a
@@ -92,9 +92,6 @@ class EvenZigzag:
         kept = stops > starts
         return np.repeat(documents, 2)[kept], starts[kept], stops[kept]
 
-    def token_counts(self, cu_seqlens: Ints) -> Ints:
-        return self.counts(cu_seqlens).tokens
-
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, 2 * self.ranks)
 
@@ -116,9 +113,6 @@ class EvenZigzag:
             return HeldSpans(np.repeat(index, 2), np.repeat(owners, 2), begins, ends).nonempty()
 
         return lookup
-
-    def mirrored_edges(self, lengths: Ints) -> None:
-        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         shares = self._shares(cu_seqlens)
@@ -160,7 +154,7 @@ class EvenZigzag:
 
 
 @dataclass(frozen=True)
-class EvenStripes:
+class EvenStripes(CountedCut):
     """Stripes that are counted through the pack, not per document; rank s mod P holds stripe s.
 
     The last round has smaller stripes, so that each rank holds the same number of tokens.
@@ -174,9 +168,6 @@ class EvenStripes:
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
         starts, stops = np.minimum(self._deal(cu_seqlens).parts(rank), cu_seqlens[-1])
         return split_at(cu_seqlens, starts, stops)
-
-    def token_counts(self, cu_seqlens: Ints) -> Ints:
-        return self.counts(cu_seqlens).tokens
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, lengths // self.stripe + self.ranks + 2)
@@ -193,9 +184,6 @@ class EvenStripes:
             return HeldSpans(index, numbers % self.ranks, start, stop)
 
         return lookup
-
-    def mirrored_edges(self, lengths: Ints) -> None:
-        return None
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         deal, held = self._deal(cu_seqlens), np.flatnonzero(np.diff(cu_seqlens))
