@@ -96,10 +96,7 @@ class Holding:
 
 
 class Holdings(Sequence[Holding]):
-    """A Holding for each rank, created on first use.
-
-    Only few are cached, since all of them together may be far larger than the documents.
-    """
+    """A Holding for each rank, created on first use. Few are cached: all may be very large."""
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
         self._cu_seqlens, self._cut = cu_seqlens, cut
@@ -178,10 +175,7 @@ class Geometry:
         return np.array_equal(self.cu_seqlens, other.cu_seqlens) and self.digest == other.digest
 
     def merged_ranks(self, size: int) -> Geometry:
-        """Return the geometry in which each `size` consecutive ranks are merged into one.
-
-        The merged rank holds all of their tokens; the documents are the same.
-        """
+        """Return the geometry in which each `size` consecutive ranks are merged into one."""
 
         return self.derived(
             ("merged ranks", size), lambda: Geometry(self.cu_seqlens, Merged(self.cut, size))

@@ -1,15 +1,13 @@
 """Pass a geometry through an operator as a tensor.
 
-Operators take tensors, numbers and strings, but not Python objects. A handle is a 1-D int64 tensor
-on the CPU with everything that determines a geometry: a digest, followed by the documents and the
-cut. A compiled graph takes a handle as data, so it neither specialises on a layout nor recompiles
-for the next one. A copy of a handle works like the original, in any process.
+A handle is a 1-D int64 tensor on the CPU with everything that determines a geometry: a digest, the
+documents and the cut. A compiled graph takes it as data, so it neither specialises on a layout nor
+recompiles for the next one. A copy of a handle works like the original, in any process.
 
-Lifetime: a table finds geometries by digest and holds them weakly, so equal layouts share one
-geometry. A handle's storage is a numpy array that refers to its geometry. Whatever keeps the tensor
-(a Layout, an autograd context, the saved tensors of a compiled graph) therefore keeps the geometry,
-with all tables derived from it. If only copies of the handle are left, the geometry is created
-again from their content.
+A table finds geometries by digest and holds them weakly, so equal layouts share one. A handle's
+storage is a numpy array that refers to its geometry. Whatever keeps the tensor (a Layout, an
+autograd context, a graph's saved tensors) therefore keeps the geometry, with all tables derived
+from it. If only copies of the handle are left, the geometry is created again from their content.
 """
 
 from __future__ import annotations
@@ -64,10 +62,9 @@ class Sizes(NamedTuple):
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return one tensor per rank, and one more at the end, whose shapes hold the ranks' sizes.
+    """Return one empty tensor per rank, and one more, whose shapes hold the ranks' sizes.
 
-    The tensors are empty. torch.compile takes shapes as data, but specialises on numbers of an
-    object that is a module's attribute.
+    torch.compile takes shapes as data, but specialises on numbers of a module's objects.
     """
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
     held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
@@ -86,10 +83,7 @@ def sizes_of(tensor: Tensor) -> Sizes:
 
 
 def from_handle(handle: Tensor) -> Geometry:
-    """Return the geometry that a handle, or a copy of one, determines.
-
-    Raises a ValueError if the tensor is not a handle, or was changed.
-    """
+    """Return the geometry of a handle or its copy. Raises a ValueError if it was changed."""
     words = (handle if handle.is_cpu else handle.cpu()).numpy()
     geometry = _by_digest.get(key_of(words))
     if geometry is None:
@@ -101,8 +95,8 @@ def from_handle(handle: Tensor) -> Geometry:
 def name_of(handle: Tensor, canonical: bool) -> str:
     """Return 16 hexadecimal digits that name a layout in errors and comparisons.
 
-    With `canonical`, equal layouts have the same name, whatever cut made them. Such a name may take
-    seconds to compute for thousands of ranks.
+    With `canonical`, equal layouts have the same name, whatever cut made them, which may take
+    seconds for thousands of ranks.
     """
     if canonical:
         return from_handle(handle).digest[:16]

@@ -81,10 +81,7 @@ def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (T, T): the rank that holds the query, for each query (row) and key (column).
-
-    Rows and columns are in the order of the packed batch. Pairs that the mask hides have −1.
-    """
+    """Return (T, T): the rank that holds the query (row) of each visible key; −1 for others."""
     cu, tokens = layout.geometry.cu_seqlens, layout.geometry.tokens
     document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
     position = np.arange(tokens) - cu[document]

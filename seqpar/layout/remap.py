@@ -74,10 +74,7 @@ def move(
 
 
 def share(rank: int, own: Geometry, other: Geometry) -> RemappedRows:
-    """Group a rank's rows in `own` by the ranks that hold their tokens in `other`.
-
-    The rows that two ranks share are in the order of the pack on both sides.
-    """
+    """Group a rank's rows in `own` by the rank that holds them in `other`, in the pack's order."""
     holding, (edges, owners) = own.holdings[rank], _owners(other)
     first = own.cu_seqlens[holding.documents]
     starts, stops = first + holding.starts, first + holding.stops

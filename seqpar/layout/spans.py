@@ -22,8 +22,7 @@ class Span(NamedTuple):
 def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: Ints) -> Spans:
     """Return the cut in which each rank holds the spans listed for it.
 
-    Raise a ValueError that names `spans_per_rank` unless the spans cover every token once, or a
-    TypeError if it does not hold lists.
+    Raises a ValueError unless the spans cover every token once, or a TypeError without lists.
     """
     expected = "(document, start, stop) triples of integers"
     try:

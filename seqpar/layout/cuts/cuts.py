@@ -32,8 +32,7 @@ class Counts(NamedTuple):
 class HeldSpans(NamedTuple):
     """Spans of several documents and the ranks that hold them, as (spans,) arrays, in any order.
 
-    `numbers` are indices into the list of documents that the caller gave. Adjacent spans of a rank
-    need not be joined.
+    `numbers` are indices into the caller's list of documents. Spans of a rank may touch.
     """
 
     numbers: Ints
@@ -52,11 +51,7 @@ HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
 
 
 class Cut(Protocol):
-    """The interface of all cuts.
-
-    `alike` is whether documents of the same length are all cut alike, wherever they are in the
-    pack.
-    """
+    """The interface of all cuts. `alike`: documents of equal length are cut alike, anywhere."""
 
     @property
     def ranks(self) -> int:
@@ -197,8 +192,8 @@ class Zigzag(CountedCut):
         """Count the tokens, spans and runs of all ranks.
 
         A document of L = a·2P + b tokens has a tokens in each chunk, and one more in the chunks in
-        which a document of b tokens has one. Documents with the same b are therefore counted
-        together. Documents of fewer than 2P tokens, the short ones, have empty chunks.
+        which a document of b tokens has one, so documents with the same b are counted together.
+        Documents of fewer than 2P tokens, the short ones, have empty chunks.
         """
         lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
         rest, is_long = lengths % chunks, lengths >= chunks
@@ -391,10 +386,7 @@ class Merged:
 
 
 def joined(columns: Columns, apart: NDArray[np.bool_]) -> tuple[Columns, Ints]:
-    """Join spans that touch; return the joined spans, and the index of the first span of each.
-
-    A span that is `apart` is not joined to the span before it.
-    """
+    """Join spans that touch but are not `apart`; return them, and each one's first index."""
     documents, starts, stops = columns
     apart = apart.copy()
     apart[1:] |= (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])

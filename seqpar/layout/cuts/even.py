@@ -68,16 +68,15 @@ class _Shares(NamedTuple):
 class EvenZigzag(CountedCut):
     """Zigzag with the same number of tokens on each rank.
 
-    Tokens are dealt to ranks one by one. That determines only n_c, the number of tokens of a
-    document that rank c gets. The document is then cut into the low chunks of ranks 0 … P − 1, of
-    n_c/2 tokens, and the high chunks of ranks P − 1 … 0, of the other tokens. If n_c is odd, the
-    high chunk is longer in the first document dealt, the low chunk in the second, and so on
-    alternately. A rank therefore has the same part of each document and of its causal work, except
-    for one token.
+    Tokens are dealt to ranks one by one, which determines n_c, the tokens of a document on rank c.
+    The document is then cut into the low chunks of ranks 0 … P − 1, of n_c/2 tokens, and the high
+    chunks of ranks P − 1 … 0. If n_c is odd, high and low chunks are longer in alternate documents.
+    A rank therefore has the same part of each document and of its causal work, except for one
+    token.
 
-    Documents of fewer than 2P·min_chunk tokens are dealt after all others, in parts of 2·min_chunk
-    tokens. Such a document is therefore on few ranks, or whole on one. The order is longest first,
-    so that the ranks' parts of a round have about the same work.
+    Documents of fewer than 2P·min_chunk tokens are dealt after all others, longest first, in parts
+    of 2·min_chunk tokens. Such a document is on few ranks, or whole on one, and the parts of a
+    round have about the same work.
     """
 
     ranks: int

@@ -19,10 +19,8 @@ Bounds = tuple[Ints, Ints]
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
     """Return the clusters of query rows: their runs, their first rows, and their ends.
 
-    Under a window the spans of a run may attend to keys far apart, and the keys between need not
-    travel. A cluster is a sequence of consecutive spans of a run that attend to one range of
-    positions without a gap: the gaps between the spans are no wider than the band, `band` = hi −
-    lo.
+    A cluster is a sequence of spans of a run with gaps no wider than `band` = hi − lo, so that they
+    attend to one range of positions. Keys between clusters need not travel.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -34,9 +32,8 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
     """Cut ranges of query rows, each within a run, where clusters of a band's width hi − lo begin.
 
-    Return the index of each piece's range, and the pieces' starts and stops; empty ranges have no
-    pieces. A range stays whole if no gap is wider than its band. All other ranges are cut for the
-    narrowest of their bands.
+    Return the index of each piece's range, and the pieces' starts and stops; empty ranges have
+    none. A range with a gap wider than its band is cut for the narrowest of such bands.
     """
     gaps = q.starts[1:] - q.stops[:-1]
     widest = gaps[q.documents[1:] == q.documents[:-1]].max(initial=0)
@@ -57,8 +54,7 @@ def trim(
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
     """Trim rectangles of positions to queries and keys with a visible pair under the bands.
 
-    Return the indices of rectangles with any visible pair, and these rectangles, trimmed: each
-    query in them has a visible key, and each key a query that attends to it.
+    Return the indices of rectangles with any visible pair, and these rectangles, trimmed.
     """
     some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
     begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)
@@ -73,9 +69,8 @@ def in_reach(
 ) -> Ints:
     """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
 
-    There is one slice per cluster of query rows that attends to a key of its run of keys, at one of
-    the positions `keys`. It is trimmed to queries that attend to a key, and to keys that a query
-    attends to. The documents of the holdings are here numbers of runs.
+    There is one slice per cluster of query rows that attends to a key of its run of keys, trimmed
+    to pairs that attend. The documents of the holdings are here numbers of runs.
 
     Args:
         runs: the run of each cluster's queries, and the run of its keys.
@@ -102,10 +97,7 @@ def in_reach(
 def of_band(
     q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
 ) -> Ints:
-    """Return the slices of a window and a prefix, as (6, n) like `in_reach`.
-
-    `shift` aligns the ends of each document.
-    """
+    """Return the slices of a window and a prefix, as (6, n); `shift` aligns documents' ends."""
     documents, q_start, q_stop = clusters(q, left + right)
     prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]

@@ -60,10 +60,7 @@ class Mask:
     def of(
         cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry
     ) -> Mask:
-        """Return the mask that the arguments of an attention call describe.
-
-        `keys` is the geometry of k and v. Raise a ValueError that names a wrong argument.
-        """
+        """Return the mask of a call's arguments; raise a ValueError that names a wrong one."""
         bounds = parse_window(window_size)
         left, right = (UNLIMITED if bound == -1 else bound for bound in bounds)
         if as_bool("causal", causal):
@@ -247,7 +244,7 @@ def slices_between(
     """Return the slices of one rank's queries over another's keys, cached with both geometries.
 
     By default the keys travel, so their block has only the keys within the queries' reach. With
-    `queries_travel` the queries travel, so their block has only queries that attend to any key.
+    `queries_travel` the queries travel, and their block has only queries that attend to any key.
     """
     queries_travel = queries_travel and q_rank != k_rank
     return _tables(queries, keys, mask)(

@@ -2,11 +2,8 @@
 
 In a range (document, q_start, q_stop, k_start, k_stop, low, high), these queries of a document
 attend to those of these keys for which low ≤ k_pos − q_pos ≤ high. Queries are counted among the
-document's queries and keys among its keys, so ends are not aligned where the two differ
-(`kv_layout`).
-
-An operator takes a mask of ranges as a tensor that determines it, like a layout (`handle.py`). A
-graph of torch.compile therefore neither specialises on the mask nor recompiles for the next one.
+document's queries and keys among its keys, so ends are not aligned where the two differ. An
+operator takes ranges as a tensor, like a layout (`handle.py`).
 """
 
 from __future__ import annotations
@@ -49,10 +46,9 @@ class Ranges(NamedTuple):
         return Ranges(*(column[chosen] for column in self))
 
     def trimmed(self) -> tuple[Ranges, Ints]:
-        """Return the ranges with a visible pair, and their indices.
+        """Return the ranges with a visible pair, trimmed to such pairs, and their indices.
 
-        Ranges are trimmed to queries and keys with a visible pair. Bounds that exclude no key
-        become unlimited.
+        Bounds that exclude no key become unlimited.
         """
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
@@ -76,13 +72,10 @@ class Ranges(NamedTuple):
 
 
 class MaskRanges:
-    """The ranges of a mask: trimmed, sorted and disjoint.
+    """The ranges of a mask: trimmed, sorted and disjoint, by document, queries, keys and band.
 
-    Attributes:
-        columns: the ranges, by document, queries, keys and band.
-        handle: a 1-D int64 tensor on the CPU that determines the ranges: a digest, then their
-            content.
-        key: the digest.
+    `handle` is a 1-D int64 tensor on the CPU that determines them: a digest, `key`, and the
+    content.
     """
 
     def __init__(self, columns: Ranges) -> None:
@@ -147,10 +140,7 @@ class MaskRanges:
 
 
 def from_handle(handle: Tensor) -> MaskRanges:
-    """Return the ranges that a handle, or a copy of one, determines.
-
-    Raises a ValueError if the tensor is not a handle, or was changed.
-    """
+    """Return the ranges of a handle or its copy. Raises a ValueError if it was changed."""
     key = key_of_handle(handle)
     found = _by_key.get(key)
     if found is None:

@@ -35,11 +35,7 @@ def find_overlap(
     lows: Ints,
     highs: Ints,
 ) -> Overlap | None:
-    """Return two of the ranges that overlap, or None.
-
-    Ranges are in order of documents and then `q_starts`, and each of their queries attends to a
-    key.
-    """
+    """Return two overlapping ranges, or None. Ranges are in order of documents and `q_starts`."""
     begins, ends = sort_keys(documents, q_starts), sort_keys(documents, q_stops)
     some = _beside_others(begins, ends)
     one, other = _neighbours(

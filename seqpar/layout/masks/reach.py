@@ -143,11 +143,7 @@ class Side(NamedTuple):
         return cls(queries, *(make(queries, keys, mask) for make in reach))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
-        """Return the own rows that rows of each rank reach.
-
-        `groups` (ranks,) gives each rank the number of a group. The result then has the own rows
-        that the ranks of each group reach together.
-        """
+        """Return the own rows that rows of each rank, or of each of `groups` (ranks,), reach."""
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
         size = self.others.ranks if groups is None else int(groups.max(initial=-1)) + 1

@@ -19,9 +19,9 @@ def check_tasks(
 ) -> None:
     """Raise a ValueError that names the argument unless every visible pair is in exactly one task.
 
-    Each (query, key) pair has a hash, the product of a query's and a key's hash. For each document
-    the sum of the tasks' hashes, modulo 2**64, is compared with the sum over all visible pairs.
-    That takes time linear in the number of the tasks' queries, for any number of keys.
+    Each (query, key) pair has a hash, the product of a query's and a key's hash. The sum over a
+    document's tasks, modulo 2**64, is compared with the sum over its visible pairs, in time linear
+    in the number of the tasks' queries.
     """
     check_rectangles(name, tasks, queries, keys)
     documents = np.arange(queries.lengths.size)

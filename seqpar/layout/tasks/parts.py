@@ -20,11 +20,7 @@ from seqpar.layout.tasks.tasks import TaskRectangles
 
 
 class Parts(NamedTuple):
-    """Rectangles of positions, each under a band, as (n,) arrays.
-
-    The parts of tasks are trimmed: each query of a part attends to some of its keys, and each
-    key has some query of the part that attends to it.
-    """
+    """Rectangles of positions, each under a band, as (n,) arrays, trimmed to visible pairs."""
 
     documents: Ints  # the document of the queries and keys
     q_starts: Ints  # the range of queries
@@ -95,8 +91,8 @@ class Parts(NamedTuple):
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
         """Return the parts cut at each server's edges, and the index of each piece's interval.
 
-        `edges` is (servers, n + 1) positions that count from the start of the packed batch, where
-        document d begins at `starts[d]`. All queries lie between the first and the last edge.
+        `edges` is (servers, n + 1) positions in the packed batch, where document d begins at
+        `starts[d]`. All queries lie between the first and the last edge.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
@@ -107,8 +103,7 @@ class Parts(NamedTuple):
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut ranges at ascending edges, (ranges, n + 1); ranges lie between the first and last edge.
 
-    Return for each piece the index of its range, its start and stop, and the index of its interval
-    between edges.
+    Return each piece's range, start, stop and interval between edges.
     """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     counts = (edges[:, 1:-1] < stops[:, None]).sum(1) - first + 1

@@ -40,8 +40,7 @@ class Segments(NamedTuple):
     ) -> Segments:
         """Return the segments that some ranges cover.
 
-        Each range is needed in one of `count` stages, or by the server's own queries if its stage
-        is −1. There are `tokens` positions.
+        A range is needed in one of `count` stages, or by its server's own queries if that is −1.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
         edges = np.sort(np.r_[begins, ends])
@@ -96,9 +95,8 @@ class Segments(NamedTuple):
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
         """Return (servers, count + 1): the positions that divide a server's stages.
 
-        The same number of rows is `coming` to a server in each stage, except for half of that in
-        the first, which has less work to hide under. Within a segment these rows are assumed to be
-        spread evenly.
+        The same number of rows is `coming` in each stage, except for half of that in the first,
+        which has less work to hide under. They are assumed to be spread evenly within a segment.
         """
         edges = np.zeros((geometry.ranks, count + 1), np.int64)
         edges[:, 1:] = geometry.tokens
@@ -122,9 +120,9 @@ class Segments(NamedTuple):
     def staged(self, count: int) -> Segments:
         """Assign stages to one rank's rows, also to rows that servers' own queries need.
 
-        Of the rows for its own queries, each server uses the same number in every stage, except for
-        half of that in the first. Keys therefore arrive early, gradients return early, and the
-        queries of other ranks wait for only a part of the server's own work.
+        Each server uses the same number of the latter in every stage, except for half of that in
+        the first. Keys then arrive early, gradients return early, and the queries of other ranks
+        wait for only a part of the server's own work.
         """
         ready, some = self.take(self.owns < 0), self.take(self.owns >= 0)
         columns = np.stack([some.servers, some.firsts, some.lasts])

@@ -15,8 +15,8 @@ from seqpar.layout.tasks.task_rows import ServerRows
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
     """Return the slices of the blocks' rows with visible pairs in these parts.
 
-    There is one slice for each part, cluster of query rows and run of key rows that have any
-    visible pair. `shift` (documents,) aligns the ends of each document.
+    There is one for each part, cluster of query rows and run of key rows with any visible pair.
+    `shift` (documents,) aligns the ends of each document.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)

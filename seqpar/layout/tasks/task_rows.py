@@ -89,10 +89,7 @@ class TaskRows:
         mask: Mask,
         rows_of_stage: int,
     ) -> None:
-        """Cut the work into at most `_MAX_STAGES` stages.
-
-        In each stage about `rows_of_stage` rows come to a server.
-        """
+        """Cut the work into stages in which about `rows_of_stage` rows come to a server."""
         self.digest, parts = digest_of(tasks), Parts.of(tasks, queries, keys, mask)
         one = np.zeros_like(parts.servers), 1
         of_queries = Segments.of_queries(parts, queries, *one)
