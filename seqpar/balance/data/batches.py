@@ -117,10 +117,7 @@ class Batches:
         return self._ahead_of(partial(self._planner.read, dataset, rank, options))
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position of the next step, and the options that fix the order of documents.
-
-        The dict contains only numbers and text.
-        """
+        """Return the next step's position, and the options that fix the order of documents."""
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
         state: dict[str, int | str] = {"version": VERSION, **self._place()}
         return state | {"tokens": self._tokens, "deferral": self._deferral, "lengths": digest}

@@ -51,10 +51,7 @@ def spans_of(geometry: Geometry) -> Spanned:
 
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-    """Return the cells of a mask, each on the server that owns its queries.
-
-    Keys that a prefix makes visible to all queries are in separate cells, without a band.
-    """
+    """Return a mask's cells, on the owners of their queries. Keys of a prefix are separate."""
     servers, documents, starts, stops = spans_of(queries)
     first, length = np.zeros_like(documents), keys.lengths[documents]
     at_home = TaskRectangles(documents, starts, stops, first, length, servers)
@@ -64,8 +61,7 @@ def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
 class KeyPlacement:
     """The keys that each server has, and those that travel to it if no work moves.
 
-    Attributes:
-        counts: (documents,) number of servers that have or receive keys of each document.
+    `counts` (documents,) is the number of servers that have or receive keys of each document.
     """
 
     def __init__(self, cells: Parts, spans: Spanned) -> None:

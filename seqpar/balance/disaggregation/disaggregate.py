@@ -1,14 +1,10 @@
 """Cut core attention into tasks, and give the tasks to ranks or servers that have time.
 
 DistCA ("Efficient Long-Context Language Model Training by Core Attention Disaggregation", 2025)
-does this once per micro-batch; every rank is then also an attention server. This version differs
-from the paper in three points:
-
-* An overloaded server gives work away until no server has more than (1 + tolerance) times the mean.
-  The paper fills underloaded servers instead, which can leave a surplus on an overloaded one.
-* A task may use only some of the keys of its queries.
-* A key that travels is counted once per server, and a key that its server already has is not
-  counted.
+does this once per micro-batch; every rank is then also an attention server. Here an overloaded
+server gives work away until no server has more than (1 + tolerance) times the mean (the paper fills
+underloaded servers, which can leave a surplus elsewhere), a task may use only some keys of its
+queries, and a key that travels is counted once per server, or not at all if the server has it.
 """
 
 from __future__ import annotations

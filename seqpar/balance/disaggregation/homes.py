@@ -130,10 +130,7 @@ class _Placing:
         self.light_tokens += sign * length
 
     def _choose(self, length: int) -> tuple[int, int]:
-        """Return the rank with most time for a document, and the position where its part starts.
-
-        The time that light documents will need to fill the rank does not count.
-        """
+        """Return the rank with most time beyond light documents' needs, and a part's start."""
         density = self.light_work / max(self.light_tokens, 1.0)
         free = (self.caps.tokens - self.tokens).astype(np.float64)
         room = np.minimum(free, (self.caps.bytes - self.received) / self.token - self.tokens)

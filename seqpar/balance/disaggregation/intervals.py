@@ -13,11 +13,7 @@ Intervals = Sequence[tuple[int, int]]
 
 
 class Unions:
-    """For each (server, document) the union of ranges of the document's positions.
-
-    Attributes:
-        servers, documents: (groups,) the pairs that have any positions, by server, then document.
-    """
+    """For each (server, document) the union of ranges of the document's positions."""
 
     def __init__(self, servers: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
         kept = np.flatnonzero(stops > starts)

@@ -120,8 +120,8 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     """Return the cheapest part with about `pairs` pairs, or None if there is not one.
 
     The part has at most `pairs`, or with `at_least` at least `pairs`, up to half a pair per row
-    that the mask cuts. Its first row is a multiple of `tile` after the cell's first row, so that
-    both parts together have no more tiles than the whole.
+    that the mask cuts. It starts a multiple of `tile` after the cell's first row, so both parts
+    together have no more tiles than the whole.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:

@@ -46,10 +46,7 @@ class Move(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A possible move whose part is not computed yet, sorted by its least price.
-
-    `least` is a lower bound on its bytes per unit of work.
-    """
+    """A possible move, sorted by `least`, a lower bound on its part's bytes per unit of work."""
 
     least: float
     server: int
@@ -101,10 +98,7 @@ class ServerLoads:
         return np.array([self._own(server) + self._guests[server] for server in servers])
 
     def room(self, server: int) -> float:
-        """Return how much more work a server can take; below 0 if it has too much.
-
-        A server computes its own work while other rows travel to it, and waits if they take longer.
-        """
+        """Return how much more work a server can take while rows travel; below 0: too much."""
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
@@ -114,8 +108,7 @@ class ServerLoads:
     def level(self) -> None:
         """Move parts away from the server with the largest surplus until no server has a surplus.
 
-        If one server can give nothing more away, all limits rise in proportion until its surplus is
-        gone: the other servers need not be faster.
+        If one can give nothing more away, all limits rise in proportion until its surplus is gone.
         """
         while (stuck := self._move()) is not None:
             late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]

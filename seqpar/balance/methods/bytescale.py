@@ -1,9 +1,7 @@
 """ByteScale's hybrid data parallelism: a document on any number of ranks of one global group.
 
 Ge et al., "ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length on More Than
-12,000 GPUs" (2025), sections 4 and 5. Work determines the number of ranks of a long document, which
-need not be a power of two. Documents are then assigned, longest first, to the ranks that have time
-left.
+12,000 GPUs" (2025), sections 4 and 5. Work determines the number of ranks of a long document.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ def place(batch: DocumentBatch, part: float = 1.0) -> Pieces:
     """Cut each document according to its work, and give the parts to the lightest ranks.
 
     No rank gets more seconds of a document than `part` of the mean, as far as parts of at least
-    `MIN_SHARE_TOKENS` tokens allow. With small parts, ranks get some of many long documents each,
-    which balances tokens and work together.
+    `MIN_SHARE_TOKENS` tokens allow. Small parts balance tokens and work together.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     ranks.deal(order, batch.shares_of(batch.mean * part)[order])

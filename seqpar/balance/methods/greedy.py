@@ -16,13 +16,8 @@ MIN_RANKS_FOR_ROUNDS = 32  # with fewer, placing one document at a time is faste
 class GreedyAssigner:
     """The load of each rank while a method places documents.
 
-    The load of a rank is the larger of its seconds over the mean and its tokens over the capacity.
-    Where memory is tight, tokens are therefore balanced as well.
-
-    Attributes:
-        seconds: (ranks,) seconds of the placed documents.
-        held: (ranks,) tokens of the capacity that are taken.
-        parts: the pieces placed so far.
+    It is the larger of `seconds` (ranks,) over the mean and of `held` (ranks,), tokens taken, over
+    the capacity. Where memory is tight, tokens are therefore balanced as well.
     """
 
     def __init__(self, batch: DocumentBatch) -> None:
@@ -47,8 +42,7 @@ class GreedyAssigner:
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
         """Give each document, in order, to the lightest ranks: to `sizes` of them, by default one.
 
-        Documents that do not fit there go to the ranks with the fewest tokens. Documents that do
-        not fit there either are cut to fit the remaining room.
+        Documents without room there go to the ranks with the fewest tokens, or are cut to fit.
         """
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):

@@ -19,9 +19,8 @@ from seqpar.costs.grid import Floats
 def place(batch: DocumentBatch) -> Pieces:
     """Partition the documents into sets of nearly equal work, one per rank.
 
-    Documents longer than a rank's capacity are first cut over the fewest ranks that hold them. The
-    sets with the most work then go to the lightest ranks. Documents that do not fit go to other
-    ranks.
+    Documents longer than a rank's capacity are first cut over the fewest ranks. The sets with the
+    most work then go to the lightest ranks, and documents that do not fit go to others.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     cut = batch.least_ranks[order] > 1
@@ -42,9 +41,8 @@ def place(batch: DocumentBatch) -> Pieces:
 def partition(weights: Floats, ranks: int) -> list[Ints]:
     """Return the indices of `ranks` sets of nearly equal weight, the heaviest set first.
 
-    A partial solution is a list of sets. Each step merges the two solutions whose heaviest and
-    lightest sets differ most: the heaviest sets of one with the lightest sets of the other. The
-    last solution is the result.
+    Each step merges the two partial solutions (lists of sets) whose heaviest and lightest sets
+    differ most: the heaviest sets of one with the lightest sets of the other.
     """
     empty: list[list[int]] = [[] for _ in range(ranks)]
     heap: list[tuple[float, int, Floats, list[list[int]]]] = []

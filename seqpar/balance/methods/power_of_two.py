@@ -15,9 +15,8 @@ from seqpar.balance.predict.batch import DocumentBatch, Pieces
 def place(batch: DocumentBatch) -> Pieces:
     """Give each document, longest first, to the lightest aligned block of a power of two of ranks.
 
-    The block's size follows from the document's share of all work and from its tokens. Whole
-    documents go to the lightest rank. Documents that no block has room for are cut to fit the
-    remaining room.
+    A block's size follows from the share of all work and from the tokens. Documents that no block
+    has room for are cut to fit the remaining room.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
     wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)

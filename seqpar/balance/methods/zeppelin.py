@@ -61,11 +61,10 @@ def partition(
     """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
 
     Documents of at least `zone` tokens are cut over the number of buckets that their work would
-    fill. All others go whole to the bucket with the least work. While a bucket has too many tokens,
+    fill, all others go whole to the bucket with the least work. While a bucket has too many tokens,
     more of the longest documents are cut; the number at least doubles each time.
 
-    Return the number of buckets of each document, and the bucket numbers of one document after
-    another. Bucket numbers count through the rows.
+    Return each document's number of buckets, and the bucket numbers, counted through the rows.
     """
     held, weights, width = batch.held[documents], batch.weights[documents], had.work.shape[1]
     mean = had.work.sum(1) + np.bincount(row, weights, had.work.shape[0])
@@ -85,11 +84,7 @@ def partition(
 def _assign(
     held: Floats, weights: Floats, row: Ints, had: Buckets, sizes: Ints
 ) -> tuple[Ints, Floats]:
-    """Give documents to the buckets with the least work of their rows, all rows in parallel.
-
-    Documents that are cut come first, one per turn. A turn of whole documents gives one to each
-    bucket.
-    """
+    """Give documents to the lightest buckets of their rows: cut ones first, one per turn."""
     rows, width = had.work.shape
     work, tokens = had.work.copy(), had.tokens.copy()
     firsts = np.cumsum(sizes) - sizes

@@ -21,9 +21,8 @@ from seqpar.layout.cuts.even import EvenZigzag
 def place(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
     """Cut every document into 2P chunks, and predict the ranks.
 
-    Pieces are not listed, since there would be documents × ranks of them. The shares of ranks
-    differ little, so the first and the last rank are predicted, and the other ranks are
-    interpolated.
+    Pieces are not listed: there would be documents × ranks of them. The first and the last rank are
+    predicted, and the other ranks, which differ little, are interpolated.
     """
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
     if ranks == 1:  # one span per document instead of two that touch
@@ -33,18 +32,15 @@ def place(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
     cu = np.r_[0, np.cumsum(batch.lengths)]
     tokens = cut.counts(cu).tokens
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
-    seconds, sent = (
-        np.linspace(float(first[0]), float(last[-1]), ranks)
-        for first, last in zip(
-            (ends[0].seconds, ends[0].bytes), (ends[1].seconds, ends[1].bytes), strict=True
-        )
-    )
+    pairs = (ends[0].seconds, ends[1].seconds), (ends[0].bytes, ends[1].bytes)
+    seconds, sent = (np.linspace(float(x[0]), float(y[-1]), ranks) for x, y in pairs)
     return cut, Prediction(seconds, tokens, sent, ends[0].offload)
 
 
 def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> DocumentShares:
     """Return the rank's shares of the documents of which it has any tokens."""
-    pieces = Pieces(*_with_rank(cut.columns(cu, rank), rank))
+    held, starts, stops = cut.columns(cu, rank)
+    pieces = Pieces(held, np.full_like(held, rank), starts, stops)
     documents, share = np.unique(pieces.documents, return_inverse=True)
 
     def total(values: Floats | Ints) -> Floats:
@@ -69,8 +65,3 @@ def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> Docum
     return DocumentShares(
         np.full(documents.size, rank), sizes, beside, own.astype(np.int64), seen, sent, work
     )
-
-
-def _with_rank(columns: tuple[Ints, Ints, Ints], rank: int) -> tuple[Ints, Ints, Ints, Ints]:
-    documents, starts, stops = columns
-    return documents, np.full_like(documents, rank), starts, stops

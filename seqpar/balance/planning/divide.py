@@ -9,14 +9,14 @@ import numpy as np
 
 from seqpar.balance.predict.batch import DocumentBatch
 from seqpar.core.arguments import Ints
+from seqpar.costs.grid import Floats
 
 
 def as_few(batch: DocumentBatch) -> list[Ints]:
     """Divide documents between the fewest micro-batches that hold them, as far as they pack well.
 
-    Documents are assigned longest first, back and forth over the micro-batches, so that each
-    micro-batch has long and short ones. Documents that do not fit go to the micro-batch with the
-    fewest tokens, or to an additional one.
+    They are assigned longest first, back and forth over the micro-batches. Those that do not fit go
+    to the micro-batch with the fewest tokens, or to an additional one.
     """
     most, lengths, held = batch.room, batch.lengths, batch.held
     count = math.ceil(held.sum() / most)
@@ -46,32 +46,41 @@ def as_few(batch: DocumentBatch) -> list[Ints]:
 def even(batch: DocumentBatch, count: int) -> list[Ints]:
     """Divide documents between `count` micro-batches that take about equally long.
 
-    Ge et al., "ByteScale" (2025), section 5, balances pipelines in this way: every micro-batch
-    draws from buckets of all lengths. Here each document, most work first, goes to the micro-batch
-    with the least work so far; if that one has no room, to the next. A micro-batch then exceeds the
-    mean by at most a short document's work, unless a single document has more work than the mean.
+    As for pipelines in "ByteScale" (2025), section 5, every micro-batch has documents of all
+    lengths: each document, most work first, goes to the micro-batch with the least work that has
+    room. None exceeds the mean by more than a short document's work, unless a single document does.
 
     Raise a ValueError that names `micro_batches` if they do not hold all documents.
     """
     order = np.argsort(-batch.weights, kind="stable")
-    lightest = [(0.0, number) for number in range(count)]
-    held, found = [0.0] * count, np.empty_like(order)
-    taken, weights = batch.held[order].tolist(), batch.weights[order].tolist()
-    for i, (tokens, weight) in enumerate(zip(taken, weights, strict=True)):
+    found = to_lightest(batch.held[order], batch.weights[order], count, batch.room)
+    if found is None:
+        needed = math.ceil(batch.held.sum() / batch.room)
+        raise ValueError(
+            f"micro_batches must be more than {count}: documents find no room in so many, and "
+            f"have tokens for {needed}"
+        )
+    by_number = np.lexsort((order, found))
+    return np.split(order[by_number], np.searchsorted(found[by_number], np.arange(1, count)))
+
+
+def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float) -> Ints | None:
+    """Give each item, in order, to the lightest of `count` bins that has room for its tokens.
+
+    Return the number of each item's bin, or None if an item finds no room.
+    """
+    lightest, held = [(0.0, number) for number in range(count)], [0.0] * count
+    found = np.empty(weights.size, np.int64)
+    for i, (taken, weight) in enumerate(zip(tokens.tolist(), weights.tolist(), strict=True)):
         full = []
-        while lightest and held[lightest[0][1]] + tokens > batch.room:
+        while lightest and held[lightest[0][1]] + taken > room:
             full.append(heapq.heappop(lightest))
         if not lightest:
-            needed = math.ceil(batch.held.sum() / batch.room)
-            raise ValueError(
-                f"micro_batches must be more than {count}: documents find no room in so many, and "
-                f"have tokens for {needed}"
-            )
+            return None
         work, number = lightest[0]
         heapq.heapreplace(lightest, (work + weight, number))
         for entry in full:
             heapq.heappush(lightest, entry)
-        held[number] += tokens
+        held[number] += taken
         found[i] = number
-    by_number = np.lexsort((order, found))
-    return np.split(order[by_number], np.searchsorted(found[by_number], np.arange(1, count)))
+    return found

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
+from seqpar.balance.planning.divide import to_lightest
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import mix
 
 
 def in_order(lengths: Ints, most: int) -> list[Ints]:
-    """Divide documents, in their order, between the fewest parts of at most `most` tokens.
-
-    Return the indices of each part. A longer document is a separate part.
-    """
+    """Divide documents, in order, into the fewest parts of `most` tokens; longer ones are separate."""
     parts, first, ends = [], 0, np.cumsum(lengths)
     while first < lengths.size:
         before = int(ends[first] - lengths[first])
@@ -30,9 +26,8 @@ def steps_of_epoch(
     """Return the documents of each step of an epoch: all documents once, in random order.
 
     Each step takes the next documents while they have at most `tokens` tokens. With `deferral`, the
-    documents of each window of `deferral` + 1 steps are then spread evenly over these steps, so a
-    document moves back by at most `deferral` steps. The order is a sort by hashes, so it is the
-    same with every version of numpy.
+    documents of `deferral` + 1 steps are then spread evenly over these. The order is a sort by
+    hashes, the same with every version of numpy.
     """
     of_epoch = int(mix(np.array([epoch]), seed)[0])
     order = np.argsort(mix(np.arange(lengths.size), of_epoch), kind="stable")
@@ -53,19 +48,7 @@ def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
     documents = documents[np.argsort(-lengths[documents], kind="stable")]
     size = lengths[documents].astype(np.float64)
     work = size / size.sum() + np.square(size) / np.square(size).sum()
-    dealt: list[list[int]] = [[] for _ in steps]
-    held, least = [0] * len(steps), [(0.0, number) for number in range(len(steps))]
-    for document, length, weight in zip(
-        documents.tolist(), lengths[documents].tolist(), work.tolist(), strict=True
-    ):
-        full = []
-        while least and held[least[0][1]] + length > tokens:
-            full.append(heapq.heappop(least))
-        if not least:
-            return steps
-        done, number = heapq.heappop(least)
-        dealt[number].append(document)
-        held[number] += length
-        for entry in [(done + weight, number), *full]:
-            heapq.heappush(least, entry)
-    return [np.array(step, np.int64) for step in dealt]
+    found = to_lightest(lengths[documents], work, len(steps), tokens)
+    if found is None:
+        return steps
+    return [documents[found == number] for number in range(len(steps))]

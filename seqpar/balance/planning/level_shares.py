@@ -1,9 +1,7 @@
 """Balance ranks by changing their shares of cut documents.
 
-A symmetric cut gives a rank chunks from a document's front and the same number of tokens from its
-back. Each such pair of tokens has the same work, so a rank's work is proportional to its share, and
-the share may be any number of tokens. Ranks that share a document can therefore be balanced to the
-token.
+A symmetric cut gives a rank the same number of tokens from a document's front and back. Each such
+pair has the same work, so ranks that share a document can be balanced to the token.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ MAX_SWEEPS = 24
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Return pieces in which the ranks that share documents have more nearly equal seconds.
 
-    In each sweep all documents simultaneously move tokens from ranks that are slower than the mean
-    of the document's ranks to ranks that are faster. No rank exceeds its capacity. A rank that has
-    a tile of a document keeps at least a tile, or nothing. Whole documents stay where they are.
+    In each sweep all documents simultaneously move tokens from their slower to their faster ranks.
+    No rank exceeds its capacity, or gets a share of less than a tile. Whole documents stay.
     """
     cut = ~pieces.whole(batch)
     if not cut.any():

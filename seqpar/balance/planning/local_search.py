@@ -20,11 +20,7 @@ DONE_RATIO = 1.001  # slowest rank / mean, below which the search ends
 
 
 def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
-    """Return pieces whose slowest rank is no slower than before, and their prediction.
-
-    Shares of cut documents are balanced, whole documents change ranks, and shares are balanced
-    again. Each result is kept if its slowest rank is faster.
-    """
+    """Return pieces, levelled, exchanged and levelled again while the slowest rank gets faster."""
     for improve, enough in ((level, LEVEL_RATIO), (exchange, DONE_RATIO), (level, DONE_RATIO)):
         if found.seconds.max() <= enough * found.seconds.mean():
             break
@@ -41,8 +37,7 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Move or swap whole documents between ranks until the slowest rank is close to the mean.
 
     Each step moves a document from the slowest rank to one of the fastest, possibly in exchange for
-    another document, so that the seconds of the two ranks come as close as possible. The search
-    ends when no step helps; `pieces` itself is returned if none did.
+    another, so that the two come as close as possible. Returns `pieces` itself if no step helps.
     """
     seconds, ranks = found.seconds.copy(), pieces.ranks.copy()
     taken = (pieces.stops - pieces.starts) * batch.kept[pieces.documents]

@@ -22,9 +22,8 @@ def plot_steps(
 ) -> None:
     """Draw each rank's seconds per micro-batch into `path`, with the bound as a dotted line.
 
-    A rank's time is divided between its documents according to their pairs and tokens. The longest
-    documents have separate colours, the others are grey. With more than `MAX_RANKS_DRAWN` ranks,
-    only some are drawn.
+    A rank's time is divided between its documents by their pairs and tokens. The longest have
+    colours, the others are grey. At most `MAX_RANKS_DRAWN` ranks are drawn.
     """
     from matplotlib.figure import Figure
 

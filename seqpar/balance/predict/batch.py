@@ -65,10 +65,7 @@ class DocumentBatch:
 
     @property
     def room(self) -> int:
-        """Tokens of capacity that documents may take together.
-
-        With offloading, less than one token of each rank's capacity may stay unused.
-        """
+        """Tokens that documents may take; offloading leaves up to one per rank unused."""
         return (self.capacity - (self.offloading is not None)) * self.ranks
 
     @cached_property
@@ -122,10 +119,7 @@ class DocumentBatch:
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def shares_of(self, seconds: float) -> Ints:
-        """Return the number of ranks over which to cut each document.
-
-        No rank then has more than `seconds` of a document, unless `most_ranks` limits the cut.
-        """
+        """Return the ranks over which to cut each document, into parts of `seconds`."""
         wanted = np.minimum(np.ceil(self.weights / max(seconds, 1e-30)), self.most_ranks)
         return np.maximum(wanted.astype(np.int64), self.least_ranks)
 
@@ -133,9 +127,8 @@ class DocumentBatch:
     def hidden_share(self) -> dict[str, float]:
         """Tokens that each rank of a ring needs for its work to hide the messages, by link.
 
-        At this length compute, which is quadratic, exceeds communication, which is linear: a step
-        of a ring has this number of queries and of keys, and sends the keys. The length is infinite
-        without softmax layers, and if messages and work do not overlap.
+        Compute, which is quadratic, then exceeds communication. The number is infinite without
+        softmax layers, and if messages and work do not overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
@@ -163,7 +156,6 @@ class Pieces(NamedTuple):
         """Cut each document over a ring, and give its parts to the ring's members, in order.
 
         Rank i of G gets chunks i and 2G − 1 − i of 2G, cut at ⌊cL/2G⌋ (Zeppelin, section 4.2).
-        `members` has the ranks of one ring after another.
         """
         if (sizes == 1).all():
             return cls(documents, members, np.zeros_like(documents), batch.lengths[documents])

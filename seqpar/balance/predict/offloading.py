@@ -41,10 +41,7 @@ class Offloading:
         return max(self.layers - 2, 0) / self.layers
 
     def hidden(self, tokens: Ints, forward: Floats) -> Floats:
-        """Return the largest ratios, up to `most`, whose copies hide under `forward` seconds.
-
-        Backward takes longer than forward, so it also hides the copy back.
-        """
+        """Return the ratios, up to `most`, whose copies hide under forward, and so backward."""
         return np.minimum(forward / (tokens * self.copy_seconds), self.most)
 
     def kept(self, ratio: Floats) -> Floats:

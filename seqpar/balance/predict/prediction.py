@@ -1,9 +1,7 @@
 """Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
 
-The work of a rank's pieces is summed. Messages are those that `RingAttention` sends: a rank
-receives the keys that its queries attend to directly from their owners, and hides the messages
-under the work on the same document. Only the time that is not hidden is added. With linear layers,
-each rank of a cut document sends its state to the others, and no work hides that.
+Messages are those of `RingAttention`: a rank receives keys directly from their owners, hidden under
+the work on the same document. Only the rest is added, and the time of linear layers' states.
 """
 
 from __future__ import annotations
@@ -25,27 +23,15 @@ GRADIENT_ITEMSIZE = 4  # gradients of keys and values travel in fp32
 
 
 class DocumentShares(NamedTuple):
-    """A rank's shares of documents, as (n,) arrays.
+    """A rank's shares of documents, as (n,) arrays."""
 
-    Attributes:
-        ranks: the rank of each share.
-        sizes: number of ranks that have a share of the document.
-        beside: how many of these ranks are in the rank's node, including itself.
-        tokens: tokens of the share.
-        seen: number of other ranks' keys that its queries attend to, by window; None: layers
-            without a window.
-        sent: number of keys that the rank sends, each counted every time it is sent; by window,
-            like `seen`.
-        work: (2, n) seconds of attention, forward and backward.
-    """
-
-    ranks: Ints
-    sizes: Ints
-    beside: Ints
-    tokens: Ints
-    seen: dict[int | None, Floats]
-    sent: dict[int | None, Floats]
-    work: Floats
+    ranks: Ints  # the rank of each share
+    sizes: Ints  # number of ranks that have a share of the document
+    beside: Ints  # how many of these ranks are in the rank's node, including itself
+    tokens: Ints  # tokens of the share
+    seen: dict[int | None, Floats]  # other ranks' keys its queries attend to; by window or None
+    sent: dict[int | None, Floats]  # keys that the rank sends, each time counted; by window or None
+    work: Floats  # (2, n) seconds of attention, forward and backward
 
 
 def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
@@ -75,9 +61,8 @@ def predict(batch: DocumentBatch, pieces: Pieces) -> Prediction:
 def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
     """Return (2, n) seconds of attention on each piece, forward and backward.
 
-    If all layers are softmax attention without windows, a piece takes at least its share of its
-    whole document's seconds. Interpolation between the measured points of a grid makes some spans
-    seem to cost less.
+    With softmax layers without windows only, a piece takes at least its share of its document's
+    seconds, since interpolation between a grid's points makes some spans seem cheaper.
     """
     costs, starts, stops = batch.costs, pieces.starts, pieces.stops
     alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
@@ -123,10 +108,9 @@ def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
 def seconds_of(
     batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict ranks that hold the shares.
+    """Predict ranks that hold the shares and `tokens` (ranks,) in all.
 
-    `tokens` is (ranks,) all tokens of each rank. `local` is (2, ranks) seconds of attention,
-    forward and backward, in addition to the shares' attention.
+    `local` is (2, ranks) seconds of attention, forward and backward, in addition to the shares'.
     """
     costs, ranks, cut = batch.costs, tokens.size, shares.sizes > 1
     local = np.zeros((2, ranks)) if local is None else local

@@ -18,10 +18,9 @@ from seqpar.costs.grid import Floats
 def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
     """Return (ranks,) seconds and bytes sent of remapping all layers, in forward or in backward.
 
-    `tokens` is (ranks,) tokens in attention. For the difference, a rank with more tokens in
-    attention than in linear modules receives attention's inputs and sends attention's results; a
-    rank with fewer does the opposite. In backward gradients go the other way, so over both passes
-    each rank sends half of all that is moved.
+    A rank with more of the `tokens` (ranks,) in attention than in linear modules receives
+    attention's inputs and sends its results for the difference; others do the opposite. Gradients
+    go the other way, so over both passes each rank sends half of all that is moved.
     """
     cluster, ranks = costs.cluster, tokens.size
     one, other, count = moves(tokens, cluster).T

@@ -1,9 +1,7 @@
 """Plan for groups of ranks that share the heads of attention, each group as if it were one rank.
 
 Fang and Zhao, "USP" (2024). Heads are exchanged within a group of a node's ranks, and a ring runs
-between the groups. Each rank therefore computes its own heads for all tokens of its group, and
-sends only these heads to other groups. Linear modules run on an equal part of the group's tokens
-per rank.
+between the groups, in which a rank sends its own heads only.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from seqpar.balance.predict.prediction import Prediction
 from seqpar.core.arguments import Ints
+from seqpar.core.ranges import split_at
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.device import Link
@@ -70,22 +69,16 @@ class SharedHeads(Costs):
 def spread(
     costs: SharedHeads, lengths: Ints, cut: LayoutCut, found: Prediction
 ) -> tuple[LayoutCut, Prediction]:
-    """Return a cut in which the ranks of each group hold equal parts of its tokens, in order.
-
-    The prediction becomes one per rank, and includes the bytes of exchanging heads.
-    """
+    """Return a cut with equal parts of a group's tokens on its ranks, and the prediction per rank."""
     groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
     table = []
     for group in range(groups):
         documents, starts, stops = cut.columns(cu, group)
         offsets = np.r_[0, np.cumsum(stops - starts)]
         edges = offsets[-1] * np.arange(heads + 1) // heads
-        cuts = np.unique(np.r_[offsets, edges])
-        first, stop = cuts[:-1], cuts[1:]
-        span = np.searchsorted(offsets, first, side="right") - 1
-        rank = group * heads + np.searchsorted(edges, first, side="right") - 1
-        shift = starts[span] - offsets[span]
-        table.append(np.stack([rank, documents[span], first + shift, stop + shift]))
+        span, first, last = split_at(offsets, edges[:-1], edges[1:])
+        rank = group * heads + np.searchsorted(edges, offsets[span] + first, side="right") - 1
+        table.append(np.stack([rank, documents[span], starts[span] + first, starts[span] + last]))
     ranks, documents, starts, stops = np.concatenate(table, 1)
     tokens = np.bincount(ranks, stops - starts, groups * heads).astype(np.int64)
     sent = found.bytes + 2 * costs.exchange_bytes(found.tokens)

@@ -1,10 +1,9 @@
 """Give ranks equal numbers of tokens, for layers whose work depends only on the number of tokens.
 
-Zeppelin (2025), "Remapping", moves surplus tokens to ranks that lack some such that the rank that
-sends longest is done as early as possible. That is a linear program, min_M max_i Σ_j C_ij M_ij. A
-token that leaves a rank has one price inside the node and another between nodes. The only choice is
-therefore how many tokens each rank sends inside its node, and the program has a closed solution: a
-node's room goes to those of its ranks that would otherwise send longest.
+Zeppelin (2025), "Remapping", moves surplus tokens such that the rank that sends longest is done as
+early as possible: a linear program, min_M max_i Σ_j C_ij M_ij. A token has one price inside the
+node and another between nodes, so the program has a closed solution: a node's room goes to those of
+its ranks that would otherwise send longest.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from seqpar.core.arguments import Ints
+from seqpar.core.ranges import split_at
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.layout import Layout
@@ -36,12 +36,10 @@ def token_balanced(layout: Layout, cluster: Cluster) -> Layout:
     pieces = []  # each rank's spans, cut where tokens go to another rank
     for rank, (owner, count) in enumerate(zip(owners, counts, strict=True)):
         holding, edges = layout.geometry.holdings[rank], np.r_[0, np.cumsum(count)]
-        cuts = np.unique(np.r_[holding.offsets, edges])
-        first, stop = cuts[:-1], cuts[1:]
-        span = np.searchsorted(holding.offsets, first, side="right") - 1
-        shift = holding.starts[span] - holding.offsets[span]
-        owned = owner[np.searchsorted(edges, first, side="right") - 1]
-        pieces.append(np.stack([owned, holding.documents[span], first + shift, stop + shift]))
+        span, first, last = split_at(holding.offsets, edges[:-1], edges[1:])
+        row, start = holding.offsets[span] + first, holding.starts[span]
+        owned = owner[np.searchsorted(edges, row, side="right") - 1]
+        pieces.append(np.stack([owned, holding.documents[span], start + first, start + last]))
     return Layout(layout.cu_seqlens, Spans.of(layout.ranks, *np.concatenate(pieces, 1)))
 
 
@@ -67,8 +65,8 @@ def moves(tokens: Ints, cluster: Cluster) -> Ints:
 def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
     """Return how many tokens each rank of a node sends inside it, to `room` free places.
 
-    A rank that sends a of s surplus tokens inside takes inside·a + between·(s − a) seconds. The
-    longest time is least if all ranks above a level are brought down to that level.
+    The seconds of a rank that sends a of s surplus tokens inside are inside·a + between·(s − a).
+    The longest time is least if all ranks above a level are brought down to that level.
     """
     if surplus.sum() <= room:
         return surplus
