@@ -29,8 +29,7 @@ def run(
 ) -> None:
     """Measure all points that the results lack, and write the file after each step of a point.
 
-    `begin` is called at the start of each round of a workload. A point that fails records the
-    reason in `failed`, and the sweep continues.
+    `begin` is called at the start of each round of a workload. A point's failure is recorded.
     """
     workloads = options.workloads()
     points = itertools.product(workloads, (ONE, *options.contenders))
@@ -60,11 +59,7 @@ def steps(options: Options) -> int:
 
 
 def preflight(most: int, results: SweepResults, ranks: SweepRequest) -> None:
-    """Measure the links between ranks, unless these hosts were measured before.
-
-    Raise a ValueError if the results were measured on other devices, or on another number of
-    devices per host.
-    """
+    """Measure links, unless known; raise a ValueError if the results are from other devices."""
     try:
         places = ranks.ask(most, {"do": "device"}, MAX_PREFLIGHT_SECONDS)
         known = results.content["links"]
@@ -180,10 +175,7 @@ def judge(
 
 
 def faulty(rows: list[Row]) -> bool:
-    """Return whether one of our strategies, or one device, was wrong or crashed.
-
-    Refusals and lack of memory or time do not count.
-    """
+    """Return whether one of our strategies, or one device, was wrong or crashed (not: refused)."""
     ours = (*attention_modules(), ONE)
     failed = [x["failed"] for x in rows if x["contender"] in ours and x["failed"] is not None]
     return any(not _NO_FAULT.match(reason) for reason in failed)

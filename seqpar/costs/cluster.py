@@ -15,7 +15,7 @@ from pathlib import Path
 
 from seqpar.core.arguments import as_int
 from seqpar.costs.device import Device, Link, build
-from seqpar.costs.devices import NODES, core
+from seqpar.costs.devices import NODES, core, node_like
 from seqpar.costs.fit import SHARED_MEMORY, describe
 from seqpar.costs.profile.samples import Profile
 
@@ -174,8 +174,7 @@ class Cluster:
 
         device, count = environment()["device"], machine.devices()
         if torch.cuda.is_available():
-            named = [kind for kind in NODES if kind in str(device).lower()]
-            node = NODES[named[0] if named else "h100"]
+            node = node_like(device)
             kind = replace(node.device, name=str(device), memory=machine.memory())
             return cls("assumed", 1, count, node.nics, kind, *node.links)
         kind = replace(core(), name=str(device), memory=machine.memory())

@@ -127,9 +127,7 @@ class Device:
 
     def as_dict(self) -> dict[str, object]:
         """Return the fields as plain numbers, for JSON."""
-        values: dict[str, object] = {
-            field.name: getattr(self, field.name) for field in fields(self)
-        }
+        values: dict[str, object] = {x.name: getattr(self, x.name) for x in fields(self)}
         parts = {"attention": self.attention.as_dict(), "recurrent": asdict(self.recurrent)}
         return values | parts
 

@@ -43,10 +43,10 @@ def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
     """Return the published seconds of an H100 as a grid, scaled to another saturated FLOP/s.
 
     The four published times are nodes of the grid. The other nodes follow from three constants,
-    seconds per call, per row and per pair, that are fitted to the four times within 0.5%. If there
-    are fewer tiles of rows × heads than multiprocessors, pairs take the time of one full set of
-    tiles. The published times include the cut tiles of a causal call, so `edge` is 0. A window cuts
-    tiles on its other side too, which adds half a tile of keys per row.
+    seconds per call, per row and per pair, that are fitted to the four times within 0.5%. With
+    fewer tiles of rows × heads than multiprocessors, pairs take the time of one full set of tiles.
+    The times include the cut tiles of a causal call, so `edge` is 0; a window adds half a tile of
+    keys per row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
     seen = (rows + 1) / 2  # average keys per row
@@ -61,27 +61,16 @@ def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
     full, window = (terms(rows[:, None], seen + keys) @ constants for keys in (0, TILE_ROWS / 2))
     np.fill_diagonal(full, times)
     full, window = (call + (table - call) * slower for table in (full, window))
-    return Grid(
-        rows=rows,
-        keys=seen,
-        forward=full,
-        backward=BACKWARD_TO_FORWARD_SECONDS * full,
-        window_forward=window,
-        window_backward=BACKWARD_TO_FORWARD_SECONDS * window,
-        heads=HEADS,
-        head_dim=HEAD_DIM,
-        call=(call, BACKWARD_TO_FORWARD_SECONDS * call),
-        edge=0.0,
-        tile=TILE_ROWS,
-        fused=True,
-    )
+    tables = full, BACKWARD_TO_FORWARD_SECONDS * full, window, BACKWARD_TO_FORWARD_SECONDS * window
+    calls = call, BACKWARD_TO_FORWARD_SECONDS * call
+    return Grid(rows, seen, *tables, HEADS, HEAD_DIM, calls, edge=0.0, tile=TILE_ROWS, fused=True)
 
 
 def memory_bound(bandwidth: float) -> Recurrent:
     """Return linear attention limited only by memory, as lightning attention's kernels are.
 
-    In bf16 with D = 128, a forward in two passes moves 1,536 bytes per token and head: keys and
-    values to compute states, then all operands. A backward in four passes moves 3,584.
+    In bf16 with D = 128, a forward in two passes (keys and values, then all operands) moves 1,536
+    bytes per token and head, a backward in four passes 3,584.
     """
     call, rate = published_grid().call, MEMORY_EFFICIENCY * bandwidth
     return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
@@ -96,9 +85,8 @@ def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: floa
 def core() -> Device:
     """Return one core of a server's CPU, for use without a measurement.
 
-    The figures are rounded values of a core with AVX-512 in fp32: 60 GFLOP/s in matrix products,
-    half of that in attention, 8 GB/s of memory bandwidth, 5 µs per operator. They suffice to rank
-    strategies by traffic and balance; the seconds may be wrong by a factor of several.
+    The figures are rounded values of a core with AVX-512 in fp32. They suffice to rank strategies
+    by traffic and balance; the seconds may be wrong by a factor of several.
     """
     rows = keys = np.array([64.0, 512.0, 4096.0])
     heads, dim, rate = 8, 64, 30e9
@@ -143,3 +131,9 @@ NODES = {
     "a100": NodeKind(_A100, 300e9, 8, 25e9, 32e9),
     "a800": NodeKind(replace(_A100, name="A800"), 200e9, 4, 25e9, 32e9),
 }
+
+
+def node_like(device: object) -> NodeKind:
+    """Return the node whose device appears in a GPU's name, otherwise that of an H100."""
+    named = [kind for kind in NODES if kind in str(device).lower()]
+    return NODES[named[0] if named else "h100"]

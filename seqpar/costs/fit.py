@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from seqpar.costs.device import Device, Link, Recurrent
-from seqpar.costs.devices import NODES
+from seqpar.costs.devices import node_like
 from seqpar.costs.grid import Floats, Grid, Tasks
 from seqpar.costs.profile.samples import PASSES, Profile, Sample
 from seqpar.costs.spans import causal_pairs
@@ -35,8 +35,8 @@ def seconds(sample: Sample) -> Floats:
 def fit_grid(profile: Profile) -> Grid:
     """Return the grid of a profile's samples.
 
-    `call` is the time saved by each further equal task in the same call. `edge` is the multiple of
-    16 keys with the smallest squared errors of the causal samples.
+    `call` is the time that each further equal task in a call saves. `edge` is the multiple of 16
+    keys with the smallest squared errors of the causal samples.
     """
     samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]
@@ -54,17 +54,8 @@ def fit_grid(profile: Profile) -> Grid:
     count = packed["documents"]
     saved = (count * seconds(alone) - seconds(packed)) / (count - 1)
     call = np.clip(saved, 0, np.minimum(seconds(alone), full_times[:, 0, 0]))
-    forward, backward = full_times
-    window_forward, window_backward = window_times
     grid = Grid(
-        rows=rows,
-        keys=keys,
-        forward=forward,
-        backward=backward,
-        window_forward=window_forward,
-        window_backward=window_backward,
-        heads=profile["heads"],
-        head_dim=profile["head_dim"],
+        *(rows, keys, *full_times, *window_times, profile["heads"], profile["head_dim"]),
         call=(float(call[0]), float(call[1])),
         edge=0.0,
         tile=GPU_TILE_ROWS if profile["fused"] else 1,
@@ -86,10 +77,7 @@ def ascending(tables: Floats) -> Floats:
 
 
 def fit_recurrent(profile: Profile) -> Recurrent:
-    """Return linear attention's seconds: a plane through its samples, by relative errors.
-
-    A constant that would be negative is set to 0 and the others are fitted again.
-    """
+    """Return linear attention's seconds: a plane without negative constants, by relative errors."""
     samples = [sample for sample in profile["samples"] if sample["kind"] == "linear"]
     tokens = np.array([sample["rows"] for sample in samples])
     heads = np.array([sample["heads"] for sample in samples])
@@ -119,8 +107,8 @@ def fit_modules(profile: Profile) -> float:
 def fit_new_memory(profile: Profile) -> float:
     """Return the additional seconds to write a byte of newly allocated memory; at least 0.
 
-    On a CPU, most memory that torch allocates has new pages. A step of two ranks took 11 to 23 ms
-    of a core in addition to its attention; its bytes at the rate of a copy take only 3 to 9 ms.
+    On a CPU, most memory that torch allocates has new pages, which cost several times a copy's
+    time.
     """
     new, kept = (profile["rates"].get(name) for name in ("new", "kept"))
     if new is None or kept is None:  # GPUs and old profiles
@@ -129,11 +117,7 @@ def fit_new_memory(profile: Profile) -> float:
 
 
 def describe(profile: Profile) -> dict[str, Any]:
-    """Return the fields of the Cluster that a profile describes.
-
-    Links are not timed. Ranks on a CPU have the measured rate of gloo, which uses the ranks' cores.
-    GPUs have the links of the preset whose device appears in their name, otherwise of an H100.
-    """
+    """Return the fields of the Cluster that a profile describes. Links are not timed."""
     matmul, copy = (float(np.median(profile["rates"][name])) for name in ("matmul", "copy"))
     reached = fit_modules(profile)
     device = Device(
@@ -149,8 +133,7 @@ def describe(profile: Profile) -> dict[str, Any]:
         operator=1 / float(np.median(profile["rates"].get("operators", [np.inf]))),
     )
     if profile["fused"]:
-        named = [kind for kind in NODES if kind in profile["device"].lower()]
-        node = NODES[named[0] if named else "h100"]
+        node = node_like(profile["device"])
         inside, between, host = node.links
         nics = node.nics
     else:

@@ -72,9 +72,8 @@ class Tasks:
 class Grid:
     """Seconds of calls of softmax attention, by query rows and average keys per row.
 
-    Between the nodes, a time is bilinear in both. Above the last node, the device is saturated:
-    time grows in proportion, with the pairs per second of that node. Below the first node, time is
-    constant.
+    Between the nodes, a time is bilinear in both. Above the last node, time grows in proportion,
+    with that node's pairs per second; below the first, it is constant.
     """
 
     rows: Floats  # (n,) nodes: query rows of a call
@@ -132,10 +131,7 @@ class Grid:
         return np.where(tasks.pairs > 0, seconds, 0.0)
 
     def work(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) seconds that each task adds to a call with other tasks.
-
-        If tasks are fused, this is the time of its rows on a saturated device.
-        """
+        """Return (n,) seconds that each task adds to a call; if fused, on a saturated device."""
         call = self.call[backward]
         if not self.fused:
             return np.maximum(self.alone(tasks, heads, head_dim, backward) - call, 0.0)
@@ -155,8 +151,8 @@ class Grid:
     ) -> Floats:
         """Return (owners,) seconds of one call with all tasks of each owner, in order of owners.
 
-        `owner` is (n,), the owner of each task; by default there is one. A call takes the sum of
-        its tasks' work, and at least the time of its longest task in a separate call.
+        `owner` (n,) is each task's, by default one for all. A call takes the sum of its tasks'
+        work, and at least the time of its longest task in a separate call.
         """
         index = owners_of(owner, tasks.rows, owners)
         work = self.work(tasks, heads, head_dim, backward).ravel()
@@ -200,11 +196,7 @@ def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> Ints:
 
 
 def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floats) -> Floats:
-    """Return a table's values at points (x, y), two arrays of one shape.
-
-    Between nodes the values are bilinear. Above the last node they grow in proportion to x or y;
-    below the first node they are constant.
-    """
+    """Return a table's values at points (x, y): constant below it, proportional above it."""
     x_in, y_in = (np.clip(v, nodes[0], nodes[-1]) for v, nodes in ((x, x_nodes), (y, y_nodes)))
     (i, u), (j, v) = _cell(x_nodes, x_in), _cell(y_nodes, y_in)
     low = table[i, j] * (1 - v) + table[i, j + 1] * v

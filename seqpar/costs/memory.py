@@ -13,17 +13,10 @@ LSE_BYTES = 4  # fp32, per row and query head
 def activation_bytes(model: Model, itemsize: int, checkpointing: str = "none") -> tuple[int, int]:
     """Return (each, once): the bytes per token that backward needs, over all layers.
 
-    `each` is kept from forward to backward. `once` is the additional memory of one layer's backward
-    while it recomputes the layer; 0 without checkpointing.
-
-    Args:
-        model: the model.
-        itemsize: bytes of an element of activations.
-        checkpointing: "none"; "full", which keeps only each layer's input; "attention", which also
-            keeps the results of attention, as `seqpar.checkpoint` does.
-
-    The head's logits are not included, because losses over large vocabularies are computed in
-    pieces, and neither are copies of tokens for several experts.
+    `each` is kept from forward to backward, `once` needed while backward recomputes a layer; 0
+    without `checkpointing`. That is "none"; "full", which keeps only each layer's input; or
+    "attention", which also keeps the results of attention, as `seqpar.checkpoint` does. Neither
+    logits, which are computed in pieces, nor copies of tokens for several experts are included.
     """
     if checkpointing not in CHECKPOINTING:
         raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
@@ -66,10 +59,10 @@ def _layer_bytes(model: Model, layer: Layer, itemsize: int) -> int:
 def parameter_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> int:
     """Return the bytes of parameters, gradients and Adam's state on each of `ranks` ranks.
 
-    Parameters and gradients have `itemsize` bytes each and Adam's two moments 4 each. Parameters of
-    less than 4 bytes also have a copy in fp32. ZeRO's stage 0 shards none of these, stage 1 Adam's
-    state and the copy, stage 2 also gradients, and stage 3 (FSDP) all. Stage 3 adds the gathered
-    parameters of two layers, the current and the next one.
+    Parameters and gradients have `itemsize` bytes each, Adam's two moments 4 each, and a copy of
+    parameters of less than 4 bytes 4. ZeRO's stage 0 shards none of these, stage 1 Adam's state and
+    the copy, stage 2 also gradients, and stage 3 (FSDP) all; it adds two layers' gathered
+    parameters.
     """
     ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0)
     if stage > 3:
@@ -87,9 +80,8 @@ def parameter_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> 
 def optimizer_bytes(model: Model, itemsize: int, ranks: int, stage: int = 3) -> int:
     """Return the bytes that Adam reads and writes in a step on each of `ranks` ranks.
 
-    A rank updates all parameters in stage 0, otherwise its shard. For each parameter it reads the
-    gradient, reads and writes two moments of 4 bytes, and writes the parameter. It also reads the
-    parameter or, if that has less than 4 bytes, reads and writes its copy in fp32.
+    For each parameter of its shard (stage 0: of all), a rank reads the gradient, reads and writes
+    two moments of 4 bytes, and writes the parameter, which it reads itself or as a copy in fp32.
     """
     ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0)
     updated = model.parameters if stage == 0 else -(-model.parameters // ranks)

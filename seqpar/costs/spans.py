@@ -10,11 +10,7 @@ from seqpar.layout.masks.mask import Slices
 
 
 def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Floats:
-    """Return the number of pairs of the queries at positions start to stop − 1 of a document.
-
-    A query attends to the keys up to its own position and, with a window, only to the last
-    `window` of them, itself included.
-    """
+    """Return the pairs of the queries start … stop − 1 with the last `window` keys, or all."""
     starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
     if (stops < starts).any():
         raise ValueError("stops must not be before starts")

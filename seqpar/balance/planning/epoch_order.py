@@ -10,7 +10,7 @@ from seqpar.core.ranges import mix
 
 
 def in_order(lengths: Ints, most: int) -> list[Ints]:
-    """Divide documents, in order, into the fewest parts of `most` tokens; longer ones are separate."""
+    """Divide documents, in order, into few parts of up to `most` tokens; longer ones are alone."""
     parts, first, ends = [], 0, np.cumsum(lengths)
     while first < lengths.size:
         before = int(ends[first] - lengths[first])

@@ -69,7 +69,7 @@ class SharedHeads(Costs):
 def spread(
     costs: SharedHeads, lengths: Ints, cut: LayoutCut, found: Prediction
 ) -> tuple[LayoutCut, Prediction]:
-    """Return a cut with equal parts of a group's tokens on its ranks, and the prediction per rank."""
+    """Return a cut with equal parts of a group's tokens on its ranks, and their prediction."""
     groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
     table = []
     for group in range(groups):

@@ -70,12 +70,7 @@ class SweepFile(TypedDict):
 
 
 class SweepResults:
-    """The measurements so far, and their file.
-
-    Attributes:
-        path: the file.
-        content: the JSON content of the file.
-    """
+    """The measurements so far, and their file."""
 
     def __init__(self, path: Path, content: SweepFile) -> None:
         self.path = path
@@ -86,8 +81,8 @@ class SweepResults:
     def open(cls, folder: Path, options: Options, again: bool = False) -> SweepResults:
         """Read the file in a folder, or start a new one; with `again`, forget points that failed.
 
-        Raise a ValueError if the file is not a results file, if it is from another machine or other
-        options, or if the folder is not writable.
+        Raise a ValueError unless it is a results file of this machine and these options, and
+        writable.
         """
         path = folder / NAME
         here, requested = environment(options.contenders), options.as_dict()
@@ -176,10 +171,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def environment(contenders: Sequence[str] = ()) -> harness.Environment:
-    """Return the hardware, versions and commit; `cores` counts those that ranks may use.
-
-    Versions include the packages of contenders from other libraries.
-    """
+    """Return the hardware, versions (also of contenders' packages), commit and usable cores."""
     here = harness.environment()
     here["cores"] = len(os.sched_getaffinity(0))
     packages = [x for name in contenders if name in PEERS for x in PEERS[name][2]]

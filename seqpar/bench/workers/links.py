@@ -52,8 +52,7 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
 def measure(comm: Comm, device: torch.device) -> list[RankPair]:
     """Return this rank's measurements of the pairs in which it is the lower rank.
 
-    Seconds of a small message and bytes/s in each direction. The pairs of a round exchange
-    simultaneously, as the ranks of a strategy do, so they also share links.
+    The pairs of a round exchange simultaneously, as a strategy's ranks do, so they share links.
     """
     measured: list[RankPair] = []
     for pairs in rounds(comm.size):
@@ -83,10 +82,7 @@ def _seconds(comm: Comm, peer: int, message: torch.Tensor, count: int) -> float:
 
 
 def report(places: list[dict[str, str]], answers: list[list[RankPair]]) -> LinksReport:
-    """Return all pairs, with descriptions of pairs that are slow compared to others of their kind.
-
-    Pairs on one host are compared with each other, and so are pairs between hosts.
-    """
+    """Return all pairs, with descriptions of those that are slow among pairs of their kind."""
     pairs = sorted((x for answer in answers for x in answer), key=lambda x: x["ranks"])
     for pair in pairs:
         a, b = (places[rank]["host"] for rank in pair["ranks"])

@@ -26,8 +26,8 @@ def release() -> None:
 def peak(step: Callable[[], object], device: torch.device) -> int | None:
     """Return the bytes by which a step raises the peak memory, results included.
 
-    GPUs report the bytes of torch's allocator. On a CPU, Linux counts the bytes of the process with
-    an accuracy of about 100 KiB. The result is None if it does not.
+    On a GPU, of torch's allocator; on a CPU, of the process, by Linux, within about 100 KiB, or
+    None.
     """
     release()
     if device.type == "cuda":

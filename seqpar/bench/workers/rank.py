@@ -45,10 +45,7 @@ class MeasuredStep:
 
 
 class Rank:
-    """One rank of the group; `answer` performs the driver's tasks.
-
-    It keeps the steps of the current workload, whose contenders are timed in interleaved rounds.
-    """
+    """One rank of the group; it performs the driver's tasks and keeps a workload's steps."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
@@ -203,9 +200,9 @@ class Rank:
         shape = workload.kv_heads, workload.head_dim, DTYPES[workload.dtype]
         k, v = (reference.draw(i, everything, *shape) for i in (reference.K, reference.V))
         batch, q = PackedBatch.of(workload.mask, workload.tokens), step.tensors[0][spots]
-        exact = reference.rows(batch, places, q.double(), k, v)
-        eager = reference.rows(batch, places, q, k, v)
+        exact = reference.attention(batch, q.double(), k, v, places=places)
+        eager = reference.attention(batch, q, k, v, places=places)
         return {
-            "errors": reference.sums([out[spots]], [exact]),
-            "eager": reference.sums([eager], [exact]),
+            "errors": reference.sums([out[spots]], exact),
+            "eager": reference.sums(eager, exact),
         }

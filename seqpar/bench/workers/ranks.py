@@ -1,9 +1,7 @@
 """Start and supervise the processes that measure; the driver asks tasks, and ranks answer.
 
-Without a launcher, the driver starts all ranks as processes on this machine. Under a launcher, each
-of its processes starts one rank as a separate process. A rank can then die, hang or run out of
-memory: the driver, on process 0, reports the reason and all ranks restart. They communicate through
-a store.
+The driver, or under a launcher each of its processes, starts ranks as separate processes. A rank
+can then die, hang or run out of memory: the driver reports the reason and all ranks restart.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ class StartError(RuntimeError):
 
 
 class PointError(Exception):
-    """A task failed, for the reason in the message.
-
-    Attributes:
-        late: whether it exceeded its time limit.
-    """
+    """A task failed, for the reason in the message; `late`: it exceeded its time limit."""
 
     def __init__(self, reason: str, late: bool = False) -> None:
         super().__init__(reason)

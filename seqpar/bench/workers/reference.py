@@ -35,10 +35,7 @@ class CheckSums(TypedDict):
 
 
 def draw(which: int, indices: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of q, k, v or dout, (tokens, heads, dim), on the device of `indices`.
-
-    A token has the same rows on all ranks whose devices have the same type.
-    """
+    """Return rows of q, k, v or dout, (tokens, heads, dim), the same on all devices of a type."""
     device, blocks = indices.device, indices // _TOKENS_PER_DRAW
     tensor = torch.empty(len(indices), heads, dim, dtype=dtype, device=device)
     generator = torch.Generator(device)
@@ -52,19 +49,27 @@ def draw(which: int, indices: Tensor, heads: int, dim: int, dtype: torch.dtype) 
 
 
 def attention(
-    batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None
+    batch: PackedBatch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> list[Tensor]:
     """Return out and, with dout, the gradients of q, k and v from the formulas, in q's dtype.
 
-    Tensors are (T, H, D); k and v may have fewer heads. This takes T² memory.
+    Tensors are (T, H, D); k and v may have fewer heads, and another dtype without dout. `places`
+    are those of the queries in the batch, by default all. Memory is T times their number.
     """
-    place = torch.arange(len(q), device=q.device)
-    seen, scale = batch.visible(place, place), q.shape[2] ** -0.5
+    everything = torch.arange(len(k), device=k.device)
+    seen = batch.visible(everything if places is None else places, everything)
+    scale = q.shape[2] ** -0.5
     group = q.shape[1] // max(1, k.shape[1])
     results = [torch.zeros_like(x) for x in ((q,) if dout is None else (q, q, k, v))]
     for head in range(q.shape[1]):
-        query, key, value = q[:, head], k[:, head // group], v[:, head // group]
-        p = _probabilities(query @ key.T * scale, seen)
+        key, value = (x[:, head // group].to(q.dtype) for x in (k, v))
+        scores = q[:, head] @ key.T * scale
+        p = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
         results[0][:, head] = p @ value
         if dout is None:
             continue
@@ -72,27 +77,9 @@ def attention(
         dp = gradient @ value.T
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
         results[1][:, head] = ds @ key
-        results[2][:, head // group] += ds.T @ query
+        results[2][:, head // group] += ds.T @ q[:, head]
         results[3][:, head // group] += p.T @ gradient
     return results
-
-
-def rows(batch: PackedBatch, places: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return out of the queries at some places of the batch, in q's dtype.
-
-    q has these rows; k and v have all rows of the batch, in any dtype.
-    """
-    seen = batch.visible(places, torch.arange(len(k), device=k.device))
-    out, scale, group = torch.zeros_like(q), q.shape[2] ** -0.5, q.shape[1] // k.shape[1]
-    for head in range(k.shape[1]):
-        key, value = k[:, head].to(q.dtype), v[:, head].to(q.dtype)
-        for i in range(head * group, (head + 1) * group):
-            out[:, i] = _probabilities(q[:, i] @ key.T * scale, seen) @ value
-    return out
-
-
-def _probabilities(scores: Tensor, seen: Tensor) -> Tensor:
-    return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
 
 
 def sums(results: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:

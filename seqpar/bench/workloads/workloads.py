@@ -65,17 +65,8 @@ class Workload:
     def backward(self) -> bool:
         return self.passes == PASSES[1]
 
-    @property
-    def check(self) -> bool:
-        """Whether the whole batch is small enough to be compared with fp64."""
-        return self.tokens <= MAX_TOKENS_CHECKED
-
     def flops(self, area: int) -> int:
-        """Return the FLOPs of a step with a mask of this area.
-
-        For each (query, key) pair, head and dimension, forward has two products of 2 FLOPs and
-        backward has five.
-        """
+        """Return the FLOPs: two products per pair, head and dimension; in backward five."""
         return area * self.heads * self.head_dim * 2 * (7 if self.backward else 2)
 
     def as_dict(self) -> WorkloadFields:
@@ -103,10 +94,7 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> Options:
-        """Return options from the command's arguments; raise a ValueError that names a wrong one.
-
-        An argument of None was not given.
-        """
+        """Return the options of the command's arguments, None if not given; name a wrong one."""
         preset = _preset(given)
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device == "cuda"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -68,13 +69,7 @@ class Shape:
     window: int | None = None  # keys that a query attends to, itself included
 
     def as_sample(self) -> Sample:
-        return {
-            "kind": self.kind,
-            "rows": self.rows,
-            "keys": self.keys,
-            "documents": self.documents,
-            "window": self.window,
-        }
+        return cast(Sample, asdict(self))
 
     def slices(self) -> Slices:
         if self.kind == "full":
@@ -88,23 +83,17 @@ class Shape:
         return slices_between(q, 0, k, 0, Mask.of(True, window, None, k))
 
 
+def _random(setting: Setting, *tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator(setting.device).manual_seed(0)
+    options = {"generator": generator, "dtype": setting.dtype, "device": setting.device}
+    return [torch.randn(1, n, setting.heads, setting.head_dim, **options) for n in tokens]
+
+
 class SoftmaxCalls:
     def __init__(self, slices: Slices, setting: Setting) -> None:
-        generator = torch.Generator(setting.device).manual_seed(0)
         self._slices = slices
         rows, keys = slices.query_rows, slices.key_rows
-        self._q, self._k, self._v, dout = (
-            torch.randn(
-                1,
-                n,
-                setting.heads,
-                setting.head_dim,
-                generator=generator,
-                dtype=setting.dtype,
-                device=setting.device,
-            )
-            for n in (rows, keys, keys, rows)
-        )
+        self._q, self._k, self._v, dout = _random(setting, rows, keys, keys, rows)
         self._blocks = Blocks((self._slices,))
         self._options = CallOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
         out, lse = self.forward()
@@ -124,13 +113,7 @@ class LinearCalls:
     """Calls of linear attention on one document."""
 
     def __init__(self, tokens: int, setting: Setting) -> None:
-        generator = torch.Generator(setting.device).manual_seed(0)
-        self._inputs = torch.randn(
-            *(4, 1, tokens, setting.heads, setting.head_dim),
-            generator=generator,
-            dtype=setting.dtype,
-            device=setting.device,
-        ).unbind()
+        self._inputs = _random(setting, *[tokens] * 4)
         self._spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
         decay = -torch.logspace(-9, -3, setting.heads, base=2, dtype=torch.float64)
         self._options = StateOptions(1.0, True, setting.backend, decay.to(setting.device))
@@ -149,10 +132,7 @@ class LinearCalls:
 
 
 class Modules:
-    """Calls of a feed-forward part like Llama's, three times as wide as its input.
-
-    Its norm, gate and residual sum also take time.
-    """
+    """Calls of a feed-forward part like Llama's, with three times the width."""
 
     def __init__(self, tokens: int, width: int, setting: Setting) -> None:
         def random(*shape: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """The protocol of all benchmarks: check answers, time fairly, and record the hardware.
 
-Answers are checked before anything is timed. Contenders are timed in interleaved rounds and their
-medians reported. A canary, a fixed piece of work, is timed before and after each run to show
-whether the machine was steady.
+Contenders are timed in interleaved rounds after their answers were checked, and medians reported. A
+canary, a fixed piece of work, shows whether the machine was steady.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ def median_time(function: Callable[[], object], repeats: int) -> float:
 
 
 def canary() -> float:
-    """Return the current seconds of a fixed piece of work.
-
-    A drift during a run means that the machine was also doing other work.
-    """
+    """Return the seconds of a fixed piece of work, which drift if the machine does other work."""
     x = torch.randn(1024, 1024)
     median_time(lambda: x @ x, 400)  # let clocks and caches settle
     return median_time(lambda: x @ x, 200)
@@ -104,9 +100,8 @@ def exposed(
 ) -> ExposedCommunication:
     """Return the result of `seqpar.exposure` for a step, and the bytes that this rank sends in it.
 
-    `sent_bytes()` is the number of bytes this rank has sent so far. With `seconds_per_area`, each
-    computation is replaced by sleeping that many seconds for each attending (query, key) pair of
-    each query head.
+    `sent_bytes()` is the number sent so far. With `seconds_per_area`, each computation becomes a
+    sleep of that many seconds for each attending (query, key) pair of each query head.
     """
     before = sent_bytes()
     with hooks.set(replace_compute=lambda area: None):
@@ -217,10 +212,7 @@ def pyplot() -> ModuleType:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar for `total` points; yield a function to call when each point begins.
-
-    If stderr is not a terminal, each point prints a line instead.
-    """
+    """Show a progress bar, or lines, for `total` points; yield the function that begins a point."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

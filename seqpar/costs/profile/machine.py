@@ -1,9 +1,7 @@
 """Time one rank's work on this machine: attention, matrix products, copies.
 
-`profile` returns a plain record with raw samples; `seqpar.costs.fit` turns it into a description.
-
 On a CPU a rank is one thread and times are CPU times of its core, so other processes do not count.
-On a GPU they are wall-clock times until the device has finished.
+On a GPU they are wall-clock times. `seqpar.costs.fit` turns them into a description.
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shap
 def contenders(
     shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting
 ) -> list[tuple[Sample, Calls]]:
-    """Return the calls to time, each with its record: softmax attention's shapes, then others.
-
-    For each number of tokens, the others are linear attention, with once and four times the heads,
-    and a linear module.
-    """
+    """Return softmax attention's shapes to time, then linear attention and modules of `tokens`."""
     calls: list[tuple[Sample, Calls]] = [
         (shape.as_sample(), SoftmaxCalls(shape.slices(), setting)) for shape in shapes
     ]
@@ -158,10 +152,7 @@ def machine() -> str:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the seconds of profiles that this thread makes in this context.
-
-    Later rounds are skipped. If the first round does not fit, `profile` raises a TimeoutError.
-    """
+    """Limit this thread's profiles to these seconds; a first round that does not fit raises."""
     token = _end.set(time.monotonic() + seconds)
     try:
         yield
@@ -190,10 +181,7 @@ def one_thread() -> Iterator[None]:
 
 
 def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:
-    """Return a description of this machine and raw samples of one rank's work.
-
-    The `held_out` calls are timed in the same rounds and returned separately.
-    """
+    """Return a description of this machine, raw samples, and those of `held_out` calls."""
     setting = Setting.of_this_machine()
     here = environment()
     with one_thread():
