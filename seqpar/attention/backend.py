@@ -71,10 +71,7 @@ def load_backend(kind: str, name: str) -> ModuleType:
 
 
 def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return the reason why a backend cannot compute these operands, or None.
-
-    The reason begins with the argument at fault.
-    """
+    """Return why a backend cannot compute these operands, beginning with the argument, or None."""
     if name == DEFAULT:
         return None
     refuse = getattr(load_backend(kind, name), "refusal", None)
@@ -82,10 +79,7 @@ def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
 
 
 def triton_refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return the reason why our Triton kernels cannot compute these operands, or None.
-
-    The reason begins with the argument at fault.
-    """
+    """Return why our Triton kernels cannot compute these operands, or None."""
     import triton  # here, so that importing seqpar does not wait for it
 
     if q.dtype == torch.float64:

@@ -25,10 +25,7 @@ Scale = TypeVar("Scale")
 
 
 class OperandShape(NamedTuple):
-    """The dtype and sizes, except T, of q (B, T, Hq, D), k (B, T, Hkv, D) and v (B, T, Hkv, Dv).
-
-    They are the same on all ranks.
-    """
+    """Dtype and sizes, on all ranks, of q (B, T, Hq, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv)."""
 
     dtype: torch.dtype
     batch: int
@@ -82,21 +79,24 @@ def prepare_operands(
         if other is not None:
             check_tensor(name, other, device)
     refuse_tangents(q=q, k=k, v=v, **others)
-    device_type = device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (
-            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
-            for x in (q, k, v)
-        )
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     return (q[None], k[None], v[None]) if dims == 3 else (q, k, v)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in autocast's dtype, if autocast would cast it for attention or a convolution."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
     """Multiply q by a scale that is a tensor; return q and the scale that is left for q·k.
 
-    Only a tensor that requires a gradient, or (Hq,) with one scale per head, multiplies q here.
-    Autograd then computes its gradient. The product is rounded once, to q's dtype.
+    Only a tensor that requires a gradient, or (Hq,) with one scale per head, multiplies q here, so
+    that autograd computes its gradient. The product is rounded once, to q's dtype.
     """
     if not isinstance(scale, Tensor):
         return q, scale
@@ -176,10 +176,7 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> 
 def digest_of_call(
     layout: Geometry, key: Hashable, describe: Callable[[bool], Mapping[str, object]]
 ) -> CallDigest:
-    """Return the digest of `describe(canonical)`, made once per layout and key.
-
-    The boundaries of documents describe layouts of many ranks.
-    """
+    """Return the digest of `describe(canonical)`, made once; many ranks compare documents only."""
     canonical = layout.ranks <= _MAX_COMPARED_RANKS
 
     def build() -> CallDigest:

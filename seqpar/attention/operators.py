@@ -56,10 +56,7 @@ def implementation(operator: str) -> Callable[[F], F]:
 
 @cache
 def register_flop_formulas() -> None:
-    """Register the operators' FLOP formulas with torch's FlopCounterMode.
-
-    Importing the counter takes as long as importing Triton, so the first module does it.
-    """
+    """Register FLOP formulas with torch's counter, whose import takes long, on first use."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for operator, formula in FLOP_FORMULAS.items():
@@ -126,10 +123,7 @@ def refuse_double_backward(ctx: object, *_: object) -> None:
 
 
 def refuse_transforms(operator: str) -> None:
-    """Make an operator raise under the transforms of torch.func.
-
-    Otherwise `jvp` would return zeros, and the other transforms would fail with unclear errors.
-    """
+    """Make an operator raise under torch.func's transforms, instead of returning zeros."""
     set_transform_refusal(operator, _refuse_transform)
 
 
@@ -141,10 +135,7 @@ def _refuse_transform(*_: object, **__: object) -> None:
 
 
 def refuse_tangents(**tensors: Tensor | None) -> None:
-    """Raise a ValueError that names a tensor with a forward-mode tangent, which would be lost.
-
-    `torch.autograd.forward_ad.make_dual` makes such tensors.
-    """
+    """Raise a ValueError that names a tensor with a forward-mode tangent, which would be lost."""
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             reason = "seqpar attention has no forward-mode derivative"

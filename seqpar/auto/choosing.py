@@ -18,6 +18,7 @@ from seqpar.simulate.candidates import Candidate, table
 from seqpar.simulate.playback.op_costs import Pricing
 from seqpar.simulate.playback.outcome import AS_FAST, Outcome, slower_by
 from seqpar.simulate.playback.playing import play
+from seqpar.simulate.recording.program import Program
 from seqpar.simulate.recording.recording import record
 
 
@@ -100,10 +101,18 @@ def choose(
     """
     if ordered is None:
         ordered = cluster.overlaps
-    simulated = []
+    simulated: list[tuple[CandidatePrediction, Outcome | None]] = []
     for candidate in found:
-        code = _code(candidate, shape, layout, backward, call)
-        simulated.append(_predicted(candidate, cluster, layout, code, pricing, ordered))
+        outcome = None
+        try:
+            programs = recorded(candidate, shape, layout, call, backward=backward, ordered=ordered)
+        except ValueError as refusal:
+            prediction = CandidatePrediction(candidate, why_not=str(refusal))
+        else:
+            outcome = play(programs, cluster, pricing=pricing)
+            sent = int(outcome.sent_bytes.max())
+            prediction = CandidatePrediction(candidate, outcome.seconds, sent, outcome.limit)
+        simulated.append((prediction, outcome))
     simulated.sort(key=lambda x: x[0].seconds)  # a stable sort
     (first, best), *losers = simulated
     if best is None:
@@ -116,13 +125,17 @@ def choose(
     return Choice((first, *ranked), cluster.name)
 
 
-def _code(
+def recorded(
     candidate: Candidate,
     shape: OperandShape,
     layout: Layout,
-    backward: bool,
     call: dict[str, object],
-) -> Callable[[Comm], None]:
+    *,
+    backward: bool = True,
+    ordered: bool,
+    check: Callable[[], None] = lambda: None,
+) -> list[Program]:
+    """Return a call's programs, on tensors without data; `check` is called before each rank."""
     kv_layout = call.get("kv_layout")
     if not isinstance(kv_layout, Layout):
         kv_layout = layout
@@ -132,6 +145,7 @@ def _code(
         return torch.empty(size, dtype=shape.dtype, device="meta", requires_grad=backward)
 
     def code(comm: Comm) -> None:
+        check()
         q = empty(layout.tokens_on(comm.rank), shape.heads, shape.dim)
         keys = kv_layout.tokens_on(comm.rank)
         k, v = (empty(keys, shape.kv_heads, dim) for dim in (shape.dim, shape.value_dim))
@@ -139,26 +153,9 @@ def _code(
         if backward:
             out.backward(torch.empty_like(out))
 
-    return code
-
-
-def _predicted(
-    candidate: Candidate,
-    cluster: Cluster,
-    layout: Layout,
-    code: Callable[[Comm], None],
-    pricing: Pricing | None,
-    ordered: bool,
-) -> tuple[CandidatePrediction, Outcome | None]:
     # The backend of the ranks may refuse tensors without data. It does not change simulated costs.
     with torch.enable_grad(), use_backend("aten"):
-        try:
-            programs = record(code, layout.ranks, ordered=ordered)
-        except ValueError as refusal:
-            return CandidatePrediction(candidate, why_not=str(refusal)), None
-    outcome = play(programs, cluster, pricing=pricing)
-    sent = int(outcome.sent_bytes.max())
-    return CandidatePrediction(candidate, outcome.seconds, sent, outcome.limit), outcome
+        return record(code, layout.ranks, ordered=ordered)
 
 
 def _compared(

@@ -31,11 +31,10 @@ _names = count()
 def operator_seconds() -> float:
     """Return the seconds of a core for one torch operator in a call, regardless of its size.
 
-    Strategies run forward and backward on tiny tensors, without messages or attention, on several
-    numbers of ranks. The result is the slope of a line through their seconds over the number of
-    their recorded operators, so it includes views and the Python between operators, but not the
-    constant part of a call. Measuring takes about a second; on a busy machine, only few rounds are
-    run after ten seconds. No other thread may compute attention meanwhile.
+    It is the slope of seconds over recorded operators, of strategies on tiny tensors, without
+    messages or attention, on several numbers of ranks. It includes views and the Python between
+    operators. No other thread may compute attention meanwhile. That takes about a second, at most
+    about ten.
     """
     end = time.monotonic() + _MAX_SECONDS
     calls = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]

@@ -26,11 +26,7 @@ MAX_RELATIVE_ERRORS = 2 * 2**0.5
 
 
 def can_be_measured(q: Tensor) -> bool:
-    """Return whether a call would take its usual time; the answer is the same on all ranks.
-
-    This excludes calls on tensors without data, calls whose messages or computation are replaced by
-    hooks, and calls that are being captured in a CUDA graph.
-    """
+    """Return whether a call would take its usual time; the answer is the same on all ranks."""
     replaced = hooks.skip_messages or hooks.replace_compute is not None
     return not (is_meta(q) or replaced or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
 
@@ -46,9 +42,8 @@ def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
 def close(choice: Choice, error: float) -> list[Candidate]:
     """Return the candidates to measure, fastest prediction first.
 
-    These are the candidates within the predictions' error of the first one, and further ones as
-    long as all can be measured in `MAX_ROUNDS_SECONDS`: predictions are least accurate for short
-    calls.
+    They are within the predictions' error of the first one, or can all be measured in
+    `MAX_ROUNDS_SECONDS`: predictions are least accurate for short calls.
     """
     max_seconds = choice.seconds * (1 + MAX_RELATIVE_ERRORS * error)
     measuring_seconds = 0.0
@@ -71,10 +66,9 @@ def measured(
 ) -> Choice:
     """Return a choice in which close candidates are ranked by their time on the live ranks.
 
-    All ranks call this together. Rounds interleave the candidates, and ranks exchange their
-    seconds: the time of a candidate is the lower quartile of its slowest rank's seconds, so all
-    ranks make the same choice. Short calls are measured in more rounds. If only one candidate is
-    close, the choice is returned unchanged.
+    All ranks call this together. Rounds interleave the candidates. A candidate's time is the lower
+    quartile of its slowest rank's seconds, which ranks exchange, so all make the same choice. If
+    only one candidate is close, the choice is returned unchanged.
 
     Args:
         choice: the choice by prediction, the same on all ranks.

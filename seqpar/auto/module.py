@@ -233,10 +233,7 @@ class AutoAttention(Attention):
     def _agreed(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, object]
     ) -> Attention:
-        """Return the module of a call; if ranks check, a fault is raised on all of them.
-
-        The first such call also compares the clusters and options of the ranks.
-        """
+        """Return a call's module; the first call also compares the ranks' clusters and options."""
 
         def resolve() -> tuple[Hashable, Choice]:
             return self._predicted(q, k, v, layout, **options)

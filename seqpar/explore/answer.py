@@ -6,18 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from seqpar.attention.backend import use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.attention.operands import OperandShape
+from seqpar.auto.choosing import recorded
 from seqpar.core.arguments import Ints
 from seqpar.explore.question import Question
 from seqpar.layout.layout import Layout
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import Compute, Post, Program
-from seqpar.simulate.recording.recording import record
 
 
 @dataclass(frozen=True)
@@ -34,30 +31,14 @@ class Answer:
 def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answer:
     """Return the result of a question's call. No numbers are computed and no data is sent.
 
-    `check` is called before each rank and before the programs are played. It may raise to stop an
-    answer that is no longer needed.
-
-    Raises:
-        ValueError: if the strategy cannot compute the call.
+    `check` is called before each rank and before the programs are played, and may raise to stop.
+    Raises a ValueError if the strategy cannot compute the call.
     """
     layout, cluster = question.laid_out(), question.on()
+    sizes = 1, question.heads, question.kv_heads, question.head_dim, question.head_dim
+    shape = OperandShape(question.torch_dtype(), *sizes)
     candidate, call = question.candidate(), question.call()
-
-    def operands(rank: int) -> list[Tensor]:
-        tokens, dim, dtype = layout.tokens_on(rank), question.head_dim, question.torch_dtype()
-        return [
-            torch.empty(tokens, heads, dim, device="meta", dtype=dtype).requires_grad_()
-            for heads in (question.heads, question.kv_heads, question.kv_heads)
-        ]
-
-    def code(comm: Comm) -> None:
-        check()
-        out = candidate.make(comm)(*operands(comm.rank), layout, **call)
-        out.backward(torch.empty_like(out))
-
-    # The backend of the ranks may refuse tensors without data. It does not change simulated costs.
-    with torch.enable_grad(), use_backend("aten"):
-        programs = record(code, question.ranks, ordered=cluster.overlaps)
+    programs = recorded(candidate, shape, layout, call, ordered=cluster.overlaps, check=check)
     check()
     return Answer(question, layout, work_of(programs), sent(programs), play(programs, cluster))
 

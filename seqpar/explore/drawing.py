@@ -10,11 +10,9 @@ import numpy as np
 
 from seqpar.core.arguments import Ints
 from seqpar.layout.layout import Layout
-from seqpar.layout.plot import held_fractions
+from seqpar.layout.plot import COLOURS, held_fractions
 from seqpar.simulate.playback.outcome import Outcome
 
-# Paul Tol's "bright" palette, distinguishable by colour-blind readers.
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 MAX_NUMBERED_CELLS = 1024  # larger tables have only colours
 WIDTH, LEFT = 760, 62
 

@@ -1,5 +1,5 @@
 """Layers that need the few tokens before each token: short causal convolutions and token shifts.
 
-Start with `functions.py`, which users call. `rows.py` finds the rows that travel, and `taps.py` and
-`convolve.py` compute.
+Start with `functions.py`. `rows.py` finds the rows that travel; `taps.py` and `convolve.py`
+compute.
 """

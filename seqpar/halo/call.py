@@ -38,7 +38,7 @@ class Halo:
 class CallArguments(NamedTuple):
     """A call's arguments, except for its operands, as the operator carries them.
 
-    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `room` is the
+    `layout` is the handle of a geometry, `strategy` the key of a BoundStrategy, and `room` the
     maximum number of rows that this rank receives in forward.
     """
 

@@ -1,12 +1,9 @@
 """A convolution on a rank, with the gradients of its rows and its taps.
 
-Rows are (T, B, C), as in `taps.py`. A rank waits for rows of other ranks at the end. It first
-convolves all of its rows as if they were one document. Then it computes the first rows of each span
-again, whose windows it gathers. In blocks of rows that fit into a CPU's cache, this takes a fifth
-of the time of ATen's convolution.
-
+Rows are (T, B, C), as in `taps.py`. A rank first convolves all of its rows as if they were one
+document. When the rows of other ranks have arrived, it computes the first rows of each span again.
 Backward fetches the gradients of the sums after a span instead of returning parts of rows'
-gradients. They are therefore added in the same order under every layout.
+gradients, which are therefore added in the same order under every layout.
 """
 
 from __future__ import annotations
@@ -55,8 +52,7 @@ def convolve(
 ) -> Tensor:
     """Write the sums over the rows' windows into `out`; return the received rows.
 
-    `finish(sums, rows)`, if given, returns the values to write, from sums in their dtype and the
-    same rows of `beside` (default: x).
+    `finish(sums, rows)`, if given, makes the values to write from sums and rows of `beside` (or x).
     """
     finish, beside = finish or _as_it_is, x if beside is None else beside
     if halo.edges.numel() < x.shape[0]:
@@ -74,10 +70,7 @@ def convolve(
 def tap_gradients(
     d: Tensor, x: Tensor, halo: HaloRows, received: Tensor, reach: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the taps (C, reach + 1) and of the bias (C,) through these rows.
-
-    `d` has the gradients of the sums, shaped like x. `halo` and `received` are as in forward.
-    """
+    """Return the taps' (C, reach + 1) and the bias's (C,) gradients; `d` is that of the sums."""
     dtype = accumulator_dtype(x.dtype)
     dtaps, dbias = (x.new_zeros((*n, x.shape[2]), dtype=dtype) for n in ((reach + 1,), ()))
 

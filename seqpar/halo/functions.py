@@ -9,7 +9,7 @@ from torch import Tensor
 
 import seqpar.halo.operator  # noqa: F401  defines torch.ops.seqpar.causal_conv1d
 from seqpar.attention.module import is_meta, raise_fault
-from seqpar.attention.operands import check_layouts
+from seqpar.attention.operands import as_autocast, check_layouts
 from seqpar.attention.operators import refuse_tangents, register_flop_formulas
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm, Group
@@ -114,7 +114,7 @@ def _call(
         if bound is None:
             raise  # the frame then runs uncompiled and reaches this line again
         raise_fault(bound, fault, alone=is_meta(x))
-    x = _cast(x)
+    x = as_autocast(x)
     room = room_of(layout, rank, reach)
     arguments = CallArguments(layout._handle, room, key, reach, name)
     rows = x if x.dim() == 3 else x[None]
@@ -122,15 +122,6 @@ def _call(
         check(bound.comm, arguments, rows, weight, bias)
     out: Tensor = torch.ops.seqpar.causal_conv1d(rows, weight, bias, *arguments)[0]
     return out if x.dim() == 3 else out[0]
-
-
-def _cast(x: Tensor) -> Tensor:
-    """Return x in autocast's dtype, if autocast would cast it for a convolution."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x
-    casts = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
 def halo_on(group: Group, check_ranks: bool = False) -> BoundStrategy[Halo]:

@@ -1,11 +1,8 @@
 """The operators of a convolution over sharded tokens: one forward and one backward.
 
-The operators also communicate; `seqpar.softmax.operator` explains why. x is (B, T, C). The results
-are out, the `received` rows of other ranks (room, B, C), and the `numbers` of the call (ranks,).
-Without a weight, a call shifts tokens.
-
-The gradient of a token depends on the gradients of the sums after it. Backward is therefore the
-same convolution with windows that follow their token, and has the same bits under every layout.
+x is (B, T, C). The results are out, the `received` rows of other ranks (room, B, C), and the
+`numbers` of the call (ranks,). Without a weight, a call shifts tokens. Backward is the same
+convolution with windows that follow their token, and has the same bits under every layout.
 """
 
 from __future__ import annotations

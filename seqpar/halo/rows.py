@@ -1,11 +1,9 @@
 """The rows of other ranks that a rank's spans need, and the windows to which they belong.
 
-Each row has a *window*: the `reach` tokens of its document before it and itself, in ascending
-order. In `following` tables, for backward, the window is the row itself and the tokens after it. If
-a span is longer than its windows, most windows are consecutive local rows. The other windows belong
-to the *edges*: the first rows of spans (or the last rows). Some tokens of their windows lie in
-other spans of this rank, some on other ranks, and some do not exist, since the document begins (or
-ends) there.
+A row's *window* is the `reach` tokens of its document before it and itself, in ascending order; in
+`following` tables, for backward, itself and the tokens after it. Most windows are consecutive local
+rows. The others belong to the *edges*, the first rows of spans (or the last): some tokens of their
+windows lie in other spans or on other ranks, or beyond the document.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The arithmetic of a short convolution on a rank: rows of tokens times their taps.
 
-A *tap* is the weight of one token of a window, for each channel. Most windows are consecutive local
-rows and need no gathering (`consecutive`), as if all local tokens were one document. The windows of
-edges are gathered (`gathered`), and their results replace the others. Rows are computed in blocks
-that fit into a CPU's cache, five times as fast as ATen's depthwise convolution.
+A *tap* is the weight of one token of a window, for each channel. Most windows need no gathering
+(`consecutive`), as if all local tokens were one document. The windows of edges are gathered
+(`gathered`), and their results replace the others. Rows are computed in blocks that fit into a
+CPU's cache, five times as fast as ATen's depthwise convolution.
 
 Legend: T rows, B batch, C channels. Rows are (T, B, C) here, windows (n, reach + 1, B, C).
 """
@@ -36,10 +36,7 @@ class Taps(NamedTuple):
     def of(
         cls, weight: Tensor | None, reach: int, following: bool, bias: Tensor | None = None
     ) -> Taps:
-        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`.
-
-        In `following` windows, a token's own tap, the last one, comes first.
-        """
+        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`."""
         if weight is None:
             return cls([reach if following else 0], [None], reach, following)
         columns = weight.t().to(accumulator_dtype(weight.dtype)).contiguous().unbind()
@@ -71,10 +68,7 @@ def blocks(x: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def consecutive(x: Tensor, start: int, stop: int, reach: int, following: bool) -> list[Tensor]:
-    """Return the windows of rows from `start` to `stop`, token by token, in the dtype of sums.
-
-    Rows before the first local row and after the last one are zeros.
-    """
+    """Return the windows of rows `start` to `stop`, by token, with zeros beyond the local rows."""
     first, last = (start, stop + reach) if following else (start - reach, stop)
     inside = x[max(first, 0) : last].to(accumulator_dtype(x.dtype))
     missing = max(-first, 0), max(last - x.shape[0], 0)

@@ -26,7 +26,7 @@ __all__ = ["causal_work", "plot_layouts", "plot_masks"]
 MAX_COLUMNS = 1600  # in a layout's picture; in a longer batch a column has several tokens
 MAX_MASK_TOKENS = 2000  # a mask's picture has a row and a column per token
 # Paul Tol's "bright", which colour-blind people can tell apart
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
 
 
@@ -166,7 +166,7 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _colours(layout: DrawnLayout) -> list[str]:
-    return [_COLOURS[rank % len(_COLOURS)] for rank in range(layout.geometry.ranks)]
+    return [COLOURS[rank % len(COLOURS)] for rank in range(layout.geometry.ranks)]
 
 
 def _draw_lanes(axes: Axes, layout: DrawnLayout, name: str) -> None:

@@ -1,5 +1,1 @@
-"""Trade time for memory.
-
-`checkpointing.py` recomputes a block without its attention; `offload.py` keeps saved tensors in
-host memory.
-"""
+"""Trade time for memory: `checkpointing.py` recomputes, `offload.py` uses host memory."""

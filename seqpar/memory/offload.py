@@ -1,7 +1,6 @@
 """Keep a share of the tensors that autograd saves in host memory, copied while the device computes.
 
-This is the selective offloading of ByteScale (2025): the activations of a long document fit on
-fewer devices if a share of them waits for backward in host memory.
+As in ByteScale (2025), the activations of a long document then fit on fewer devices.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ class AllGather(KeyStrategy):
     def distances(self, ranks: int) -> Distances:
         """Return the distances of the peers of each exchange, chosen so that compute hides them.
 
-        Exchanges cover 1, 2, 4, … ranks at the start and …, 4, 2, 1 ranks at the end. The first
-        keys arrive, and the last gradients return, while the rank computes with its own keys. In
-        between, the compute with the keys of n ranks hides an exchange of 2n ranks.
+        Exchanges cover 1, 2, 4, … ranks at the start and …, 4, 2, 1 at the end. The first keys
+        arrive, and the last gradients return, under compute with the rank's own keys. In between,
+        compute with the keys of n ranks hides an exchange of 2n ranks.
         """
         rising: list[int] = []
         middle = ranks - 1
@@ -43,26 +43,12 @@ class AllGather(KeyStrategy):
 class AllGatherAttention(Attention):
     """Softmax attention that posts all exchanges of keys and values before it computes.
 
-    There are about 2·log₂ P exchanges. Owners send rows directly, and only rows that the receiver's
-    queries attend to. A rank computes with its own keys first, then with the keys of each exchange
-    when they have arrived. In backward, the compute with its own keys is cut into two halves: the
-    first hides the first keys, and the second hides the last gradients. fp32 contributions to dk
-    and dv return to the owner of the rows, which adds them in the order of the exchanges. See
-    `Attention` for the call, which all strategies share.
+    There are about 2·log₂ P exchanges. A rank computes with its own keys first, then with the keys
+    of each exchange when they have arrived. See `Attention` for the call, which all strategies
+    share.
 
-    Bytes sent by rank r, with n(p, r) the rows of r that queries of p attend to, S = B·Hkv·(D +
-    Dv), b the bytes of an element, and sums over the other ranks p. `traffic` returns these
-    numbers.
-
-    * forward: Σ n(p, r)·S·b;
-    * backward: the same again, and Σ n(r, p)·S·4 (8 for fp64).
-
-    Messages: one per peer with keys and values, and in backward another one with their gradients.
-
-    With `message_dtype=torch.int8`, keys and values travel in 8 bits, B·Hkv·(D + Dv + 8) bytes per
-    row, and the error of results is about 0.3% (docs/internals/numerics.md). With
-    `deterministic="ranks"`, rows of tiles that ranks share also travel, and gradients of keys are
-    added level by level along a tree.
+    The bytes, the messages, the halves of backward, `message_dtype` and `deterministic="ranks"` are
+    as in `RingAttention`; the owner of rows adds gradients in the order of the exchanges.
 
     Memory: all keys and values that this rank's queries attend to, where Ring holds two blocks.
     Backward adds fp32 gradients of the keys of two exchanges, and incoming gradients for this

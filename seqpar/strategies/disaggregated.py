@@ -1,11 +1,9 @@
 """Disaggregated attention: a plan assigns each task to a rank, or to an attention server.
 
 Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
-(2025), sections 3 and 4: a task is some queries and the keys to which they attend, and any rank may
-compute it. In place, every rank owns its tokens and is also a server.
-
-Unlike in the paper, the keys of a task may be split, because partials merge at the owner of the
-queries. Local work hides the messages even with one batch, and results return stage by stage.
+(2025), sections 3 and 4. Unlike there, the keys of a task may be split, because partials merge at
+the owner of the queries; local work hides the messages even with one batch; and results return
+stage by stage.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """LASP-2: ranks exchange states of linear attention, once in forward and once in backward.
 
 Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid" (2025),
-algorithms 1 to 4. Each rank computes the states of its tokens and posts them. While they travel, it
-computes the part of its outputs that comes from its own tokens. Then it adds the part from earlier
-tokens (`seqpar.linear.states.strategy`). The states here belong to spans, so any layout works. Each
-rank gets only the states that its spans need: for contiguous and zigzag layouts, at most one state
-of a document from every other rank.
+algorithms 1 to 4. States travel while ranks compute with their own tokens
+(`seqpar.linear.states.strategy`). They belong to spans here, so any layout works, and a rank gets
+only the states that its spans need: for contiguous and zigzag layouts, at most one state of a
+document from every other rank.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Mesh attention: queries travel within rows of ranks, keys and values within columns.
 
-Each of P = R·C ranks computes a tile: the queries of the C ranks of its row with the keys of the R
-ranks of its column. It receives C − 1 blocks of queries and R − 1 blocks of keys, where Ring
-receives P − 1 blocks of keys. One row is TokenRing; one column has the traffic of Ring. Unlike in
-the paper, only necessary rows travel, directly to the rank that needs them, and a rank leaves some
-local work to the end, so that the last results are hidden.
+A rank receives C − 1 blocks of queries and R − 1 blocks of keys, where Ring receives P − 1 blocks
+of keys. One row is TokenRing; one column has the traffic of Ring. Unlike in the paper, only
+necessary rows travel, directly to the rank that needs them, and some local work hides the last
+results.
 """
 
 from __future__ import annotations
@@ -208,9 +207,9 @@ def sent_bytes(shape: tuple[int, int], sizes: tuple[int, int, int, int], causal:
     """Return the rows times bytes that each rank sends for one document in a zigzag layout.
 
     Each rank has two chunks of the document, and the unit is a chunk. Under a causal mask, queries
-    of other ranks always attend to the first chunk of a rank's keys, and to the second chunk if
-    they come from a rank before it. The second chunk of its queries always attends to the keys of a
-    column; the first chunk does so if some rank of the column comes before it.
+    of other ranks always attend to the first chunk of a rank's keys, and to the second if they come
+    from a rank before it. The second chunk of its queries always attends to a column's keys; the
+    first does so if some rank of the column comes before it.
     """
     (rows, columns), (query, result, key, gradient) = shape, sizes
     ranks = np.arange(rows * columns)

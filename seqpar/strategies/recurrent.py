@@ -1,9 +1,4 @@
-"""Recurrent attention: ranks exchange the maps of spans and compose them along each document.
-
-`seqpar.linear.kinds` has the kinds with their papers, and `seqpar.linear.maps` the transports. If a
-state decays only at a constant rate, ranks know each other's transitions, so LASP-2 or ZeCO sends
-only states.
-"""
+"""Recurrent attention: ranks exchange the maps of spans and compose them along each document."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The registry of strategies, which `make_attention`, tests, examples and docs read.
-
-A strategy's file registers its module, and `seqpar.strategies` imports the file.
-"""
+"""The registry of strategies, which `make_attention`, tests, examples and docs read."""
 
 from __future__ import annotations
 

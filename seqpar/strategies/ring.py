@@ -1,8 +1,7 @@
 """Ring attention: queries stay, keys and values travel in steps.
 
 At step s, a rank computes with the keys of the rank s places before it while the keys of step s + 1
-arrive. Unlike in the paper, owners send rows directly and only to ranks whose queries attend to
-them; passed from rank to rank, rows would also reach ranks that do not need them.
+arrive. Unlike in the paper, owners send rows directly and only to ranks that need them.
 """
 
 from __future__ import annotations

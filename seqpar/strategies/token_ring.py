@@ -1,11 +1,9 @@
 """TokenRing attention: keys and values stay, queries travel, and their results return.
 
 At step s, rank r computes for the queries of rank r − s. Meanwhile the queries of the next step
-arrive, and the results of the previous step leave for their owner in the opposite direction. They
-travel in separate exchanges: in one exchange with the next queries, results would leave a step
-later, which takes 5 steps' time instead of 4 on 4 ranks if communication is the limit. The paper
-has no backward. Here q, dout, lse and delta travel, dq returns, and dk and dv stay. Half of a
-rank's own queries are computed at the end, while the last results return.
+arrive, and the previous results leave, in separate exchanges: otherwise results would leave a step
+later. The paper has no backward. Here q, dout, lse and delta travel, dq returns, and dk and dv
+stay. Half of a rank's own queries are computed at the end, while the last results return.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Ulysses attention: an all-to-all exchanges tokens for heads.
 
-Each rank receives all tokens of some heads, attends over the whole packed batch, and returns the
-output with a second all-to-all. Query heads are divided over ranks as evenly as possible, at most
-⌈Hq/P⌉ per rank. A KV head goes to every rank that has one of its query heads. A rank computes its
-heads in groups, so that the exchanges of one group hide under the compute of another.
-
-On a mesh (`usp.py`), heads are exchanged within rows of `inner` ranks. Each rank then has some
-heads of all tokens of its row, and `outer` computes attention with them between the rows.
+Query heads are divided over ranks as evenly as possible, at most ⌈Hq/P⌉ per rank. A KV head goes to
+every rank that has one of its query heads. The exchanges of one group of heads hide under the
+compute of another. On a mesh (`usp.py`), heads are exchanged within rows of `inner` ranks, and
+`outer` computes attention with them between the rows.
 """
 
 from __future__ import annotations
@@ -73,10 +70,9 @@ class Ulysses(Strategy):
     def heads(self, ranks: int, q_heads: int, kv_heads: int) -> HeadGroups:
         """Return the heads of each rank of a row, in groups.
 
-        With several rows, groups do not divide the query heads of a KV head, because the outer
-        strategy would then send the KV head once per group. With `deterministic="ranks"`, ranks do
-        not divide them either: the gradient of a KV head is a sum over its query heads in one fixed
-        order.
+        With several rows, groups do not divide the query heads of a KV head, which would then
+        travel once per group. With `deterministic="ranks"`, ranks do not divide them either: the
+        gradient of a KV head is a sum over its query heads in one fixed order.
         """
         inner, whole = self.merged_size(ranks), self.anchored
         divided = inner, q_heads, kv_heads, self.head_groups

@@ -1,12 +1,10 @@
 """ZeCO's All-Scan: states pass from span to span, each rank adding its own, in blocks.
 
 "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (2025), section 3. A
-rank receives one state for each of its spans, however many ranks there are, and sends on λ^L times
-what it received plus the state of its span of L rows. A state is cut into K blocks, and a rank
-forwards one while it receives the next, so a state passes through P ranks in the time of (P − 2 +
-K) / K transfers. States of several documents that take the same step go in one message per block.
-Without causality the sum of all states then passes back the same way: two states for each document
-that a rank has tokens of.
+rank receives one state for each of its spans, and sends on λ^L times it plus the state of its span
+of L rows. A state of K blocks passes through P ranks in the time of (P − 2 + K) / K transfers.
+States of several documents that take the same step go in one message per block. Without causality
+the sum of all states then passes back the same way.
 """
 
 from __future__ import annotations
@@ -104,10 +102,7 @@ class _Decays:
         self._leaving, self._carriers = plan.leaving, plan.carriers
 
     def weights(self, options: StateOptions) -> Sequence[Tensor | None]:
-        """Return for each message what it multiplies sums with, (carriers, rows of a block, 1).
-
-        None: with nothing.
-        """
+        """Return each message's factors of sums, (carriers, rows of a block, 1), or None."""
         if options.log_decay is None:
             return [None] * len(self._leaving)
         powers = torch.exp(self._rows * options.log_decay[self._heads])  # (blocks, links, rows)

@@ -1,9 +1,4 @@
-"""Traces: what a rank computed, sent and waited for, step by step.
-
-`with seqpar.trace() as trace:` records, and `trace.write(path)` writes a file for chrome://tracing
-and Perfetto. The time spent waiting is not the cost of communication, because communication also
-slows the compute that hides it. `seqpar.exposure` measures that cost by leaving communication out.
-"""
+"""Traces: what a rank computed, sent and waited for, step by step."""
 
 from __future__ import annotations
 
@@ -76,7 +71,23 @@ class Trace:
         recvs: Sequence[Message],
     ) -> Callable[[], AbstractContextManager[None]]:
         """Record that messages are posted; return a function that makes their wait's context."""
-        return _TracedExchange(self, label, step, rank, sends, recvs).waiting
+        device = (sends or recvs)[0][1].device
+        flight = Event("flight", label, step, moment(device), 0.0, rank)
+        flight.bytes = sum(tensor.nbytes for _, tensor in sends)
+        flight.peers = tuple(sorted({peer for peer, _ in sends}))
+        awaited = tuple(sorted({peer for peer, _ in recvs})) or flight.peers
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            begun = moment(device)
+            yield
+            ended = moment(device)
+            self.events += [
+                replace(flight, stop=ended),
+                Event("wait", label, step, begun, ended, rank, awaited),
+            ]
+
+        return waiting
 
     def end(self) -> None:
         """Turn all moments into seconds."""
@@ -162,38 +173,6 @@ def _shown(number: int, event: Event) -> list[ChromeEvent]:
 
 def _named(kind: str, ids: dict[str, int], name: str) -> ChromeEvent:
     return {"name": f"{kind}_name", "ph": "M", "args": {"name": name}, **ids}
-
-
-class _TracedExchange:
-    """A traced exchange, from its post to the end of its wait."""
-
-    def __init__(
-        self,
-        trace: Trace,
-        label: str,
-        step: int,
-        rank: int,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-    ) -> None:
-        self._trace, self._device = trace, (sends or recvs)[0][1].device
-        self._event = Event("flight", label, step, 0.0, 0.0, rank)
-        self._to = tuple(sorted({peer for peer, _ in sends}))
-        self._from = tuple(sorted({peer for peer, _ in recvs}))
-        self._bytes = sum(tensor.nbytes for _, tensor in sends)
-        self._posted = moment(self._device)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Record the flight, and the wait that this context encloses."""
-        begun = moment(self._device)
-        yield
-        ended = moment(self._device)
-        event, waited_for = replace(self._event, stop=ended), self._from or self._to
-        self._trace.events += [
-            replace(event, start=self._posted, peers=self._to, bytes=self._bytes),
-            replace(event, kind="wait", start=begun, peers=waited_for),
-        ]
 
 
 @contextmanager
