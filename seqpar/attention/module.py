@@ -194,8 +194,6 @@ def _check_names(
 
 
 def raise_fault(bound: BoundStrategy[Named], fault: Exception, alone: bool) -> NoReturn:
-    """Raise a call's fault: `alone`, or on all ranks if these check their calls."""
-
     def resolve() -> NoReturn:
         with naming_rank(bound.comm):
             raise fault

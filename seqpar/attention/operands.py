@@ -161,7 +161,6 @@ def check_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
-    """Raise unless q, k and v fit each other and their layouts, except in their heads."""
     check_dtypes(q, k, v)
     for name, x, expected in (("q", q, tokens), ("k", k, kv_tokens), ("v", v, kv_tokens)):
         if x.shape[0] != q.shape[0]:

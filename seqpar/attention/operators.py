@@ -43,8 +43,6 @@ F = TypeVar("F", bound=Callable[..., list[Tensor]])
 
 
 def implementation(operator: str) -> Callable[[F], F]:
-    """Register a function as an operator's implementation on CPUs and GPUs."""
-
     def register(function: F) -> F:
         torch.library.impl(operator, ("cpu", "cuda"))(function)
         name = operator.removeprefix("seqpar::")
@@ -118,7 +116,6 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def refuse_double_backward(ctx: object, *_: object) -> None:
-    """Raise a RuntimeError, since the gradient of a gradient would be wrong silently."""
     raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
 
 

@@ -60,11 +60,9 @@ class AutoAttention(Attention):
     fastest are measured on the ranks in the first such call, forward and backward, in interleaved
     rounds. The call then goes through the fastest candidate's module.
 
-    All ranks make the same choice: predictions depend only on arguments that ranks share, and ranks
-    exchange their measurements. A choice is made once for each combination of layout, mask and
-    shape, and a prediction is kept with the layout. If every batch has a new layout, this takes
-    longer than a call of a fixed strategy (see the guide). `decode` needs no choice, because
-    strategies do not differ in it.
+    All ranks make the same choice, once for each combination of layout, mask and shape; a
+    prediction is kept with the layout. If every batch has a new layout, this takes longer than a
+    call of a fixed strategy (see the guide). `decode` needs no choice.
 
     See `Attention` for the call, which all strategies share. The choice breaks a graph of
     torch.compile; with `once`, only until the first call.
@@ -76,10 +74,9 @@ class AutoAttention(Attention):
         cluster: the cluster of the ranks, the same on all of them; `Cluster` defines the place of
             each rank. None: rank 0's `Cluster.here()`, which it sends to the others. All ranks must
             then construct the module together and be on one host. The first time on a machine,
-            rank 0 measures it, which takes 15 seconds on a quiet CPU, and saves the result in
-            $SEQPAR_CACHE or ~/.cache/seqpar. The other ranks wait without regard to the group's
-            timeout, and every rank logs the wait. Call `Cluster.here()` in an earlier program to
-            measure ahead of time.
+            rank 0 measures it, which takes 15 seconds on a quiet CPU, while the other ranks wait
+            without regard to the group's timeout. It saves the result in $SEQPAR_CACHE or
+            ~/.cache/seqpar; `Cluster.here()` in an earlier program does the same.
         strategies: names of the strategies to choose from. None: all.
         backward: whether calls are differentiated, which decides what is simulated; in inference
             mode they never are.
@@ -184,9 +181,7 @@ class AutoAttention(Attention):
 
         This makes the choice if there is none, without computing or sending anything; until a call
         has measured the candidates, the choice follows the predictions. Of the tensors, only shapes
-        and dtypes matter. No other thread may compute attention meanwhile, because it would be
-        recorded
-        too: hooks apply to the whole process.
+        and dtypes matter. No other thread may compute attention meanwhile: it would be recorded.
         """
         if (fixed := self._fixed()) is not None:
             return fixed

@@ -59,7 +59,6 @@ class _Config:
 
 
 def read_config(config: object) -> dict[str, Any]:
-    """Return the fields of a Model; see `Model.from_config`."""
     attributes = _Config(config)
     if attributes.get("hidden_size") is None and attributes.get("text_config") is not None:
         attributes = _Config(attributes.get("text_config"))  # the text part of a multimodal model

@@ -19,7 +19,6 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_positive(values: Mapping[str, object], zero: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError that names a value which is not positive; names in `zero` may be 0."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise ValueError(f"{name} must be a number, got {value!r}")
@@ -143,7 +142,6 @@ class Device:
 
 
 def build(cls: type[T], where: str, values: object) -> T:
-    """Return cls(**values); raise a ValueError that names a missing, unknown or wrong field."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} must be an object with fields, got {values!r}")
     known = {field.name for field in fields(cls)}

@@ -20,7 +20,6 @@ TABLES = ("forward", "backward", "window_forward", "window_backward")
 
 
 def as_amounts(name: str, values: ArrayLike) -> Floats:
-    """Return amounts as floats; raise a ValueError with this name if any is negative or NaN."""
     array = np.asarray(values, np.float64)
     if not (array >= 0).all():
         wrong = array.ravel()[np.argmin(array.ravel() >= 0)]
@@ -184,7 +183,6 @@ class Grid:
 
 
 def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> Ints:
-    """Return (n,) the owner of each item, an integer below `owners`; by default all are 0."""
     as_int("owners", owners, 1)
     if owner is None:
         return np.zeros(like.size, np.int64)

@@ -23,7 +23,6 @@ class _ClientHasLeft(Exception):
 
 
 def answered(query: str, check: Callable[[], None] = lambda: None) -> tuple[int, str]:
-    """Return the status and the page of an address's query; `check` is as in `answer`."""
     texts: dict[str, str] = {}
     try:
         if len(query) > MAX_ADDRESS_CHARACTERS:

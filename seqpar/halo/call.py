@@ -72,7 +72,6 @@ SCHEMA = schema_of(CallArguments)
 
 
 def check(comm: Comm, arguments: CallArguments, x: Tensor, *others: Tensor | None) -> None:
-    """Raise a ValueError that names a wrong argument; `others` are the weight and the bias."""
     with naming_rank(comm):
         comm.check_device("x", x.device)
         layout = from_handle(arguments.layout)
@@ -92,7 +91,6 @@ def check(comm: Comm, arguments: CallArguments, x: Tensor, *others: Tensor | Non
 
 
 def as_activation(activation: object) -> str:
-    """Return an activation's name in the operator, "" for None; raise a ValueError for others."""
     if activation is not None and (
         not isinstance(activation, str) or activation not in ACTIVATIONS
     ):
@@ -102,7 +100,6 @@ def as_activation(activation: object) -> str:
 
 
 def width_of(weight: Tensor | None) -> int:
-    """Return the number of taps of a weight (C, w); raise a ValueError for other shapes."""
     check_tensor("weight", weight)
     assert weight is not None
     if weight.dim() != 2 or 0 in weight.shape:
@@ -151,7 +148,6 @@ def _rows(
 
 
 def check_tensors(x: Tensor, **others: Tensor | None) -> None:
-    """Raise a ValueError for arguments that would mislead the operator's dispatch."""
     check_tensor("x", x)
     for name, tensor in {"x": x, **others}.items():
         if is_dtensor(tensor):

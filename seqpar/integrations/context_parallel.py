@@ -73,9 +73,9 @@ def context_parallel(
 
     A model without any knowledge of ranks then computes the tokens that this rank holds. Each of
     its SDPA calls, however it was imported, becomes a call of `seqpar.sdpa`, in this thread only.
-    The model must take the positions of tokens from outside: from `layout.position_ids(rank)`, or
-    from RoPE tables among the `buffers`. Backward may run outside of the context, except for
-    checkpoints: they call SDPA again, and outside torch raises a CheckpointError.
+    Positions of tokens must come from `layout.position_ids(rank)`, or from RoPE tables among the
+    `buffers`. Backward may run outside of the context, except for checkpoints: they call SDPA
+    again, and outside torch raises a CheckpointError.
 
     Args:
         group: the ranks: a process group or a mesh; None if `strategy` is a module.

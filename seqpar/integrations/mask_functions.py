@@ -301,7 +301,6 @@ class Area(NamedTuple):
         return [Area(q0, q1, k0, k1, low, high)] if q0 < q1 and k0 < k1 else []
 
     def without(self, other: Area) -> list[Area]:
-        """Return the part outside of another area, as disjoint areas."""
         common = self.meets(other)
         if not common:
             return [self]

@@ -98,7 +98,6 @@ def attend(
     kv_layout: Layout | None = None,
     **options: Any,
 ) -> Any:
-    """Compute a call of query, key and value whose arguments have been checked."""
     q, k, v = (x.transpose(-3, -2) for x in operands)
     own = {"causal": is_causal, "softmax_scale": scale, "kv_layout": kv_layout}
     try:
@@ -124,7 +123,6 @@ _NAMES = {
 
 
 def renamed(fault: Exception) -> Exception:
-    """Return an error of a module's call, with the argument names of `sdpa`."""
     name, _, text = str(fault).partition(" ")
     for own in "qkv":
         text = text.replace(f" {own}'s ", f" {_NAMES[own]}'s ")

@@ -169,7 +169,6 @@ class Geometry:
         return self._derived_with.setdefault(other, Memo())
 
     def same_as(self, other: Geometry) -> bool:
-        """Return whether each rank holds the same tokens of the same documents."""
         if self is other:
             return True
         return np.array_equal(self.cu_seqlens, other.cu_seqlens) and self.digest == other.digest
@@ -182,7 +181,6 @@ class Geometry:
         )
 
     def token_indices(self, rank: int) -> Ints:
-        """Return the index in the packed batch of each of a rank's rows."""
         holding = self.holdings[rank]
         first = self.cu_seqlens[holding.documents]
         return ranges(first + holding.starts, first + holding.stops)

@@ -24,7 +24,6 @@ class RemappedRows(NamedTuple):
 
 
 def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim: int) -> Tensor:
-    """Return (T_local of `target`, …) from (T_local of `source`, …); see `Layout.remap`."""
     if not np.array_equal(source.cu_seqlens, target.cu_seqlens):
         raise ValueError("to must be a layout of the same documents, in the same order")
     if source.ranks != target.ranks:

@@ -49,7 +49,6 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
 
 
 def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> Tensor:
-    """Return the packed tensor, (T_local, …) -> (T, …) along `dim`; see `Layout.unshard`."""
     dim, comm = check_part(x_local, geometry, group, dim)
     packed: Tensor = _Unshard.apply(x_local.movedim(dim, 0), geometry, comm)
     return packed.movedim(0, dim)

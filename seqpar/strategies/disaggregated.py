@@ -189,9 +189,9 @@ class DisaggregatedAttention(SplitAttention):
     """Softmax attention cut into tasks, each of which a plan assigns to a rank.
 
     A task is some queries and some keys of one document, with their visible pairs. On a group,
-    every rank owns its tokens, and is also a server: it computes its own and other ranks' tasks. On
-    a `ServerPool`, this process owns all tokens, so layouts have one rank, and the pool's servers
-    compute. See `Attention` for the call, which all strategies share.
+    every rank owns its tokens, and computes its own and other ranks' tasks. On a `ServerPool`, this
+    process owns all tokens, so layouts have one rank, and the pool's servers compute. See
+    `Attention` for the call, which all strategies share.
 
     Args:
         group: a process group, a 1-D DeviceMesh, or a `ServerPool`.

@@ -92,10 +92,9 @@ class LASP2Attention(LinearModule):
     """Linear attention over a packed batch: ranks exchange the states of its documents.
 
     out_i = scale · Σ_{j≤i} λ^{i−j} (q_i·k_j) v_j within each document, where λ = exp(log_decay) is
-    a constant for each KV head. It takes any layout, so it can share the layout of softmax layers.
-    It refuses only layouts whose states outweigh their tokens: those with more than 4 spans of a
-    document on a rank, of less than D·Dv·4 / ((D + Dv)·b) tokens on average (b is the bytes of an
-    element of q; for fp64, 8 instead of 4).
+    a constant for each KV head. It takes any layout, except those whose states outweigh their
+    tokens: with more than 4 spans of a document on a rank, of less than D·Dv·4 / ((D + Dv)·b)
+    tokens on average (b is the bytes of an element of q; for fp64, 8 instead of 4).
 
     Kept for backward: q, k, v, and a state for each span that does not begin its document. With
     `initial_state` that is a state for each span; with `causal=False`, one for each document of

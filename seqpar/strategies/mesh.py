@@ -62,9 +62,8 @@ class MeshAttention(Attention):
     """Softmax attention on a 2-D mesh whose ranks compute tiles of queries and keys.
 
     The mesh has R rows of C ranks. One layout covers all ranks in row-major order: rank r·C + c is
-    at (r, c) in the mesh. A rank computes the queries of its row with the keys of its column. The
-    queries of rank i meet the keys of rank j on one rank, where the row of i crosses the column of
-    j. See `Attention` for the call, which all strategies share.
+    at (r, c) in the mesh. A rank computes the queries of its row with the keys of its column. See
+    `Attention` for the call, which all strategies share.
 
     With zigzag under a causal mask, all tiles have the same work. A contiguous layout makes tiles
     as uneven as the work of Ring. `mask_area` returns the work of a rank for any layout and mask.
@@ -79,11 +78,9 @@ class MeshAttention(Attention):
 
     A rank posts all exchanges of its column's keys first, and computes its own queries with them as
     they arrive; these keys stay. Queries of the other ranks of the row then arrive one rank at a
-    time. While the rank computes them with all keys of its column, the next ones arrive, and the
-    previous results leave in the other direction of the links. It leaves some local work to the
-    end: in forward the work on the last block of keys, which hides the last results; in backward
-    half of the work on each block, which hides the departure of dk and dv of the block before.
-    Owners merge results and add gradients in fp32 in the order of the steps.
+    time, while the previous results leave in the other direction of the links. Some local work at
+    the end hides the last results, and in backward the departure of dk and dv. Owners merge results
+    and add gradients in fp32 in the order of the steps.
 
     Bytes sent by rank r, with m(r, s) its query rows that attend to a key of the column of s, n(r,
     s) its key rows that a query of the row of s attends to, b the bytes of an element, w those of a

@@ -49,20 +49,18 @@ class RecurrentAttention(LinearModule):
     | "gated_delta" | (T_local, H) | (T_local, H) | Gated DeltaNet: Qwen3-Next, Qwen3.5 |
     | "kda" | (T_local, H, K) | (T_local, H) | Kimi Linear |
 
-    It takes any layout, so it can share the layout of softmax layers. It refuses only layouts whose
-    maps outweigh their tokens: those with more than 4 spans of a document on a rank, of less than
-    e·4 / ((K + V)·b) tokens on average (b is the bytes of an element of q; for fp64, 8 instead of
-    4). e is the number of elements of a head's map: K·V, plus 1 for a decay per head, K for a decay
-    per key channel, or K² for the delta rule.
+    It takes any layout, except those whose maps outweigh their tokens: with more than 4 spans of a
+    document on a rank, of less than e·4 / ((K + V)·b) tokens on average (b is the bytes of an
+    element of q; for fp64, 8 instead of 4). e is the number of elements of a head's map: K·V, plus
+    1 for a decay per head, K for a decay per key channel, or K² for the delta rule.
 
     Kept for backward: the inputs, and a state for each span that does not begin its document (with
     `initial_state` for each span).
 
-    A span's map (A, N) turns the state S that enters the span into A S + N. Maps of consecutive
-    spans compose, but only in the document's order. With numbers of 4 bytes (8 for fp64) a state
-    has S = B·H·K·V·4 bytes and a map M = S + B·H·a·4, for documents of any length; a is 1 for a
-    decay per head, K for a decay per key channel, and K² for the delta rule. Backward sends as much
-    as forward, in the other direction.
+    A span's map (A, N) turns the state S that enters the span into A S + N. With numbers of 4 bytes
+    (8 for fp64) a state has S = B·H·K·V·4 bytes and a map M = S + B·H·a·4, for documents of any
+    length; a is 1 for a decay per head, K for a decay per key channel, and K² for the delta rule.
+    Backward sends as much as forward, in the other direction.
 
     `transport="all_gather"`: in one exchange, posted before the work within spans and hidden under
     it, a rank sends every other rank the map of each of its spans before that rank's last one of
@@ -79,9 +77,8 @@ class RecurrentAttention(LinearModule):
     rank makes two compositions per step and holds about seven maps at most, on any number of ranks:
     use it for many ranks.
 
-    The kinds "linear" and "constant_decay" need no transitions of other ranks. With "all_gather"
-    and "scan" they use the exchanges of `LASP2Attention`, which send fewer states and no
-    transitions, and the rules of its `log_decay` hold. They send maps only with "tree".
+    The kinds "linear" and "constant_decay" send maps only with "tree". With "all_gather" and "scan"
+    they use the exchanges of `LASP2Attention`, and the rules of its `log_decay` hold.
 
     With `return_state`, the holder of a document's last token in forward also sends S to all other
     ranks, in a separate exchange (step 1 in traffic and traces) hidden under the last work of the
@@ -93,12 +90,9 @@ class RecurrentAttention(LinearModule):
         kind: "linear", "constant_decay", "scalar_decay", "vector_decay", "delta", "gated_delta" or
             "kda".
         transport: "all_gather", "scan" or "tree".
-        check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
-            that ranks that disagree all raise the same ValueError instead of hanging.
+        check_ranks, routing: as in `LASP2Attention`; "scan" and "tree" need routing None.
         blocks: the most blocks into which "scan" cuts a state. A block is some whole heads, or some
             whole columns of a head, and all are equal in size.
-        routing: how messages between nodes use several NICs at the same time; None sends each
-            message directly, which "scan" and "tree" need.
 
     Sun et al., "LASP-2" (2025), algorithm 2; "ZeCO" (2025), section 3; Hillis and Steele, "Data
     parallel algorithms" (1986); Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
@@ -147,40 +141,28 @@ class RecurrentAttention(LinearModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute recurrent attention of this rank's queries over the tokens of all ranks.
 
-        Backward computes the gradients of the sum of all ranks' losses. Under autocast q, k and v
-        are cast as in SDPA. Keys are used unchanged: models whose keys have length 1 normalise them
-        first.
+        `layout`, `scale`, `return_state`, DTensors, gradients and errors are as in
+        `LASP2Attention.forward`. Keys are used unchanged: models whose keys have length 1 normalise
+        them first.
 
         Args:
             q: (T_local, Hq, K) or (B, T_local, Hq, K), in the layout's local order; fp64, fp32,
-                bf16 or fp16. If it is a DTensor, all tensors are, with at most their heads sharded,
-                evenly, over one mesh; so are the results.
+                bf16 or fp16.
             k: (T_local, Hk, K) or with the batch in front.
             v: (T_local, Hv, V) or with the batch in front. One of Hk and Hv must be a multiple of
                 the other. H is the larger, and Hq divides H or is a multiple of it. Where there are
                 fewer heads of one than of another, each serves the same number of consecutive ones.
-            layout: the tokens of the packed batch that each rank holds.
             log_decay: at most 0, shaped as in the table, with the batch in front where q has one
                 and the decay has tokens. Any float dtype: use fp32 where decays are close to 1.
                 Values are not checked. A constant decay must be the same on all ranks, and has no
                 gradient.
             beta: shaped as in the table, with the batch in front where q has one.
-            scale: the factor of q·k. A tensor () that requires a gradient, or (Hq,), one scale per
-                head, multiplies q, and the product is rounded to q's dtype. Its gradient is summed
-                over this rank's queries.
-            initial_state: (documents, H, K, V), or with the batch in front, fp32 (fp64 for fp64),
-                on q's device, the same on all ranks: the state with which each document begins. Its
-                gradient is the sum over ranks, as a parameter's. With maps, a rank has the gradient
-                of the documents whose first token it holds.
-            return_state: also return the documents' final states, the same bits on every rank.
+            initial_state: (documents, H, K, V), as in `LASP2Attention.forward`. With maps, a rank
+                has the gradient of the documents whose first token it holds.
 
         Returns:
             out (T_local, max(Hq, H), V), or with the batch in front, in q's dtype; or (out, state),
             both differentiable, with the state like `initial_state`.
-
-        Raises:
-            ValueError: the call is wrong or cannot be computed exactly. The message names the
-                argument. Nothing has been sent.
         """
         return self._attend(
             q,

@@ -71,9 +71,8 @@ class TokenRingAttention(Attention):
     * backward: B·T·Hq·(4·D + 16 + ((2 + c)·((D + Dv)·b + 8) + 12·D)/g), and dk and dv in fp32.
 
     TokenRing is faster than Ring if Hkv = Hq and queries and results have separate links that are
-    free at the same time, as on a full mesh: at step s, queries go to rank r + s + 1 and results to
-    rank r − s + 1. On a host with one NIC, all messages share the port, so TokenRing is not faster.
-    Bytes per token in each direction, with D = Dv and 2-byte elements:
+    free at the same time, as on a full mesh, but not on a host with one NIC. Bytes per token in
+    each direction, with D = Dv and 2-byte elements:
 
     * forward: Ring 4·Hkv·D and 0, TokenRing 2·Hq·D and Hq·(w·D + 4). With Hq = Hkv, a link carries
       half of Ring's bytes if w = 2, and the same bytes if w = 4.

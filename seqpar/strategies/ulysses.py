@@ -252,9 +252,8 @@ class UlyssesAttention(Attention):
     An all-to-all of q, k and v comes before the attention, and another of its output comes after
     it. See `Attention` for the call, which all strategies share.
 
-    A rank computes at most ⌈Hq/P⌉ query heads over the whole pack, in any layout. The number of
-    query heads need not be a multiple of the number of ranks, and there may be fewer KV heads than
-    ranks: a KV head is sent to each rank that needs it.
+    A rank computes at most ⌈Hq/P⌉ query heads over the whole pack, in any layout. The numbers of
+    heads need not be multiples of the ranks: a KV head is sent to each rank that needs it.
 
     Args:
         head_groups: the number of groups in which a rank computes its heads, 2 by default. The

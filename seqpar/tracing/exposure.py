@@ -52,10 +52,8 @@ class Exposure:
     def fraction(self) -> float:
         """The share of communication that is not hidden: the median of `fractions`.
 
-        A busy machine slows all three times of a round, so each round has its own fraction. Drawn 5
-        at a time from 16 rounds of Ulysses, 90% of the medians of fractions lie between 0.67 and
-        1.02, and of the ratios of the three medians between 0.58 and 1.15. Two rounds are too few:
-        one stall moves their median by half.
+        A busy machine slows all three times of a round, so each round has its own fraction. Two
+        rounds are too few: one stall moves their median by half.
 
         It is above 1 if communication costs more than it takes without compute: because ranks with
         uneven work wait for each other in turn, or because messages slow the compute. If

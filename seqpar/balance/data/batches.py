@@ -36,10 +36,8 @@ class LocalStep(NamedTuple):
 class Batches:
     """The global batches of a training run, each planned for the current number of ranks.
 
-    The documents of a step depend on the lengths, `tokens`, `deferral`, the seed, the epoch and the
-    step, but not on the number of ranks. A training run can therefore resume from a saved state on
-    a different number of ranks, or with a different planner, without losing or repeating a
-    document.
+    The documents of a step do not depend on the number of ranks or on the planner. A training run
+    can therefore resume from a saved state with others, without losing or repeating a document.
 
     Iterating yields the plans of the steps that remain in the epoch and leaves the state at the
     start of the next epoch. `read` also reads the documents. Both prepare steps ahead in separate

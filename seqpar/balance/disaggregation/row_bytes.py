@@ -59,7 +59,6 @@ class RowBytes(NamedTuple):
 
 
 def check_row_bytes(row_bytes: RowBytes) -> RowBytes:
-    """Return `row_bytes`, or raise a ValueError that names it unless both numbers are positive."""
     if not isinstance(row_bytes, RowBytes):
         raise ValueError(f"row_bytes must be RowBytes, got {shown(row_bytes)}")
     if not all(MIN_ROW_BYTES <= as_float("row_bytes", each) <= MAX_ROW_BYTES for each in row_bytes):

@@ -31,7 +31,6 @@ Rule = dict[str, Any]
 
 
 def read(path: Path, options: Options) -> list[Rule]:
-    """Return a file's rules; raise a ValueError if the file or a rule does not fit the options."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:

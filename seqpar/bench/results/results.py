@@ -129,7 +129,6 @@ class SweepResults:
         return self._rows[key]
 
     def lacks(self, workload: Workload, contender: str, rounds: int) -> bool:
-        """Return whether some measurement of a point is missing."""
         row = self.row(workload, contender)
         unknown = row["check"] is None or row["costs"] is None or len(row["seconds"]) < rounds
         return row["failed"] is None and unknown
@@ -220,7 +219,6 @@ def check_same(
     now: Mapping[str, object],
     names: tuple[str, ...],
 ) -> None:
-    """Raise a ValueError if one of these properties differs between a file and this measurement."""
     for name in names:
         if then.get(name) != now[name]:
             raise ValueError(

@@ -13,7 +13,6 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def release() -> None:
-    """Return unused memory to the device or the system."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

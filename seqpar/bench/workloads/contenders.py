@@ -45,7 +45,6 @@ def divisor(ranks: int, kv_heads: int) -> int:
 def make(
     name: str, comm: Comm, batch: PackedBatch, heads: int, kv_heads: int, device: torch.device
 ) -> Contender:
-    """Return a contender on this rank; raise a ValueError if it cannot compute the batch."""
     if name == ONE:
         part = divisor(comm.size, kv_heads)
         return one_device(batch, heads // part, kv_heads // part)

@@ -22,7 +22,6 @@ NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}  # None: half of
 
 
 def parse(name: str) -> tuple[str, str | None, int | None]:
-    """Return a mask's kind, collection and number; raise a ValueError for an unknown name."""
     words, colon, number = name.partition(":")
     kind, collection = words, None
     for name_of_collection in COLLECTIONS:

@@ -153,7 +153,6 @@ PEERS: dict[
 
 
 def lacking(name: str) -> str | None:
-    """Return the missing package that a library needs, or None."""
     package = PEERS[name][1]
     if package is None or importlib.util.find_spec(package) is not None:
         return None
@@ -161,7 +160,6 @@ def lacking(name: str) -> str | None:
 
 
 def make(name: str, batch: PackedBatch, device: torch.device) -> OtherLibrary:
-    """Return another library on this rank; raise a ValueError if it cannot compute the batch."""
     if not batch.plain:
         raise ValueError("here it computes one document, causal or full, and no other batch")
     return PEERS[name][0](batch, device)

@@ -169,7 +169,6 @@ def heads_of(text: str) -> tuple[int, int, int]:
 
 
 def _preset(given: dict[str, Any]) -> dict[str, object]:
-    """Return the preset's options; raise a ValueError if an argument contradicts them."""
     if given["preset"] is None:
         return {}
     preset = PRESETS[_one("preset", given["preset"], PRESETS)]
@@ -196,7 +195,6 @@ def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) 
 
 
 def _processes(device: str, where: LaunchedProcess | None) -> int | None:
-    """Return the maximum number of ranks, or None without a limit."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: there is no GPU that torch can use")
     if where is not None:

@@ -34,7 +34,6 @@ MAX_CANARY_DRIFT = 0.05  # relative change of the canary's time
 
 
 def median_time(function: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of a call, after one warm-up call."""
     function()
     times = []
     for _ in range(repeats):
@@ -52,7 +51,6 @@ def canary() -> float:
 
 
 def drift(before: float, after: float) -> float:
-    """Return the relative change of the canary's seconds."""
     return abs(after / before - 1)
 
 
@@ -61,7 +59,6 @@ class UnsteadyError(SystemExit):
 
 
 def check_canary(before: float, after: float) -> float:
-    """Return the canary's drift as a fraction; raise UnsteadyError above `MAX_CANARY_DRIFT`."""
     change = drift(before, after)
     if change > MAX_CANARY_DRIFT:
         raise UnsteadyError(
@@ -193,7 +190,6 @@ def results_file(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path, name: str, results: Mapping[str, object]) -> Path:
-    """Write results and their environment to `results_file`; return its path."""
     path = results_file(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
@@ -201,7 +197,6 @@ def write(folder: Path, name: str, results: Mapping[str, object]) -> Path:
 
 
 def pyplot() -> ModuleType:
-    """Return matplotlib's pyplot, set to draw only into files."""
     import matplotlib
 
     matplotlib.use("Agg")

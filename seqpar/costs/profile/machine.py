@@ -141,7 +141,6 @@ def memory() -> int:
 
 
 def devices() -> int:
-    """Return the number of GPUs, or of cores that this process may use."""
     return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
@@ -171,7 +170,6 @@ def _check_time() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, as a rank on a CPU does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -68,7 +68,6 @@ class CompiledForward(Replaced):
 
 
 def check_compiles(model: Any, shifts: bool | None, reasons: dict[str, bool]) -> None:
-    """Raise a ValueError for the first reason that holds, or if the model's masks are not known."""
     if shifts is not True:
         reasons = {"its masks are not those of causal models": True} | reasons
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None):

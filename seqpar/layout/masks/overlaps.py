@@ -56,7 +56,6 @@ def find_overlap(
 
 
 def _beside_others(begins: Ints, ends: Ints) -> Ints:
-    """Return the indices of the ranges that share a query with another range."""
     reached = np.maximum.accumulate(ends)
     shares = begins[1:] < reached[:-1]
     return np.flatnonzero(np.r_[False, shares] | np.r_[shares, False])

@@ -53,7 +53,6 @@ class TaskRectangles(NamedTuple):
 
 
 def as_tasks(name: str, value: object) -> TaskRectangles:
-    """Return tasks as new read-only arrays, or raise a ValueError that names the argument."""
     if not isinstance(value, TaskRectangles):
         raise ValueError(f"{name} must be Tasks, got {shown(value)}")
     columns: list[Ints] = []
@@ -68,7 +67,6 @@ def as_tasks(name: str, value: object) -> TaskRectangles:
 
 
 def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: Geometry) -> None:
-    """Raise a ValueError that names the argument unless tasks lie within documents and ranks."""
     limits: dict[str, tuple[Ints | int, Ints | int]] = {
         "documents": (0, queries.lengths.size - 1),
         "servers": (0, queries.ranks - 1),

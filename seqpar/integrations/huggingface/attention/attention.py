@@ -70,7 +70,6 @@ def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
 
 
 def running_call() -> ModelCall:
-    """Return the call of an enabled model that runs in this thread, or raise a ValueError."""
     call = current.call
     if call is None:
         reason = "its batch must come through shard"
@@ -269,7 +268,6 @@ def _compute(own: LayerCall, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
-    """Raise a ValueError for arguments, other than `known`, that may change a layer's result."""
     unknown = [
         name
         for name, x in arguments.items()

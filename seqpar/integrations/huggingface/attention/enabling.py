@@ -45,7 +45,6 @@ class Removable(Protocol):
 
 
 def check_attention(session: EnabledModel, body: nn.Module) -> None:
-    """Raise a ValueError if the model's recurrent layers or positions cannot be spread."""
     check_recurrent(session.layers, body)
     only_recurrent = all(kind_of(type(x)) is not None for x in session.layers)
     if not takes_positions(body) and not only_recurrent:

@@ -40,7 +40,6 @@ class LinearLayer:
 
 
 def check_linear(shape: MaskShape, softmax_only: Mapping[str, object]) -> None:
-    """Raise a ValueError if a linear layer's call has a mask or options of softmax attention."""
     if shape != MaskShape(causal=True):
         raise ValueError(f"it is linear and takes only a causal mask, got {shape}")
     for name, value in softmax_only.items():
@@ -54,7 +53,6 @@ def make_linear(
     feature_map: FeatureMap | None,
     log_decay: Tensor | None,
 ) -> None:
-    """Make softmax layers, given by name or by number in the report, compute linear attention."""
     softmax_layers = [layer for layer in session.layers.values() if layer.recurrence is None]
     by_name = {layer.name: layer for layer in softmax_layers}
     if isinstance(names, str | int):

@@ -72,7 +72,6 @@ class OutsideText:
         self.check()
 
     def check(self) -> None:
-        """Raise a ValueError if dropout would give ranks different features of an image."""
         for name, (x, p) in self._dropping.items():
             if x.training:
                 reason = f"{name} has {p}, another on each rank: set it to 0 in the config"

@@ -27,7 +27,6 @@ def takes_positions(model: nn.Module) -> bool:
 
 
 def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHandle]:
-    """Make embeddings of positions use this rank's positions, or the last position of all ranks."""
     inside = set() if encoder is None else set(encoder.modules())
     handles = []
     for x in model.modules():

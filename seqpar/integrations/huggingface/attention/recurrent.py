@@ -149,7 +149,6 @@ class PatchedRecurrence:
 
 
 def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
-    """Raise a ValueError if recurrent layers have unknown code or an unknown activation."""
     kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
     for x, kind in kinds.items():
         check_forward(x, CALLED[kind])

@@ -35,7 +35,6 @@ class BatchDocuments(NamedTuple):
         return self._replace(cu_seqlens=np.r_[0, counts.cumsum()].astype(np.int64))
 
     def check_mask(self, mask: Tensor) -> None:
-        """Raise a ValueError if a padding mask (B, S) keeps other tokens than the documents."""
         real = np.zeros(self.rows * self.columns, bool)
         real[self.kept] = True
         if not np.array_equal(mask.detach().cpu().numpy().astype(bool).ravel(), real):

@@ -73,7 +73,6 @@ class BatchSharder:
         self._chunk = getattr(_text_config(model), "attention_chunk_size", None)
 
     def shared(self, batch: Any) -> dict[str, Any]:
-        """Return digests of everything in a batch that must be the same on all ranks."""
         if not isinstance(batch, Mapping):
             return {}
         names = ["input_ids", "labels", "attention_mask", "position_ids"]
@@ -113,7 +112,6 @@ class BatchSharder:
             raise ValueError(f"input_ids must be {expected}, got {low} to {high}")
 
     def count(self, batch: Mapping[str, Any]) -> int | None:
-        """Return how many labels of a whole batch count, on all ranks together."""
         if self._with_encoder:
             batch = self._with_decoder_tokens(batch)
         _, documents = self._documents(batch, "decoder_" if self._with_encoder else "")
@@ -121,7 +119,6 @@ class BatchSharder:
         return None if labels is None else _counted(labels, documents)
 
     def check(self, kwargs: Mapping[str, Any], sharding: Sharding) -> None:
-        """Raise a ValueError if a call has arguments that do not match its sharded batch."""
         for name, reason in _REFUSED.items():
             if kwargs.get(name) is None:
                 continue

@@ -33,7 +33,6 @@ class Side:
     _chunked: dict[int, Layout] = field(default_factory=dict, repr=False)
 
     def in_chunks(self, size: int) -> Layout:
-        """Return the layout whose documents are chunks of `size` tokens, made once."""
         if size not in self._chunked:
             self._chunked[size] = self.layout.chunked(size)
         return self._chunked[size]

@@ -205,7 +205,6 @@ class ModelGradients(Uncopied):
         return dict(batch) | dict(zip(names, tensors, strict=True))
 
     def total(self, local: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses; see `SequenceParallel.total`."""
         reached, leaves = _reached([local])
         if not reached and _in_graph(local, "CheckpointFunctionBackward"):
             raise ValueError(_REENTRANT)
@@ -248,7 +247,6 @@ class ModelGradients(Uncopied):
             raise ValueError(f"loss must be multiplied by the same number on all ranks: {listed}")
 
     def check_output(self, node: Any) -> None:
-        """Raise a ValueError if an output's gradient does not come from a loss of all ranks."""
         if self._scale is None or node not in self._counted:
             raise ValueError(_REENTRANT if node.recomputed else _NO_TOTAL)
 

@@ -55,7 +55,6 @@ class Overlay:
 
 
 def check_forward(module: nn.Module, names: Iterable[str]) -> None:
-    """Raise a ValueError unless a module has its class's forward, which reads all these names."""
     found = type(module).__name__
     if "forward" in vars(module):
         raise ValueError(f"model must have its own forwards, and a {found} has another one")

@@ -75,7 +75,6 @@ class Groups:
     def prepare_data_loader(
         self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Return a loader of this group's batches."""
         from accelerate.data_loader import prepare_data_loader
 
         accelerator = self._accelerator
