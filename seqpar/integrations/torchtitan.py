@@ -89,13 +89,9 @@ class InnerAttention(Module):
             raise ValueError(f"{', '.join(given)} must not be given to attention over ranks")
         with spmd.no_typecheck():
             packed = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
-            out: Tensor = self.attention(
-                *packed,
-                attention_masks,
-                causal=True,
-                window_size=(self.left, -1),
-                softmax_scale=scale,
-            ).unflatten(0, q_BLNH.shape[:2])
+            options = {"causal": True, "window_size": (self.left, -1), "softmax_scale": scale}
+            out: Tensor = self.attention(*packed, attention_masks, **options)
+            out = out.unflatten(0, q_BLNH.shape[:2])
         if spmd.is_type_checking():
             spmd.assert_type(out, spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH))
         return out

@@ -91,11 +91,7 @@ def collate(
 
 
 def _read(
-    batch: MicroBatch,
-    dataset: Documents,
-    rank: int,
-    masked: bool,
-    per_token: Collection[str] | None,
+    batch: MicroBatch, dataset: Documents, rank: int, masked: bool, by_token: Collection[str] | None
 ) -> LocalBatch:
     spans = {
         document: [slice(span.start, span.stop) for span in group]
@@ -107,7 +103,7 @@ def _read(
     lengths = [int(batch.lengths[document]) for document in read]
     numbers = [int(batch.documents[document]) for document in read]
     items = [
-        _document(dataset, number, length, masked, per_token)
+        _document(dataset, number, length, masked, by_token)
         for number, length in zip(numbers, lengths, strict=True)
     ]
     for number, item in zip(numbers, items, strict=True):
@@ -119,10 +115,10 @@ def _read(
     made: LocalBatch = {name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")}
     for name in items[0] if items else ():
         values = [item[name] for item in items]
-        if per_token is None or name in ("input_ids", "labels"):
+        if by_token is None or name in ("input_ids", "labels"):
             cut = all(_per_token(*pair) for pair in zip(values, lengths, strict=True))
         else:
-            cut = name in per_token
+            cut = name in by_token
         if cut:
             held = [
                 x[part] for x, parts in zip(values, read.values(), strict=True) for part in parts

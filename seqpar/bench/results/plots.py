@@ -80,12 +80,7 @@ def _panels(
 
 
 def _lines(
-    panels: dict[int, Series],
-    titles: dict[int, str],
-    title: str,
-    y: str,
-    log: bool,
-    x: str = "ranks",
+    panels: dict[int, Series], names: dict[int, str], head: str, y: str, log: bool, x: str = "ranks"
 ) -> Figure | None:
     if not panels:
         return None
@@ -99,10 +94,10 @@ def _lines(
             style = {"color": "black", "linestyle": "--"} if name == "ideal" else {"marker": "o"}
             axis.plot(*zip(*sorted(line), strict=True), label=name, **style)
         _ticks(axis, (value for line in series.values() for value, _ in line))
-        axis.set(title=titles[key], xlabel=x, ylabel=y)
+        axis.set(title=names[key], xlabel=x, ylabel=y)
         axis.set(yscale="log") if log else axis.set_ylim(bottom=0)
     axes[0][-1].legend(fontsize=7)
-    figure.suptitle(title)
+    figure.suptitle(head)
     return figure
 
 

@@ -82,21 +82,16 @@ class TaskRows:
     """
 
     def __init__(
-        self,
-        tasks: TaskRectangles,
-        queries: Geometry,
-        keys: Geometry,
-        mask: Mask,
-        rows_of_stage: int,
+        self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int
     ) -> None:
-        """Cut the work into stages in which about `rows_of_stage` rows come to a server."""
+        """Cut the work into stages in which about `stage_rows` rows come to a server."""
         self.digest, parts = digest_of(tasks), Parts.of(tasks, queries, keys, mask)
         one = np.zeros_like(parts.servers), 1
         of_queries = Segments.of_queries(parts, queries, *one)
         of_keys = Segments.of_keys(parts, keys, *one)
         coming, keys_coming = of_queries.coming(queries), of_keys.coming(keys)
         most = max(_most(of_queries, coming), _most(of_keys, keys_coming))
-        count = self.stages = min(_MAX_STAGES, max(1, -(-most // rows_of_stage)))
+        count = self.stages = min(_MAX_STAGES, max(1, -(-most // stage_rows)))
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
         self.queries = Segments.of_queries(self.parts, queries, stages, count)

@@ -27,6 +27,8 @@ from seqpar.integrations.huggingface.batch.sharding import KEY, Side
 from seqpar.integrations.huggingface.model.code import has_buckets
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
 
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
+
 # Arguments that models pass to attention and that do not change its result.
 _HARMLESS = {
     "cache_position",
@@ -189,7 +191,7 @@ def attend(
 
 def _checked(
     module: nn.Module,
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: QueryKeyValue,
     mask: Any,
     scores: ScoreOptions,
     others: dict[str, Any],
@@ -225,10 +227,7 @@ def _checked(
 
 
 def _check_keys(
-    call: ModelCall,
-    layer: AttentionLayer,
-    operands: tuple[Tensor, Tensor, Tensor],
-    shape: MaskShape,
+    call: ModelCall, layer: AttentionLayer, operands: QueryKeyValue, shape: MaskShape
 ) -> int | None:
     query, key, _ = operands
     side, _, rows = sides_of(call, layer)

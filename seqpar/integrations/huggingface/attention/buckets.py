@@ -87,11 +87,7 @@ def _without_bias(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def masks_of(
-    layer: Any,
-    bias: Tensor,
-    shape: MaskShape,
-    documents: BatchDocuments,
-    known: dict[bool, BandMasks],
+    layer: Any, bias: Tensor, shape: MaskShape, batch: BatchDocuments, known: dict[bool, BandMasks]
 ) -> BandMasks:
     """Return (band, mask) for each band in which tokens of a batch attend to each other.
 
@@ -105,7 +101,7 @@ def masks_of(
         shape_of_bias = tuple(bias.shape)
         raise ValueError(f"its bias of shape {shape_of_bias} does not come from its own buckets")
     if layer.is_decoder not in known:
-        lengths = [stop - start for _, start, stop in documents.squares()]
+        lengths = [stop - start for _, start, stop in batch.squares()]
         far = max(lengths) - 1
         known[layer.is_decoder] = [
             (j, Mask.of_ranges([(i, 0, n, 0, n, low, high) for i, n in enumerate(lengths)]))

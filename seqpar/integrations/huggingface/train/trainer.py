@@ -144,11 +144,7 @@ class OverRanks:
         return self.accelerator.gather(count).sum() if self._averages_tokens else count
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean loss of all labels in `inputs`, which this group's ranks share."""
         inner = model.model if isinstance(model, _Whole) else model
@@ -226,11 +222,7 @@ class OverRanksSFT(OverRanks):
             raise ValueError(f"router_aux_loss_coef must be 0: {reason}")
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean loss of all labels that this group's ranks have, and log the metrics."""
         batch = self._labelled_shard(inputs)

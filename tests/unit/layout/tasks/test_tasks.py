@@ -137,7 +137,7 @@ def test_a_servers_own_work_spreads_over_stages():
     layout = Layout.contiguous(800, 2).geometry
     plan = tasks([(0, 0, 200, 0, 800, 0), (0, 200, 400, 0, 800, 1), (0, 400, 800, 0, 800, 1)])
     mask = Mask.of(True, (-1, -1), None, layout)
-    rows = TaskRows(plan, layout, layout, mask, rows_of_stage=100)
+    rows = TaskRows(plan, layout, layout, mask, stage_rows=100)
     coming = arriving_at(1, layout, rows.keys, rows.stages)
     own = np.zeros(4, int)
     for stages, block in coming.items():
