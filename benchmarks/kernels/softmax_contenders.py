@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.softmax_workloads import Workload
-from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Blocks
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients

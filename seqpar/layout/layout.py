@@ -32,11 +32,10 @@ from seqpar.layout.cuts.cuts import Contiguous, Striped, Zigzag
 from seqpar.layout.cuts.even import EvenStripes, EvenZigzag, padded
 from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
-from seqpar.layout.positions import PositionIds, cu_seqlens_of
 from seqpar.layout.remap import remap
 from seqpar.layout.reshard import shard, unshard
 from seqpar.layout.serialize import LayoutCut
-from seqpar.layout.spans import Span, parse_spans
+from seqpar.layout.spans import PositionIds, Span, cu_seqlens_of, parse_spans
 
 
 class Layout:

@@ -20,8 +20,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Slices
 from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.segments import Segments
-from seqpar.layout.tasks.slices import task_slices
-from seqpar.layout.tasks.task_rows import ServerRows
+from seqpar.layout.tasks.task_rows import ServerRows, task_slices
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT
 from seqpar.core.hooks import hooks
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices
+from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.choice import Backend, choose_backend
 from seqpar.softmax.compute.call_options import CallOptions

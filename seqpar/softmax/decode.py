@@ -19,7 +19,7 @@ from seqpar.core.arguments import CuSeqlens, check_tensor, parse_cu_seqlens
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
 from seqpar.layout.layout import Layout
-from seqpar.layout.masks.blocks import Blocks
+from seqpar.layout.masks.mask import Blocks
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import Partial

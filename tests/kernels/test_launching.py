@@ -16,8 +16,7 @@ from seqpar.kernels.flash_attention import configs, launching
 from seqpar.kernels.lightning_attention import SegmentTables
 
 from seqpar import Layout
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Mask, slices_between
+from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as linear_backend
 from seqpar.softmax.backends import triton as backend

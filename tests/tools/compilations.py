@@ -16,8 +16,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from seqpar import Layout
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Mask, slices_between
+from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as linear

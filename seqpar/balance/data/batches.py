@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from seqpar.balance.data.collate import CollateOptions, Documents, LocalBatch, collate
-from seqpar.balance.planning.epoch_order import steps_of_epoch
+from seqpar.balance.planning.divide import steps_of_epoch
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
 from seqpar.core.arguments import CuSeqlens, Ints, as_int, as_lengths, check_function, shown

@@ -18,8 +18,7 @@ from seqpar.balance.methods.power_of_two import place as place_power_of_two
 from seqpar.balance.methods.wlb import place as place_wlb
 from seqpar.balance.methods.zeppelin import place as place_zeppelin
 from seqpar.balance.methods.zigzag import place as place_zigzag
-from seqpar.balance.planning.divide import as_few, even
-from seqpar.balance.planning.epoch_order import in_order
+from seqpar.balance.planning.divide import as_few, even, in_order
 from seqpar.balance.planning.local_search import refine
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan

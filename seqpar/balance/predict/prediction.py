@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.balance.predict.batch import WAYS, DocumentBatch, Pieces
-from seqpar.balance.predict.remapping import remapping
+from seqpar.balance.predict.token_balance import remapping
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import sort_keys
 from seqpar.costs.costs import Costs

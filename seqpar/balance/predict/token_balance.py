@@ -13,6 +13,8 @@ import numpy as np
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import split_at
 from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.layout import Layout
 
@@ -111,3 +113,27 @@ def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
     table = table[np.argsort(table[:, 0], kind="stable")]
     edges = np.searchsorted(table[:, 0], ranks[1:])
     return np.split(table[:, 1], edges), np.split(table[:, 2], edges)
+
+
+def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
+    """Return (ranks,) seconds and bytes sent of remapping all layers, in forward or in backward.
+
+    A rank with more of the `tokens` (ranks,) in attention than in linear modules receives
+    attention's inputs and sends its results for the difference; others do the opposite. Gradients
+    go the other way, so over both passes each rank sends half of all that is moved.
+    """
+    cluster, ranks = costs.cluster, tokens.size
+    one, other, count = moves(tokens, cluster).T
+    inside = one // cluster.devices_per_node == other // cluster.devices_per_node
+    share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, if all devices send
+    nbytes = costs.attention_bytes(count)
+    near, far = cluster.inside, cluster.between
+    rate = np.where(inside, near.rate, far.rate * share)
+    messages = 2 * len(costs.model.layers) * np.where(inside, near.latency, far.latency)
+    seconds = nbytes / rate + messages
+    both = np.concatenate([one, other])
+
+    def of_ranks(values: Floats) -> Floats:
+        return np.bincount(both, np.tile(values, 2), ranks).astype(np.float64)
+
+    return of_ranks(seconds), of_ranks(nbytes / 2)

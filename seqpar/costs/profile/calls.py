@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from seqpar.core.ranges import UNLIMITED
 from seqpar.costs.profile.samples import Sample
 from seqpar.layout.layout import Layout
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Mask, Slices, slices_between
+from seqpar.layout.masks.mask import Blocks, Mask, Slices, slices_between
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 from seqpar.softmax.attend import attend_backward, attend_blocks

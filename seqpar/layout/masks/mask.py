@@ -293,3 +293,11 @@ def _build(
     if queries_travel:
         return slices.of_queries(slices.seeing)
     return slices.of_keys(union(*slices.k_rows.T))
+
+
+@dataclass(eq=False)
+class Blocks:
+    """The slices of a block of queries over each of several blocks of keys, in order of arrival."""
+
+    slices: Sequence[Slices]  # one element per block of keys
+    derived: Memo = field(default_factory=Memo, repr=False)  # backends' tables of all slices

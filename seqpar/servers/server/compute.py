@@ -18,8 +18,7 @@ from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices
+from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.backends.choice import default_backend

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import UNLIMITED
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Positions, Slices
+from seqpar.layout.masks.mask import Blocks, Positions, Slices
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.decode import by_kv_head, by_query_head

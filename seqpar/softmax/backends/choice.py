@@ -16,8 +16,7 @@ from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, triton_refusal
 from seqpar.core.arguments import shown
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices
+from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import aten, pieces
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients

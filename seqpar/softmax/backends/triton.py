@@ -15,8 +15,7 @@ from torch import Tensor
 
 from seqpar.core.memo import Memo
 from seqpar.kernels import flash_attention as kernels
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices
+from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 

@@ -19,8 +19,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices, slices_between, slices_over
+from seqpar.layout.masks.mask import Blocks, Slices, slices_between, slices_over
 from seqpar.layout.masks.reach import Side
 from seqpar.layout.masks.split_work import halves
 from seqpar.softmax.call import ResolvedCall

@@ -15,8 +15,7 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Arriving, Comm
 from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import Ints
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices
+from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.packing import Packing, RowFormat
 from seqpar.softmax.wire.row_messages import Rows

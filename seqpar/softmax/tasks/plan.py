@@ -12,12 +12,17 @@ import numpy as np
 
 from seqpar.core.ranges import union
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Slices
+from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.layout.masks.split_work import halves
 from seqpar.layout.tasks.segments import Segments
-from seqpar.layout.tasks.slices import task_slices
-from seqpar.layout.tasks.task_rows import ServerRows, Stages, TaskRows, arriving_at, sent_by
+from seqpar.layout.tasks.task_rows import (
+    ServerRows,
+    Stages,
+    TaskRows,
+    arriving_at,
+    sent_by,
+    task_slices,
+)
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 

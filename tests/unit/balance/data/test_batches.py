@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import balance
-from seqpar.balance.planning.epoch_order import in_order, steps_of_epoch
+from seqpar.balance.planning.divide import in_order, steps_of_epoch
 from tests.support.processes import PROCESSES
 from tests.support.tiers import examples
 

@@ -11,8 +11,7 @@ from seqpar import Layout
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.checks import check_tasks
 from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.slices import task_slices
-from seqpar.layout.tasks.task_rows import ServerRows, TaskRows, arriving_at
+from seqpar.layout.tasks.task_rows import ServerRows, TaskRows, arriving_at, task_slices
 from seqpar.layout.tasks.tasks import TaskRectangles, as_tasks, digest_of
 from tests.support.cases import cu_seqlens, layouts, visible
 from tests.support.mask_cases import disjoint_ranges

@@ -9,8 +9,7 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout
 from seqpar.layout.masks import split_work
-from seqpar.layout.masks.blocks import Blocks
-from seqpar.layout.masks.mask import Mask, slices_between
+from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.queries import exchange
