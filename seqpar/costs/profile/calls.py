@@ -84,8 +84,10 @@ class Shape:
 
 def _random(setting: Setting, *tokens: int) -> list[torch.Tensor]:
     generator = torch.Generator(setting.device).manual_seed(0)
-    options = {"generator": generator, "dtype": setting.dtype, "device": setting.device}
-    return [torch.randn(1, n, setting.heads, setting.head_dim, **options) for n in tokens]
+    return [
+        torch.randn(size, generator=generator, dtype=setting.dtype, device=setting.device)
+        for size in [(1, n, setting.heads, setting.head_dim) for n in tokens]
+    ]
 
 
 class SoftmaxCalls:
