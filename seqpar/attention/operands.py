@@ -84,7 +84,6 @@ def prepare_operands(
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Return x in autocast's dtype, if autocast would cast it for attention or a convolution."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x

@@ -108,7 +108,6 @@ def register_autograd(
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which tensors on x's device are not cast."""
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

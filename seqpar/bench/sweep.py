@@ -115,7 +115,6 @@ class Measured:
         self._results.write()
 
     def costs(self, row: Row, name: str) -> None:
-        """Measure memory, bytes and exposed communication."""
         answers = self._ask(row, name, "costs")
         if answers is not None:
             row["costs"] = {
@@ -126,7 +125,6 @@ class Measured:
         self._results.write()
 
     def turn(self, row: Row, name: str) -> None:
-        """Time one step, which takes as long as its slowest rank."""
         answers = self._ask(row, name, "time")
         if answers is not None:
             row["seconds"].append(max(answers))

@@ -37,7 +37,6 @@ def colour(rank: int) -> str:
 
 
 def lanes(layout: Layout, cu_seqlens: Ints) -> str:
-    """Draw one lane per rank, coloured where the rank holds tokens."""
     held = held_fractions(layout, 380)
     ranks, columns = held.shape
     step, lane = (WIDTH - LEFT) / columns, 18.0
@@ -58,7 +57,6 @@ def lanes(layout: Layout, cu_seqlens: Ints) -> str:
 
 
 def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: str) -> str:
-    """Draw a table of (ranks, columns) numbers; larger numbers have stronger colours."""
     ranks, count = values.shape
     width = min((WIDTH - LEFT) / max(count, 1), 110.0)
     height, most = 26.0, max(int(values.max(initial=0)), 1)
@@ -79,7 +77,6 @@ def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: 
 
 
 def timeline(outcome: Outcome) -> str:
-    """Draw when each rank computes and waits and, below each rank, when its messages travel."""
     scale, lane = (WIDTH - LEFT) / max(outcome.seconds, 1e-12), 30.0
     ranks = len(outcome.ends)
     body = ""

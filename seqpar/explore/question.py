@@ -116,6 +116,5 @@ class Question:
         return getattr(torch, self.dtype)
 
     def address(self) -> str:
-        """Return the query of this question's address: all non-default fields."""
         values = asdict(self).items()
         return urlencode({name: x for name, x in values if x != getattr(Question, name)})

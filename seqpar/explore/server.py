@@ -80,5 +80,4 @@ class _Handler(Handler):
 
 
 def listening(port: int) -> BoundedServer:
-    """Return a server that listens on the loopback address; port 0 chooses a free port."""
     return BoundedServer((HOST, port), _Handler)

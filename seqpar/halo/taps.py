@@ -44,7 +44,6 @@ class Taps(NamedTuple):
         return cls(places, list(columns[::-1] if following else columns), reach, following, bias)
 
     def weigh(self, tokens: list[Tensor]) -> Tensor:
-        """Return the sum over a window of tokens (…, C)."""
         total = self.bias
         for place, tap in zip(self.places, self.weights, strict=True):
             if tap is None:

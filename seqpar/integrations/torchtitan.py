@@ -107,7 +107,6 @@ class Attention(GQAttention):
     def forward(
         self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output for this rank's tokens; `positions` show the documents."""
         if attention_masks is not None:
             raise ValueError("attention_masks must be None: positions tell the documents")
         if positions is None:

@@ -115,12 +115,10 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         return {name: self.task_rows(call, direction).digest for name, direction in passes.items()}
 
     def task_plan(self, call: ResolvedCall, direction: str) -> TaskPlan:
-        """Return the messages and the work of the call's rank in a pass."""
         key = "task plan", *self._chosen(direction)
         return call.once(key, lambda: TaskPlan.of(call, self.task_rows(call, direction)))
 
     def task_rows(self, call: ResolvedCall, direction: str) -> TaskRows:
-        """Return the rows that travel for the tasks of a pass, on all ranks."""
         name, plan, tolerance = self._chosen(direction)
 
         def build() -> TaskRows:

@@ -79,7 +79,6 @@ class Ulysses(Strategy):
         return divide_heads(*divided, whole_kv=inner < ranks or whole, whole_on_ranks=whole)
 
     def plan(self, call: ResolvedCall, rank: int, direction: str) -> HeadPlan:
-        """Return the exchanges and the compute of a rank in a pass."""
         operands, kept = ["q", "k", "v"], list[str]()
         # The tokens' owner needs lse for backward if it keeps tokens, and to add sinks to the
         # denominator.

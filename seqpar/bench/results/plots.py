@@ -21,7 +21,6 @@ _MAX_BARS = 24  # per plot; bars with the most ranks and tokens are kept
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
-    """Draw each plot that has enough points, for each shape of the call; return the files."""
     measured = [(Workload(**row["workload"]), row) for row in rows if row["figures"] is not None]
     written = []
     for shape in dict.fromkeys(_shape(workload) for workload, _ in measured):

@@ -162,7 +162,6 @@ def hosts(content: SweepFile) -> list[str]:
 
 
 def markdown(content: SweepFile, pictures: list[Path]) -> str:
-    """Return a page with the hardware, all points and the plots."""
     here, options, links = content["environment"], content["options"], content["links"]
     versions = ", ".join(f"{name} {x}" for name, x in here["versions"].items())
     places = links["places"] if links else []

@@ -113,7 +113,6 @@ class SweepResults:
         return self.content["rows"]
 
     def row(self, workload: Workload, contender: str) -> Row:
-        """Return the row of a point, creating an empty one if necessary."""
         key = _key(workload.as_dict(), contender)
         if key not in self._rows:
             self._rows[key] = {

@@ -55,7 +55,6 @@ class Rank:
         self._expected_of: tuple[Workload, list[Tensor], reference.Sums] | None = None
 
     def answer(self, task: Task) -> object:
-        """Return the result of a task: place, links, or a contender's errors, seconds or costs."""
         if task["do"] == "links":
             return links.measure(self._comm, self._device)
         if task["do"] == "device":

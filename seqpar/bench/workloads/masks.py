@@ -75,7 +75,6 @@ class PackedBatch:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether all tokens attend to the first tokens of their document."""
         return self.prefix_lens is not None
 
     @property

@@ -94,7 +94,6 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> Options:
-        """Return the options of the command's arguments, None if not given; name a wrong one."""
         preset = _preset(given)
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device == "cuda"

@@ -180,11 +180,9 @@ class Cache:
         return self._columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys of a mask, and the first key."""
         return self._columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return −1: the length is unlimited."""
         return -1
 
     @property

@@ -146,7 +146,6 @@ class OverRanks:
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the mean loss of all labels in `inputs`, which this group's ranks share."""
         inner = model.model if isinstance(model, _Whole) else model
         batch = self._labelled_shard(inputs)
         loss, outputs = self._loss_of(inner, batch, num_items_in_batch)
@@ -158,7 +157,6 @@ class OverRanks:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Predict with whole inputs, and return whole outputs if they are wanted."""
         whole = _Whole(model, self._sp, prediction_loss_only)
         with self._groups.evaluating():
             return super().prediction_step(whole, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
@@ -224,7 +222,6 @@ class OverRanksSFT(OverRanks):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the mean loss of all labels that this group's ranks have, and log the metrics."""
         batch = self._labelled_shard(inputs)
         smoothed = self.label_smoother is not None and self.args.loss_type == "nll"
         if smoothed:  # smoothing needs logits
