@@ -31,25 +31,11 @@ QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 # Arguments that models pass to attention and that do not change its result.
 _HARMLESS = {
-    "cache_position",
-    "image_grid_thw",
-    "image_sizes",
-    "layer_idx",
-    "logits_to_keep",
-    "mm_token_type_ids",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "pixel_values",
-    "pixel_values_videos",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "token_type_ids",
-    "training",
-    "use_cache",
-    "video_grid_thw",
-}
+    "cache_position", "image_grid_thw", "image_sizes", "layer_idx", "logits_to_keep",
+    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "pixel_values", "pixel_values_videos", "position_embeddings", "position_ids", "return_dict",
+    "token_type_ids", "training", "use_cache", "video_grid_thw",
+}  # fmt: skip
 
 
 def session_of(module: nn.Module) -> EnabledModel | None:

@@ -33,14 +33,9 @@ from seqpar.layout.layout import Layout
 
 # Arguments that describe documents. After sharding, the layout describes them.
 _DOCUMENTS = (
-    "attention_mask",
-    "decoder_attention_mask",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-)
+    "attention_mask", "decoder_attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "seq_idx",
+)  # fmt: skip
 _WHOLE = ("attention_mask", "position_ids")  # passed on if the batch stays whole
 _MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
 _TEXT = (*_MADE, "input_ids", "inputs_embeds")

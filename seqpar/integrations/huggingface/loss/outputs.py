@@ -12,12 +12,8 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, Side, note_tokens
 
 _OF_TEXT = (
-    "hidden_states",
-    "language_model_outputs",
-    "last_hidden_state",
-    "logits",
-    "router_logits",
-)
+    "hidden_states", "language_model_outputs", "last_hidden_state", "logits", "router_logits",
+)  # fmt: skip
 _FLAT = ("router_logits",)  # (T, experts), the tokens of all rows
 
 

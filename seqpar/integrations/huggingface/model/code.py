@@ -140,13 +140,9 @@ def _passes_positions(source: str) -> bool:
 
 
 _BUCKETS = (
-    "_relative_position_bucket",
-    "compute_bias",
-    "has_relative_attention_bias",
-    "is_decoder",
-    "n_heads",
-    "relative_attention_max_distance",
-)
+    "_relative_position_bucket", "compute_bias", "has_relative_attention_bias", "is_decoder",
+    "n_heads", "relative_attention_max_distance",
+)  # fmt: skip
 
 
 def has_buckets(x: nn.Module) -> bool:

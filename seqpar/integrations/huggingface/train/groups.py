@@ -17,18 +17,10 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.batch.sharding import KEY
 
 _OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)  # a DataLoader's options, except its dataset and batches
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+    "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
+    "pin_memory_device", "in_order",
+)  # a DataLoader's options, except its dataset and batches  # fmt: skip
 
 
 class Groups:
