@@ -143,10 +143,7 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
-    """Raise unless q, k and v fit each other and their layouts.
-
-    q is (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), and v (B, kv_tokens, Hkv, Dv).
-    """
+    """Refuse all but q (B, tokens, Hq, D), k (B, kv_tokens, Hkv, D), v (…, Hkv, Dv)."""
     check_rows(q, k, v, tokens, kv_tokens)
     check_kv_heads(q, k, v)
 

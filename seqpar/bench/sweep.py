@@ -27,10 +27,7 @@ _NO_FAULT = re.compile("refused|out of memory|it took|nothing to compare|.*memor
 def run(
     options: Options, results: SweepResults, ranks: SweepRequest, begin: Callable[[str], None]
 ) -> None:
-    """Measure all points that the results lack, and write the file after each step of a point.
-
-    `begin` is called at the start of each round of a workload. A point's failure is recorded.
-    """
+    """Measure all points that the results lack, writing each step; `begin` announces rounds."""
     workloads = options.workloads()
     points = itertools.product(workloads, (ONE, *options.contenders))
     if any(results.lacks(*point, options.rounds) for point in points):

@@ -23,10 +23,7 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 def exchange(comm: Comm, x: Tensor, halo: HaloRows, room: int, label: str) -> Callable[[], Tensor]:
-    """Post this rank's rows to the ranks that need them; return a function to wait for others'.
-
-    The function returns (room, B, C): first the received rows, then arbitrary ones.
-    """
+    """Post rows to the ranks that need them; return a function that waits for (room, B, C)."""
     parts = x.index_select(0, halo.sent).split([count for _, count in halo.sends])
     received = x.new_empty((room, *x.shape[1:]))
     arriving = received[: halo.received].split([count for _, count in halo.receives])

@@ -22,10 +22,7 @@ class Span(NamedTuple):
 
 
 def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: Ints) -> Spans:
-    """Return the cut in which each rank holds the spans listed for it.
-
-    Raises a ValueError unless the spans cover every token once, or a TypeError without lists.
-    """
+    """Return the cut of spans that are listed per rank; they must cover every token once."""
     expected = "(document, start, stop) triples of integers"
     try:
         per_rank = [[tuple(span) for span in spans] for spans in spans_per_rank]

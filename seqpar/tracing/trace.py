@@ -141,10 +141,7 @@ class Trace:
 
 
 def _seconds_of_now(device: torch.device) -> tuple[torch.cuda.Event, float]:
-    """Return the present as a CUDA event and in seconds; the device must be idle.
-
-    A CUDA event only knows its distance to another event.
-    """
+    """Return now as a CUDA event and in seconds; events only know distances to events."""
     torch.cuda.synchronize(device)
     now = moment(device)
     assert isinstance(now, torch.cuda.Event)

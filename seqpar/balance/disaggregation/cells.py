@@ -59,10 +59,7 @@ def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
 
 
 class KeyPlacement:
-    """The keys that each server has, and those that travel to it if no work moves.
-
-    `counts` (documents,) is the number of servers that have or receive keys of each document.
-    """
+    """The keys that each server has or gets if no work moves; `counts` servers per document."""
 
     def __init__(self, cells: Parts, spans: Spanned) -> None:
         seen = cells.servers, cells.documents, cells.k_starts, cells.k_stops

@@ -115,10 +115,7 @@ class ServerLoads:
             self._limits = [limit * late for limit in self._limits]
 
     def _move(self) -> int | None:
-        """Move parts until no surplus is left; return a server that cannot give its surplus away.
-
-        Returns None if no surplus is left, no server has room, or only one server is stuck.
-        """
+        """Move parts until no surplus is left; return a server that is stuck, if others are too."""
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
         takers = sorted((room, server) for room, server in rooms if room > 0)

@@ -66,10 +66,7 @@ def even(batch: DocumentBatch, count: int) -> list[Ints]:
 
 
 def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float) -> Ints | None:
-    """Give each item, in order, to the lightest of `count` bins that has room for its tokens.
-
-    Return the number of each item's bin, or None if an item finds no room.
-    """
+    """Return each item's bin, the lightest of `count` with room; None if an item has none."""
     lightest, held = [(0.0, number) for number in range(count)], [0.0] * count
     found = np.empty(weights.size, np.int64)
     for i, (taken, weight) in enumerate(zip(tokens.tolist(), weights.tolist(), strict=True)):

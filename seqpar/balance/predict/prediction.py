@@ -141,10 +141,7 @@ def seconds_of(
 def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Return (n,) bytes that each share sends, and (ranks,) seconds of two kinds of messages.
-
-    Work hides the first kind, but not the second, which includes states.
-    """
+    """Return each share's bytes, and ranks' seconds of messages that work hides, and of others."""
     row, itemsize = float(costs.kv_bytes(1)), costs.itemsize
     moved = np.zeros(shares.ranks.size)
     keys, unhidden = np.zeros(costs.cluster.ranks), np.zeros(costs.cluster.ranks)

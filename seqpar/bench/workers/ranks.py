@@ -169,10 +169,7 @@ class RankProcesses:
             self._start(ranks)
 
     def ask(self, ranks: int, task: Task, limit: float) -> list[Any]:
-        """Return each rank's answer to a task, or raise a PointError with the reason.
-
-        After an error the ranks restart, unless all of them refused the task and can continue.
-        """
+        """Return each rank's answer; a PointError restarts ranks, unless all refused the task."""
         self.ready(ranks)
         number = self._asked
         self._asked += 1

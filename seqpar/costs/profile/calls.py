@@ -32,10 +32,7 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls) -> Setting:
-        """Return 4 heads of 64 in fp32 on a CPU, and 16 of 128 in bf16 on a GPU.
-
-        ATen is the fastest backend on CPUs. On GPUs only Triton's kernels support windows.
-        """
+        """Return 4 heads of 64 in fp32 on a CPU, and 16 of 128 in bf16 on a GPU."""
         if torch.cuda.is_available():
             return cls("cuda", torch.bfloat16, 16, 128, "triton")
         return cls("cpu", torch.float32, 4, 64, "aten")

@@ -20,10 +20,7 @@ from seqpar.integrations.huggingface.model.patched_globals import Replaced
 
 
 class CompiledForward(Replaced):
-    """A model's compiled forward, in place until `remove`. Calls with a cache are not compiled.
-
-    Dynamo cannot read transformers' mask functions, so masks are prepared before the call.
-    """
+    """A model's compiled forward, until `remove`. Dynamo cannot make masks, so `masks` does."""
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         self._model, self._eager = model, model.forward

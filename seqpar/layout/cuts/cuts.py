@@ -30,10 +30,7 @@ class Counts(NamedTuple):
 
 
 class HeldSpans(NamedTuple):
-    """Spans of several documents and the ranks that hold them, as (spans,) arrays, in any order.
-
-    `numbers` are indices into the caller's list of documents. Spans of a rank may touch.
-    """
+    """Spans (spans,) and their ranks; `numbers` are indices into the caller's documents."""
 
     numbers: Ints
     owners: Ints

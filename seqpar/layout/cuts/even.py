@@ -211,10 +211,7 @@ class EvenStripes(CountedCut):
 def padded(
     cu_seqlens: CuSeqlens, ranks: int, equal: bool, multiple_of: int
 ) -> tuple[Ints, int, int]:
-    """Return cu_seqlens, the ranks and the padding; with `equal` a last document has the padding.
-
-    Raise a ValueError that names a wrong argument.
-    """
+    """Return cu_seqlens, the ranks and the padding, which with `equal` is a last document."""
     cu, ranks = parse_cu_seqlens(cu_seqlens), as_ranks("ranks", ranks)
     multiple_of = as_int("multiple_of", multiple_of, 1)
     if not as_bool("equal", equal):

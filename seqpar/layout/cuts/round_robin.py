@@ -74,10 +74,7 @@ class Deal:
         return begin + (number - self._first_number[kind]) * self._part[kind]
 
     def parts(self, ranks: int | Ints) -> tuple[Ints, Ints]:
-        """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in ascending order.
-
-        The row counts as if it had P·n tokens.
-        """
+        """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in a row of P·n."""
         stops = np.r_[self._begin[1:], self.per_rank]
         dealt = [np.arange(*bounds) for bounds in zip(self._begin, stops, self._part, strict=True)]
         part = np.repeat(self._part, [rounds.size for rounds in dealt])

@@ -52,10 +52,7 @@ def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[In
 def trim(
     q_starts: Ints, q_stops: Ints, k_starts: Ints, k_stops: Ints, lows: Ints, highs: Ints
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
-    """Trim rectangles of positions to queries and keys with a visible pair under the bands.
-
-    Return the indices of rectangles with any visible pair, and these rectangles, trimmed.
-    """
+    """Return the indices of rectangles with visible pairs under the bands, and these, trimmed."""
     some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
     begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)
     index = np.flatnonzero(some & (ends > begins))

@@ -146,10 +146,7 @@ class Slices:
         return self.q_positions if self.q_aligned is None else self.q_aligned
 
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
-        """Return two (rows,) arrays: the rows of slice i attend to key rows start … stop − 1.
-
-        Key rows count from the slice's first key row.
-        """
+        """Return two (rows,) arrays: slice i's rows attend to its keys start … stop − 1."""
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]
         low, high = self.bands[i]

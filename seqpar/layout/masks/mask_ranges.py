@@ -46,10 +46,7 @@ class Ranges(NamedTuple):
         return Ranges(*(column[chosen] for column in self))
 
     def trimmed(self) -> tuple[Ranges, Ints]:
-        """Return the ranges with a visible pair, trimmed to such pairs, and their indices.
-
-        Bounds that exclude no key become unlimited.
-        """
+        """Return the ranges trimmed to visible pairs, without needless bounds, and indices."""
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
         lows = np.where(lows > k_starts - q_stops + 1, lows, -UNLIMITED)

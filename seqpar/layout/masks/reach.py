@@ -209,10 +209,7 @@ class Side(NamedTuple):
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
-        """Count own rows if other ranks have two mirrored chunks and reach everything on one side.
-
-        They reach each document's first rows (queries) or last rows (keys).
-        """
+        """Count own rows if others' two mirrored chunks reach everything on one side."""
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
         documents, first, behind = own.runs
@@ -266,10 +263,7 @@ class Side(NamedTuple):
 
 
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
-    """Return (documents, ranks) ends of last rows, or positions of first rows if not `to_keys`.
-
-    Ranks without rows have -far and far, respectively.
-    """
+    """Return (documents, ranks) ends of last rows, or positions of first; ∓far: none."""
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
     high_starts, high_stops = edges[:, ranks : 2 * ranks][:, ::-1], edges[:, ranks + 1 :][:, ::-1]

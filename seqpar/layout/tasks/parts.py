@@ -101,10 +101,7 @@ class Parts(NamedTuple):
 
 
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut ranges at ascending edges, (ranges, n + 1); ranges lie between the first and last edge.
-
-    Return each piece's range, start, stop and interval between edges.
-    """
+    """Cut ranges at edges (ranges, n + 1); return each piece's range, start, stop, interval."""
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     counts = (edges[:, 1:-1] < stops[:, None]).sum(1) - first + 1
     index = np.repeat(np.arange(counts.size), counts)

@@ -47,10 +47,7 @@ class EnabledModel(Uncopied):
             self.agree(partial(_raise, named), dict)
 
     def agree(self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]]) -> T:
-        """Return `resolve()`. With `check_ranks`, an error of one rank raises on all ranks.
-
-        `shared()` gives values that must be equal on all ranks, by name.
-        """
+        """Return `resolve()`, on all ranks or none; `shared()` must be equal on all ranks."""
         if not self.check_ranks:
             return resolve()
         return check_on_all_ranks(self.comm.call(), self.strategy, resolve, lambda _: shared())

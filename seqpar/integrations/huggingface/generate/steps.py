@@ -89,10 +89,7 @@ def kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device)
 def to_step(
     model: nn.Module, cache: Cache, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Sharding, Kept | None]:
-    """Return a step's arguments with all rows' tokens in one row, their sharding, and `Kept`.
-
-    Raises a ValueError that names the argument that does not continue the cache.
-    """
+    """Return a step's arguments in one row, their sharding, and `Kept`; refuse other arguments."""
     made = dict(kwargs)
     names = ("input_ids", "inputs_embeds")
     given = [name for name in names if isinstance(made.get(name), Tensor)]

@@ -415,10 +415,7 @@ class ModelGradients(Uncopied):
 
 
 def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
-    """Return the sum of all ranks' (N,), in rank order and at least in fp32, over `divisor`.
-
-    Each rank sums a part and sends it to all others, so it sends 2·(P − 1)/P·N elements.
-    """
+    """Return all ranks' sum (N,) over `divisor`, in rank order, by 2·(P − 1)/P·N sent elements."""
     parts = [part.contiguous() for part in x.tensor_split(comm.size)]
     call = comm.call()
     call.join(x.device)

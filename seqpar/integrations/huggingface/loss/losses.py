@@ -27,10 +27,7 @@ from seqpar.integrations.huggingface.batch.sharding import Side
 def losses_of(
     model: Any, call: ModelCall, outputs: Any, comm: Comm, total: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Return the losses of a model's outputs, by name, the same on all ranks.
-
-    They are the labels' mean loss and, on request, the router loss. `total` sums the ranks' parts.
-    """
+    """Return the mean loss of labels and, on request, the router loss; `total` sums parts."""
     found: dict[str, Any] = {}
     if call.labels is not None and not (isinstance(outputs, Mapping) and "logits" in outputs):
         reason = f"its loss is made of them, got a {type(outputs).__name__}"

@@ -113,10 +113,7 @@ def columns_of(kind: type) -> bool:
 
 @cache
 def cuts_documents(kind: type) -> bool:
-    """Return whether a class makes causal masks from position ids.
-
-    Without a mask and a cache, transformers then starts a document at each jump of the positions.
-    """
+    """Return whether a class makes masks, and so documents, of jumps in position ids."""
     return any(_passes_positions(_source(x)) for x in _functions(kind))
 
 

@@ -11,10 +11,7 @@ from torch import nn
 
 
 class OwnConfigs:
-    """Copies that replace a model's configs until `restore`: several models may share a config.
-
-    Modules in `apart`, such as a vision tower, share no copy with the other modules.
-    """
+    """Copies that replace configs, which models may share; those of `apart` are separate."""
 
     def __init__(self, model: nn.Module, apart: Collection[nn.Module] = ()) -> None:
         from transformers import PreTrainedConfig

@@ -74,10 +74,7 @@ class AttentionLayer(Uncopied):
 def find_layers(
     model: nn.Module, prefix: str, faults: list[str]
 ) -> dict[nn.Module, AttentionLayer]:
-    """Return the model's attention layers that seqpar can compute, by module.
-
-    Raises a ValueError that names each other layer, with the reason, and lists the `faults`.
-    """
+    """Return the attention layers by module; a ValueError names all others, and `faults`."""
     modules = dict(model.named_modules(prefix=prefix))
     softmax = _modules_of_class(modules, lambda kind: dispatches(kind) or computes_itself(kind))
     reached = _modules_of_class(
@@ -136,10 +133,7 @@ def check_reached(
     layers: dict[nn.Module, AttentionLayer],
     reached: set[nn.Module],
 ) -> None:
-    """Raise a ValueError if a call reached some, but not all, blocks of a group of `groups_of`.
-
-    A group may be skipped whole, such as a vision tower.
-    """
+    """Refuse a call that reached some, but not all, blocks of a group of `groups_of`."""
     if not reached:
         raise ValueError(f"0 of {len(layers)} attention layers were reached")
     for blocks in groups:

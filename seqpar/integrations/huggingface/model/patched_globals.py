@@ -31,10 +31,7 @@ class Replaced:
 
 
 class Overlay:
-    """A copy of a module's forward that calls other functions, in place until `remove`.
-
-    If `around` is given, the module calls `around(own, module, …)`, where `own` is the copy.
-    """
+    """A forward that calls other functions, until `remove`, within `around(own, module, …)`."""
 
     def __init__(
         self, module: nn.Module, functions: Mapping[str, Any], around: Around | None = None

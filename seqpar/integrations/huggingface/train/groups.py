@@ -187,10 +187,7 @@ class Groups:
 
 
 class _Turn:
-    """A turn of the groups, each of which takes one batch; the last turn repeats its last batch.
-
-    `batches` is the number of different batches, and `rows` the number of rows of the last one.
-    """
+    """A turn of `batches` different batches, one for each group; `rows` are those of the last."""
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:
         self.groups, self.group, self.dispatches = groups, group, dispatches
