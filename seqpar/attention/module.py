@@ -35,11 +35,7 @@ NO_OPTION = {"option": False}  # metadata of a strategy's field that users canno
 
 
 def make_strategy(kind: type[S], options: dict[str, object], others: tuple[str, ...]) -> S:
-    """Return a strategy with these options.
-
-    Raises a TypeError for an unknown option; it lists the strategy's options and the module's
-    `others`.
-    """
+    """Return a strategy; the TypeError for an unknown option lists known ones and `others`."""
     known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:

@@ -23,8 +23,7 @@ _log = logging.getLogger("seqpar")
 def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
     """Return rank 0's `Cluster.here()` on all ranks; an error there is raised on all ranks.
 
-    After `seconds`, return `Cluster.assumed()` and log a warning. The other ranks wait at the
-    group's store, where the group's timeout does not apply.
+    After `seconds` it is `Cluster.assumed()`, with a warning. Others wait at the group's store.
     """
     hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
     if len(hosts) > 1:

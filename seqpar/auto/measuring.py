@@ -42,8 +42,7 @@ def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
 def close(choice: Choice, error: float) -> list[Candidate]:
     """Return the candidates to measure, fastest prediction first.
 
-    They are within the predictions' error of the first one, or can all be measured in
-    `MAX_ROUNDS_SECONDS`: predictions are least accurate for short calls.
+    They are within the predictions' error of the first, or quick to measure together.
     """
     max_seconds = choice.seconds * (1 + MAX_RELATIVE_ERRORS * error)
     measuring_seconds = 0.0

@@ -133,8 +133,7 @@ def judge(
 ) -> tuple[Check, str | None]:
     """Return a contender's errors, from the sums of all ranks, and a description of a fault.
 
-    `one` is the row of one device, the contender's reference. None: this is the row of one device,
-    whose reference is plain PyTorch.
+    `one` is the row of one device, the reference; None: of one device, compared to PyTorch.
     """
     errors = reference.add([answer["errors"] for answer in answers])
     eager = reference.add([answer["eager"] for answer in answers])

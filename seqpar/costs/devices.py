@@ -85,8 +85,7 @@ def gpu(name: str, memory: float, rate: float, bandwidth: float, attention: floa
 def core() -> Device:
     """Return one core of a server's CPU, for use without a measurement.
 
-    The figures are rounded values of a core with AVX-512 in fp32. They suffice to rank strategies
-    by traffic and balance; the seconds may be wrong by a factor of several.
+    Rounded values of a core with AVX-512 in fp32 suffice to rank strategies, but not for seconds.
     """
     rows = keys = np.array([64.0, 512.0, 4096.0])
     heads, dim, rate = 8, 64, 30e9

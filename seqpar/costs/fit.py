@@ -108,11 +108,7 @@ def fit_modules(profile: Profile) -> float:
 
 
 def fit_new_memory(profile: Profile) -> float:
-    """Return the additional seconds to write a byte of newly allocated memory; at least 0.
-
-    On a CPU, most memory that torch allocates has new pages, which cost several times a copy's
-    time.
-    """
+    """Return the additional seconds to write a byte of newly allocated memory; at least 0."""
     new, kept = (profile["rates"].get(name) for name in ("new", "kept"))
     if new is None or kept is None:  # GPUs and old profiles
         return 0.0

@@ -41,8 +41,7 @@ def _layer_bytes(model: Model, layer: Layer, itemsize: int) -> int:
     """Return the bytes per token that a layer keeps in plain PyTorch with fused norms.
 
     They are the inputs of two norms and of the projections after them, attention's operands and
-    results, and the feed-forward part's input and function's result, or if gated also the gate and
-    the product.
+    results, and the feed-forward part's input and result, if gated also the gate and the product.
     """
     if layer.kind == "linear":
         assert model.recurrence is not None

@@ -38,8 +38,7 @@ class Halo:
 class CallArguments(NamedTuple):
     """A call's arguments, except for its operands, as the operator carries them.
 
-    `layout` is the handle of a geometry, `strategy` the key of a BoundStrategy, and `room` the
-    maximum number of rows that this rank receives in forward.
+    `layout` is a geometry's handle, `strategy` a BoundStrategy's key, `room` the rows to receive.
     """
 
     layout: Tensor

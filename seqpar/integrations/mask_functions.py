@@ -75,8 +75,7 @@ def ranges_within(
 ) -> Ranges:
     """Return the ranges that a batch's mask function shows within documents (row, start, stop).
 
-    Columns between documents, such as padding, are left out. Raises a ValueError as `ranges_of`
-    does.
+    Columns between documents, such as padding, are left out; errors are those of `ranges_of`.
     """
     check_function("mask_function", mask_function)
     rows: dict[int, list[int]] = {}

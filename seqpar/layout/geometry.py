@@ -126,11 +126,7 @@ class Holdings(Sequence[Holding]):
 
 
 class Geometry:
-    """The documents of a packed batch, their cut, and a `Holding` for each rank.
-
-    A geometry owns the tables that are derived from it (slices, routes of states), so they are
-    freed with it.
-    """
+    """The documents of a packed batch, their cut, a `Holding` for each rank, and derived tables."""
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
         self.cu_seqlens, self.cut = cu_seqlens, cut

@@ -95,8 +95,7 @@ def from_handle(handle: Tensor) -> Geometry:
 def name_of(handle: Tensor, canonical: bool) -> str:
     """Return 16 hexadecimal digits that name a layout in errors and comparisons.
 
-    With `canonical`, equal layouts have the same name, whatever cut made them, which may take
-    seconds for thousands of ranks.
+    With `canonical`, equal layouts of any cuts have the same name, which may take seconds.
     """
     if canonical:
         return from_handle(handle).digest[:16]

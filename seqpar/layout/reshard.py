@@ -17,8 +17,7 @@ from seqpar.layout.geometry import Geometry
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
     """Return a rank's part of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
 
-    `indices` are those of the rank's tokens among `tokens`, of which the first `real` are not
-    padding.
+    `indices` are the rank's among `tokens`, of which the first `real` are not padding.
     """
     dim = as_dim("dim", dim)
     length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1

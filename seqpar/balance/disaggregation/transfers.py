@@ -234,8 +234,7 @@ class ServerLoads:
     def _holders(self, document: int, least: float) -> list[int]:
         """Return at most `MAX_HOLDERS` servers with keys of a document and `least` room.
 
-        Lists of more than `MAX_SERVERS_SCANNED` servers are skipped: any server then likely has
-        keys.
+        With more than `MAX_SERVERS_SCANNED` servers of a document, any server likely has keys.
         """
         found: dict[int, None] = {}
         guests = self._guest_keys.get(document, {})

@@ -116,8 +116,7 @@ def steps_of_epoch(
 def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
     """Deal the steps' documents again, longest first, each to the step with least work.
 
-    Work is the share of the tokens plus that of the squared lengths. If a document finds no room,
-    the steps stay as they are.
+    Work is the share of tokens plus that of squared lengths. Without room, the steps stay.
     """
     documents = np.concatenate(steps)
     documents = documents[np.argsort(-lengths[documents], kind="stable")]

@@ -127,8 +127,7 @@ class DocumentBatch:
     def hidden_share(self) -> dict[str, float]:
         """Tokens that each rank of a ring needs for its work to hide the messages, by link.
 
-        Compute, which is quadratic, then exceeds communication. The number is infinite without
-        softmax layers, and if messages and work do not overlap.
+        It is infinite without softmax layers, and if messages and work do not overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))

@@ -26,9 +26,9 @@ from seqpar.layout.serialize import LayoutCut
 class SharedHeads(Costs):
     """Costs of a cluster whose ranks are groups of `heads` ranks of a node.
 
-    Tokens are per group; seconds and bytes are per rank of the group. Raise a ValueError that names
-    `heads` unless it divides a node's devices and the model's heads, KV heads included, or if the
-    model has linear layers.
+    Tokens are per group; seconds and bytes are per rank. A ValueError names `heads` unless it
+    divides a node's devices and the model's heads, KV heads included, and all layers are softmax
+    attention.
     """
 
     def __init__(self, cluster: Cluster, model: Model, heads: int) -> None:

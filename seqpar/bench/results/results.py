@@ -81,8 +81,7 @@ class SweepResults:
     def open(cls, folder: Path, options: Options, again: bool = False) -> SweepResults:
         """Read the file in a folder, or start a new one; with `again`, forget points that failed.
 
-        Raise a ValueError unless it is a results file of this machine and these options, and
-        writable.
+        Raise a ValueError unless it is writable, and of this machine and these options.
         """
         path = folder / NAME
         here, requested = environment(options.contenders), options.as_dict()

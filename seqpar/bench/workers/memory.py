@@ -25,8 +25,7 @@ def release() -> None:
 def peak(step: Callable[[], object], device: torch.device) -> int | None:
     """Return the bytes by which a step raises the peak memory, results included.
 
-    On a GPU, of torch's allocator; on a CPU, of the process, by Linux, within about 100 KiB, or
-    None.
+    On a CPU, Linux counts the bytes of the process, within about 100 KiB; otherwise None.
     """
     release()
     if device.type == "cuda":

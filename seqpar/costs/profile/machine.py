@@ -56,8 +56,7 @@ def take_turns(
 ) -> list[Sample]:
     """Return each record with the raw seconds of its calls, forward and backward.
 
-    Rounds interleave all calls. A short call is run twice and timed the second time, because its
-    time depends on the caches that the previous call leaves.
+    Rounds interleave all calls. A short call is run twice, for its caches, and timed then.
     """
     samples: list[Sample] = [{**record, "forward": [], "backward": []} for record, _ in calls]
     for done in range(rounds):

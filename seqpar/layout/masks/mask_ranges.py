@@ -71,8 +71,7 @@ class Ranges(NamedTuple):
 class MaskRanges:
     """The ranges of a mask: trimmed, sorted and disjoint, by document, queries, keys and band.
 
-    `handle` is a 1-D int64 tensor on the CPU that determines them: a digest, `key`, and the
-    content.
+    `handle` is a 1-D int64 tensor on the CPU: a digest, `key`, and the ranges.
     """
 
     def __init__(self, columns: Ranges) -> None:

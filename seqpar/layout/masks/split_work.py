@@ -16,8 +16,7 @@ _TILE_ROWS = 128  # long slices are cut at multiples of this, so that kernels' t
 def halves(slices: Slices) -> tuple[Slices, Slices]:
     """Return two parts of the slices, in order, which together are all of them.
 
-    Each slice is cut between two of its query rows, at half of its area, so the bits of a
-    document's results do not depend on its neighbours in the pack.
+    Each slice is cut at half of its area, so a document's bits do not depend on its neighbours.
     """
     parts: tuple[list[tuple[Ints, ...]], list[tuple[Ints, ...]]] = [], []
     for i in range(len(slices)):

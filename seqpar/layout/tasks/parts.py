@@ -91,8 +91,7 @@ class Parts(NamedTuple):
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
         """Return the parts cut at each server's edges, and the index of each piece's interval.
 
-        `edges` is (servers, n + 1) positions in the packed batch, where document d begins at
-        `starts[d]`. All queries lie between the first and the last edge.
+        `edges` (servers, n + 1) count in the pack, where document d begins at `starts[d]`.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)

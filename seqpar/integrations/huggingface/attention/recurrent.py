@@ -132,8 +132,7 @@ class PatchedRecurrence:
     def log_decay(self, slopes: Tensor) -> Tensor:
         """Return the constant decays (H,) of lightning attention, −slopes.
 
-        They are kept on the CPU until `slopes` is written to, so later calls do not wait for the
-        device.
+        They stay on the CPU until `slopes` is written to, so later calls do not wait.
         """
         exact = torch.promote_types(slopes.dtype, torch.float32)
         if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:

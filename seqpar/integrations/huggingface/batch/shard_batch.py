@@ -42,10 +42,9 @@ _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 
 class BatchSharder:
-    """Cuts the batches of one model into layouts of a `kind`.
+    """Cuts the batches of one model into layouts of a `kind`; `shifts` is as in `Origin`.
 
-    `shifts` tells whether labels are next tokens; None: the model takes none. A model `with_images`
-    gets whole batches if they have more than text.
+    A model `with_images` gets whole batches if they have more than text.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class Side:
     def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
         """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), with B along `dim`.
 
-        Padding gets `value`, or with None a copy of the first token: models divide by the size of
-        an embedding, which may be 0 for a tokenizer's padding token.
+        Padding gets `value`, or a copy of the first token, since models divide by embeddings'
+        sizes.
         """
         index = self.index.to(x.device)
         first = int(self.documents.kept[0])

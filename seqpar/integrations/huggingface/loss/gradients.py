@@ -263,8 +263,7 @@ class ModelGradients(Uncopied):
     ) -> list[Tensor | None]:
         """Return the sums of all ranks' gradients, or None for tensors without a gradient anywhere.
 
-        Every rank sends each gradient, or zeros, and whether it has one, read by ranks that have
-        none.
+        Every rank sends each gradient, or zeros, and whether it has one.
         """
         if self._scale is None:
             raise ValueError(_NO_TOTAL)

@@ -81,8 +81,8 @@ class RouterLoss:
     def share(self, logits: tuple[Tensor, ...], side: Side, comm: Comm) -> Tensor:
         """Return a rank's part () of the loss; loss and gradient are the sums of the parts.
 
-        `logits` are each layer's router logits, (T_local, experts), or with a leading 1. Each rank
-        sends 4 bytes per expert to all others.
+        `logits` are (T_local, experts) of each layer. Each rank sends 4 bytes per expert to all
+        others.
         """
         held = (side.index >= 0).to(logits[0].device)
         chosen, likely = _sums(logits, held, self.top)

@@ -205,8 +205,7 @@ class OverRanksSFT(OverRanks):
     """The methods of TRL's SFTTrainer that differ over ranks, in addition to those of `OverRanks`.
 
     Its model returns a rank's log-probabilities by TRL's fused head, which accepts shifted labels.
-    TRL itself divides by counts of processes, and `gather_for_metrics` drops processes at an
-    epoch's end.
+    TRL itself divides by counts of processes, and drops processes at an epoch's end.
     """
 
     aux_loss_enabled: bool
