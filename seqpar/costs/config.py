@@ -25,13 +25,9 @@ UNGATED = {
 UNKNOWN = {
     "kv_lora_rank": "multi-head latent attention",
     "attention_chunk_size": "attention in chunks",
-    "layers_block_type": "mixed blocks",
-    "hybrid_override_pattern": "mixed blocks",
-    "block_types": "mixed blocks",
-    "attn_layer_period": "mixed blocks",
-    "mamba_d_state": "Mamba layers",
-    "ssm_state_size": "Mamba layers",
-    "state_size": "Mamba layers",
+    **dict.fromkeys(("layers_block_type", "hybrid_override_pattern"), "mixed blocks"),
+    **dict.fromkeys(("block_types", "attn_layer_period"), "mixed blocks"),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), "Mamba layers"),
 }
 
 
