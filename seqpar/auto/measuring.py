@@ -65,18 +65,10 @@ def measured(
 ) -> Choice:
     """Return a choice in which close candidates are ranked by their time on the live ranks.
 
-    All ranks call this together. Rounds interleave the candidates. A candidate's time is the lower
-    quartile of its slowest rank's seconds, which ranks exchange, so all make the same choice. If
-    only one candidate is close, the choice is returned unchanged.
-
-    Args:
-        choice: the choice by prediction, the same on all ranks.
-        error: the relative error of predictions, one standard deviation.
-        module: returns a candidate's module.
-        call: makes the call through a module.
-        operands: the tensors to differentiate by; unused without `backward`.
-        comm: the ranks.
-        backward: whether gradients are also computed.
+    All ranks call this together. Rounds interleave the candidates, whose modules `module` returns
+    and `call` calls. A candidate's time is the lower quartile of its slowest rank's seconds, which
+    ranks exchange, so all make the same choice. `error` is one relative standard deviation of
+    predictions.
     """
     candidates = close(choice, error)
     if len(candidates) < 2:

@@ -42,14 +42,7 @@ svg text { font-size: 11.5px; fill: var(--ink); } svg .dim { fill: var(--dim); }
 def page(
     result: Answer | None, texts: dict[str, str], error: str = "", served: bool = False
 ) -> str:
-    """Return the page of an answer or an error.
-
-    Args:
-        result: the answer; None if there is an error.
-        texts: the question's fields as text, as they were entered.
-        error: the reason why there is no answer.
-        served: whether a server shows the page, which can answer the page's form.
-    """
+    """Return the page of an answer or an error; if `served`, with a form of the `texts`."""
     parts = [form(texts)] if served else []
     if error:
         parts.append(f'<section class="error"><h2>Refused</h2>{escape(error)}</section>')

@@ -33,15 +33,11 @@ class Runs(NamedTuple):
 
 
 class Holding:
-    """The spans that one rank holds, in local order, as arrays. Adjacent spans are joined.
-
-    Attributes:
-        documents, starts, stops: (spans,) each span's document, and positions in it.
-        offsets: (spans + 1,) the local row where each span begins, followed by the number of rows.
-    """
+    """The spans that one rank holds, in local order, as arrays. Adjacent spans are joined."""
 
     def __init__(self, columns: Columns) -> None:
         begins = np.arange(columns[0].size) == 0
+        # (spans,) each span's document and positions; (spans + 1,) the row where each begins.
         (self.documents, self.starts, self.stops), _ = joined(columns, begins)
         self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]
         self._sort_keys = sort_keys(self.documents, self.starts)

@@ -66,14 +66,10 @@ def in_reach(
 ) -> Ints:
     """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
 
-    There is one slice per cluster of query rows that attends to a key of its run of keys, trimmed
-    to pairs that attend. The documents of the holdings are here numbers of runs.
-
-    Args:
-        runs: the run of each cluster's queries, and the run of its keys.
-        q_rows: the start and the stop of each cluster.
-        band: lo and hi.
-        keys: the first position of the keys, and the position after the last one.
+    There is one slice per cluster of query rows `q_rows` (starts, stops) that attends to a key of
+    its run of keys, trimmed to pairs that attend. `runs` has each cluster's run of queries and of
+    keys, and the holdings' documents are such runs. `keys` are the first position and the one after
+    the last.
     """
     (q_runs, k_runs), (q_start, q_stop) = runs, q_rows
     (low, high), (first_key, key_limit) = band, keys

@@ -15,24 +15,14 @@ from seqpar.layout.tasks.parts import Parts, cut_ranges
 
 
 class Segments(NamedTuple):
-    """Ranges of positions, sorted by server, then position. The ranges of a server are disjoint.
+    """Ranges of positions, sorted by server, then position. The ranges of a server are disjoint."""
 
-    Attributes:
-        servers: (n,) the server that needs the range.
-        starts, stops: (n,) positions.
-        owns: (n,) −1 unless the server's own queries need the range; otherwise the number of
-            stages, or after `staged` the stage in which they need it.
-        firsts, lasts: (n,) the first and the last stage in which queries of other ranks need the
-            range; if they never do, the number of stages and −1. After `staged`: in which any
-            queries need it.
-    """
-
-    servers: Ints
-    starts: Ints
+    servers: Ints  # (n,) the server that needs the range
+    starts: Ints  # (n,) positions
     stops: Ints
-    owns: Ints
-    firsts: Ints
-    lasts: Ints
+    owns: Ints  # (n,) −1, or when own queries need the range: the number of stages if not `staged`
+    firsts: Ints  # (n,) the first stage in which queries of others (or `staged`, any) need it
+    lasts: Ints  # (n,) the last such stage; without any, firsts has their number and lasts −1
 
     @classmethod
     def covering(

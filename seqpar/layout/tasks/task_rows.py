@@ -73,14 +73,7 @@ class ServerRows(NamedTuple):
 
 
 class TaskRows:
-    """The rows of a batch that travel for its tasks.
-
-    Attributes:
-        digest: the digest of the tasks.
-        stages: number of stages, the same on all ranks.
-        parts: the parts of all tasks, cut into stages.
-        queries, keys: the rows that servers need, including rows that they own.
-    """
+    """The rows of a batch that travel for its tasks."""
 
     def __init__(
         self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int
@@ -95,6 +88,7 @@ class TaskRows:
         count = self.stages = min(_MAX_STAGES, max(1, -(-most // stage_rows)))
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
+        # The rows that servers need, including rows that they own.
         self.queries = Segments.of_queries(self.parts, queries, stages, count)
         held = _held(self.parts, queries)
         guest = np.flatnonzero(self.parts.q_stops - self.parts.q_starts > held)

@@ -37,18 +37,10 @@ def text_of(model: Any) -> Any:
 
 
 class OutsideText:
-    """The parts of a model outside of its text model, such as a vision tower.
-
-    Attributes:
-        text: the text model, or None if the model has no other part.
-        body: the text model, or the whole model if `text` is None.
-        name: the name of `body` in the model.
-        modules: the modules that neither belong to `body` nor contain it.
-        whole: names of those parts with attention, which each rank computes whole.
-    """
+    """The parts of a model outside of its text model, such as a vision tower."""
 
     def __init__(self, model: Any) -> None:
-        self.text = text_of(model)
+        self.text = text_of(model)  # None if the model has no other part
         self.body: Any = model if self.text is None else self.text
         self.name = next(name for name, x in model.named_modules() if x is self.body)
         around = {x for x in model.modules() if self.body in set(x.modules())}
@@ -64,8 +56,8 @@ class OutsideText:
             for name, part in parts.items()
             for child, x in part.named_modules()
         }
-        self.modules = set(inside.values())
-        self.whole = tuple(
+        self.modules = set(inside.values())  # that neither belong to `body` nor contain it
+        self.whole = tuple(  # names of parts with attention, which each rank computes whole
             name for name, part in parts.items() if any(dispatches(type(x)) for x in part.modules())
         )
         self._dropping = {name: (x, p) for name, x in inside.items() if (p := _most_dropped(x)) > 0}
