@@ -123,9 +123,8 @@ class BoundModule(nn.Module, Generic[S]):
         call = self._resolve(q, k, v, layout, **options)
         rank = self.rank if rank is None else as_int("rank", rank, 0)
         if rank >= self.ranks:
-            raise ValueError(
-                f"rank must be below the group's {self.ranks} ranks, got {shown(rank)}"
-            )
+            limit = f"the group's {self.ranks} ranks"
+            raise ValueError(f"rank must be below {limit}, got {shown(rank)}")
         return summed(self._messages(call, rank, options))
 
     def _messages(self, call: Any, rank: int, options: dict[str, object]) -> list[Traffic]:

@@ -99,9 +99,8 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
         raise ValueError(f"config.layer_types must have {entries}, got {types!r}")
     unknown = {*types} - {*LAYER_KINDS}
     if unknown:
-        raise ValueError(
-            f"config.layer_types: {min(unknown, key=str)!r} is not described, only {[*LAYER_KINDS]}"
-        )
+        found = f"{min(unknown, key=str)!r} is not described"
+        raise ValueError(f"config.layer_types: {found}, only {[*LAYER_KINDS]}")
     kinds = [LAYER_KINDS[name] for name in types]
     window = config.number("sliding_window") if "window" in kinds else None
     return [(kind, window if kind == "window" else None) for kind in kinds]

@@ -49,9 +49,8 @@ class Model:
         if not self.layers:
             raise ValueError("model.layers must have at least one layer")
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
-            )
+            found = f"{self.heads} and {self.kv_heads}"
+            raise ValueError(f"model.heads must be a multiple of kv_heads, got {found}")
         if self.recurrence is None and any(layer.kind == "linear" for layer in self.layers):
             raise ValueError("model.recurrence must be given where there are linear layers")
 

@@ -325,9 +325,8 @@ def _shards(
     attn: Attention, layout: Layout, buffers: Sequence[Tensor], dims: Sequence[int]
 ) -> list[Tensor]:
     if layout.ranks != attn.ranks:
-        raise ValueError(
-            f"layout must be for the group's {attn.ranks} ranks, got one for {layout.ranks}"
-        )
+        expected = f"the group's {attn.ranks} ranks"
+        raise ValueError(f"layout must be for {expected}, got one for {layout.ranks}")
     if len(buffers) != len(dims):
         expected = f"one entry for each of the {len(buffers)} buffers"
         raise ValueError(f"buffer_seq_dims must have {expected}, got {shown(dims)}")

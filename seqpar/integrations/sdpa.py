@@ -169,9 +169,8 @@ def check_call(
     check_layouts(layout=layout, kv_layout=keys_of)
     for name, given in (("layout", layout), ("kv_layout", keys_of)):
         if given.ranks != attn.ranks:
-            raise ValueError(
-                f"{name} must be for the group's {attn.ranks} ranks, got one for {given.ranks}"
-            )
+            expected = f"the group's {attn.ranks} ranks"
+            raise ValueError(f"{name} must be for {expected}, got one for {given.ranks}")
     causal = as_bool("is_causal", is_causal)
     if causal and kv_layout is not None and not _as_long(layout, kv_layout):
         reason = "SDPA aligns the beginnings of documents, and modules their ends: call a module"

@@ -50,9 +50,8 @@ def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
     if not inside.all():
         i = int(np.argmin(inside))
         span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
-        raise ValueError(
-            f"spans_per_rank: {span} lies outside its document; there are {lengths.size} documents"
-        )
+        where = f"outside its document; there are {lengths.size} documents"
+        raise ValueError(f"spans_per_rank: {span} lies {where}")
     nonempty = np.flatnonzero(stops > starts)
     order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
     begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]
@@ -61,9 +60,8 @@ def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
         i = int(np.argmax(expected != found))
         what = "overlap" if found[i] < expected[i] else "leave a gap"
         low, high = sorted((int(expected[i]), int(found[i])))
-        raise ValueError(
-            f"spans_per_rank: the spans {what} at tokens {low} to {high - 1} of the packed batch"
-        )
+        where = f"at tokens {low} to {high - 1} of the packed batch"
+        raise ValueError(f"spans_per_rank: the spans {what} {where}")
 
 
 PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[np.generic] | Tensor
@@ -83,10 +81,8 @@ def cu_seqlens_of(position_ids: PositionIds) -> Ints:
         row, column = np.unravel_index(int(wrong.argmax()), wrong.shape)
         where = f"row {row}, column {column}" if np.ndim(position_ids) == 2 else f"index {column}"
         before = f" behind {ids[row, column - 1]}" if column else ""
-        raise ValueError(
-            "position_ids must count up from 0 in each document, "
-            f"got {ids[row, column]}{before} at {where}"
-        )
+        found = f"{ids[row, column]}{before} at {where}"
+        raise ValueError(f"position_ids must count up from 0 in each document, got {found}")
     return np.r_[np.flatnonzero(begins), ids.size]
 
 
@@ -98,8 +94,6 @@ def _as_rows(position_ids: PositionIds) -> Ints:
     except (TypeError, ValueError, NotImplementedError):  # bfloat16, ragged, or without data
         raise ValueError("position_ids must be integers of shape (T,) or (B, S)") from None
     if array.ndim not in (1, 2) or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            "position_ids must be integers of shape (T,) or (B, S), "
-            f"got shape {array.shape} of {array.dtype}"
-        )
+        found = f"shape {array.shape} of {array.dtype}"
+        raise ValueError(f"position_ids must be integers of shape (T,) or (B, S), got {found}")
     return np.atleast_2d(array.astype(np.int64))

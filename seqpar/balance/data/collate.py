@@ -109,9 +109,8 @@ def _read(
     for number, item in zip(numbers, items, strict=True):
         if item.keys() != items[0].keys():
             names = sorted(item.keys() ^ items[0].keys())
-            raise ValueError(
-                f"dataset: documents {numbers[0]} and {number} differ in keys: {names}"
-            )
+            pair = f"{numbers[0]} and {number}"
+            raise ValueError(f"dataset: documents {pair} differ in keys: {names}")
     made: LocalBatch = {name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")}
     for name in items[0] if items else ():
         values = [item[name] for item in items]

@@ -130,9 +130,8 @@ def disaggregate_stages(
     speeds = np.where(speeds < MIN_RELATIVE_SPEED * speeds.max(), 0.0, speeds / speeds.max())
     tolerance = as_float("tolerance", tolerance)
     if not 0 <= tolerance <= MAX_NUMBER:
-        raise ValueError(
-            f"tolerance must be at least 0, and at most {MAX_NUMBER:.0e}, got {tolerance}"
-        )
+        limits = f"at least 0, and at most {MAX_NUMBER:.0e}"
+        raise ValueError(f"tolerance must be {limits}, got {tolerance}")
     cells, keys, resident, edges = _concatenated(stages, servers, row_bytes)
     room = _amounts("memory", np.inf if memory is None else memory, servers)
     needed = resident + keys.received(servers) * row_bytes.key
@@ -200,9 +199,8 @@ def _concatenated(
         keys = queries if stage.kv_layout is None else _geometry("kv_layout", stage.kv_layout)
         if keys.lengths.size != queries.lengths.size or keys.ranks != queries.ranks:
             expected = f"layout's {queries.lengths.size} documents and {queries.ranks} ranks"
-            raise ValueError(
-                f"kv_layout must have {expected}, got {keys.lengths.size} and {keys.ranks}"
-            )
+            got = f"{keys.lengths.size} and {keys.ranks}"
+            raise ValueError(f"kv_layout must have {expected}, got {got}")
         check_mask(stage.mask, queries, keys)
         number = np.arange(queries.ranks) if stage.servers is None else np.array(stage.servers)
         fits = number.shape == (queries.ranks,) and np.unique(number).size == number.size

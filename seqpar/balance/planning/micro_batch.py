@@ -56,9 +56,8 @@ class MicroBatch:
         for name in ("seconds", "tokens", "bytes", "offload"):
             if getattr(self, name).shape != (ranks,):
                 found = getattr(self, name).shape
-                raise ValueError(
-                    f"{name} must have an entry for each of {ranks} ranks, got {found}"
-                )
+                expected = f"an entry for each of {ranks} ranks"
+                raise ValueError(f"{name} must have {expected}, got {found}")
 
     def as_dict(self) -> dict[str, list[float]]:
         """Return the fields as plain numbers and lists, for JSON. The cut becomes integers."""

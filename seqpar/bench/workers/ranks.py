@@ -153,9 +153,8 @@ class RankProcesses:
         deadline = time.monotonic() + MAX_START_SECONDS
         while not self._store.check(ready):
             if (lost := self._lost()) is not None or time.monotonic() > deadline:
-                raise StartError(
-                    f"ranks do not begin: {lost or f'they took over {MAX_START_SECONDS:g} s'}"
-                )
+                reason = lost or f"they took over {MAX_START_SECONDS:g} s"
+                raise StartError(f"ranks do not begin: {reason}")
             time.sleep(_POLL_SECONDS)
 
     def _lost(self) -> str | None:

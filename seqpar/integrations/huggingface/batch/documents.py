@@ -116,9 +116,8 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
     rises = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
     if (rises > 1).any():
         row = int(np.argmax(rises > 1))
-        raise ValueError(
-            f"{name} has padding between tokens of row {row}: it may be on the left or the right"
-        )
+        where = f"between tokens of row {row}"
+        raise ValueError(f"{name} has padding {where}: it may be on the left or the right")
     return real
 
 
@@ -156,14 +155,12 @@ def _listed(batch: Mapping[str, Any], real: Bools, restarts: Bools) -> Bools:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same")
     if real.shape[0] != 1 or not real.all() or cu[-1] != real.size:
         found = f"rows {real.shape[0]}, tokens {int(real.sum())} of {real.shape[1]}, end {cu[-1]}"
-        raise ValueError(
-            f"cu_seq_lens_q must end at the tokens of one row without padding, got {found}"
-        )
+        expected = "the tokens of one row without padding"
+        raise ValueError(f"cu_seq_lens_q must end at {expected}, got {found}")
     begins = np.zeros_like(real)
     begins[0, cu[:-1][np.diff(cu) > 0]] = True
     if (restarts & ~begins).any():
         column = int(np.argmax(restarts & ~begins))
-        raise ValueError(
-            f"position_ids restart at token {column}, where cu_seq_lens_q has no document begin"
-        )
+        reason = "where cu_seq_lens_q has no document begin"
+        raise ValueError(f"position_ids restart at token {column}, {reason}")
     return begins

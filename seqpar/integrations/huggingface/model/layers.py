@@ -85,9 +85,8 @@ def find_layers(
         refused = [f"{type(model).__name__} has no attention layers"]
     refused += [*_by_setting(model, softmax), *faults]
     if refused:
-        raise ValueError(
-            "model cannot be computed on parts of its sequences: " + "; ".join(refused)
-        )
+        reasons = "; ".join(refused)
+        raise ValueError(f"model cannot be computed on parts of its sequences: {reasons}")
     encoder = encoder_of(model)
     inside = set() if encoder is None else set(encoder.modules())
     return {
