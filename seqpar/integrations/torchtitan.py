@@ -185,8 +185,8 @@ def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
     if not (begins[:, 0].all() and (steps | begins[:, 1:]).all()):
         named = "headtail" if balanced else "None"
         reason = "positions that it puts together do not count up from 0 in each document"
-        expected = "that of torchtitan's config"
-        raise ValueError(f"load_balancer must be {expected}, got {named}: {reason}")
+        found = f"{named}: {reason}"
+        raise ValueError(f"load_balancer must be that of torchtitan's config, got {found}")
     cu_seqlens = np.r_[np.flatnonzero(begins), rows * held * ranks]
     edges = np.union1d(cu_seqlens, np.arange(0, rows * held * ranks, size))
     documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1

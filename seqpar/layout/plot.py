@@ -134,8 +134,8 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
     """
     path = _checked(path, layout)
     if (tokens := layout.geometry.tokens) > MAX_MASK_TOKENS:
-        limit = f"at most {MAX_MASK_TOKENS} tokens to draw a mask"
-        raise ValueError(f"layout must have {limit}, got {tokens}")
+        most = MAX_MASK_TOKENS
+        raise ValueError(f"layout must have at most {most} tokens to draw a mask, got {tokens}")
     figure = _new_figure(2.4 * len(masks) + 0.4, 3.3)
     for column, (name, mask) in enumerate(masks.items()):
         axes = figure.add_subplot(1, len(masks), column + 1)

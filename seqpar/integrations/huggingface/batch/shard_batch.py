@@ -338,8 +338,8 @@ def check_all_logits(kwargs: Mapping[str, Any]) -> None:
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):
         what = f"a tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
         reason = "each rank would keep its own tokens; take them from sp.unshard(outputs)"
-        found = f"with a sharded batch, got {what}"
-        raise ValueError(f"logits_to_keep must not be given {found}: {reason}")
+        found = f"{what}: {reason}"
+        raise ValueError(f"logits_to_keep must not be given with a sharded batch, got {found}")
 
 
 def _text_config(model: Any) -> Any:
