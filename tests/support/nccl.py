@@ -33,7 +33,7 @@ class _Group:
     """Ranks that have a communicator."""
 
     def __init__(self, name, ranks):
-        self.name, self.ranks, self.mail = name, tuple(ranks), Mail()
+        self.name, self.ranks, self.mail = name, tuple(ranks), [Mail() for _ in ranks]
         self.arrived, self.messages = set(), {}  # ranks that use it; (from, to, number): message
 
 

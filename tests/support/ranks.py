@@ -112,7 +112,7 @@ class Pool:
 
 
 class Mail:
-    """Messages of the threads of one process that have not been received."""
+    """Messages to one of the threads of a process that it has not received."""
 
     def __init__(self):
         self.messages, self.changed = {}, threading.Condition()
@@ -125,26 +125,27 @@ def _settle(tensor):
 
 
 class VirtualComm(Comm):
-    """A rank among threads of one process, which share `mail`."""
+    """A rank among threads of one process, which share `mail`, by rank."""
 
     def __init__(self, name, rank, size, mail):
         super().__init__(name, rank, size)
         self._mail, self._counts = mail, collections.Counter()
 
     def start(self, sends, recvs, exchange):
-        with self._mail.changed:
-            for peer, tensor in sends:
-                key = self.rank, peer, exchange.hop, self._counts["sent", peer, exchange.hop]
-                self._mail.messages[key] = exchange, tensor.clone()
-                _settle(tensor)
-                self._counts["sent", peer, exchange.hop] += 1
-            self._mail.changed.notify_all()
+        for peer, tensor in sends:
+            key = self.rank, exchange.hop, self._counts["sent", peer, exchange.hop]
+            message = exchange, tensor.clone()
+            _settle(tensor)
+            self._counts["sent", peer, exchange.hop] += 1
+            with self._mail[peer].changed:
+                self._mail[peer].messages[key] = message
+                self._mail[peer].changed.notify_all()
         tickets = []
         for peer, tensor in recvs:
             count = self._counts["posted", peer, exchange.hop]
-            tickets.append(((peer, self.rank, exchange.hop, count), tensor))
+            tickets.append(((peer, exchange.hop, count), tensor))
             self._counts["posted", peer, exchange.hop] += 1
-        return _VirtualPending(self._mail, tickets, exchange)
+        return _VirtualPending(self._mail[self.rank], tickets, exchange)
 
 
 class _VirtualPending(Pending):
@@ -193,7 +194,7 @@ def virtual(ranks, function, *arguments):
         with torch.autograd.set_multithreading_enabled(False):
             return function(comm, *arguments)
 
-    mail, world = Mail(), next(_worlds)
+    mail, world = [Mail() for _ in range(ranks)], next(_worlds)
     with backend_of(arguments), concurrent.futures.ThreadPoolExecutor(ranks) as threads:
         comms = [VirtualComm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
         futures = [threads.submit(on_its_thread, comm) for comm in comms]
