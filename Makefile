@@ -10,11 +10,11 @@ OF_VERSIONS := tests/unit/core/test_torch_private.py $(wildcard tests/unit/*/tes
 	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \
 	tests/ranks/test_strategies.py tests/ranks/test_linear.py tests/ranks/test_recurrent.py
 PYTEST := $(BIN)/python -m pytest --durations=20
-BY_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+# For two cores: some tests wait for timers, or for a process that starts.
+BY_FILES := -n 3 --dist loadfile --no-loadscope-reorder
 # The next process, of which tests start many, need not compile what this one has.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests that watch the clock mostly wait, so that two at a time have cores enough.
-# Tests that watch the clock run two at a time: they mostly wait (43 of 117 s are CPU time).
+# Tests that watch the clock run apart: they mostly wait (43 of 117 s on two workers are CPU time).
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING)
 

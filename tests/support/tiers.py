@@ -19,9 +19,11 @@ SECONDS = float(os.environ.get("SEQPAR_TEST_SECONDS", "20"))
 MARKERS = ("exhaustive", "alone")  # of tests that may take longer
 # Files that take longest, which begin first, so that both workers end at about the same time.
 LONGEST = [
-    *("test_disagreements.py", "test_demo.py", "test_gpu_steps.py", "test_families.py"),
-    *("test_flash_attention.py", "test_lightning_attention.py", "test_launching.py"),
-    *("test_triton_backend.py", "test_compile.py", "test_nccl_rules.py"),
+    *("test_demo.py", "test_compile.py", "test_families.py", "test_huggingface.py"),
+    *("test_triton_backend.py", "test_huggingface_gradients.py", "test_huggingface_compile.py"),
+    *("test_gpu_steps.py", "test_disagreements.py", "test_flash_attention.py"),
+    *("test_images.py", "test_huggingface_sft.py"),
+    *("test_launching.py", "test_lightning_attention.py", "test_nccl_rules.py"),
     *("test_aot.py", "test_recording.py", "test_liveness.py", "test_servers.py"),
     *("test_mistakes.py", "test_reliability.py", "test_emulated.py", "test_tracing.py"),
 ]
