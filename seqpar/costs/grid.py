@@ -1,9 +1,8 @@
 """Grid: measured seconds of softmax attention, with interpolation between the measurements.
 
-A *task* is a set of query rows and key rows of which some pairs attend: a slice of a mask, or a
-span of a document with the keys it attends to. Its time depends on the number of query rows and on
-the average number of keys per row. Between measured points the time is nearly bilinear in both:
-constants per call, per row and per pair. DistCA's profiler uses (L_q, L_kv) in the same way.
+A *task* is a slice of a mask, or a span of a document with the keys it attends to. Its time depends
+on the number of query rows and on the average number of keys per row, and is nearly bilinear in
+both between measured points, as in DistCA's profiler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """flash-attn 2's `flash_attn_func` and `flash_attn_varlen_func`, over the keys of all ranks.
 
-In addition to flash-attn's arguments they take a layout and a strategy: its name, with a group, or
-a module. lse has flash-attn's order of axes. Arguments that no strategy computes are refused by
-name.
+They also take a layout and a strategy: its name, with a group, or a module.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Translate mask functions of transformers into lists of ranges.
 
-transformers describes a mask by a function of (batch, head, query, key). Such a function is
-composed by `and_masks` and `or_masks` from a few functions of `transformers.masking_utils`: causal,
-bidirectional, windows, chunks, blocks such as images, padding and packed sequences. Evaluating it
-on all pairs would take quadratic time. This module recognises the parts by name, reads the values
-that they close over, and lets each part cut a list of areas down to the area that it shows. All
-other functions are refused.
+A function of (batch, head, query, key) is composed by `and_masks` and `or_masks` from a few
+functions of `transformers.masking_utils`. This module recognises the parts by name, reads the
+values that they close over, and lets each part cut a list of areas down to the area that it shows,
+since evaluating all pairs would take quadratic time. All other functions are refused.
 """
 
 from __future__ import annotations

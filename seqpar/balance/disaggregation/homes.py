@@ -1,10 +1,9 @@
 """Choose which ranks own which tokens so that their attention is balanced with little traffic.
 
-Under a causal mask the last rows of a document have the most work per token, and need all keys
-before them; the first rows are again a complete, shorter document. A document with more work than a
-rank has time for therefore gives its last rows to one rank after another, each according to its
-time, until the remainder is no more than a rank's share. Short documents, which have little work
-per token, then fill the ranks to equal numbers of tokens. No queries travel, and few keys.
+Under a causal mask the last rows of a document have the most work per token; the first rows are
+again a complete, shorter document. A document with more work than a rank has time for gives its
+last rows to one rank after another, until the remainder is no more than a rank's share. Short
+documents then fill the ranks to equal numbers of tokens. No queries travel, and few keys.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Find the rectangle of a cell that moves a given number of pairs for the fewest bytes.
 
-A task of n query rows over w keys, all visible to each other, has n·w pairs. To compute it on
-another server, n rows of queries and results travel, and w rows of keys and values. For m pairs,
-and rows of q and k bytes, the total is least if queries and keys take the same number of bytes; it
-is then 2·sqrt(m·q·k). Under a causal mask the best rectangles are the last queries over the first
-keys, which may lose a corner to the mask.
+To compute n query rows over w keys on another server, n rows of queries and results travel, and w
+rows of keys and values. For m pairs, and rows of q and k bytes, the total is least, 2·sqrt(m·q·k),
+if both take the same number of bytes. Under a causal mask the best rectangles are the last queries
+over the first keys, which may lose a corner to the mask.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """WLB-LLM: longest document first, to the lightest rank.
 
 Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training" (2025),
-section 4. Only documents longer than a rank's capacity are cut. Unlike WLB-LLM, this method does
-not defer outliers to later batches.
+section 4, but outliers are not deferred. Only documents longer than a rank's capacity are cut.
 """
 
 from __future__ import annotations

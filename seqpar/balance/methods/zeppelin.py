@@ -1,9 +1,8 @@
 """Zeppelin's hierarchical partitioning: long documents over nodes, then over a node's devices.
 
 "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
-section 4.1. The lengths at which quadratic compute exceeds communication, within nodes and between
-nodes, divide documents into three zones: inter-node, intra-node and local. Each document is on a
-ring of only its own ranks.
+section 4.1. The lengths at which quadratic compute exceeds communication divide documents into
+three zones: inter-node, intra-node and local. Each is on a ring of only its own ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Random operands, and exact attention on them in fp64, which results are checked against.
 
-A batch of at most 2,048 tokens is compared as a whole: out, dq, dk and dv, with some heads on each
-rank. For a larger workload, a small batch of its kind is compared as a whole, and some rows of its
-own out are compared too, because large numbers can cause other errors.
+A batch of at most 2,048 tokens is compared as a whole, with some heads on each rank. For a larger
+workload, a small batch of its kind and some rows of its own out are compared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Deal a row of tokens to ranks in rounds, so that each rank gets the same number.
 
-In a round each rank in turn gets a part of consecutive tokens. All parts of a round are equal. The
-last round has smaller parts, so that each of P ranks gets n = ⌈T/P⌉ of T tokens. If T < P·n, tokens
-are missing only at the end of the row, fewer than P in all. All counts are closed forms: no array
-has an entry per round, or per document and rank.
+In a round each rank in turn gets an equal part of consecutive tokens; parts of the last round are
+smaller, so that each of P ranks gets n = ⌈T/P⌉ of T tokens. If T < P·n, fewer than P tokens are
+missing at the end of the row. All counts are closed forms, without an entry per round or document.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Mask and Slices: which query attends to which key, and the number of pairs.
 
-A mask is causal, windowed, full, with a prefix, or a list of ranges, always within a document. For
-a rank that holds queries and a rank that holds keys it compiles to *slices*: (q rows, k rows, band
-lo ≤ k_pos − q_pos ≤ hi). Slices never overlap, so no pair of tokens counts twice. Since positions
-ascend within a run, the keys that a query attends to are one interval of rows, found by bisection.
-The size of tables is therefore linear in the number of (document, peer) pairs, or (range, peer)
-pairs, however finely a layout cuts its documents.
+For a rank that holds queries and a rank that holds keys a mask compiles to *slices*: (q rows, k
+rows, band lo ≤ k_pos − q_pos ≤ hi), which never overlap. Since positions ascend within a run, the
+keys that a query attends to are one interval of rows, found by bisection. The size of tables is
+therefore linear in the number of (document or range, peer) pairs, however finely documents are cut.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Count the rows that ranks need of each other under a mask, for all ranks of a group together.
 
-The *reach* of rows is the set of positions on the other side with which they have a visible pair:
-keys for query rows, and queries for key rows. Only documents of the asking rank are processed, and
-in each only the ranks within its reach. Documents are taken in blocks, so no array has the size of
-documents × ranks.
+The *reach* of rows is the set of positions on the other side with which they have a visible pair.
+Only documents of the asking rank are processed, in blocks, and in each only the ranks within its
+reach, so no array has the size of documents × ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decide which rows travel for tasks, between which ranks, and in which stage.
 
-The queries that a server needs are sorted and cut into stages, so that the results of one stage
-return while the next stage is computed. A key travels to a server once, no later than the first
-queries of other ranks that attend to it. Its gradient can return after the last such queries. The
-work of the server's own queries with keys of other ranks is spread over the stages.
+The queries that a server needs are cut into stages, so that the results of one stage return while
+the next is computed. A key travels to a server once, no later than the first queries of other ranks
+that attend to it; its gradient can return after the last. The work of the server's own queries with
+keys of other ranks is spread over the stages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """T5's relative positions: a bias of the scores that depends on the distance of the key.
 
-Distances fall into buckets, and all keys of a bucket share one bias for each head. A layer
-therefore attends to each bucket by itself, as a band of distances, without a bias. It adds the bias
-to the bucket's lse, and merges the buckets (Raffel et al., "Exploring the Limits of Transfer
-Learning", 2020, section 2.1). The bias gets its gradient from the lse.
+All keys of a bucket of distances share one bias for each head. A layer therefore attends to each
+bucket by itself, without a bias, adds the bias to the bucket's lse, and merges the buckets (Raffel
+et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1).
 """
 
 from __future__ import annotations

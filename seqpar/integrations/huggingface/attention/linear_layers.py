@@ -1,8 +1,7 @@
 """Softmax layers of a model that are turned into linear attention, as in Linear-Llama3.
 
-Linear attention keeps a state of constant size, where softmax attention keeps all keys. A hybrid
-model has mostly linear layers, and continues training from the weights of the softmax layers (Sun
-et al., "LASP-2", 2025: LASP-2H).
+A hybrid model of mostly linear layers continues training from the weights of the softmax layers
+(Sun et al., "LASP-2", 2025: LASP-2H).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Models that put images or sound into their text. Only the text is spread over ranks.
 
-Such a model puts image features into the embeddings of all tokens, counts positions over both, and
-calls a text model. Up to that call every rank computes the whole batch, as one process does. The
-text model then takes this rank's tokens. A rank therefore holds the embeddings of the whole batch
-once, and computes all images; the gradients of their weights are summed like all others.
+Up to the call of the text model, every rank computes the whole batch, as one process does. The text
+model then takes this rank's tokens. A rank therefore holds the embeddings of the whole batch once,
+and computes all images; the gradients of their weights are summed like all others.
 """
 
 from __future__ import annotations

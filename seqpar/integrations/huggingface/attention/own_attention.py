@@ -1,10 +1,8 @@
 """Layers that compute attention themselves, whatever their config names, such as Bloom's.
 
-Such a layer multiplies queries and keys, scales the scores, adds its mask or ALiBi's bias, takes
-the softmax and multiplies the weights by the values. While its own forward runs, a product of two
-activations is a `Scores` object, which records the following steps instead of computing them. Where
-the weights meet the values, seqpar's attention is called. Any step that is not understood is
-refused.
+While such a layer's own forward runs, a product of two activations is a `Scores` object, which
+records scales, masks, ALiBi's bias and the softmax instead of computing them. Where the weights
+meet the values, seqpar's attention is called. Any step that is not understood is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Recurrent layers of a model, and short convolutions, over the ranks of its group.
 
-Where tokens mix, the forwards of these layers call functions of their file: a causal convolution,
-and a recurrence over chunks. The layers of an enabled model run the same code with other functions
-under these names (`patched_globals.py`), which call `causal_conv1d` and `RecurrentAttention`.
-Projections, gates and norms are not changed.
+The forwards of these layers call functions of their file where tokens mix. In an enabled model the
+same code calls other functions under these names (`patched_globals.py`), which call `causal_conv1d`
+and `RecurrentAttention`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The loss of all ranks' tokens, and its gradient for every parameter on every rank.
 
 During a call of the model, its modules hold outputs of an autograd function in place of their
-parameters. The function's backward runs when the gradients are complete, and sums them over the
-ranks. The parameter, its hooks and `torch.autograd.grad` therefore get sums only. Terms that use a
-parameter outside of the model's call, such as a penalty of the weights, are equal on all ranks, and
-are not summed.
+parameters. Its backward sums complete gradients over the ranks, so the parameter, its hooks and
+`torch.autograd.grad` get sums only. Terms that use a parameter outside of the model's call, such as
+a penalty of the weights, are equal on all ranks, and are not summed.
 
 DDP and FSDP average instead. The loss's gradient is then multiplied by the number of ranks, and the
 sums of parameters that DDP and FSDP leave alone are divided by it.

@@ -1,9 +1,8 @@
 """The losses of a model's outputs, over the tokens of all ranks.
 
-The router loss, which balances a mixture's experts, multiplies for each expert the number of tokens
-that chose it and the sum of its probabilities, over all tokens and layers (Fedus et al., "Switch
-Transformers", 2021, equations 4 to 6). It is not a sum of the ranks' own losses. Ranks therefore
-exchange the counts, one number per expert, which have no gradient; with the counts of all ranks,
+The router loss multiplies for each expert the number of tokens that chose it and the sum of its
+probabilities, over all tokens and layers (Fedus et al., "Switch Transformers", 2021, equations 4 to
+6). Ranks therefore exchange the counts, one number per expert, which have no gradient; with these,
 each rank's own probabilities give its part of the loss.
 """
 
