@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
 
+_MAX_LISTED = 16  # ranks in an error; of more, rank 0 and those that differ from it
 C = TypeVar("C")
 Described = dict[str, object]  # a call's arguments as JSON, by the names that users know
 
@@ -53,10 +54,10 @@ def compare_calls(
     """Raise the same error on all ranks unless they make the same call and none has a fault.
 
     `shared(True)` returns the arguments that must be the same everywhere, by the names that users
-    know. `shared(False)` costs less, and may differ for equal arguments. Each rank sends a digest
-    of `shared(False)`, 32 bytes, to each peer. If digests differ, ranks also send `shared(True)` as
-    text. If texts differ too, all ranks raise the same ValueError, or the TypeError with which one
-    of them refuses the call.
+    know. `shared(False)` costs less, and may differ for equal arguments. Ranks compare a digest of
+    `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If digests differ, all ranks also get all
+    `shared(True)` as text, in as many messages. If texts differ too, all ranks raise the same
+    ValueError, or the TypeError with which one of them refuses the call.
 
     Every call must run this. If a rank skipped it, because it had checked the same call before, a
     rank with another call would wait for it.
@@ -66,9 +67,9 @@ def compare_calls(
     last: Described = {"strategy": str(strategy), "group size": comm.size}
     label = "rank check"  # strategies may differ, so the label names none
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
-    tensor = torch.tensor(digest, dtype=torch.uint8, device=comm.device)
-    digests = comm.all_gather(tensor, label=label)
-    if any(not torch.equal(other, digests[0]) for other in digests):
+    tensor = torch.tensor([digest, [255 - x for x in digest]], dtype=torch.uint8)
+    largest, negated = comm.maximum(tensor.to(comm.device), label=label)
+    if not torch.equal(largest, 255 - negated):  # the maximum is not the minimum
         text = json.dumps(first | shared(True) | last)
         _explain([json.loads(of_rank) for of_rank in comm.all_gather_text(text, label=label)])
     if described is not None:
@@ -125,7 +126,11 @@ def _explain(ranks: list[Described]) -> None:
     for name in ranks[0]:
         values = [described.get(name) for described in ranks]  # other strategies have other names
         if any(value != values[0] for value in values):
-            listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+            chosen: Sequence[int] = range(len(values))
+            if len(values) > _MAX_LISTED:
+                chosen = [i for i in chosen if values[i] != values[0]]
+                chosen = [0, *chosen[: _MAX_LISTED - 1]]
+            listed = ", ".join(f"rank {rank} has {values[rank]}" for rank in chosen)
             raise ValueError(f"{name} must be the same on all ranks: {listed}")
 
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from seqpar.comm.faults.connection import Connection
-from seqpar.comm.faults.heartbeat import Heartbeat
+from seqpar.comm.faults.heartbeat import MAX_ROUNDS_PER_SECOND, Heartbeat
 from seqpar.comm.faults.heartbeat_in_group import heartbeat_for_a_while
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.torch_private import timeout_of
@@ -115,8 +115,9 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
                 with suppress(RuntimeError):
                     store.set(done, "1")
         timeout = timeout_of(group, comm.device)
+        poll = max(_POLL_SECONDS, comm.size / MAX_ROUNDS_PER_SECOND)
         with heartbeat.blame_on_failure(f"a wait: {doing}", {comm._order[0]}, "the wait"):
-            _wait(store, heartbeat, (begun, done), doing, limit, timeout)
+            _wait(store, heartbeat, (begun, done), doing, limit, timeout, poll)
         return None
     finally:
         if stop is not None:
@@ -130,6 +131,7 @@ def _wait(
     doing: str,
     limit: float,
     timeout: timedelta,
+    poll: float,
 ) -> None:
     """Return when rank 0 has finished; raise a RuntimeError if it is late or a rank died."""
     begun, done = keys
@@ -145,7 +147,7 @@ def _wait(
             progress.tick()
         if time.monotonic() > end:
             raise RuntimeError(f"rank 0 {'did not finish' if began else 'did not begin'} in time")
-        time.sleep(min(_POLL_SECONDS, timeout.total_seconds() / 40))
+        time.sleep(min(poll, timeout.total_seconds() / 40))
 
 
 _uses: WeakKeyDictionary[torch.distributed.ProcessGroup, Counter[str]] = WeakKeyDictionary()

@@ -63,8 +63,8 @@ def causal_conv1d(
         group: the ranks: a process group or a mesh, whose ranks count along its rows.
         bias: (C,), in x's dtype or in fp32.
         activation: "silu", which is also called "swish", or None.
-        check_ranks: compare a digest of the call over the ranks first (32 bytes to each peer), so
-            that ranks that disagree all raise the same ValueError instead of hanging.
+        check_ranks: compare a digest of the call over the ranks first, in ⌈log₂ P⌉ messages of 64
+            bytes, so that ranks that disagree all raise the same ValueError instead of hanging.
 
     Returns:
         A tensor with the shape and dtype of x.

@@ -53,8 +53,8 @@ class Attention(BoundModule[Strategy]):
 
     Args:
         group: a process group or a 1-D DeviceMesh.
-        check_ranks: first compare a digest of each call between ranks (32 bytes to each peer). If
-            ranks disagree, all of them then raise the same ValueError instead of hanging.
+        check_ranks: first compare a digest of each call between ranks, in ⌈log₂ P⌉ messages of 64
+            bytes. If ranks disagree, all then raise the same ValueError instead of hanging.
         deterministic: with True, the same call gives the same bits; on CPUs this always holds. With
             "ranks", out, lse, dq, dk and dv have the same bits on any number of ranks, in any
             layout, and with every strategy that supports it (docs/internals/numerics.md).

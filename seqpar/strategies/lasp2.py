@@ -126,8 +126,8 @@ class LASP2Attention(LinearModule):
         transport: "all_gather" or "scan".
         blocks: the most blocks into which "scan" cuts a state. They are equal in size, so it uses
             the largest number up to this that divides B·Hkv·D.
-        check_ranks: compare a digest of each call over the ranks first (32 bytes to each peer), so
-            that ranks that disagree all raise the same ValueError instead of hanging.
+        check_ranks: compare a digest of each call over the ranks first, in ⌈log₂ P⌉ messages of 64
+            bytes, so that ranks that disagree all raise the same ValueError instead of hanging.
         routing: how messages between nodes use several NICs at the same time; None sends each
             message directly, which "scan" needs.
 

@@ -17,50 +17,57 @@ class Hung(BaseException):
 
 
 class FakeStore:
-    """A dict. With `trouble`, an exception, it is gone or hangs."""
+    """A dict. With `trouble`, an exception, it is gone or hangs.
+
+    `reads` are checks; `operations` counts each key of each call.
+    """
 
     def __init__(self):
-        self.values, self.trouble, self.reads = {}, None, 0
+        self.values, self.trouble, self.reads, self.operations = {}, None, 0, 0
 
     def set(self, key, value):
-        self._answer()
+        self._answer(1)
         self.values[key] = value
 
     def check(self, keys):
-        self._answer()
+        self._answer(len(keys))
         self.reads += 1
         return all(key in self.values for key in keys)
 
     def multi_get(self, keys):
-        self._answer()
+        self._answer(len(keys))
         return [self.values[key].encode() for key in keys]
 
     def compare_set(self, key, expected, desired):
-        self._answer()
+        self._answer(1)
         if self.values.get(key, "") == expected:
             self.values[key] = desired
         return self.values[key].encode()
 
-    def _answer(self):
+    def _answer(self, keys):
+        self.operations += keys
         if self.trouble is not None:
             raise self.trouble
 
 
 class World(Clock):
-    """Ranks 0 to 2 of a group: as time passes, those of `running` make a round an interval."""
+    """Ranks of a group: as time passes, those of `running` make a round an interval.
 
-    def __init__(self, begun=(0, 1, 2), words=()):
+    `most` has the most operations of each rank in a round.
+    """
+
+    def __init__(self, begun=(0, 1, 2), words=(), ranks=3):
+        self.names, self.most = [f"rank {i}" for i in range(ranks)], {}
         self.time, self.store, self.interrupted = 1000.0, FakeStore(), []
         self.words, self.asked = dict(words), []  # what the watchers of ranks say
         self.ranks = {rank: self.begin(rank) for rank in begun}
         self.running = set(begun)
 
     def begin(self, rank):
-        names = [f"rank {i}" for i in range(3)]
         interrupt = lambda: self.interrupted.append(rank)  # noqa: E731
         watchers = Watchers(f"watcher of {rank}" if rank in self.words else "", self.ask)
         store = GroupStore(self.store, LOST)
-        return Heartbeat(store, rank, names, TIMEOUT, interrupt, watchers, self)
+        return Heartbeat(store, rank, self.names, TIMEOUT, interrupt, watchers, self)
 
     def ask(self, addresses, seconds):
         assert all(address == f"watcher of {rank}" for rank, address in addresses.items())
@@ -71,11 +78,14 @@ class World(Clock):
         for _ in range(count):
             self.time += INTERVAL
             for rank in sorted(self.running):
+                before = self.store.operations
                 try:
                     if not self.ranks[rank].round():
                         self.running.discard(rank)
                 except Hung:
                     self.running.discard(rank)
+                used = self.store.operations - before
+                self.most[rank] = max(used, self.most.get(rank, 0))
 
     def leave(self, rank):
         self.ranks[rank].stop()

@@ -2,7 +2,8 @@
 
 When a rank dies, gloo gives the ranks that wait for it only an address. Ranks that wait for those
 ranks learn nothing. Each rank of a group therefore has a thread that makes a round at least once a
-second, and communicates through the group's key-value store:
+second (with more than 4,096 ranks less often), and communicates through the group's key-value
+store:
 
     key            written by                     value
     "watcher RANK" that rank, before any beat     the address of its watcher (`liveness.py`)
@@ -15,7 +16,8 @@ second, and communicates through the group's key-value store:
                    a rank at fault                message
 
 In a round, a rank writes its beat. If it waits for messages, it also reads the verdict. If there is
-a verdict, the rank adopts it. Otherwise the rank reads all beats and asks the operating systems
+a verdict, the rank adopts it. Otherwise the rank reads the beats that it watches, which are all
+beats in a small group, and asks the operating systems
 whether silent ranks live, since a rank is also silent while a call holds the interpreter lock. Then
 it judges (`Witness.judge`). If it finds a rank at fault, it writes the verdict with compare_set, so
 the first of two simultaneous verdicts counts. All ranks then blame the same rank, although ranks
@@ -45,6 +47,7 @@ from seqpar.comm.faults.watcher import GONE
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, Witness, grace_seconds
 
 MIN_ROUNDS_PER_TIMEOUT = 40  # with at least one round each second
+MAX_ROUNDS_PER_SECOND = 4096  # of all ranks together, which share the store
 MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer; then the store counts as lost
 
 
@@ -128,7 +131,7 @@ class Heartbeat:
         self._store, self._store_lost = store
         self._rank, self.names, self._name = rank, names, names[rank]
         self._interrupt, self._clock = interrupt, clock or Clock()
-        self._interval = interval(timeout)
+        self._interval = interval(timeout, len(names))
         self._grace = grace_seconds()
         grace = timeout if self._grace is None else self._grace
         self._witness = Witness(rank, names, self._interval, grace)
@@ -267,21 +270,21 @@ class Heartbeat:
         """Adopt the others' verdict, or reach one. With a verdict, interrupt the waits."""
         if not self._verdict and (waits or stood_still) and self._store.check(["verdict"]):
             self._adopt(self._store.multi_get(["verdict"])[0].decode())
-        if not waits:
+        if not waits and self._witness.watches_all:  # the waiting ranks read all beats
             self._witness.pause()
             return
         if not self._verdict:
-            self._witness.hear(self._read())
+            self._witness.hear(self._read(waits))
             failed = [wait.peers for wait in waits if wait.failed]
             if verdict := self._witness.judge(failed, self._words()):
                 self._adopt(self._store.compare_set("verdict", "", verdict).decode())
         if self._verdict and not all(wait.failed for wait in waits):
             self._interrupt()
 
-    def _read(self) -> dict[int, str]:
+    def _read(self, waits: list[_Wait]) -> dict[int, str]:
         begun = [
             peer
-            for peer in self._witness.others
+            for peer in self._witness.watch(wait.peers for wait in waits)
             if peer in self._witness.beats or self._store.check([f"beat {peer}"])
         ]
         return self._get("beat", begun)
@@ -307,9 +310,9 @@ class Heartbeat:
             self._changed.notify_all()
 
 
-def interval(timeout: float) -> float:
-    """Return the seconds between two rounds, from those of the group's timeout."""
-    return min(1.0, timeout / MIN_ROUNDS_PER_TIMEOUT)
+def interval(timeout: float, ranks: int) -> float:
+    """Return the seconds between two rounds of a rank, from the group's timeout and size."""
+    return min(max(1.0, ranks / MAX_ROUNDS_PER_SECOND), timeout / MIN_ROUNDS_PER_TIMEOUT)
 
 
 def store_lost(keeper: str) -> str:

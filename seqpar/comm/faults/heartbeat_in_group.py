@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
@@ -70,7 +69,7 @@ def _started(
     store_keeper = "the launcher" if agent else "global rank 0"
     rank, lost = group.rank(), store_lost(store_keeper)
     try:
-        store = Connection.open(at, MAX_STORE_INTERVALS * interval(timeout))
+        store = Connection.open(at, MAX_STORE_INTERVALS * interval(timeout, len(ranks)))
     except RuntimeError as error:
         doing = f"{names[rank]} was making a module for this group"
         raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
@@ -83,11 +82,15 @@ def _started(
 def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
     """Make all waits on a gloo group raise.
 
-    The group's abort() does not end waits, but a receive that times out closes all connections.
+    The group's abort() does not end waits, but a receive that times out closes all connections. A
+    receive from a peer whose connection is closed already fails without a timeout.
     """
     if (alive := group()) is None:
         return
-    for peer in range(alive.size()):
-        if peer != alive.rank():
-            with suppress(RuntimeError):
-                alive.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for step in range(1, alive.size()):
+        peer = (alive.rank() + step) % alive.size()
+        try:
+            alive.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
 
 MAX_SILENT_READS = 10  # reads of an unchanged beat before a rank counts as silent
+MAX_WATCHED = 16  # ranks whose beats a rank reads in any case, and per wait
 GRACE = "SEQPAR_GRACE_SECONDS"
 LEFT = "left"  # the last beat of a rank that ended normally or dropped the group
 
@@ -21,24 +23,39 @@ class Witness:
     ) -> None:
         """Read beats for `rank`.
 
-        `names` has the ranks as errors name them, and `interval` is the seconds between two reads.
-        A rank that is silent but alive is at fault after `grace` seconds.
+        A rank watches the `MAX_WATCHED` next ranks of the group that have not left. A faulty rank
+        that follows a healthy one is found by it, so no rank needs to read all beats. `names` has
+        the ranks as errors name them, and `interval` is the seconds between two reads. A rank that
+        is silent but alive is at fault after `grace` seconds.
         """
         self._names, self._interval, self._grace = names, interval, grace
-        self.others = [peer for peer in range(len(names)) if peer != rank]
+        self._rank = rank
+        self.watches_all = len(names) - 1 <= MAX_WATCHED
         self.beats: dict[int, str] = {}  # the last beat read of each rank that has begun
+        self.watched = self.watch(())
         # The number of reads in a row in which a rank's beat has not changed.
         self._unchanged: dict[int, int] = {}
         # None until one of this rank's waits has failed.
         self._heard_since_failure: set[int] | None = None
+        self._reads_since_failure = 0
+
+    def watch(self, waits: Iterable[frozenset[int]]) -> list[int]:
+        """Choose the ranks to read for the current waits, of which each has the peers."""
+        ranks = len(self._names)
+        ahead = ((self._rank + step) % ranks for step in range(1, ranks))
+        present = (peer for peer in ahead if self.watches_all or self.beats.get(peer) != LEFT)
+        named = [peer for peers in waits if len(peers) <= MAX_WATCHED for peer in peers]
+        self.watched = sorted({*islice(present, MAX_WATCHED), *named})
+        return self.watched
 
     def hear(self, beats: dict[int, str]) -> None:
-        """Note the current beats of the other ranks that have written one."""
+        """Note the current beats of the watched ranks that have written one."""
         changed = {peer for peer, text in beats.items() if text != self.beats.get(peer)}
         self._unchanged = {
-            peer: 0 if peer in changed else self._unchanged.get(peer, 0) + 1 for peer in self.others
+            peer: 0 if peer in changed else self._unchanged.get(peer, 0) + 1
+            for peer in self.watched
         }
-        self.beats = beats
+        self.beats |= beats
         if self._heard_since_failure is not None:
             self._heard_since_failure |= changed
 
@@ -65,7 +82,8 @@ class Witness:
         has failed, the first of these ranks is at fault: one that has left, if all failed waits
         were for it; one that never began; one that is alive but silent; one that is in no exchange.
         If there is none, all ranks wait for each other. A rank is alive if its beat has changed
-        since the failure, or if its operating system reports it.
+        since the failure, or if its operating system reports it. A rank that does not watch all
+        others gives them time: first to find a dead rank, then to find an idle one.
         """
         silent = self.silent()
         left = {peer for peer, text in self.beats.items() if text == LEFT}
@@ -79,27 +97,34 @@ class Witness:
             return ""
         if gone := left.intersection(*failed):
             return f"{self.listed(gone)} left the group"
+        self._reads_since_failure += 1
+        patience = 0 if self.watches_all else MAX_SILENT_READS
+        if self._reads_since_failure < 2 * patience:
+            return ""
         if absent := [
             peer
-            for peer in self.others
+            for peer in self.watched
             if peer not in self.beats and self._unchanged[peer] >= MAX_SILENT_READS
         ]:
             return f"{self.listed(absent)} died, or never made a module for this group"
         if self._heard_since_failure is None:
             self._heard_since_failure = set()
-        if not (self._heard_since_failure | alive).issuperset(set(self.others) - left):
+        if not (self._heard_since_failure | alive).issuperset(set(self.watched) - left):
             return ""
         if alive:
             return self._locked(alive, silent)
         doing = {
-            peer: text.partition(" ")[2] for peer, text in self.beats.items() if peer not in left
+            peer: self.beats[peer].partition(" ")[2] for peer in self.watched if peer not in left
         }
         check = "did all ranks make the same call? check_ranks=True finds out"
         if idle := [peer for peer in doing if not doing[peer]]:
             listed = self.listed(idle)
             return f"{listed} is alive but did not send, and is in no exchange: {check}"
+        if self._reads_since_failure < 3 * patience:
+            return ""
         waiting = "; ".join(f"{self._names[peer]} in {doing[peer]}" for peer in doing)
-        return f"all ranks are alive but wait for each other ({waiting}): {check}"
+        ranks = "all ranks" if self.watches_all else f"{len(doing)} ranks"
+        return f"{ranks} are alive but wait for each other ({waiting}): {check}"
 
     def listed(self, peers: Iterable[int]) -> str:
         """Return the names of some ranks, as in "rank 1 and rank 3"."""

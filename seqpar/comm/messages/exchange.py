@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 
@@ -295,17 +295,39 @@ class Comm:
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's `x`, all of one shape, in rank order.
 
-        Outside a call, it is a separate call. It sends even while `hooks.skip_messages` stops other
-        messages.
+        A rank sends ⌈log₂ P⌉ messages of (P − 1)·x together. Outside a call, it is a separate call.
+        It sends even while `hooks.skip_messages` stops other messages.
+
+        Bruck et al., "Efficient Algorithms for All-to-All Communications" (1997), section 4.
         """
         if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)
         self.join(x.device)
-        x = x.contiguous()
-        gathered = [x if peer == self.rank else torch.empty_like(x) for peer in range(self.size)]
-        sends = [(peer, x) for peer in self.peers]
-        self._exchange(sends, [(peer, gathered[peer]) for peer in self.peers], label).wait()
-        return gathered
+        gathered = x.new_empty((self.size, *x.shape))  # from this rank on
+        gathered[0] = x.detach()
+        for step, distance, to, source in self._doubling():
+            sent = gathered[: self.size - distance][:distance]
+            received = gathered[distance : 2 * distance]
+            self._exchange([(to, sent)], [(source, received)], label, step).wait()
+        return [gathered[(peer - self.rank) % self.size] for peer in range(self.size)]
+
+    def maximum(self, x: Tensor, *, label: str) -> Tensor:
+        """Return the elementwise maximum of all ranks' `x` in ⌈log₂ P⌉ messages of its size."""
+        if self.numbers is OUTSIDE:
+            return self.call().maximum(x, label=label)
+        self.join(x.device)
+        for step, _, to, source in self._doubling():
+            received = torch.empty_like(x)
+            self._exchange([(to, x)], [(source, received)], label, step).wait()
+            x = x.maximum(received)
+        return x
+
+    def _doubling(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (step, distance, receiver, sender) of exchanges after which all ranks have met."""
+        for step in range((self.size - 1).bit_length()):
+            distance = 2**step
+            to, source = self.rank - distance, self.rank + distance
+            yield step, distance, to % self.size, source % self.size
 
 
 Group = ProcessGroup | DeviceMesh | Comm
