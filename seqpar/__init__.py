@@ -3,6 +3,7 @@
 # Public packages, which users reach as `seqpar.balance` and so on after `import seqpar`.
 import seqpar.balance
 import seqpar.costs
+import seqpar.elastic
 import seqpar.integrations.flash_attn
 import seqpar.integrations.mask_functions
 import seqpar.layout.plot

@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "benchmark strategies and other libraries on this machine or cluster",
     "plan": "recommend how to train a model on a cluster, by simulation",
     "explore": "draw a strategy on your lengths: layout, work, bytes and predicted time",
+    "elastic": "train on ranks of which some may die, with spares or without",
     "info": "report devices, versions and settings, and what is supported on them",
 }
 

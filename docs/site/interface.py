@@ -34,6 +34,7 @@ MODULES = {
     "seqpar.costs": "../guides/costs.md",
     "seqpar.simulate": "../guides/simulate.md",
     "seqpar.servers": "../guides/servers.md",
+    "seqpar.elastic": "../guides/elastic.md",
     "seqpar.layout.plot": "../guides/layouts.md",
     "seqpar.integrations.huggingface": "../guides/huggingface.md",
     "seqpar.integrations.flash_attn": "../guides/pytorch.md",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from seqpar.comm.faults.heartbeat_in_group import close_connections
 from seqpar.comm.messages.exchange import Comm
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Store",
     "connect",
     "join",
+    "leave",
     "mesh_of_all",
     "on_a_host",
     "place",
@@ -108,7 +110,14 @@ def connect(host: str, port: int) -> Store:
     return store
 
 
-def join(store: Store, name: str, rank: int, size: int, device: torch.device) -> Comm:
+def join(
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta = _FOREVER,  # measurements have their own limits
+) -> Comm:
     """Return the group of all processes that join under this name, on a CPU or on GPUs."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
@@ -116,10 +125,18 @@ def join(store: Store, name: str, rank: int, size: int, device: torch.device) ->
         store=PrefixStore(f"{name}/", store),
         rank=rank,
         world_size=size,
-        timeout=_FOREVER,  # measurements have their own limits
+        timeout=timeout,
     )
     assert dist.group.WORLD is not None
     return Comm.of(dist.group.WORLD)
+
+
+def leave(failed: bool = False) -> None:
+    """Destroy the default group, if there is one; after a failure, end others' waits for it too."""
+    if dist.is_initialized():
+        if failed:
+            close_connections(dist.group.WORLD)
+        dist.destroy_process_group()
 
 
 def mesh_of_all(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:

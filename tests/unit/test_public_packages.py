@@ -7,6 +7,7 @@ NAMES = (
     "masks.causal",
     "balance.plan",
     "simulate.step",
+    "elastic.steps",
     "integrations.flash_attn.flash_attn_varlen_func",
     "integrations.mask_functions.ranges_of",
 )

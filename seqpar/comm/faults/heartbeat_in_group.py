@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
 
 import torch
@@ -36,7 +35,8 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
     """
     if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
         return None
-    interrupt = partial(_interrupt, weakref.ref(group))
+    alive = weakref.ref(group)
+    interrupt = lambda: close_connections(alive())  # noqa: E731
     heartbeat = _started(group, group.get_group_store(), torch.device("cpu"), interrupt)
     # With an exit priority it also runs at exit, which a running thread may abort.
     Finalize(group, heartbeat.stop, exitpriority=0)
@@ -79,18 +79,18 @@ def _started(
     return heartbeat
 
 
-def _interrupt(group: weakref.ref[ProcessGroup]) -> None:
-    """Make all waits on a gloo group raise.
+def close_connections(group: ProcessGroup | None) -> None:
+    """Make all waits on a gloo group raise, here and on the ranks that wait for this one.
 
     The group's abort() does not end waits, but a receive that times out closes all connections. A
     receive from a peer whose connection is closed already fails without a timeout.
     """
-    if (alive := group()) is None:
+    if group is None:
         return
-    for step in range(1, alive.size()):
-        peer = (alive.rank() + step) % alive.size()
+    for step in range(1, group.size()):
+        peer = (group.rank() + step) % group.size()
         try:
-            alive.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "Timed out" in str(error):
                 return

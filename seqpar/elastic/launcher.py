@@ -1,0 +1,181 @@
+"""Start the processes of a training, replace dead ones, and say who forms the next group."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from seqpar.comm.faults.watcher import STOPPED, state
+from seqpar.elastic.messages import Place, Report, Store, place_key, report_key
+
+_POLL_SECONDS = 0.05
+_log = logging.getLogger("seqpar")
+
+
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a launcher uses."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass
+class _Worker:
+    process: Process
+    reports: int = 0
+    report: Report | None = None  # until it has a place
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many processes a launcher starts, and how long it waits for them.
+
+    Attributes:
+        ranks: the processes of the first group, and the most of any group.
+        spares: the processes that wait for a place, with everything imported.
+        restarts: the processes that may be started in place of dead ones.
+        min_ranks: the fewest ranks of a group.
+        wait: the seconds for which a group with fewer than `ranks` waits for spares.
+        patience: the seconds after which a member that does not report is killed.
+    """
+
+    ranks: int
+    spares: int = 0
+    restarts: int = 0
+    min_ranks: int = 1
+    wait: float = 0.0
+    patience: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "min_ranks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.min_ranks > self.ranks:
+            raise ValueError(f"min_ranks must be at most {self.ranks}, got {self.min_ranks}")
+        for name in ("spares", "restarts", "wait", "patience"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+
+class Launcher:
+    """Keeps a training's processes, which call `seqpar.elastic.steps`, and their store.
+
+    The processes of a group report when its training is over or it has failed. When all that live
+    have reported, the launcher gives each a place in the next group. A spare takes the rank of a
+    dead process; without a spare, the group shrinks, and later spares join at the next failure.
+    """
+
+    def __init__(self, store: Store, start: Callable[[int], Process], limits: Limits) -> None:
+        """`start(number)` starts a process, to which `VARIABLE` gives the store and its number."""
+        self._store, self._start, self._limits = store, start, limits
+        self._workers: dict[int, _Worker] = {}
+        self._members: list[int] = []  # of the current group, by rank
+        self._started = self._generation = 0
+        self._restarts = limits.restarts
+        self._since: float | None = None  # when the first member reported that it needs a place
+        self._ended = ""
+
+    def run(self) -> int:
+        """Run the training; return 0 if it is done, or 1 if it cannot continue."""
+        try:
+            for _ in range(self._limits.ranks + self._limits.spares):
+                self._add()
+            while self._workers:
+                self.tick()
+                time.sleep(_POLL_SECONDS)
+            return 0 if self._ended == "done" else 1
+        finally:
+            for worker in self._workers.values():
+                worker.process.kill()
+
+    def tick(self) -> None:
+        """Look once at all processes and reports, and form a group if it is time for one."""
+        for number in list(self._workers):
+            if self._workers[number].process.poll() is not None:
+                del self._workers[number]
+                if self._restarts and not self._ended:
+                    self._restarts -= 1
+                    self._add()
+        for number, worker in self._workers.items():
+            key = report_key(number, worker.reports + 1)
+            if worker.report is None and self._store.check([key]):
+                worker.report = Report.loads(self._store.get(key))
+                worker.reports += 1
+        if not self._ended and self._complete():
+            self._form()
+
+    def _add(self) -> None:
+        self._started += 1
+        self._workers[self._started] = _Worker(self._start(self._started))
+
+    def _complete(self) -> bool:
+        """Return whether all that can be members of the next group have reported."""
+        ready = [number for number, worker in self._workers.items() if worker.report is not None]
+        present = [number for number in self._members if number in self._workers]
+        late = [number for number in present if number not in ready]
+        if not ready or (present and not set(ready) & set(present)):
+            self._since = None  # the group is at work, or all processes are still starting
+            return False
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        waited = now - self._since
+        for number in late:
+            process = self._workers[number].process
+            if waited > self._limits.patience or state(process.pid) == STOPPED:
+                _log.warning("process %d does not report, and is killed", number)
+                process.kill()
+        if late or (present and len(present) == len(self._members)):
+            return not late
+        starting = len(ready) < min(len(self._workers), self._limits.ranks)
+        patient = not self._members or len(ready) < self._limits.min_ranks
+        if starting and (patient or waited < self._limits.wait):
+            return False
+        if len(ready) < self._limits.min_ranks:
+            self._end("too few", ready)
+            return False
+        return True
+
+    def _form(self) -> None:
+        """Answer all reports: form a group, or end the training."""
+        reports = {n: w.report for n, w in self._workers.items() if w.report is not None}
+        survivors = [number for number in self._members if number in reports]
+        if survivors and all(reports[number].done for number in survivors):
+            self._end("done", list(reports))
+        elif survivors and len(survivors) == len(self._members):
+            self._end("unchanged", list(reports))
+        else:
+            self._regroup(reports)
+
+    def _regroup(self, reports: dict[int, Report]) -> None:
+        spares = [number for number in reports if number not in self._members]
+        members: list[int | None] = [x if x in reports else None for x in self._members]
+        members += [None] * (self._limits.ranks - len(members))
+        filled = [spares.pop(0) if x is None and spares else x for x in members]
+        self._members = [number for number in filled if number is not None]
+        self._generation += 1
+        held = [reports[number].finished for number in self._members]
+        source = held.index(max(held))
+        lacking = tuple(rank for rank, finished in enumerate(held) if finished != held[source])
+        for rank, number in enumerate(self._members):
+            ranks = len(self._members)
+            self._answer(number, Place("", self._generation, rank, ranks, source, lacking))
+        self._since = None
+
+    def _end(self, why: str, ready: list[int]) -> None:
+        """End the training; processes that have not reported cannot be of use any more."""
+        self._ended = why
+        for number, worker in self._workers.items():
+            if number in ready:
+                self._answer(number, Place(why))
+            else:
+                worker.process.kill()
+
+    def _answer(self, number: int, place: Place) -> None:
+        worker = self._workers[number]
+        self._store.set(place_key(number, worker.reports), place.dumps())
+        worker.report = None

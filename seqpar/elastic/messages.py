@@ -1,0 +1,78 @@
+"""The messages between a launcher and its processes, in the launcher's store.
+
+key                  written by      value
+"report PROCESS N"   the process     its N-th `Report`: it needs a place in a group
+"place PROCESS N"    the launcher    the `Place` in answer
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+VARIABLE = "SEQPAR_ELASTIC"  # of the environment: "HOST PORT PROCESS"
+
+
+class Store(Protocol):
+    """The methods of torch.distributed's store that are used here; `get` waits for the key."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a process says when it needs a place in a group.
+
+    Attributes:
+        finished: the number of steps after which its checkpoint was made.
+        done: whether these are all steps.
+    """
+
+    finished: int
+    done: bool
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: bytes) -> Report:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place in the next group.
+
+    Attributes:
+        end: "" to continue; "done" if all steps are; "unchanged" if no process was lost.
+        generation: the number of the group.
+        rank, ranks: the process's rank in the group, and the number of ranks.
+        source: the rank whose checkpoint counts.
+        lacking: the ranks that need it.
+    """
+
+    end: str = ""
+    generation: int = 0
+    rank: int = 0
+    ranks: int = 0
+    source: int = 0
+    lacking: tuple[int, ...] = ()
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: bytes) -> Place:
+        fields = json.loads(text)
+        return cls(**fields | {"lacking": tuple(fields["lacking"])})
+
+
+def report_key(process: int, number: int) -> str:
+    return f"report {process} {number}"
+
+
+def place_key(process: int, number: int) -> str:
+    return f"place {process} {number}"

@@ -1,0 +1,189 @@
+"""Run a training's steps on groups that change, from checkpoints in memory and on disk."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.dtensor import is_dtensor
+from seqpar.comm.launch import connect, join, leave
+from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.elastic.messages import VARIABLE, Place, Report, Store, place_key, report_key
+
+_log = logging.getLogger("seqpar")
+R = TypeVar("R")
+
+
+class Stateful(Protocol):
+    """An object with a state, such as a model or an optimizer."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> object: ...
+
+
+Build = Callable[[Group], tuple[Mapping[str, Stateful], Callable[[int], R]]]
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The states after a number of finished steps, as bytes (n,) uint8; none before the first."""
+
+    finished: int = 0
+    data: Tensor | None = None
+
+    @classmethod
+    def of(cls, finished: int, states: Mapping[str, Stateful]) -> _Checkpoint:
+        content = {name: each.state_dict() for name, each in states.items()}
+        for name, value in content.items():
+            if _has_dtensor(value):
+                reason = "each rank must hold all of it, to survive the loss of others"
+                raise ValueError(f"states[{name!r}] must not have DTensors: {reason}")
+        file = io.BytesIO()
+        torch.save({"finished": finished, "states": content}, file)
+        return cls(finished, torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+
+    @classmethod
+    def parse(cls, data: bytes) -> _Checkpoint:
+        finished = torch.load(io.BytesIO(data), weights_only=True)["finished"]
+        return cls(finished, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    @classmethod
+    def read(cls, path: Path | None) -> _Checkpoint:
+        return cls.parse(path.read_bytes()) if path is not None and path.exists() else cls()
+
+    def write(self, path: Path) -> None:
+        """Replace the file; a process that dies meanwhile leaves the old one."""
+        assert self.data is not None
+        new = path.with_name(f"{path.name}.new")
+        new.write_bytes(self.data.numpy().tobytes())
+        new.replace(path)
+
+    def restore(self, states: Mapping[str, Stateful]) -> None:
+        if self.data is not None:
+            file = io.BytesIO(self.data.numpy().tobytes())
+            content = torch.load(file, weights_only=True, map_location="cpu")["states"]
+            for name, each in states.items():
+                each.load_state_dict(content[name])
+
+    def share(self, comm: Comm, place: Place) -> _Checkpoint:
+        """Send this checkpoint to the ranks that lack it, or return the one that counts."""
+        comm, lacking = comm.call(), place.lacking
+        if comm.rank == place.source and self.data is not None and lacking:
+            for x in (torch.tensor([self.data.numel()]), self.data):
+                comm.exchange([(peer, x) for peer in lacking], [], label="checkpoint").wait()
+        if comm.rank not in lacking:
+            return self
+        size = torch.zeros(1, dtype=torch.int64)
+        comm.exchange([], [(place.source, size)], label="checkpoint").wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        comm.exchange([], [(place.source, data)], label="checkpoint").wait()
+        return _Checkpoint.parse(data.numpy().tobytes())
+
+
+def steps(
+    build: Build[R],
+    count: int,
+    *,
+    every: int = 1,
+    path: str | Path | None = None,
+    timeout: timedelta = timedelta(seconds=40),
+) -> Iterator[tuple[int, R]]:
+    """Run steps 0 to `count` − 1 and yield (step, result), on ranks that may die.
+
+    Run the script with `python -m seqpar elastic`. When a rank dies, the others raise a
+    `PeerError` within this function, form a new group with spares, if there are any, agree on the
+    last step of which one of them has a checkpoint, and continue after it. A new process gets the
+    checkpoint from a survivor: its bytes, once. A rank that had not finished the last step does not
+    yield it. If no rank was lost, the error is raised.
+
+    All ranks must hold the whole state, as with DDP, or without any wrapper. If the step draws
+    random numbers, seed them from its number. If the number of ranks stays the same, the results
+    have the same bits as without faults; otherwise they are as close as another number of ranks
+    makes them.
+
+    Args:
+        build: called with each new group, which is on gloo and is the default group. It returns the
+            states by name, with `state_dict` and `load_state_dict`, and the step: a function of the
+            step's number. It must make the attention modules, since they belong to a group.
+        count: the number of steps.
+        every: the steps between two checkpoints, which are copied to the host's memory. After a
+            fault, steps since the last one run again, and are yielded again.
+        path: a file in which rank 0 also keeps the last checkpoint. A training that was ended
+            continues from it.
+        timeout: the group's. A dead rank is found in a quarter of it or 10 s.
+
+    Raises:
+        ValueError: a state has DTensors, `every` is below 1, or no launcher started this process.
+        RuntimeError: raised by a step though no rank was lost, or too few ranks are left.
+    """
+    if every < 1:
+        raise ValueError(f"every must be at least 1, got {every}")
+    if VARIABLE not in os.environ:
+        raise ValueError("steps needs a launcher: run this script with `python -m seqpar elastic`")
+    host, port, number = os.environ[VARIABLE].split()
+    file = None if path is None else Path(path)
+    # Two, because a group sets its timeout on its store.
+    answers, store = connect(host, int(port)), connect(host, int(port))
+    checkpoint, reports = _Checkpoint.read(file), 0
+    failure: RuntimeError | None = None
+    failed = 0.0
+    while True:
+        reports += 1
+        report = Report(checkpoint.finished, checkpoint.finished >= count)
+        place = _place(answers, int(number), reports, report)
+        leave()  # a rank that has finished leaves after all have finished
+        if place.end == "done":
+            return
+        if place.end:
+            raise failure or RuntimeError("another rank failed, or too few ranks are left")
+        try:
+            name = f"generation {place.generation}"
+            comm = join(store, name, place.rank, place.ranks, torch.device("cpu"), timeout)
+            checkpoint = checkpoint.share(comm, place)
+            states, step = build(comm.process_group)
+            checkpoint.restore(states)
+            if failure is not None:
+                later = time.monotonic() - failed
+                text = "%s. Continued on %d ranks after %d steps, %.1f s later"
+                _log.warning(text, failure, place.ranks, checkpoint.finished, later)
+                failure = None
+            for i in range(checkpoint.finished, count):
+                result = step(i)
+                if (i + 1) % every == 0 or i + 1 == count:
+                    checkpoint = _Checkpoint.of(i + 1, states)
+                    if file is not None and place.rank == 0:
+                        checkpoint.write(file)
+                yield i, result
+        except RuntimeError as error:
+            failed = time.monotonic()
+            traceback.clear_frames(error.__traceback__)  # they may keep the group alive
+            comm = states = step = None  # type: ignore[assignment]
+            leave(failed=True)
+            gc.collect()
+            failure = error
+
+
+def _place(store: Store, process: int, number: int, report: Report) -> Place:
+    """Report, and return the place that the launcher answers when the others have reported."""
+    store.set(report_key(process, number), report.dumps())
+    return Place.loads(store.get(place_key(process, number)))
+
+
+def _has_dtensor(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_dtensor, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_dtensor, value))
+    return is_dtensor(value)

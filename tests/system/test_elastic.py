@@ -1,0 +1,87 @@
+"""The example of training on ranks that die, on real processes."""
+
+import os
+import re
+import runpy
+import sys
+from collections import defaultdict
+
+import pytest
+
+from seqpar.comm.launch import store_of
+from seqpar.elastic.launcher import Launcher, Limits
+from seqpar.elastic.messages import VARIABLE
+from tests.support.examples import EXAMPLES
+from tests.support.processes import PROCESSES
+
+pytestmark = pytest.mark.alone
+ROUNDING = 1e-5  # of losses, relative: fp32, another number of ranks
+
+
+def train(variable, folder, number, arguments):
+    os.environ |= {VARIABLE: variable, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = ["elastic.py", "--folder", str(folder), *arguments]
+    sys.stdout, sys.stderr = (open(f"{folder}/{x}-{number}", "w", 1) for x in ("out", "err"))  # noqa: SIM115 (until it ends)
+    runpy.run_path(str(EXAMPLES / "elastic.py"), run_name="__main__")
+
+
+class Process:
+    """A process of the pool of forks, with the methods of a subprocess."""
+
+    def __init__(self, *arguments):
+        self._process = PROCESSES.Process(target=train, args=arguments, daemon=True)
+        self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    def poll(self):
+        return self._process.exitcode
+
+
+def losses(folder, limits, *arguments):
+    """Each step's losses, as all ranks printed them, and the seconds of each recovery."""
+    folder.mkdir()
+    store, (host, port) = store_of(None)
+
+    def start(number):
+        return Process(f"{host} {port} {number}", folder, number, arguments)
+
+    assert Launcher(store, start, limits).run() == 0
+    printed = "".join(path.read_text() for path in folder.glob("out-*"))
+    logged = "".join(path.read_text() for path in folder.glob("err-*"))
+    found = defaultdict(set)
+    for step, loss in re.findall(r"step (\d+), loss (\S+)", printed):
+        found[int(step)].add(float(loss))
+    return found, [float(x) for x in re.findall(r"steps, (\S+) s later", logged)]
+
+
+def check(found, expected, tolerance):
+    assert set(found) == set(expected)
+    for step, (loss,) in expected.items():
+        assert all(abs(x / loss - 1) <= tolerance for x in found[step]), step
+
+
+def test_a_survivor_continues_alone(tmp_path):
+    """Rank 0 dies, and with it half of the last step."""
+    arguments = "--steps", "3", "--timeout", "4"
+    expected, _ = losses(tmp_path / "one", Limits(1), *arguments)
+    found, recoveries = losses(tmp_path / "two", Limits(2), *arguments, "--kill", "1:0")
+    check(found, expected, ROUNDING)
+    assert len(recoveries) == 1 and len(list((tmp_path / "two").glob("killed-*"))) == 1
+
+
+KILLS = [f"{2 * i + 1}:{rank}" for i, rank in enumerate([0, 1, 2, 0, 2, 1, 0, 0, 1, 2])]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("limits", "tolerance"),
+    [(Limits(4, 2, 10, wait=60), 0.0), (Limits(4, 0, 10, wait=0, min_ranks=3), ROUNDING)],
+    ids=["replaced", "not replaced"],
+)
+def test_ten_kills_leave_the_losses_as_they_were(tmp_path, limits, tolerance):
+    expected, _ = losses(tmp_path / "calm", Limits(4), "--steps", "21")
+    found, recoveries = losses(tmp_path / "kills", limits, "--steps", "21", "--kill", *KILLS)
+    assert len(list((tmp_path / "kills").glob("killed-*"))) == len(KILLS)
+    check(found, expected, tolerance)
+    assert recoveries and max(recoveries) <= 10, recoveries
