@@ -15,7 +15,7 @@ from tests.support.examples import EXAMPLES
 from tests.support.processes import PROCESSES
 
 pytestmark = pytest.mark.alone
-ROUNDING = 1e-5  # of losses, relative: fp32, another number of ranks
+ROUNDING = 1e-6  # of losses, relative: fp32, another number of ranks
 
 
 def train(variable, folder, number, arguments):
