@@ -210,8 +210,12 @@ class Comm:
         if (heartbeat := self._heartbeat_for(device)) is None:
             coalesced = self._communicators.coalesces(group, device)
             through = self._channel or group
-            works = channels.post(through, device, sends, recvs, self._order, coalesced)
-            return Pending(works, [sends, recvs])
+            error_of = partial(self._watchdog_error, exchange)
+            try:
+                works = channels.post(through, device, sends, recvs, self._order, coalesced)
+            except dist.DistBackendError as error:
+                raise error_of(error) from error
+            return Pending(works, [sends, recvs], error_of=error_of)
         order = self._order
         named_sends, named_recvs = (
             [(order[peer], x) for peer, x in part] for part in (sends, recvs)
@@ -234,6 +238,11 @@ class Comm:
         )
         if cause is not None:
             raise PeerError(self._heartbeat.accuse(cause))
+
+    def _watchdog_error(self, exchange: Exchange, error: Exception) -> PeerError:
+        """Return the error of a backend with its own watchdog, which does not name the rank."""
+        doing = f"rank {self.rank} was in {exchange} of {self.size} ranks"
+        return PeerError(f"a rank or its link failed. {doing}. The backend said: {error}")
 
     def has_headers(self, device: torch.device) -> bool:
         """Return whether messages from a device have headers, as on gloo."""

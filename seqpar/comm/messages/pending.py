@@ -21,9 +21,14 @@ class Pending:
         works: list[dist.Work],
         messages: list[list[Message]],
         check: Callable[[], None] | None = None,
+        error_of: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """`check()` raises if a peer's messages are not what this rank expects."""
+        """`check()` raises if a peer's messages are not what this rank expects.
+
+        `error_of` returns the error to raise in place of a backend's.
+        """
         self._works, self._messages, self._check = works, messages, check
+        self._error_of = error_of
         self.contexts: list[
             WaitContext
         ] = []  # entered around waiting, to name the rank at fault and to trace
@@ -36,8 +41,13 @@ class Pending:
             return
         if self._check is not None:
             self._check()
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except dist.DistBackendError as error:
+            if self._error_of is None:
+                raise
+            raise self._error_of(error) from error
         # Drop the tensors, so that each is freed when its owner drops it.
         self._works, self._messages, self._check = [], [], None
 
