@@ -1,0 +1,18 @@
+"""The check of all contenders before a GPU's kernels are timed."""
+
+from benchmarks.kernels import quick
+from benchmarks.kernels import softmax_contenders as contenders
+
+
+def test_wrong_and_failing_contenders_are_named(capsys):
+    def fails(q, k, v):
+        raise RuntimeError("no such kernel")
+
+    def field(work):
+        ours = contenders.ours(work, "aten")
+        wrong = {"fails": fails, "doubles": lambda q, k, v: 2 * ours(q, k, v)}
+        return {"ours": ours, "missing": None} | wrong
+
+    assert quick.check(field) == ["fails", "doubles"]
+    printed = capsys.readouterr().out
+    assert "no such kernel" in printed and "doubles has wrong results" in printed
