@@ -5,7 +5,8 @@ import gc
 import importlib
 
 SLOW = [
-    *("torch._dynamo", "matplotlib.figure", "triton", "zmq.auth.thread"),
+    *("torch._dynamo", "torch._functorch.aot_autograd", "transformers.trainer"),
+    *("matplotlib.figure", "triton", "zmq.auth.thread"),
     *("seqpar.commands.serve", "seqpar.servers.pool.pool", "seqpar.servers.pool.dispatcher"),
     *("tests.support.cases", "tests.support.linear_cases", "tests.support.interpreter"),
 ]
