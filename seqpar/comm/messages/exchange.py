@@ -318,7 +318,8 @@ class Comm:
             sent = gathered[: self.size - distance][:distance]
             received = gathered[distance : 2 * distance]
             self._exchange([(to, sent)], [(source, received)], label, step).wait()
-        return [gathered[(peer - self.rank) % self.size] for peer in range(self.size)]
+        # Copies, since torch.set_rng_state fails with a view of an offset.
+        return [gathered[(peer - self.rank) % self.size].clone() for peer in range(self.size)]
 
     def maximum(self, x: Tensor, *, label: str) -> Tensor:
         """Return the elementwise maximum of all ranks' `x` in ⌈log₂ P⌉ messages of its size."""
