@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -61,22 +60,53 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         kwargs = kwargs or {}
         implementation = IMPLEMENTATIONS.get(operator)
         if implementation is not None:  # run the operator's own code, not its fake rule
-            with self if self._counts else nullcontext(), torch.no_grad():
+            with self, torch.no_grad():
                 return implementation(*args, **kwargs)
-        tensors = _tensors((*args, *kwargs.values()))
-        result = _result_of(operator, args, kwargs, tensors)
-        if not self._counts:
-            return result
+        tensors: list[Tensor] = []
+        form = operator, _form(args, tensors), _form(kwargs, tensors)
+        known = _known.get(form)
+        if known is None:
+            return self._run(operator, args, kwargs, tensors, form)
+        if isinstance(known.result, int):
+            result: object = tensors[known.result]
+        elif known.result is None:
+            result = operator(*args, **kwargs)
+        else:
+            shape, stride, dtype = known.result
+            result = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if self._counts:
+                self._hold((result,), ())
+        self._count(known.cost)
+        return result
+
+    def _run(
+        self,
+        operator: Any,
+        args: Arguments,
+        kwargs: dict[str, object],
+        tensors: list[Tensor],
+        form: object,
+    ) -> object:
+        """Run and count an operator, and keep what it did with arguments of this form."""
+        result = operator(*args, **kwargs)
         inputs = [x for x in tensors if x.is_meta]
         if tensors and not inputs:
             return result  # on host tensors, whose results are often kept for later calls
-        results = [x for x in _tensors((result,)) if x.is_meta]
-        input_memory = {memory_of(x) for x in inputs}
-        self._hold(results, input_memory)
+        results = [x for x in _tensors(result) if x.is_meta]
+        memory = {memory_of(x) for x in inputs}
         # Below autograd, a cast is a "view" operator that may or may not copy.
-        if not operator.is_view or not input_memory.issuperset(map(memory_of, results)):
-            self._calls += 1
-            self._count(operator, args, kwargs, result, inputs, results)
+        views = operator.is_view and memory.issuperset(map(memory_of, results))
+        cost = None if views else _cost(operator, args, kwargs, result, inputs, results)
+        if self._counts:
+            self._hold(results, memory)
+        self._count(cost)
+        returned = None if views else _result_of(result, tensors)
+        again: list[Tensor] = []
+        same = form == (operator, _form(args, again), _form(kwargs, again))  # not if `out` grew
+        if same and len(inputs) == len(tensors) and (views or returned is not None):
+            if len(_known) >= _MAX_KNOWN:
+                _known.clear()
+            _known[form] = _Known(returned, cost)
         return result
 
     def flush(self) -> None:
@@ -85,34 +115,16 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             self._add(Compute(Operators(0, self._bytes, self._new_bytes, self._calls)))
             self._bytes = self._new_bytes = self._calls = 0
 
-    def _count(
-        self,
-        operator: Any,
-        args: Arguments,
-        kwargs: dict[str, object],
-        result: object,
-        inputs: list[Tensor],
-        results: list[Tensor],
-    ) -> None:
-        """Add the operator's bytes, or its FLOPs if it is a matrix product."""
-        packet = operator.overloadpacket
-        if (formula := _flop_formulas().get(packet)) is not None:
+    def _count(self, cost: Operators | None) -> None:
+        if cost is None or not self._counts:
+            return
+        self._calls += 1
+        if cost.flops:
             self.flush()
-            flops = formula(*args, **kwargs, out_val=result)
-            self._add(Compute(Operators(flops, 0)))
-        elif packet in _GATHER:
-            self._bytes += 2 * sum(x.nbytes for x in results)
-        elif packet in _SCATTER:
-            values = (x for x in _tensors(args[1:]) if x.is_meta and x.is_floating_point())
-            self._bytes += 3 * sum(x.nbytes for x in values)
-        elif packet in _FILL:
-            self._bytes += sum(map(_nbytes, results))
-        elif packet is _aten.copy_:
-            self._bytes += 2 * sum(map(_nbytes, results))
-        elif packet not in _UNTOUCHED:
-            self._bytes += sum(map(_nbytes, (*inputs, *results)))
+            self._add(Compute(Operators(cost.flops, 0)))
+        self._bytes += cost.bytes
 
-    def _hold(self, results: Iterable[Tensor], input_memory: set[int]) -> None:
+    def _hold(self, results: Iterable[Tensor], input_memory: Collection[int]) -> None:
         """Track the memory of results, except views of the inputs."""
         for x in results:
             key = memory_of(x)
@@ -139,52 +151,67 @@ class _NewTensor(NamedTuple):
     dtype: torch.dtype
 
 
+class _Known(NamedTuple):
+    """What an operator does with arguments of one form.
+
+    Attributes:
+        result: a new tensor, the number of the input that is returned, or None: views of inputs.
+        cost: the FLOPs of a matrix product or the bytes of another operator; None for views.
+    """
+
+    result: _NewTensor | int | None
+    cost: Operators | None
+
+
 # Torch derives the result of many operators on meta tensors in Python, in 0.1 to 1 ms. A recording
-# calls few operators with different arguments, so the form of their results is kept, by operator
-# and arguments: a new tensor, or the number of the input that is returned.
-_results: dict[object, _NewTensor | int] = {}
-_MAX_RESULTS = 2**14
+# calls few operators with different arguments, so their results and costs are kept by operator and
+# form of the arguments.
+_known: dict[object, _Known] = {}
+_MAX_KNOWN = 2**14
 
 
-def _result_of(
-    operator: Any, args: Arguments, kwargs: dict[str, object], tensors: list[Tensor]
-) -> object:
-    """Return `operator(*args, **kwargs)`; `tensors` are the tensors among its arguments."""
-    key = (operator, _described(args), *_described(tuple(kwargs.items())))
-    if not all(x.is_meta for x in tensors):
-        return operator(*args, **kwargs)
-    try:
-        known = _results.get(key)
-    except TypeError:  # an argument cannot be hashed
-        return operator(*args, **kwargs)
-    if isinstance(known, int):
-        return tensors[known]
-    if known is not None:
-        shape, stride, dtype = known
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    result = operator(*args, **kwargs)
-    form = _form_of(result, tensors)
-    if form is not None and key == (operator, _described(args), *_described(tuple(kwargs.items()))):
-        if len(_results) >= _MAX_RESULTS:
-            _results.clear()
-        _results[key] = form
-    return result
+def _form(x: object, tensors: list[Tensor]) -> object:
+    """Return an argument with the form of each tensor in its place; append tensors to `tensors`.
+
+    A tensor that is used again has its number as form.
+    """
+    if isinstance(x, Tensor):
+        number = next((i for i, other in enumerate(tensors) if other is x), None)
+        tensors.append(x)
+        return (x.device, x.shape, x.stride(), x.dtype) if number is None else (Tensor, number)
+    if isinstance(x, (list, tuple)):
+        return tuple([y if type(y) is int else _form(y, tensors) for y in x])
+    if isinstance(x, dict):
+        return tuple([(name, _form(y, tensors)) for name, y in x.items()])
+    return type(x), x  # 1 and 1.0 are equal
 
 
-def _described(values: Sequence[object]) -> tuple[object, ...]:
-    """Return an operator's arguments with the form of each tensor instead of the tensor."""
-    return tuple(
-        _NewTensor(x.shape, x.stride(), x.dtype)
-        if isinstance(x, Tensor)
-        else _described(x)
-        if isinstance(x, (list, tuple))
-        else (type(x), x)
-        for x in values
-    )
+def _cost(
+    operator: Any,
+    args: Arguments,
+    kwargs: dict[str, object],
+    result: object,
+    inputs: list[Tensor],
+    results: list[Tensor],
+) -> Operators:
+    """Return the operator's bytes, or its FLOPs if it is a matrix product."""
+    packet = operator.overloadpacket
+    if (formula := _flop_formulas().get(packet)) is not None:
+        return Operators(formula(*args, **kwargs, out_val=result), 0)
+    if packet in _GATHER:
+        return Operators(0, 2 * sum(x.nbytes for x in results))
+    if packet in _SCATTER:
+        values = (x for x in _tensors(args[1:]) if x.is_meta and x.is_floating_point())
+        return Operators(0, 3 * sum(x.nbytes for x in values))
+    if packet in _FILL:
+        return Operators(0, sum(map(_nbytes, results)))
+    if packet is _aten.copy_:
+        return Operators(0, 2 * sum(map(_nbytes, results)))
+    return Operators(0, 0 if packet in _UNTOUCHED else sum(map(_nbytes, (*inputs, *results))))
 
 
-def _form_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None:
-    """Return the form of a result; None if it is a view of an input, or not one meta tensor."""
+def _result_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None:
+    """Return the form of a result, or the number of the input that it is; None if it is neither."""
     if type(result) is not Tensor or not result.is_meta:
         return None
     for number, x in enumerate(tensors):
@@ -198,16 +225,10 @@ def _form_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None:
     return form if alike and not result.storage_offset() else None
 
 
-def _tensors(values: Iterable[object]) -> list[Tensor]:
-    """Return the tensors among an operator's values, also inside lists, tuples and dicts."""
+def _tensors(x: object) -> list[Tensor]:
+    """Return the tensors in a value, also inside lists, tuples and dicts."""
     tensors: list[Tensor] = []
-    for x in values:
-        if isinstance(x, Tensor):
-            tensors.append(x)
-        elif isinstance(x, (list, tuple)):
-            tensors += _tensors(x)
-        elif isinstance(x, dict):
-            tensors += _tensors(x.values())
+    _form(x, tensors)
     return tensors
 
 

@@ -63,7 +63,7 @@ def record(
             another; otherwise gloo.
         operators: whether to record torch's operators in addition to attention's kernels: the FLOPs
             of matrix products, the bytes that other operators read and write, and the memory that
-            is held. This takes more than half of the recording time.
+            is held. This takes about a third of the recording time.
 
     Raises:
         ValueError: if a call in the step is refused; if the step sends tensors with data, as
