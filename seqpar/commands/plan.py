@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths", required=True, help="tokens of each document: 4096,512, or a file of numbers"
     )
     parser.add_argument("--save-cluster", metavar="FILE", help="also write the cluster to FILE")
+    parser.add_argument(
+        "--all", action="store_true", help="also simulate ways that a lower bound excludes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -40,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     model, cluster = _model(arguments.model), _cluster(arguments.cluster)
     if arguments.save_cluster is not None:
         cluster.to_json(arguments.save_cluster)
-    recommendations = recommend(model, cluster, _lengths(arguments.lengths))
+    recommendations = recommend(
+        model, cluster, _lengths(arguments.lengths), simulate_all=arguments.all
+    )
     fits = bool(recommendations[0].seconds < np.inf)
     if arguments.json:
         print(json.dumps(_as_dicts(recommendations), indent=1))
@@ -97,6 +102,6 @@ def _as_dicts(recommendations: Recommendations) -> list[dict[str, object]]:
         figures = {"seconds": x.seconds, "error": x.error, "memory": x.memory}
         finite = {name: v if np.isfinite(v) else None for name, v in figures.items()}
         names = ["strategy", "options", "layout_name", "checkpointing", "offload", "longest"]
-        names += ["bytes", "limit", "why_not"]
+        names += ["bytes", "limit", "why_not", "excluded"]
         rows.append({name: getattr(x, name) for name in names} | finite)
     return rows

@@ -38,6 +38,9 @@ class Recommendation:
         checkpointing: "none", "attention" or "full".
         offload: the share of activations that waits in host memory, for `seqpar.offload`.
         seconds: the time of a step; ∞ if it is impossible.
+        excluded: whether the way was not simulated, because one rank's computation or messages take
+            longer than the best step and its error. `seconds` is then a lower bound, and memory is
+            unknown.
         error: the relative error of `seconds`, one standard deviation.
         memory: the bytes of the rank that needs most.
         longest: tokens of the longest batch that fits, with documents in the same proportions.
@@ -66,6 +69,7 @@ class Recommendation:
     why_not: str | None = None
     step: Step | None = field(default=None, repr=False)
     recurrence: str | None = None
+    excluded: bool = False
 
     @property
     def name(self) -> str:
@@ -83,7 +87,9 @@ class Recommendation:
 
     @property
     def keeping(self) -> str:
-        """A short description of how activations are kept for backward."""
+        """A short description of how activations are kept for backward; "" if it is unknown."""
+        if self.excluded:
+            return ""
         if self.offload:
             return f"offload {self.offload:.2f}"
         return "all" if self.checkpointing == "none" else f"checkpoint {self.checkpointing}"
@@ -179,11 +185,12 @@ class Recommendations(list[Recommendation]):
         rows = [COLUMNS]
         for x in simulated:
             seconds = f"{x.seconds:.4g} ±{x.error:.0%}" if x.seconds < np.inf else ""
+            seconds = f"≥ {x.seconds:.4g}" if x.excluded else seconds
             figures = (
                 seconds,
                 as_gb(x.memory),
                 f"{x.longest:,}" if x.longest else "",
-                as_gb(x.bytes),
+                "" if x.excluded else as_gb(x.bytes),
             )
             reason = shorten(x.why_not or "", _MAX_REASON_CHARACTERS, placeholder=" ...")
             rows.append((x.name, *figures, x.keeping, x.limit, reason))

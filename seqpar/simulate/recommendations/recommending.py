@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from seqpar.comm.waiting import Progress
-from seqpar.core.arguments import CuSeqlens, Ints, as_lengths, shown
+from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_lengths, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.memory import CHECKPOINTING
@@ -16,6 +16,7 @@ from seqpar.costs.model import Model
 from seqpar.simulate.candidates import candidates
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, limit_of, slower_by, slower_for
+from seqpar.simulate.recommendations.bounds import lower_bound
 from seqpar.simulate.recommendations.interrupts import stop_on_interrupt
 from seqpar.simulate.recommendations.recommendation import (
     NOT_SIMULATED,
@@ -34,7 +35,9 @@ from seqpar.simulate.recommendations.search_space import (
 from seqpar.simulate.steps.steps import Step, step
 
 
-def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendations:
+def recommend(
+    model: Model, cluster: Cluster, lengths: CuSeqlens, *, simulate_all: bool = False
+) -> Recommendations:
     """Return the ways to train a model on these documents, fastest first, with reasons.
 
     Each strategy that the model's heads allow is simulated with three layouts: zigzag, contiguous,
@@ -43,19 +46,24 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
     transport for the layout. With attention servers, the remaining devices are trainers of whole
     documents; the number of servers follows from attention's share of the work.
 
+    Before the simulations, a few ranks of each way are recorded. If the computation or the messages
+    of one of them take longer than the fastest step, by more than the error, the way is `excluded`:
+    it is not simulated. Ways with servers are always simulated.
+
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
     come last, with the missing memory in `why_not`.
 
     After 3 seconds, and then about every 10 seconds, the log gets a line with the number of
-    simulated ways and the fastest of them. Ctrl-C ends the simulations after the current way:
-    `partial` is then True, and ways that were not simulated come last. A second Ctrl-C ends the
-    current way too. If no simulated way fits, a KeyboardInterrupt is raised.
+    simulated ways and the fastest of them. Ctrl-C ends the simulations after the current way, or
+    the first one that fits: `partial` is then True, and ways that were not simulated come last. A
+    second Ctrl-C ends the current way too. If no simulated way fits, it is a KeyboardInterrupt.
 
     Args:
         model: the model.
         cluster: the number and the speed of the ranks.
         lengths: (documents,) the tokens of each document.
+        simulate_all: whether to simulate also the ways that would be excluded.
 
     Raises:
         ValueError: if `lengths` has no tokens.
@@ -64,41 +72,62 @@ def recommend(model: Model, cluster: Cluster, lengths: CuSeqlens) -> Recommendat
         raise TypeError(f"model must be a Model, got {shown(model)}")
     if not isinstance(cluster, Cluster):
         raise TypeError(f"cluster must be a Cluster, got {shown(cluster)}")
-    lengths = as_lengths("lengths", lengths)
+    lengths, simulate_all = as_lengths("lengths", lengths), as_bool("simulate_all", simulate_all)
     if not lengths.sum():
         raise ValueError("lengths must have a token")
     costs = Costs(cluster, model)
-    ways = list(_ways(lengths, costs))
-    simulated = _all_simulated(ways, costs)
-    simulated.sort(key=lambda way: way.seconds)  # a stable sort
-    best = simulated[0]
-    others = [_compared(way, best) for way in simulated[1:]]
-    others += [replace(way, why_not=NOT_SIMULATED) for way in ways[len(simulated) :]]
-    return Recommendations([best, *others])
+    ways = _simulated_or_excluded(list(_ways(lengths, costs)), costs, simulate_all)
+    # Equally fast ways keep their order.
+    ways.sort(
+        key=lambda x: (x.why_not == NOT_SIMULATED, x.seconds == np.inf, x.excluded, x.seconds)
+    )
+    best = ways[0]
+    return Recommendations([best, *(_compared(way, best) for way in ways[1:])])
 
 
-def _all_simulated(ways: list[Recommendation], costs: Costs) -> list[Recommendation]:
-    """Return the simulated ways; after an interrupt these are the first ones.
+def _simulated_or_excluded(
+    ways: list[Recommendation], costs: Costs, simulate_all: bool
+) -> list[Recommendation]:
+    """Return the ways with their predictions, or with the reason why they have none.
 
-    If none of them fits, the interrupt is raised.
+    The way with the least lower bound comes first, and once a bound is too high, all later ways are
+    excluded. An interrupt ends this once a way fits; if none does, the interrupt is raised.
     """
-    simulated: list[Recommendation] = []
-    progress = Progress(f"recommend simulates {len(ways)} ways to train")
+    simulated: dict[int, Recommendation] = {}
+    bounds = np.full(len(ways), np.nan)  # which is sorted last
+    progress = Progress(f"recommend looks for the best of {len(ways)} ways to train")
     with stop_on_interrupt("recommend") as interrupted:
         try:
-            for way in ways:
-                simulated.append(_simulated(way, costs))
-                if interrupted() and len(simulated) < len(ways):
+            for number, way in enumerate(ways):
+                bounds[number] = 0.0 if simulate_all else lower_bound(way, costs)
+                progress.tick()
+                if interrupted():
+                    break
+            for number in np.argsort(bounds, kind="stable").tolist():
+                best = min(simulated.values(), key=lambda x: x.seconds, default=ways[number])
+                if bounds[number] > best.seconds * (1 + best.error):
+                    break
+                if interrupted() and best.seconds < np.inf:
                     raise KeyboardInterrupt
-                best = min(simulated, key=lambda x: x.seconds)
+                simulated[number] = _simulated(ways[number], costs)
+                best = min(simulated.values(), key=lambda x: x.seconds)
                 done = f"recommend has simulated {len(simulated)} of {len(ways)} ways to train"
                 fastest = f", fastest {best.name!r}" if best.seconds < np.inf else ""
                 progress.doing = done + fastest
                 progress.tick()
         except KeyboardInterrupt:
-            if not any(way.seconds < np.inf for way in simulated):
+            if not any(way.seconds < np.inf for way in simulated.values()):
                 raise
-    return simulated
+            bounds[:] = np.nan
+    return [
+        simulated.get(number)
+        or (
+            replace(way, why_not=NOT_SIMULATED)
+            if np.isnan(bounds[number])
+            else replace(way, excluded=True, seconds=float(bounds[number]))
+        )
+        for number, way in enumerate(ways)
+    ]
 
 
 def _ways(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
@@ -225,6 +254,9 @@ def _limit(simulated: Step) -> str:
 
 def _compared(x: Recommendation, best: Recommendation) -> Recommendation:
     """Return a recommendation with the reason why it is not the best."""
+    if x.excluded:
+        slower = slower_by(x.seconds, best.seconds)
+        return replace(x, why_not=f"not simulated: one rank alone makes it {slower}")
     if x.step is None or best.step is None or x.seconds == np.inf:
         return x
     slower = slower_by(x.seconds, best.seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from seqpar.costs.layers import Layer
 from seqpar.costs.memory import CHECKPOINTING, activation_bytes
 from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
+from seqpar.simulate.playback.lower_bound import least_seconds
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import (
@@ -165,9 +166,6 @@ def step(
     simulator = _LayerSimulator(
         costs, layout, strategy, mesh, checkpointing, sharding, offload, servers, options
     )
-    alike: dict[tuple[str, int | None], list[Layer]] = {}
-    for layer in model.layers:
-        alike.setdefault((layer.kind, layer.window), []).append(layer)
     tokens = np.array(layout.tokens_per_rank)
     no_servers = np.zeros(servers)
     outcomes = {}
@@ -175,11 +173,7 @@ def step(
     temporary_bytes = np.zeros(ranks + servers)
     sent_bytes = np.zeros(ranks + servers, np.int64)
     spent = {activity: np.zeros(ranks + servers) for activity in ACTIVITIES}
-    for key, layers in alike.items():
-        count = len(layers)
-        attending = Attending(model, layers[0], getattr(torch, cluster.device.dtype), transport)
-        weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in layers])
-        products = Products(float(weights), 3 if checkpointing != "none" else 2)
+    for attending, products, count in _kinds_of_layers(costs, checkpointing, transport):
         one, sent_by_one = simulator.play(attending, products, 1)
         two = None
         if servers and count > 1 and not attending.linear:
@@ -191,15 +185,13 @@ def step(
         for activity in ACTIVITIES:
             of_two = None if two is None else getattr(two, activity)
             spent[activity] = spent[activity] + _all_layers(count, getattr(one, activity), of_two)
-        kept_bytes = tokens * model.attention_elements(layers[0]) * costs.itemsize
+        kept_bytes = tokens * model.attention_elements(attending.layer) * costs.itemsize
         temporary_bytes = np.maximum(
             temporary_bytes, one.peak_bytes - np.r_[kept_bytes, no_servers]
         )
         sent_bytes += count * sent_by_one
-        outcomes[key] = one, count
-    device = cluster.device
-    head_flops = 6 * int(tokens.max()) * model.vocabulary * model.hidden
-    head_seconds = head_flops / (device.matmul_rate * device.matmul_share)
+        outcomes[attending.layer.kind, attending.layer.window] = one, count
+    head_seconds = _head_seconds(costs, layout)
     stage = 0 if sharding == "gradients" else 3
     held_bytes = costs.activation_bytes(tokens, checkpointing) + costs.parameter_bytes(ranks, stage)
     optimizer_seconds = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
@@ -212,6 +204,49 @@ def step(
         sent_bytes,
         spent,
     )
+
+
+def least_step_seconds(
+    strategy: str,
+    layout: Layout,
+    costs: Costs,
+    ranks: tuple[int, ...],
+    *,
+    mesh: tuple[int, int] | None = None,
+    transport: str = "all_gather",
+) -> float:
+    """Return a lower bound of a step's seconds, from these ranks alone.
+
+    It holds for every checkpointing, sharding and offload, without servers. Nothing is played.
+    """
+    simulator = _LayerSimulator(costs, layout, strategy, mesh, "none", "none", 0.0, 0, {})
+    seconds = _head_seconds(costs, layout)
+    for attending, products, count in _kinds_of_layers(costs, "none", transport):
+        programs = simulator.record_in_place(attending, products, ranks)
+        recorded = dict(zip(ranks, programs, strict=True))
+        seconds += count * least_seconds(recorded, costs.cluster, layout.ranks)
+    return seconds
+
+
+def _kinds_of_layers(
+    costs: Costs, checkpointing: str, transport: str
+) -> Iterator[tuple[Attending, Products, int]]:
+    """Yield the attention and matrix products of each kind of layer, and their number."""
+    model, dtype = costs.model, getattr(torch, costs.cluster.device.dtype)
+    alike: dict[tuple[str, int | None], list[Layer]] = {}
+    for layer in model.layers:
+        alike.setdefault((layer.kind, layer.window), []).append(layer)
+    for layers in alike.values():
+        weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in layers])
+        products = Products(float(weights), 3 if checkpointing != "none" else 2)
+        yield Attending(model, layers[0], dtype, transport), products, len(layers)
+
+
+def _head_seconds(costs: Costs, layout: Layout) -> float:
+    """Return the seconds of the model's head on the rank with the most tokens."""
+    device, model = costs.cluster.device, costs.model
+    flops = 6 * max(layout.tokens_per_rank) * model.vocabulary * model.hidden
+    return flops / (device.matmul_rate * device.matmul_share)
 
 
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
@@ -243,7 +278,7 @@ class _LayerSimulator:
                 **self.options,
             )
         else:
-            programs = self._record_in_place(attending, products)
+            programs = self.record_in_place(attending, products, tuple(range(layout.ranks)))
         sent_bytes = np.array([program.sent_bytes for program in programs])
         trainers = programs[: layout.ranks]
         if self.sharding != "none" and layout.ranks > 1:
@@ -257,17 +292,21 @@ class _LayerSimulator:
                 _offload_activations(program, int(per_layer * tokens))
         return play(programs, cluster), sent_bytes
 
-    def _record_in_place(self, attending: Attending, products: Products) -> list[Program]:
+    def record_in_place(
+        self, attending: Attending, products: Products, ranks: tuple[int, ...]
+    ) -> list[Program]:
+        """Record these ranks of one layer, without servers."""
         strategy, mesh = ("ring", None) if attending.linear else (self.strategy, self.mesh)
         recompute = self.checkpointing == "full"
         record_it = _record_attention if self.options else _record_attention_once
         programs = record_it(
             *(strategy, self.layout, attending, mesh, recompute, self.costs.cluster.overlaps),
+            ranks,
             **self.options,
         )
         programs = [replace(program, actions=[*program.actions]) for program in programs]
-        for program, tokens in zip(programs, self.layout.tokens_per_rank, strict=True):
-            forward, backward = products.flops(tokens)
+        for rank, program in zip(ranks, programs, strict=True):
+            forward, backward = products.flops(self.layout.tokens_on(rank))
             program.actions.insert(0, Compute(Operators(forward, 0)))
             program.actions.append(Compute(Operators(backward, 0)))
         return programs
@@ -305,6 +344,7 @@ def _record_attention(
     mesh: tuple[int, int] | None,
     recompute: bool,
     ordered: bool,
+    ranks: tuple[int, ...],
     **options: Any,
 ) -> list[Program]:
     """Record a layer's attention: forward (twice if it is recomputed) and backward."""
@@ -319,7 +359,7 @@ def _record_attention(
         out = attn(*operands, layout, **call)
         out.backward(torch.empty_like(out))
 
-    return record(code, layout.ranks, mesh=mesh, ordered=ordered)
+    return record(code, layout.ranks, mesh=mesh, only=ranks, ordered=ordered)
 
 
 # Recordings are shared: ways to keep activations differ only outside attention, and all strategies

@@ -18,6 +18,7 @@ from seqpar.simulate import error_model
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.recommendations import recommending
+from seqpar.simulate.recommendations.bounds import lower_bound
 from tests.support.synthetic_device import made_profile
 
 CLUSTER, PAIR = Cluster.preset("1x4-h100"), Cluster.preset("1x2-h100")
@@ -176,7 +177,7 @@ def test_wrong_arguments_are_named(arguments, options, error, message):
 
 
 def test_recommendations_are_ranked_and_say_why():
-    found = seqpar.recommend(MODEL, CLUSTER, [3000, 5192])
+    found = seqpar.recommend(MODEL, CLUSTER, [3000, 5192], simulate_all=True)
     seconds = [x.seconds for x in found]
     assert seconds == sorted(seconds) and np.isfinite(seconds).all()
     assert {x.strategy for x in found} == {*seqpar.strategies.registry.SOFTMAX}
@@ -194,12 +195,50 @@ def test_recommendations_are_ranked_and_say_why():
     assert f"±{best.error:.0%}" in lines[1] and f"{best.longest:,}" in lines[1]
 
 
+@pytest.fixture(scope="module")
+def with_and_without_all():
+    """Long documents, so that most time is computation, which contiguous cuts divide unevenly."""
+    lengths = [30000, 2768]
+    return [seqpar.recommend(MODEL, CLUSTER, lengths, simulate_all=x) for x in (True, False)]
+
+
+def test_only_slower_ways_are_excluded(with_and_without_all):
+    complete, found = with_and_without_all
+    simulated = {x.name: x for x in complete}
+    assert {x.name for x in found} == {*simulated} and not any(x.excluded for x in complete)
+    excluded = [x for x in found if x.excluded]
+    assert any(x.name == "ring, contiguous" for x in excluded)
+    for x in excluded:
+        assert found[0].seconds * (1 + x.error) < x.seconds <= simulated[x.name].seconds
+        assert x.step is None and "one rank alone makes it" in x.why_not
+    kept = [x for x in found if not x.excluded]
+    assert {x.name: x.seconds for x in kept} == {x.name: simulated[x.name].seconds for x in kept}
+    assert found.index(kept[-1]) == len(kept) - 1  # excluded ways come after simulated ones
+    assert f"≥ {excluded[0].seconds:.4g} " in str(found)
+
+
+@pytest.mark.usefixtures("_python_handles_interrupts")
+def test_an_interrupt_before_simulations_gives_one(monkeypatch):
+    pressed = iter([True])
+
+    def interrupted(*arguments):
+        if next(pressed, False):
+            signal.raise_signal(signal.SIGINT)
+        return lower_bound(*arguments)
+
+    monkeypatch.setattr(recommending, "lower_bound", interrupted)
+    found = seqpar.recommend(MODEL, PAIR, [300])
+    assert found.partial and found[0].seconds < np.inf
+    assert {x.why_not for x in found[1:]} == {"not simulated: interrupted"}
+
+
 def test_steps_on_cores_use_gloo_and_cpus():
     cores = dataclasses.replace(CLUSTER, overlaps=False)
-    found = seqpar.recommend(MODEL, cores, [2048])
+    found = seqpar.recommend(MODEL, cores, [2048], simulate_all=True)
     usp = next(x for x in found if x.name == "usp 2x2, zigzag")
     assert 'init_device_mesh("cpu", (2, 2))' in usp.code
-    on_gpus = next(x for x in seqpar.recommend(MODEL, CLUSTER, [2048]) if x.name == usp.name)
+    found = seqpar.recommend(MODEL, CLUSTER, [2048], simulate_all=True)
+    on_gpus = next(x for x in found if x.name == usp.name)
     assert 'init_device_mesh("cuda", (2, 2))' in on_gpus.code
     assert usp.seconds > on_gpus.seconds  # messages take what computes
 
@@ -307,10 +346,10 @@ def interrupt_after(monkeypatch, steps, times=1):
 @pytest.mark.parametrize(("times", "simulated"), [(1, 4), (2, 3)])
 def test_an_interrupt_gives_the_best_way_yet(monkeypatch, caplog, times, simulated):
     """The first Ctrl-C ends the simulations after the current way, a second one immediately."""
-    complete = seqpar.recommend(MODEL, PAIR, [300])
+    complete = seqpar.recommend(MODEL, PAIR, [300], simulate_all=True)
     assert not complete.partial
     interrupt_after(monkeypatch, 3, times)
-    partial = seqpar.recommend(MODEL, PAIR, [300])
+    partial = seqpar.recommend(MODEL, PAIR, [300], simulate_all=True)
     assert partial.partial and {x.name for x in partial} == {x.name for x in complete}
     seconds = {x.name: x.seconds for x in complete}
     known = partial[:simulated]
@@ -342,9 +381,12 @@ def test_the_programs_interrupt_handler_is_kept(monkeypatch):
 def test_the_log_has_the_progress_of_recommend(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "FIRST_LINE_SECONDS", 0.0)
     monkeypatch.setattr(waiting, "NEXT_LINE_SECONDS", 0.0)
-    count = len(seqpar.recommend(MODEL, PAIR, [300]))
-    first, *_, last = caplog.messages
-    assert first.startswith(f"recommend has simulated 1 of {count} ways to train, fastest '")
+    count = len(seqpar.recommend(MODEL, PAIR, [300], simulate_all=True))
+    messages = [x for x in caplog.messages if "simulated" in x]
+    first, *_, last = messages
+    assert len(messages) == count and first.startswith(
+        f"recommend has simulated 1 of {count} ways to train, fastest '"
+    )
     assert f"{count} of {count}" in last and last.endswith(" s so far")
 
 

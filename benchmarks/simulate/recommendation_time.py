@@ -1,0 +1,79 @@
+"""Measure the time in which `python -m seqpar plan` recommends how to train on a cluster.
+
+Each case is a new process, as a user starts it: imports are included, and nothing is in a cache.
+`seconds` is wall-clock time, which other programs on the machine lengthen, and `cpu` the CPU time
+of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks import RESULTS
+from seqpar.costs.profile import harness
+
+MODEL = "llama-8b"
+
+
+def packed(tokens: int) -> list[int]:
+    """Return documents of log-normal lengths whose sum is `tokens`."""
+    lengths = np.random.default_rng(0).lognormal(8.5, 1.2, tokens // 4096).astype(int)
+    ends = np.minimum(np.cumsum(lengths), tokens)
+    return [int(x) for x in np.diff(np.r_[0, ends[ends < tokens], tokens])]
+
+
+CASES = {
+    ("1x8-h100", "one document"): [2**17],
+    ("8x8-h100", "one document"): [2**20],
+    ("8x8-h100", "packed"): packed(2**20),
+}
+
+
+def row_of(cluster: str, documents: str) -> dict[str, Any]:
+    lengths = CASES[cluster, documents]
+    command = [sys.executable, "-m", "seqpar", "plan", "--model", MODEL, "--cluster", cluster]
+    command += ["--lengths", ",".join(map(str, lengths)), "--json"]
+    before, start = os.times(), time.perf_counter()
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    seconds, after = time.perf_counter() - start, os.times()
+    cpu = sum(after[2:4]) - sum(before[2:4])  # user and system time of children
+    ways = json.loads(run.stdout)
+    return {
+        "cluster": cluster,
+        "documents": documents,
+        "lengths": lengths,
+        "seconds": seconds,
+        "cpu": cpu,
+        "ways": len(ways),
+        "simulated": sum(not x["excluded"] for x in ways),
+        "best": f"{ways[0]['strategy']}, {ways[0]['layout_name']}",
+    }
+
+
+def main() -> int:
+    """Measure all cases, print them, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    options = parser.parse_args()
+    rows = []
+    print("| cluster | documents | seconds | CPU seconds | ways | simulated | best |")
+    print("|---|---|---|---|---|---|---|")
+    for case in CASES:
+        rows.append(row := row_of(*case))
+        figures = f"{row['seconds']:.1f} | {row['cpu']:.1f} | {row['ways']} | {row['simulated']}"
+        print(f"| {' | '.join(case)} | {figures} | {row['best']} |", flush=True)
+    if not options.no_write:
+        harness.write(RESULTS, "recommendation-time", {"model": MODEL, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
