@@ -7,10 +7,15 @@ could cause that, so heartbeats are off.
 
 ZeroMQ also holds a message until its last frame has arrived, however many frames it has. Only the
 system's counter of received bytes shows how much memory such a message takes.
+
+ZeroMQ reads all connections in turn, and takes what a connection's receive buffer holds. A key that
+sends over many connections would get most of the bandwidth. Its connections therefore share the
+bytes of one buffer, and the system lets their senders wait.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import socket as system
@@ -19,8 +24,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -33,9 +39,18 @@ _SO_COOKIE = 57  # Linux: a number that no other socket has had since the machin
 _BYTES_RECEIVED = slice(128, 136)  # of Linux's tcp_info
 _UNIX_BYTES_PER_SECOND = 2**26  # Unix sockets have no such counter, and are never slower than this
 _MAX_PAUSE_SECONDS = 1.0  # between two looks; during a longer pause the server read nothing
-_COUNT_SECONDS = 1.0  # between two looks at the bytes of a connection
+_COUNT_SECONDS = 0.2  # between two looks at the bytes of a connection
+_SO_BUF_LOCK = 72  # Linux: 0 lets the system choose the sizes of a socket's buffers again
+_MAX_SENDING = 2  # connections of a key that may send payloads with buffers of any size
+_SENDING_BYTES = 2**13  # a connection sends payloads if more arrives between two looks
+_SENDING_SECONDS = 2.0  # since a connection last sent payloads
+_SHARED_BUFFER_BYTES = 2**17  # of all connections of a key that send payloads
+_USUAL_BUFFER_BYTES = 2**16  # before the system enlarges it
+_MAX_SEGMENT_BYTES = 1448  # as on Ethernet
+_ADVERTISED_SEGMENT = slice(84, 88)  # of Linux's tcp_info
 _UNREAD_SLACK_BYTES = 2**24  # header, framing, and the system's own buffers for a message
 _MAX_EVENTS_SECONDS = 0.02
+_EVENTS = zmq.Event.LISTENING | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
 _MAX_DESCRIPTORS_USED = 0.75  # of those that the process may have
 # A client needs two. One message of each connection is read before a second one of any, so
 # additional connections would delay other clients' signs of life.
@@ -57,6 +72,9 @@ class _Connection:
             has not been looked up.
         unread: bytes received since then.
         looked: when bytes were last counted.
+        received_then: bytes that had been received at that time.
+        sending: when it was last seen to receive more than 8 KiB between two looks.
+        buffer: bytes of its receive buffer, or 0 if the system chooses them.
         peer: its route and key, once a message was read.
         ended: whether the server has ended it.
     """
@@ -70,6 +88,9 @@ class _Connection:
     first_unread: int | None = 0
     unread: int = 0
     looked: float = 0.0
+    received_then: int = 0
+    sending: float = -math.inf
+    buffer: int = 0
     peer: Peer | None = None
     ended: bool = False
 
@@ -86,6 +107,9 @@ class Connections:
     * that is the most silent one of the key with the most connections, while there are more than
       eight per lease or while three quarters of the process's descriptors are in use.
 
+    If several keys have connections, and one of them sends over more than two connections, it gets
+    small receive buffers: 128 KiB for all that send, but at least a segment for each connection.
+
     Unix sockets do not count bytes, so only the first and the last rule apply to them.
     """
 
@@ -93,13 +117,14 @@ class Connections:
         self._idle, self._limits = idle, limits
         self._by_descriptor: dict[int, _Connection] = {}
         self._by_route: dict[bytes, _Connection] = {}
+        self._buffers: dict[str | None, int] = {}  # of each connection, by key
         self._looked = time.monotonic()
         self._socket = socket
         # A look at a socket needs a descriptor, which a flood of connections must not take away.
         self._nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._reserved = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         address = f"inproc://events-{id(self)}"
-        socket.monitor(address, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
+        socket.monitor(address, _EVENTS)
         self._events = socket.context.socket(zmq.PAIR)
         self._events.rcvhwm = 0  # ZeroMQ's thread would wait for this one, and close would hang
         self._events.connect(address)
@@ -118,6 +143,7 @@ class Connections:
                 return  # the client has left
             connection.peer = peer
             self._by_route[peer.route] = connection
+            self._resize(connection)
         connection.heard = time.monotonic()
         connection.first_unread, connection.unread = None, 0
 
@@ -142,13 +168,14 @@ class Connections:
                 connection.heard += pause
                 connection.first_unread = None
             if connection.counted and now - connection.looked >= _COUNT_SECONDS:
-                self._count_unread(connection, now)
+                self._count(connection, now)
             overlong = connection.unread > self._limits.bytes + _UNREAD_SLACK_BYTES
             silent = now - connection.heard > connection.patience
             if overlong or (silent and not self._advances(connection)):
                 self._end(connection)
         self._end_largest()
         self._end_excess()
+        self._divide_buffers(now)
 
     def close(self) -> None:
         """Stop following the socket's connections, before it is closed."""
@@ -157,11 +184,14 @@ class Connections:
         os.close(self._nowhere)
         os.close(self._reserved)
 
-    def _count_unread(self, connection: _Connection, now: float) -> None:
+    def _count(self, connection: _Connection, now: float) -> None:
         connection.looked = now
         received = self._received(connection)
         if received is None:
             return
+        if received - connection.received_then > _SENDING_BYTES:
+            connection.sending = now
+        connection.received_then = received
         if connection.first_unread is None:
             connection.first_unread = received
         connection.unread = received - connection.first_unread
@@ -177,15 +207,45 @@ class Connections:
         connection.received, connection.heard = received, time.monotonic()
         return advances
 
+    def _divide_buffers(self, now: float) -> None:
+        """Set the receive buffers of keys that send over many connections while others are open."""
+        by_key = self._open_by_key()
+        self._buffers = {}
+        for key, connections in by_key.items():
+            sending = sum(now - each.sending < _SENDING_SECONDS for each in connections)
+            if sending > _MAX_SENDING and any(other for other in by_key if other != key):
+                self._buffers[key] = _SHARED_BUFFER_BYTES // sending
+        for connections in by_key.values():
+            for connection in connections:
+                self._resize(connection)
+
+    def _resize(self, connection: _Connection) -> None:
+        """Give a connection the receive buffer of its key, unless it has about that size."""
+        size = self._buffers.get(_key_of(connection), 0)
+        if connection.counted and not size <= connection.buffer <= 2 * size:
+            connection.buffer = size
+            with suppress(OSError), self._socket_of(connection.descriptor) as socket:
+                # A sender whose segment does not fit would wait for a timer, of 200 ms and more.
+                least = _number(_tcp_info(socket)[_ADVERTISED_SEGMENT])
+                size = max(size, least) if size else _USUAL_BUFFER_BYTES
+                socket.setsockopt(system.SOL_SOCKET, system.SO_RCVBUF, size)
+                if not connection.buffer:
+                    socket.setsockopt(system.SOL_SOCKET, _SO_BUF_LOCK, 0)
+
+    def _open_by_key(self) -> dict[str | None, list[_Connection]]:
+        """Return the open connections; those that have not sent a message count as one key's."""
+        by_key: dict[str | None, list[_Connection]] = defaultdict(list)
+        for connection in self._by_descriptor.values():
+            if not connection.ended:
+                by_key[_key_of(connection)].append(connection)
+        return by_key
+
     def _end_largest(self) -> None:
         """End unfinished messages until all together fit into the bytes of waiting requests.
 
         A key's connections are taken together, so that one key's many do not end another key's one.
         """
-        by_key: dict[str, list[_Connection]] = defaultdict(list)
-        for connection in self._by_descriptor.values():
-            if connection.unread and not connection.ended:
-                by_key[connection.peer.key if connection.peer else ""].append(connection)
+        by_key = self._open_by_key()
         unread = {key: sum(x.unread for x in each) for key, each in by_key.items()}
         while sum(unread.values()) > self._limits.queued_bytes:
             key = max(unread, key=lambda each: unread[each])
@@ -195,21 +255,16 @@ class Connections:
             self._end(largest)
 
     def _end_excess(self) -> None:
-        """While there are too many, end the most silent one of the key with the most connections.
-
-        All connections that have not sent a message count as connections of one key.
-        """
+        """While there are too many, end the most silent one of the key that has most."""
         most = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _MAX_DESCRIPTORS_USED)
         most = min(most, _MAX_CONNECTIONS_PER_LEASE * self._limits.clients)
-        open_connections = [x for x in self._by_descriptor.values() if not x.ended]
-        if len(open_connections) <= most:
+        by_key = self._open_by_key()
+        excess = sum(map(len, by_key.values())) - most
+        if excess <= 0:
             return
-        by_key: dict[str | None, list[_Connection]] = defaultdict(list)
-        for connection in open_connections:
-            by_key[connection.peer.key if connection.peer else None].append(connection)
         for connections in by_key.values():
             connections.sort(key=lambda each: each.heard, reverse=True)
-        for _ in range(len(open_connections) - most):
+        for _ in range(excess):
             largest = max(by_key.values(), key=len)
             self._end(largest.pop())
 
@@ -235,6 +290,9 @@ class Connections:
             except zmq.Again:
                 break
             descriptor = event["value"]
+            if event["event"] == zmq.Event.LISTENING:
+                self._shorten_segments(descriptor)
+                continue
             previous = self._by_descriptor.pop(descriptor, None)
             if previous is not None and previous.peer is not None:
                 self._by_route.pop(previous.peer.route, None)
@@ -258,14 +316,19 @@ class Connections:
         connection = _Connection(descriptor, cookie, patience, counted, time.monotonic())
         self._by_descriptor[descriptor] = connection
 
+    def _shorten_segments(self, listener: int) -> None:
+        """Let clients at a loopback address send segments that fit into small receive buffers."""
+        with suppress(OSError), self._socket_of(listener) as socket:
+            if socket.family != system.AF_UNIX and ip_address(socket.getsockname()[0]).is_loopback:
+                socket.setsockopt(system.IPPROTO_TCP, system.TCP_MAXSEG, _MAX_SEGMENT_BYTES)
+
     def _received(self, connection: _Connection) -> int | None:
         """Return how many bytes a connection has received, or None if it is being closed."""
         try:
             with self._socket_of(connection.descriptor) as socket:
-                info = socket.getsockopt(system.IPPROTO_TCP, system.TCP_INFO, _BYTES_RECEIVED.stop)
+                return _number(_tcp_info(socket)[_BYTES_RECEIVED])
         except OSError:
             return None
-        return int.from_bytes(info[_BYTES_RECEIVED], sys.byteorder)
 
     @contextmanager
     def _socket_of(self, descriptor: int) -> Iterator[system.socket]:
@@ -282,6 +345,18 @@ class Connections:
                 socket.detach()
         finally:
             os.dup2(self._nowhere, self._reserved, inheritable=False)
+
+
+def _key_of(connection: _Connection) -> str | None:
+    return None if connection.peer is None else connection.peer.key
+
+
+def _tcp_info(socket: system.socket) -> bytes:
+    return socket.getsockopt(system.IPPROTO_TCP, system.TCP_INFO, _BYTES_RECEIVED.stop)
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, sys.byteorder)
 
 
 def _cookie(socket: system.socket) -> bytes:

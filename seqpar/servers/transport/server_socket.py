@@ -67,6 +67,7 @@ class ServerSocket:
         except (OSError, zmq.ZMQError) as error:
             self.close()
             raise ValueError(f"address: {address} cannot be bound: {error}") from None
+        self._connections.look()  # at the listener, before clients connect
         # From now on the socket itself numbers its peers and ignores ids that they claim: libzmq
         # aborts the process when a claimed id equals the next number. The listener that is already
         # bound speaks ZMTP as before. Messages to peers have one frame each.

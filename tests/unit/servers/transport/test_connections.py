@@ -1,20 +1,26 @@
 """Connections to a server's socket: which ones it ends, and that none of them ends it."""
 
 import contextlib
+import fcntl
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 
 import pytest
 import zmq
 
+from seqpar.servers.transport import connections as connections_module
+from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
 from seqpar.servers.transport.server_socket import ServerSocket
+from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire.limits import PIECE_BYTES, Limits, ServerDeadlines
 from tests.support.servers import wait_until
 from tests.support.tiers import few_rows
+from tests.unit.servers.server.test_identity import client_folder
 
 IDLE = 0.3  # seconds
 # ZMTP 3.0 without keys: the greeting, and the command READY of a DEALER.
@@ -257,6 +263,58 @@ def test_unfinished_messages_have_one_limit(small):
                 small.beat()
                 time.sleep(0.1)
         assert not closed(little)
+
+
+def waiting_bytes(bound, key):
+    """How many bytes of a key's connections the system holds until ZeroMQ's next turn."""
+    total, connections = 0, bound._connections
+    for connection in connections._open_by_key()[key]:
+        with connections._socket_of(connection.descriptor) as opened:
+            found = fcntl.ioctl(opened, termios.FIONREAD, bytes(4))
+        total += int.from_bytes(found, sys.byteorder)
+    return total
+
+
+def test_a_flood_waits_in_small_buffers(tmp_path, monkeypatch):
+    """A turn of all connections of a key reads about as much as one of a single connection."""
+    folder = generate(tmp_path / "keys")[0].parent
+    own, other = client_keys(folder), client_keys(client_folder(folder, "b"))
+    limits, data = Limits(requests=1), bytes(2**18)
+    with contextlib.ExitStack() as stack:
+        bound = ServerSocket("tcp://127.0.0.1:*", server_keys(folder), limits, ServerDeadlines())
+        stack.callback(bound.close)
+        context = stack.enter_context(zmq.Context())
+        clients = [stack.enter_context(context.socket(zmq.DEALER)) for _ in range(16 + 1)]
+        poller = zmq.Poller()
+        for socket_, keys in zip(clients, [own] + 16 * [other], strict=True):
+            socket_.linger, socket_.sndhwm = 0, 1
+            secure(socket_, keys)
+            socket_.connect(bound.address)
+            socket_.send(b"x")
+            poller.register(socket_, zmq.POLLOUT)
+
+        def flood():
+            """Send until nothing more is taken."""
+            sent = 0
+            for ready, _ in poller.poll(300):
+                if ready is not clients[0]:
+                    ready.send(data, copy=False)
+                    sent += 1
+            return sent
+
+        key = other.public.decode()
+        connections = bound._connections
+        while sum(x.sending > 0 for x in connections._by_descriptor.values()) < 16:
+            flood()
+            bound.beat()
+            while bound.socket.poll(0):
+                bound.receive()
+        wait_until(lambda: not flood())  # the server reads nothing now
+        assert waiting_bytes(bound, key) <= 2 * connections_module._SHARED_BUFFER_BYTES
+        assert own.public.decode() not in connections._buffers
+        monkeypatch.setattr(connections_module, "_SENDING_SECONDS", 0.0)  # the flood is over
+        bound.beat()
+        assert not any(x.buffer for x in connections._by_descriptor.values())
 
 
 def test_a_flood_does_not_take_all_descriptors():
