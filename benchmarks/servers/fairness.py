@@ -6,17 +6,25 @@ while a hostile key has tasks with 16 times the work, and while other keys, with
 each, always have tasks of the same size in flight. The latency should be at most three times the
 idle one next to a hostile key, and n + 1 times next to n busy keys. Answers are checked first, bit
 for bit. All states alternate in each round.
+
+A second server, at a TCP address, is flooded: a hostile key sends payloads over several connections
+and never waits for replies. Real attackers run on other machines. Here they may use one of the
+cores: once with the lowest priority, so that they take little time from the server and the honest
+client, and once with the usual one.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import socket as system
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +47,10 @@ CONNECTIONS = 120  # of the hostile key, each with DEPTH tasks; it gets no more 
 MANY_TASKS = TOKENS, CONNECTIONS, DEPTH
 LARGE_TASKS = 4 * TOKENS, 8, 1
 BUSY = (1, 2, 4)  # keys
+FLOODS = (1, 8, 40, 120)  # connections that never wait for replies
+PRIORITIES = {"lowest": 19, "usual": 0}  # of the flood's process
 _SETTLING = 0.2  # seconds until latencies count
+_CONNECTING, _FLOODING = 2.5, 1.0  # seconds until a flood begins, and until latencies are measured
 
 
 def keys_for(path: Path, clients: int) -> tuple[Path, list[Path]]:
@@ -174,40 +185,119 @@ def hostile(pipe: Any, address: str, keys: Path) -> None:
                         pipe.send(count)
 
 
-def measure(rounds: int, seconds: float, begin: Callable[[str], None]) -> list[Row]:
-    """Return the honest client's median latency in each state, over its own in the same round."""
-    with ExitStack() as stack:
-        path = Path(stack.enter_context(folder()))
-        server_keys, keys = keys_for(path, 2 + max(BUSY))
-        server = stack.enter_context(Server(f"ipc://{path}/s", "zmq", keys=server_keys))
-        server.status(keys[0])
-        measured = stack.enter_context(Peer(honest, server.address, keys[0]))
-        attacker = stack.enter_context(Peer(hostile, server.address, keys[1]))
-        others = [stack.enter_context(Peer(busy, server.address, x)) for x in keys[2:]]
-        for peer in (measured, attacker, *others):
-            peer.hear()
-        states: list[tuple[str, float, list[tuple[Peer, tuple[Any, ...]]]]] = [
-            ("alone", 1.0, []),
-            ("hostile", 3.0, [(attacker, (MANY_TASKS,))]),
-            ("hostile, large tasks", 3.0, [(attacker, (LARGE_TASKS,))]),
+def flood(pipe: Any, address: str, keys: Path, priority: int) -> None:
+    """Send payloads over new connections between two times, without waiting for replies."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.nice(priority)
+    packed = pack(task(TOKENS))
+    pipe.send("ready")
+    while True:
+        start, stop, number = pipe.recv()
+        count, context = 0, zmq.Context()
+        poller, connections = zmq.Poller(), {}
+        for _ in range(number):
+            connection = Connection(context, address, keys)
+            connections[connection.socket] = connection
+            poller.register(connection.socket, zmq.POLLIN | zmq.POLLOUT)
+        time.sleep(max(0.0, start - time.monotonic()))
+        while time.monotonic() < stop:
+            for socket, events in poller.poll(10):
+                if events & zmq.POLLIN:
+                    socket.recv()
+                if events & zmq.POLLOUT:
+                    connections[socket].ask(packed)
+                    count += 1
+        context.destroy(linger=0)
+        pipe.send(count)
+
+
+@dataclass(frozen=True)
+class State:
+    """What other keys do while the honest client's latency is measured.
+
+    Attributes:
+        name: of the state.
+        bound: how many times its own latency the honest client may wait.
+        peers: the other keys' processes, and what each is told in addition to the times.
+        head_start: seconds by which they begin before the honest client.
+    """
+
+    name: str
+    bound: float
+    peers: Sequence[tuple[Peer, tuple[Any, ...]]] = ()
+    head_start: float = 0.0
+
+
+def busy_keys(stack: ExitStack) -> tuple[Peer, list[State]]:
+    """Start a server and its clients; return the honest one and the states."""
+    path = Path(stack.enter_context(folder()))
+    server_keys, keys = keys_for(path, 2 + max(BUSY))
+    server = stack.enter_context(Server(f"ipc://{path}/s", "zmq", keys=server_keys))
+    server.status(keys[0])
+    measured = stack.enter_context(Peer(honest, server.address, keys[0]))
+    attacker = stack.enter_context(Peer(hostile, server.address, keys[1]))
+    others = [stack.enter_context(Peer(busy, server.address, x)) for x in keys[2:]]
+    for peer in (measured, attacker, *others):
+        peer.hear()
+    states = [
+        State("alone", 1.0),
+        State("hostile", 3.0, [(attacker, (MANY_TASKS,))]),
+        State("hostile, large tasks", 3.0, [(attacker, (LARGE_TASKS,))]),
+    ]
+    states += [State(f"{n} busy", n + 1.0, [(x, ()) for x in others[:n]]) for n in BUSY]
+    return measured, states
+
+
+def floods(stack: ExitStack) -> tuple[Peer, list[State]]:
+    """Start a server, its honest client and floods; return the client and the states."""
+    server_keys, keys = keys_for(Path(stack.enter_context(folder())), 2)
+    with system.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    stack.enter_context(Server(address, "zmq", keys=server_keys)).status(keys[0])
+    measured = stack.enter_context(Peer(honest, address, keys[0]))
+    measured.hear()
+    states = [State("alone, TCP", 1.0)]
+    for name, priority in PRIORITIES.items():
+        attacker = stack.enter_context(Peer(flood, address, keys[1], priority))
+        attacker.hear()
+        states += [
+            State(f"flood of {n}, {name} priority", 3.0, [(attacker, (n,))], _FLOODING)
+            for n in FLOODS
         ]
-        states += [(f"{n} busy", n + 1.0, [(x, ()) for x in others[:n]]) for n in BUSY]
-        found: dict[str, list[float]] = {name: [] for name, *_ in states}
-        served: dict[str, list[int]] = {name: [] for name, *_ in states}
+    return measured, states
+
+
+def measure(
+    start_all: Callable[[ExitStack], tuple[Peer, list[State]]],
+    rounds: int,
+    seconds: float,
+    begin: Callable[[str], None],
+) -> list[Row]:
+    """Return the honest client's median latency in each state, over its own in the same round.
+
+    Its own latency is that of the first state.
+    """
+    with ExitStack() as stack:
+        measured, states = start_all(stack)
+        found: list[list[float]] = [[] for _ in states]
+        served: list[list[int]] = [[] for _ in states]
         for turn in range(rounds):
-            first = turn % len(states)
-            for name, _, peers in states[first:] + states[:first]:
-                begin(f"{name}, round {turn + 1} of {rounds}")
-                start = time.monotonic() + 0.1
-                for peer, tasks in ((measured, ()), *peers):
-                    peer.pipe.send((start, start + seconds, *tasks))
-                found[name].append(statistics.median(measured.hear()))
-                served[name].append(sum(peer.hear() for peer, _ in peers))
+            for i in range(len(states)):
+                at = (turn + i) % len(states)
+                state = states[at]
+                begin(f"{state.name}, round {turn + 1} of {rounds}")
+                first = time.monotonic() + (_CONNECTING if state.head_start else 0.1)
+                start = first + state.head_start
+                measured.pipe.send((start, start + seconds))
+                for peer, told in state.peers:
+                    peer.pipe.send((first, start + seconds, *told))
+                found[at].append(statistics.median(measured.hear()))
+                served[at].append(sum(peer.hear() for peer, _ in state.peers))
     rows = []
-    for name, bound, _ in states:
-        ratios = [x / own for x, own in zip(found[name], found["alone"], strict=True)]
-        row = {"state": name, "bound": bound, "ratio": statistics.median(ratios)}
-        rows.append(row | {"latencies": found[name], "ratios": ratios, "tasks": served[name]})
+    for state, latencies, tasks in zip(states, found, served, strict=True):
+        ratios = [x / own for x, own in zip(latencies, found[0], strict=True)]
+        row = {"state": state.name, "bound": state.bound, "ratio": statistics.median(ratios)}
+        rows.append(row | {"latencies": latencies, "ratios": ratios, "tasks": tasks})
     return rows
 
 
@@ -235,8 +325,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = harness.canary()
-    with harness.progress(options.rounds * (3 + len(BUSY))) as begin:
-        rows = measure(options.rounds, options.seconds, begin)
+    states = 3 + len(BUSY), 1 + len(PRIORITIES) * len(FLOODS)
+    with harness.progress(options.rounds * sum(states)) as begin:
+        rows = measure(busy_keys, options.rounds, options.seconds, begin)
+        rows += measure(floods, options.rounds, options.seconds, begin)
     after = harness.canary()
     print(table(rows))
     drift = harness.check_canary(before, after)
