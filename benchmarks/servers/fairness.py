@@ -7,8 +7,8 @@ each, always have tasks of the same size in flight. The latency should be at mos
 idle one next to a hostile key, and n + 1 times next to n busy keys. Answers are checked first, bit
 for bit. All states alternate in each round.
 
-A second server, at a TCP address, is flooded: a hostile key sends payloads over several connections
-and never waits for replies. Real attackers run on other machines. Here they may use one of the
+A second server is flooded: a hostile key sends payloads over several connections and never waits
+for replies. Real attackers run on other machines. Here they may use one of the
 cores: once with the lowest priority, so that they take little time from the server and the honest
 client, and once with the usual one.
 """
@@ -50,7 +50,7 @@ BUSY = (1, 2, 4)  # keys
 FLOODS = (1, 8, 40, 120)  # connections that never wait for replies
 PRIORITIES = {"lowest": 19, "usual": 0}  # of the flood's process
 _SETTLING = 0.2  # seconds until latencies count
-_CONNECTING, _FLOODING = 2.5, 1.0  # seconds until a flood begins, and until latencies are measured
+_FLOODING = 1.0  # seconds from a flood's begin until latencies are measured
 
 
 def keys_for(path: Path, clients: int) -> tuple[Path, list[Path]]:
@@ -192,13 +192,14 @@ def flood(pipe: Any, address: str, keys: Path, priority: int) -> None:
     packed = pack(task(TOKENS))
     pipe.send("ready")
     while True:
-        start, stop, number = pipe.recv()
         count, context = 0, zmq.Context()
         poller, connections = zmq.Poller(), {}
-        for _ in range(number):
+        for _ in range(pipe.recv()):
             connection = Connection(context, address, keys)
             connections[connection.socket] = connection
             poller.register(connection.socket, zmq.POLLIN | zmq.POLLOUT)
+        pipe.send("connected")
+        start, stop = pipe.recv()
         time.sleep(max(0.0, start - time.monotonic()))
         while time.monotonic() < stop:
             for socket, events in poller.poll(10):
@@ -219,24 +220,30 @@ class State:
         name: of the state.
         bound: how many times its own latency the honest client may wait.
         peers: the other keys' processes, and what each is told in addition to the times.
-        head_start: seconds by which they begin before the honest client.
+        flood: the number of connections of a flood, of which the first peer is told before.
     """
 
     name: str
     bound: float
     peers: Sequence[tuple[Peer, tuple[Any, ...]]] = ()
-    head_start: float = 0.0
+    flood: int = 0
+
+
+def keyed_server(stack: ExitStack, clients: int) -> tuple[str, list[Path]]:
+    """Start a server; return its address and the clients' folders of keys."""
+    server_keys, keys = keys_for(Path(stack.enter_context(folder())), clients)
+    with system.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    stack.enter_context(Server(address, "zmq", keys=server_keys)).status(keys[0])
+    return address, keys
 
 
 def busy_keys(stack: ExitStack) -> tuple[Peer, list[State]]:
     """Start a server and its clients; return the honest one and the states."""
-    path = Path(stack.enter_context(folder()))
-    server_keys, keys = keys_for(path, 2 + max(BUSY))
-    server = stack.enter_context(Server(f"ipc://{path}/s", "zmq", keys=server_keys))
-    server.status(keys[0])
-    measured = stack.enter_context(Peer(honest, server.address, keys[0]))
-    attacker = stack.enter_context(Peer(hostile, server.address, keys[1]))
-    others = [stack.enter_context(Peer(busy, server.address, x)) for x in keys[2:]]
+    address, (own, second, *rest) = keyed_server(stack, 2 + max(BUSY))
+    measured = stack.enter_context(Peer(honest, address, own))
+    attacker = stack.enter_context(Peer(hostile, address, second))
+    others = [stack.enter_context(Peer(busy, address, x)) for x in rest]
     for peer in (measured, attacker, *others):
         peer.hear()
     states = [
@@ -250,19 +257,15 @@ def busy_keys(stack: ExitStack) -> tuple[Peer, list[State]]:
 
 def floods(stack: ExitStack) -> tuple[Peer, list[State]]:
     """Start a server, its honest client and floods; return the client and the states."""
-    server_keys, keys = keys_for(Path(stack.enter_context(folder())), 2)
-    with system.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    stack.enter_context(Server(address, "zmq", keys=server_keys)).status(keys[0])
-    measured = stack.enter_context(Peer(honest, address, keys[0]))
+    address, (own, second) = keyed_server(stack, 2)
+    measured = stack.enter_context(Peer(honest, address, own))
     measured.hear()
-    states = [State("alone, TCP", 1.0)]
+    states = [State("alone", 1.0)]
     for name, priority in PRIORITIES.items():
-        attacker = stack.enter_context(Peer(flood, address, keys[1], priority))
+        attacker = stack.enter_context(Peer(flood, address, second, priority))
         attacker.hear()
         states += [
-            State(f"flood of {n}, {name} priority", 3.0, [(attacker, (n,))], _FLOODING)
-            for n in FLOODS
+            State(f"flood of {n}, {name} priority", 3.0, [(attacker, ())], n) for n in FLOODS
         ]
     return measured, states
 
@@ -286,8 +289,11 @@ def measure(
                 at = (turn + i) % len(states)
                 state = states[at]
                 begin(f"{state.name}, round {turn + 1} of {rounds}")
-                first = time.monotonic() + (_CONNECTING if state.head_start else 0.1)
-                start = first + state.head_start
+                if state.flood:
+                    state.peers[0][0].pipe.send(state.flood)
+                    state.peers[0][0].hear()
+                first = time.monotonic() + 0.1
+                start = first + (_FLOODING if state.flood else 0.0)
                 measured.pipe.send((start, start + seconds))
                 for peer, told in state.peers:
                     peer.pipe.send((first, start + seconds, *told))
