@@ -47,6 +47,7 @@ _SENDING_SECONDS = 2.0  # since a connection last sent payloads
 _SHARED_BUFFER_BYTES = 2**17  # of all connections of a key that send payloads
 _USUAL_BUFFER_BYTES = 2**16  # before the system enlarges it
 _MAX_SEGMENT_BYTES = 1448  # as on Ethernet
+_MIN_SEGMENTS = 4  # that fit into a small receive buffer
 _ADVERTISED_SEGMENT = slice(84, 88)  # of Linux's tcp_info
 _UNREAD_SLACK_BYTES = 2**24  # header, framing, and the system's own buffers for a message
 _MAX_EVENTS_SECONDS = 0.02
@@ -108,7 +109,7 @@ class Connections:
       eight per lease or while three quarters of the process's descriptors are in use.
 
     If several keys have connections, and one of them sends over more than two connections, it gets
-    small receive buffers: 128 KiB for all that send, but at least a segment for each connection.
+    small receive buffers: 128 KiB for all that send, but at least four segments for each of them.
 
     Unix sockets do not count bytes, so only the first and the last rule apply to them.
     """
@@ -225,8 +226,8 @@ class Connections:
         if connection.counted and not size <= connection.buffer <= 2 * size:
             connection.buffer = size
             with suppress(OSError), self._socket_of(connection.descriptor) as socket:
-                # A sender whose segment does not fit would wait for a timer, of 200 ms and more.
-                least = _number(_tcp_info(socket)[_ADVERTISED_SEGMENT])
+                # A sender whose segments do not fit would wait for a timer, of 200 ms and more.
+                least = _MIN_SEGMENTS * _number(_tcp_info(socket)[_ADVERTISED_SEGMENT])
                 size = max(size, least) if size else _USUAL_BUFFER_BYTES
                 socket.setsockopt(system.SOL_SOCKET, system.SO_RCVBUF, size)
                 if not connection.buffer:
