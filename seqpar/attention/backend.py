@@ -34,11 +34,11 @@ def use_backend(name: str) -> Iterator[None]:
     """Compute the local part of every attention call within the context with the named backend.
 
     The backends are "aten" (ATen's fused kernels, with plain PyTorch where they are not exact),
-    "triton" (our kernels, on CUDA), "flash_attn" (the package, on CUDA), "reference" (plain
-    PyTorch), and "fla" (the package fla-core, on CUDA), which applies only to recurrent attention.
-    Without a context, the backend is "aten", or on CUDA "triton" for softmax attention that ATen's
-    kernel cannot compute completely and for linear attention, and "fla" for recurrent attention if
-    it is installed. A call's backward uses the backend of its forward, even
+    "triton" (our kernels, on CUDA), "flash_attn" (the best package of FlashAttention, on CUDA),
+    "reference" (plain PyTorch), and "fla" (the package fla-core, on CUDA), which applies only to
+    recurrent attention. Without a context, the backend is "aten". On CUDA it is "triton" for linear
+    attention, "fla" for recurrent attention if it is installed, and for softmax attention the first
+    of an order that depends on the GPU. A call's backward uses the backend of its forward, even
     outside the context. The choice holds for all threads of the process, so threads should not
     choose simultaneously.
 

@@ -25,13 +25,15 @@ from seqpar.core.torch_private import missing
 from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.softmax.backends import choice
+from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
+from seqpar.softmax.backends.gpu_kernels import kernel_table
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
 
-PACKAGES = (
-    "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "pyzmq", "msgspec", "xxhash",
-    "nixl", "prometheus-client", "rich", "matplotlib", "transformers", "accelerate", "trl",
-    "datasets", "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
+DISTRIBUTIONS = (
+    "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "flash-attn-4", "pyzmq",
+    "msgspec", "xxhash", "nixl", "prometheus-client", "rich", "matplotlib", "transformers",
+    "accelerate", "trl", "datasets", "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
 LAUNCHER_SETTINGS = (
@@ -95,12 +97,14 @@ def describe(ranks: int) -> dict[str, Any]:
         "messages": available(),
         "versions": {
             "python": environment["python"],
-            **{name: version(name) for name in PACKAGES},
+            **{name: version(name) for name in DISTRIBUTIONS},
             "torch": torch.__version__,  # package metadata may omit the build
         },
         "builds": builds() | {"commit of seqpar": environment["commit"] or "not a checkout"},
         "missing in torch": missing(),
         "settings": settings,
+        "kernels": kernel_table(),
+        "flash attention": packages(),
         "backends": {kind: backends(kind) for kind in BACKENDS},
         "strategies": {name: supported(name, ranks) for name in sorted(SOFTMAX)},
         "ranks": ranks,
@@ -174,6 +178,13 @@ def builds() -> dict[str, str]:
     return {name: str(part) if part else "none" for name, part in parts.items()}
 
 
+def packages() -> dict[str, str]:
+    """Return "available" or the reason why a package of FlashAttention cannot be used, by name."""
+    first = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+    kernels = {name: load_package(name, first or x.majors[0]) for name, x in PACKAGES.items()}
+    return {name: x if isinstance(x, str) else "available" for name, x in kernels.items()}
+
+
 def backends(kind: str) -> dict[str, dict[str, str | None]]:
     """Return the reason why a backend refuses a device and dtype, or None, by backend."""
     places = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -224,6 +235,9 @@ def as_text(report: dict[str, Any]) -> str:
         "  no GPU: ranks compute on the CPU, and messages go through gloo"
     ]
     lines += _rows("links", report["links"])
+    lines += _rows("packages of FlashAttention", report["flash attention"])
+    for gpus, kernels in report["kernels"].items():
+        lines += _rows(f"default kernels of softmax attention on {gpus}", kernels)
     for kind, rows in report["backends"].items():
         lines += _table(f"backends of {kind} attention", rows)
     lines += _table(f"strategies, on {report['ranks']} ranks", report["strategies"])

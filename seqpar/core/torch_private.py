@@ -41,11 +41,11 @@ NAMES = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": Use(
         "2.3", "its backward, given the lse of all keys on all ranks"
     ),
-    "torch.ops.aten._scaled_dot_product_flash_attention": Use(
-        "2.1", "attention on CUDA: the public function returns no lse"
+    "torch.ops.aten._flash_attention_forward": Use(
+        "2.6", "attention on CUDA: one call for all documents, which returns their lse"
     ),
-    "torch.ops.aten._scaled_dot_product_flash_attention_backward": Use(
-        "2.1", "its backward, given the lse of all keys on all ranks"
+    "torch.ops.aten._flash_attention_backward": Use(
+        "2.6", "its backward, given the lse of all keys on all ranks"
     ),
     "torch.cpu._is_amx_tile_supported": Use(
         "2.6", "to compute bf16 natively where the CPU has matrix units"
@@ -158,13 +158,13 @@ def cpu_attention_backward() -> Kernel:
 
 
 def cuda_attention() -> Kernel:
-    """Return ATen's FlashAttention-2, (q, k, v, …) -> (out, lse, …)."""
-    return _kernel("_scaled_dot_product_flash_attention")
+    """Return ATen's FlashAttention-2, (q, k, v, cu_q, cu_k, …) -> (out, lse, …)."""
+    return _kernel("_flash_attention_forward")
 
 
 def cuda_attention_backward() -> Kernel:
     """Return the backward of `cuda_attention`, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
-    return _kernel("_scaled_dot_product_flash_attention_backward")
+    return _kernel("_flash_attention_backward")
 
 
 @cache

@@ -31,6 +31,10 @@ WALK = {
 CALLS = {
     flash.choose: {"kind": "forward", "q": Q, "v": Q},
     flash.empty_partial: {"q": Q, "value_dim": 16},
+    flash.accumulate: {"out": Q, "lse": ROWS, "partial_out": Q.clone()}
+    | {"partial_lse": ROWS.double(), "index": torch.arange(T, device=DEVICE)},
+    flash.add_to_rows: {"part": Q, "total": Q.clone(), "sign": 1}
+    | {"index": torch.arange(T, device=DEVICE)},
     flash.delta: {"out": Q, "dout": Q, "dlse": ROWS},
     flash.forward_launches: HOPS | {"programs": 0},
     flash.backward_launches: ADD | {"transposed": False},

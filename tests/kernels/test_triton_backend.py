@@ -10,9 +10,9 @@ import triton
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax import attend
-from seqpar.softmax.backends import pieces
 from seqpar.softmax.backends import triton as fused
 from seqpar.softmax.backends.choice import load_backend
+from seqpar.softmax.backends.varlen_calls import varlen_work
 from tests.kernels.operands import TRITON_REFUSES
 from tests.support.calls import assert_infinite_sinks_are_limits, local
 from tests.support.cases import (
@@ -116,7 +116,7 @@ def run_mixed(group, case):
     """The call, with ATen for blocks without cut pieces, as CUDA has it by default."""
 
     def backend(q, k, v, slices, options):
-        name = "aten" if pieces.unmasked_fused(slices).plain is None else "triton"
+        name = "aten" if varlen_work(slices).remaining is None else "triton"
         return load_backend(name)
 
     with pytest.MonkeyPatch.context() as patched:

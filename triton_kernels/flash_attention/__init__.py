@@ -3,6 +3,7 @@
 The forward continues partial results, and the backward adds to gradients.
 """
 
+from .accumulate import accumulate, add_to_rows
 from .backward import Queries, backward, backward_kv, backward_q
 from .configs import Config, choose
 from .delta import delta
@@ -16,6 +17,8 @@ __all__ = [
     "Queries",
     "Results",
     "SliceTable",
+    "accumulate",
+    "add_to_rows",
     "backward",
     "backward_kv",
     "backward_launches",

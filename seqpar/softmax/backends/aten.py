@@ -2,9 +2,7 @@
 
 On CPUs the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It also takes half precision,
 but many CPUs compute faster in fp32; inputs are then cast, and results rounded at the end. On CUDA
-the kernel is FlashAttention-2, for half-precision pieces without a mask; a deterministic backward
-takes our Triton kernels. Plain PyTorch computes the rest: other pieces and ALiBi on CUDA, and a
-softcap on any device.
+the kernel is FlashAttention-2 (`aten_cuda.py`). Plain PyTorch computes a softcap.
 
 Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
 queries, Hkv of keys and values), D head dim (Dv of values).
@@ -13,13 +11,10 @@ queries, Hkv of keys and values), D head dim (Dv of values).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.core.torch_private import (
@@ -27,17 +22,20 @@ from seqpar.core.torch_private import (
     cpu_attention_backward,
     cpu_has_bf16_products,
     cpu_has_matrix_units,
-    cuda_attention,
-    cuda_attention_backward,
 )
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import pieces, reference
-from seqpar.softmax.backends.pieces import Piece, WorkSplit
+from seqpar.softmax.backends import aten_cuda, pieces, reference
+from seqpar.softmax.backends.kernel_operands import (
+    joint_head_dim,
+    pad_heads,
+    positive_scale,
+    with_column,
+)
+from seqpar.softmax.backends.pieces import Piece
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _HALF = (torch.bfloat16, torch.float16)
-_MAX_CUDA_HEAD_DIM = 256
 # In documents of up to this many queries, half-precision backward runs in fp32. ATen rounds dk and
 # dv once per 1,024 queries. Two ranks that each round their contribution have 1.41 times its error
 # with 1,024 queries, 1.34 times with 1,152, and 0.87 times with 2,048. The limit counts the queries
@@ -48,8 +46,8 @@ _MAX_QUERIES_ROUNDED_ONCE = 1536
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
 
 
-class BackwardRows(NamedTuple):
-    """Rows of a piece that a backward kernel reads, (B, n or m, H, D).
+class _BackwardRows(NamedTuple):
+    """Rows of a piece that the backward kernel reads, (B, n or m, H, D).
 
     out and lse are the final ones, over all keys on all ranks.
     """
@@ -62,84 +60,16 @@ class BackwardRows(NamedTuple):
     v: Tensor
 
 
-class PieceKernels(NamedTuple):
-    """Fused kernels that compute one piece, and the choice of the pieces that they compute.
-
-    Attributes:
-        split_work: gets q, the value head dim, the slices and the options.
-        forward: gets the piece's rows of q, k and v, and returns out (B, n, Hq, Dv) and lse
-            (B, n, Hq), −inf for a row without keys.
-        backward: returns dq, dk and dv of the piece.
-    """
-
-    split_work: Callable[[Tensor, int, Slices, CallOptions], WorkSplit]
-    forward: Callable[[Tensor, Tensor, Tensor, Piece, Slices, CallOptions], tuple[Tensor, Tensor]]
-    backward: Callable[[BackwardRows, Piece, Slices, CallOptions], tuple[Tensor, ...]]
-
-    def merge_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: Slices,
-        partial: Partial,
-        options: CallOptions,
-    ) -> None:
-        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
-        value_dim, width = v.shape[-1], _padded_head_dim(q, v)
-        split = self.split_work(q, value_dim, slices, options)
-        if split.plain is not None:
-            reference.forward(q, k, v, split.plain, partial, options)
-        q, options, _ = _positive_scale(q, options)
-        q, k, v = (_pad(x, width) for x in (q, k, v))
-        for piece in split.fused:
-            rows, keys = piece.rows, piece.keys
-            out, lse = self.forward(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
-            first = piece.first and partial.empty and split.plain is None
-            (partial.put if first else partial.merge)(rows, out[..., :value_dim], lse)
-
-    def add_gradients(
-        self,
-        output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: Slices,
-        gradients: PartialGradients,
-        options: CallOptions,
-    ) -> None:
-        """Add to `gradients` what flows through the slices; see `attend_backward`.
-
-        Fused kernels take no gradient of lse. It is therefore added to dout·v: v gets a column of
-        ones, dout a column of dlse, and out a column of zeros.
-        """
-        has_dlse = output.dlse is not None
-        split = self.split_work(q, v.shape[-1] + has_dlse, slices, options)
-        if split.plain is not None:
-            reference.backward(output, q, k, v, split.plain, gradients, options)
-        dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
-        if output.dlse is not None:
-            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-            dout = torch.cat([dout, output.dlse[..., None].to(dout.dtype)], -1)
-        width = _padded_head_dim(q, v)
-        q, options, sign = _positive_scale(q, options)
-        q, k, v, dout, out = (_pad(x, width) for x in (q, k, v, dout, output.ensure_out()))
-        for piece in split.fused:
-            rows, keys = piece.rows, piece.keys
-            operands = BackwardRows(
-                dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows], k[:, keys], v[:, keys]
-            )
-            dq, dk, dv = self.backward(operands, piece, slices, options)
-            gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
-            gradients.dk[:, keys] += dk[..., :dim]
-            gradients.dv[:, keys] += dv[..., :value_dim]
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
-    _ATEN.merge_forward(q, k, v, slices, partial, options)
+    if aten_cuda.computes(q):
+        aten_cuda.KERNEL.merge_forward(q, k, v, slices, partial, options)
+    elif q.is_cuda or options.softcap:
+        reference.forward(q, k, v, slices, partial, options)
+    else:
+        _merge_forward(q, k, v, slices, partial, options)
 
 
 def backward(
@@ -151,43 +81,64 @@ def backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients` what flows through the slices; see `attend_backward`.
-
-    ATen's kernel on CUDA gives the same bits each time only under torch's switch for all threads of
-    the process, which makes operators of other threads raise. Our Triton kernels need no switch.
-    """
-    backward_kernels = _ATEN.add_gradients
-    columns = v.shape[-1] + (output.dlse is not None)
-    if q.is_cuda and options.deterministic and _split_work(q, columns, slices, options).fused:
-        from seqpar.softmax.backends import triton
-
-        backward_kernels = triton.backward
-    backward_kernels(output, q, k, v, slices, gradients, options)
+    """Add to `gradients` what flows through the slices; see `attend_backward`."""
+    if aten_cuda.computes(q):
+        aten_cuda.backward(output, q, k, v, slices, gradients, options)
+    elif q.is_cuda or options.softcap:
+        reference.backward(output, q, k, v, slices, gradients, options)
+    else:
+        _add_gradients(output, q, k, v, slices, gradients, options)
 
 
-@cache
-def is_recent(device: torch.device) -> bool:
-    """Return whether FlashAttention-2 runs on this GPU: sm_80 and up."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _merge_forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
+) -> None:
+    value_dim, width = v.shape[-1], _head_dim(q, v)
+    q, options, _ = positive_scale(q, options)
+    q, k, v = (pad_heads(x, width) for x in (q, k, v))
+    for piece in _pieces_of(q, slices, options):
+        rows, keys = piece.rows, piece.keys
+        out, lse = _forward(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
+        first = piece.first and partial.empty
+        (partial.put if first else partial.merge)(rows, out[..., :value_dim], lse)
 
 
-def fuses(q: Tensor, *head_dims: int, softcap: float) -> bool:
-    """Return whether ATen's CUDA kernel computes pieces without a mask, of these operands."""
-    fits = q.dtype in _HALF and max(head_dims) <= _MAX_CUDA_HEAD_DIM
-    return fits and not softcap and is_recent(q.device)
+def _add_gradients(
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: PartialGradients,
+    options: CallOptions,
+) -> None:
+    dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
+    if output.dlse is not None:
+        v = with_column(v, torch.ones_like(v[..., 0]))
+        dout = with_column(dout, output.dlse)
+    width = _head_dim(q, v)
+    q, options, sign = positive_scale(q, options)
+    q, k, v, dout, out = (pad_heads(x, width) for x in (q, k, v, dout, output.ensure_out()))
+    for piece in _pieces_of(q, slices, options):
+        rows, keys = piece.rows, piece.keys
+        operands = _BackwardRows(
+            dout[:, rows], q[:, rows], out[:, rows], output.lse[:, rows], k[:, keys], v[:, keys]
+        )
+        dq, dk, dv = _backward(operands, piece, slices, options)
+        gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
+        gradients.dk[:, keys] += dk[..., :dim]
+        gradients.dv[:, keys] += dv[..., :value_dim]
 
 
-def _split_work(q: Tensor, value_dim: int, slices: Slices, options: CallOptions) -> WorkSplit:
-    biased = options.slopes is not None
-    if q.is_cuda:
-        if not biased and fuses(q, q.shape[-1], value_dim, softcap=options.softcap):
-            return pieces.unmasked_fused(slices)
-        return pieces.all_plain(slices)
-    if options.softcap:
-        return pieces.all_plain(slices)
-    if biased:
-        return pieces.all_biased(slices, q.shape[0] * q.shape[2])
-    return pieces.all_fused(slices)
+def _pieces_of(q: Tensor, slices: Slices, options: CallOptions) -> list[Piece]:
+    if options.slopes is None:
+        return pieces.cut_slices(slices)
+    return pieces.cut_biased_slices(slices, q.shape[0] * q.shape[2])
+
+
+def _head_dim(q: Tensor, v: Tensor) -> int:
+    """Return the one head dim that the kernel takes for q, k and v; a multiple of 8 if D ≠ Dv."""
+    return q.shape[-1] if q.shape[-1] == v.shape[-1] else joint_head_dim(q, v)
 
 
 def _forward(
@@ -195,9 +146,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = {"dropout_p": 0.0, "is_causal": piece.causal, "scale": options.scale}
-    if q.is_cuda:
-        out, lse, *_ = cuda_attention()(q, k, v, **arguments)
-        return out.transpose(1, 2), lse.transpose(1, 2)
     slopes = options.slopes
     if q.dtype in _HALF and not (slopes is None and half_is_faster_in_forward(q.dtype)):
         q, k, v = (x.float() for x in (q, k, v))
@@ -251,52 +199,19 @@ def _with_special_rows(
 
 
 def _backward(
-    rows: BackwardRows, piece: Piece, slices: Slices, options: CallOptions
+    rows: _BackwardRows, piece: Piece, slices: Slices, options: CallOptions
 ) -> tuple[Tensor, ...]:
     dout, q, out, lse, k, v = (x.transpose(1, 2) for x in rows)
-    gradients: tuple[Tensor, ...]
-    if q.is_cuda:
-        no_random_state = torch.empty(0, dtype=torch.int64, device=q.device)
-        gradients = cuda_attention_backward()(
-            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
-            0.0, piece.causal, no_random_state, no_random_state, scale=options.scale,
-        )  # fmt: skip
-    else:
-        slopes, half = options.slopes, q.dtype in _HALF
-        if half and not (slopes is None and half_is_faster_in_backward(q.dtype, piece.query_end)):
-            dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-        mask, _ = pieces.additive_mask(piece, slices, q.dtype, q.device)
-        mask, shift = pieces.with_bias(mask, piece, slices, slopes)
-        lse = lse if shift is None else (lse + shift.transpose(1, 2)).to(lse.dtype)
-        gradients = cpu_attention_backward()(
-            dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
-        )
+    slopes, half = options.slopes, q.dtype in _HALF
+    if half and not (slopes is None and half_is_faster_in_backward(q.dtype, piece.query_end)):
+        dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+    mask, _ = pieces.additive_mask(piece, slices, q.dtype, q.device)
+    mask, shift = pieces.with_bias(mask, piece, slices, slopes)
+    lse = lse if shift is None else (lse + shift.transpose(1, 2)).to(lse.dtype)
+    gradients = cpu_attention_backward()(
+        dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=options.scale
+    )
     return tuple(x.transpose(1, 2) for x in gradients)
-
-
-def _positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions, int]:
-    """Return q and options with a positive scale that give the same scores, and the scale's sign.
-
-    Fused kernels scale after masking: a scale of 0 would turn −∞ into NaN, and a negative one into
-    +∞. dq of the new q, times the sign, is dq of q.
-    """
-    if options.scale > 0:
-        return q, options, 1
-    sign = -1 if options.scale else 0
-    return q * sign, replace(options, scale=-options.scale or 1.0), sign
-
-
-def _padded_head_dim(q: Tensor, v: Tensor) -> int:
-    """Return the one head dim that fused kernels take for q, k and v.
-
-    It is a multiple of 8 on CUDA, and where D and Dv differ.
-    """
-    width = max(q.shape[-1], v.shape[-1])
-    return width if q.shape[-1] == v.shape[-1] and not q.is_cuda else -(-width // 8) * 8
-
-
-def _pad(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def half_is_faster_in_forward(dtype: torch.dtype) -> bool:
@@ -331,6 +246,3 @@ def _cpu_vendor() -> str:
             return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")
     except OSError:
         return ""
-
-
-_ATEN = PieceKernels(_split_work, _forward, _backward)

@@ -1,9 +1,7 @@
 """The interface of a softmax backend, and the choice of the backend for a block of keys.
 
-Users may force a backend. Otherwise CPUs use `aten`. CUDA devices use `aten` for blocks that its
-fused kernel computes completely, until a committed result of a device shows that our Triton kernels
-are faster there. They use `triton` for the other blocks, such as blocks under a window: there
-`aten` falls back to plain PyTorch, which takes many times as long.
+Users may force a backend. Otherwise CPUs use `aten`, and CUDA devices the first kernel of
+`gpu_kernels.py` that computes a block completely.
 """
 
 from __future__ import annotations
@@ -17,7 +15,9 @@ from torch import Tensor
 from seqpar.attention.backend import DEFAULT, triton_refusal
 from seqpar.core.arguments import shown
 from seqpar.layout.masks.mask import Blocks, Slices
-from seqpar.softmax.backends import aten, pieces
+from seqpar.softmax.backends import aten, aten_cuda
+from seqpar.softmax.backends.flash_attn_packages import gpu_major
+from seqpar.softmax.backends.gpu_kernels import best_backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -130,11 +130,6 @@ def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: Ca
     """
     if options.anchored:  # `anchored_refusal` has checked that this backend can compute the call
         return "triton" if q.is_cuda else "aten"
-    if not q.is_cuda or not aten.is_recent(q.device):
+    if not aten_cuda.computes(q):
         return "aten"
-    # Backward may add a column to v, for the gradient of lse.
-    head_dims = k.shape[-1], v.shape[-1] + 1
-    fused = options.slopes is None and aten.fuses(q, *head_dims, softcap=options.softcap)
-    if (fused and pieces.unmasked_fused(slices).plain is None) or triton_refusal(q, v):
-        return "aten"
-    return "triton"
+    return best_backend(q, v, slices, options, gpu_major(q.device))

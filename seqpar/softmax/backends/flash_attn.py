@@ -1,75 +1,76 @@
-"""Attention over slices with the package flash-attn (Dao's FlashAttention-2), if it is installed.
+"""Attention over slices with a package of FlashAttention, the best that is installed.
 
-It computes full and causal pieces, in bf16 and fp16 on CUDA. Plain PyTorch computes pieces under a
-mask, such as a window, and all pieces with a softcap or ALiBi: the package measures ALiBi's
-distances in rows, not in positions. Users who prefer its kernels to ours ask for it with
-`seqpar.use_backend("flash_attn")`.
+One call computes all documents of a hop, in bf16 and fp16 on CUDA. Plain PyTorch computes what the
+packages cannot: ALiBi, whose distances they measure in rows and not in positions, and masks whose
+rows do not ascend with positions one by one.
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import torch
 from torch import Tensor
 
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import pieces
-from seqpar.softmax.backends.aten import BackwardRows, PieceKernels
-from seqpar.softmax.backends.pieces import Piece, WorkSplit
+from seqpar.softmax.backends import reference
+from seqpar.softmax.backends.flash_attn_packages import PACKAGES, gpu_major, load_package
+from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
-MAX_HEAD_DIM = 256 - 8  # the gradient of lse takes one more column of v, padded to 8
+MAX_HEAD_DIM = 256
+forward_blocks = None  # `attend_blocks` calls `forward` for each block
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
     """Return why these operands cannot be computed, naming the argument, or None."""
     backend = 'the backend "flash_attn"'
-    if importlib.util.find_spec("flash_attn") is None:
-        package = "the package flash-attn, which is not installed"
-        return f"{backend} needs {package}: pip install flash-attn"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.is_cuda:
         actual = f"{q.dtype} on {q.device}"
         return f"q must be bf16 or fp16 on a CUDA device for {backend}, got {actual}"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         limit = f"head dims of at most {MAX_HEAD_DIM}"
-        return f"q and v must have {limit} for {backend}, got {q.shape[-1]}"
+        actual = f"{q.shape[-1]} and {v.shape[-1]}"
+        return f"q and v must have {limit} for {backend}, got {actual}"
+    major = gpu_major(q.device)
+    reasons = [load_package(name, major) for name in PACKAGES]
+    if all(isinstance(reason, str) for reason in reasons):
+        return f"{backend} needs a package: {'; '.join(map(str, reasons))}"
     return None
 
 
-def _split_work(q: Tensor, value_dim: int, slices: Slices, options: CallOptions) -> WorkSplit:
-    changes_scores = options.softcap or options.slopes is not None
-    return pieces.all_plain(slices) if changes_scores else pieces.unmasked_fused(slices)
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
+) -> None:
+    """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
+    kernel = _kernel(q, v, options, has_dlse=False)
+    if kernel is None:
+        reference.forward(q, k, v, slices, partial, options)
+    else:
+        kernel.merge_forward(q, k, v, slices, partial, options)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: CallOptions
-) -> tuple[Tensor, Tensor]:
-    from flash_attn import flash_attn_interface
-
-    out, lse, *_ = flash_attn_interface._flash_attn_forward(
-        q, k, v, 0.0, options.scale, causal=piece.causal, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-    )  # fmt: skip
-    return out, lse.transpose(1, 2)
-
-
-def _backward(
-    rows: BackwardRows, piece: Piece, slices: Slices, options: CallOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn import flash_attn_interface
-
-    dout, q, out, lse, k, v = rows
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    lse = lse.transpose(1, 2).contiguous()
-    flash_attn_interface._flash_attn_backward(
-        dout.contiguous(), q, k, v, out, lse, dq, dk, dv, 0.0, options.scale,
-        causal=piece.causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        alibi_slopes=None, deterministic=options.deterministic,
-    )  # fmt: skip
-    return dq, dk, dv
+def backward(
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: PartialGradients,
+    options: CallOptions,
+) -> None:
+    """Add to `gradients` what flows through the slices; see `attend_backward`."""
+    kernel = _kernel(q, v, options, output.dlse is not None)
+    if kernel is None:
+        reference.backward(output, q, k, v, slices, gradients, options)
+    else:
+        kernel.add_gradients(output, q, k, v, slices, gradients, options)
 
 
-_KERNELS = PieceKernels(_split_work, _forward, _backward)
-forward, backward = _KERNELS.merge_forward, _KERNELS.add_gradients
-forward_blocks = None  # `attend_blocks` calls `forward` for each block
+def _kernel(q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> VarlenKernel | None:
+    """Return the first package's kernel that computes these scores."""
+    major = gpu_major(q.device)
+    for name in PACKAGES:
+        kernel = load_package(name, major)
+        if not isinstance(kernel, str) and kernel.takes(q, v, options, has_dlse):
+            return kernel
+    return None

@@ -1,4 +1,4 @@
-"""Cut slices into the pieces that fused kernels compute: rectangles of query rows × key rows.
+"""Cut slices into the pieces that ATen's CPU kernel computes: query rows × key rows.
 
 A kernel computes a full rectangle of scores, a causal square, or a rectangle under an additive
 mask. Pieces are ranges of rows, not of positions. Rows ascend in position on both sides, so a
@@ -10,7 +10,6 @@ Legend: B batch, Hq query heads, n query rows, m key rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
-from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.compute.alibi import aligned_positions, distances
 
@@ -55,33 +53,9 @@ class Piece(NamedTuple):
         return slice(self.k_start, self.k_stop)
 
 
-class WorkSplit(NamedTuple):
-    """The pieces that a fused kernel computes, and the slices that plain PyTorch computes."""
-
-    fused: list[Piece]
-    plain: Slices | None
-
-
-def all_fused(slices: Slices) -> WorkSplit:
-    """Give every piece to the kernel."""
-    return WorkSplit(_cut_slices(slices), None)
-
-
-def all_plain(slices: Slices) -> WorkSplit:
-    """Give everything to plain PyTorch."""
-    return WorkSplit([], slices)
-
-
-def unmasked_fused(slices: Slices) -> WorkSplit:
-    """Give full and causal pieces to the kernel, and masked ones to plain PyTorch."""
-
-    def build() -> WorkSplit:
-        pieces = _cut_slices(slices)
-        masked = [piece for piece in pieces if piece.band is not None]
-        unmasked = [piece for piece in pieces if piece.band is None]
-        return WorkSplit(unmasked, _masked_slices(masked, slices) if masked else None)
-
-    return slices.derived("unmasked pieces", build)
+def cut_slices(slices: Slices) -> list[Piece]:
+    """Return the pieces of all slices."""
+    return slices.derived("pieces", lambda: _build_pieces(slices))
 
 
 def additive_mask(
@@ -96,10 +70,6 @@ def additive_mask(
     visible = slices.mask(piece.rows, piece.keys, piece.band, device)
     mask = torch.full(visible.shape, -torch.inf, dtype=dtype, device=device)
     return mask.masked_fill_(visible, 0.0), ~visible.any(1) if piece.blank else None
-
-
-def _cut_slices(slices: Slices) -> list[Piece]:
-    return slices.derived("pieces", lambda: _build_pieces(slices))
 
 
 def _build_pieces(slices: Slices) -> list[Piece]:
@@ -186,13 +156,6 @@ def _cut_tiles(q0: int, k0: int, start: Ints, stop: Ints, band: tuple[int, ...])
     return pieces
 
 
-def _masked_slices(masked: list[Piece], slices: Slices) -> Slices:
-    rows = [(*piece[:4], *(piece.band or ())) for piece in masked]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 3, 2)
-    q_rows, k_rows, bands = table.swapaxes(0, 1)
-    return replace(slices, q_rows=q_rows, k_rows=k_rows, bands=bands, derived=Memo())
-
-
 # Pieces for ALiBi's bias, which is linear in distance, and kernels that only take masks. Where all
 # keys of a piece are on one side of all of its queries, a distance is the sum of two: from the
 # query to the piece's nearest key, and from there to the key. The first is the same for all keys of
@@ -201,15 +164,15 @@ def _masked_slices(masked: list[Piece], slices: Slices) -> Slices:
 # the pairs of 8,192 causal tokens.
 
 
-def all_biased(slices: Slices, score_rows: int) -> WorkSplit:
-    """Give everything to a kernel that adds ALiBi's bias; `score_rows` is per query row."""
+def cut_biased_slices(slices: Slices, score_rows: int) -> list[Piece]:
+    """Return pieces for a kernel that adds ALiBi's bias; `score_rows` is per query row."""
 
     def build() -> list[Piece]:
         count = range(len(slices))
         pieces = [piece for i in count for piece in _cut_biased_slice(slices, i, score_rows)]
         return _in_order(pieces, slices)
 
-    return WorkSplit(slices.derived(("biased pieces", score_rows), build), None)
+    return slices.derived(("biased pieces", score_rows), build)
 
 
 def with_bias(

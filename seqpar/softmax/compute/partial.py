@@ -63,8 +63,17 @@ class Partial:
     def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
         """Add the partial of the same rows over other keys, in place.
 
-        `rows` is a slice, or indices without repetition.
+        `rows` is a slice, or indices without repetition. On CUDA one Triton kernel does it.
         """
+        if self.out.is_cuda and self.out.dtype == torch.float32 and not self.anchored:
+            from seqpar.kernels.flash_attention import accumulate  # imports Triton
+
+            all_rows = self.out, self.lse
+            if isinstance(rows, Tensor):
+                accumulate(out, lse, *all_rows, rows)
+            else:
+                accumulate(out, lse, *(x[:, rows] for x in all_rows))
+            return
         if isinstance(rows, Tensor):
             old_out, old_lse = (x.index_select(1, rows) for x in (self.out, self.lse))
         else:

@@ -17,7 +17,10 @@ OTHERS = [file for file in SOURCES if file != Path(torch_private.__file__)]
 OF_NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 OF_TRANSFORMERS = {"_relative_position_bucket"}  # of a layer that is looked at for it
 OF_ACCELERATE = {"_dataloaders", "_is_accelerate_prepared"}  # what its own loaders set
-OF_FLASH_ATTN = {"_flash_attn_forward", "_flash_attn_backward"}  # the package, not torch
+OF_FLASH_ATTN = {  # packages, not torch
+    *("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_fwd", "_flash_attn_bwd"),
+    *("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+}
 
 
 def private(name):

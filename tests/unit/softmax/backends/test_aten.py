@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
-from seqpar.softmax.backends import aten, reference, triton
+from seqpar.softmax.backends import aten, aten_cuda, reference, triton
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -21,7 +22,8 @@ CAUSAL, WINDOW = Mask(UNLIMITED, 0), Mask(20, 0)
 @pytest.fixture(autouse=True)
 def meta_passes_for_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
-    monkeypatch.setattr(aten, "is_recent", lambda device: True)
+    monkeypatch.setattr(aten_cuda, "is_recent", lambda device: True)
+    monkeypatch.setattr(launching, "_run", lambda launch, tensors: None)
 
 
 def call(device="meta", mask=CAUSAL, dim=16, dtype=torch.bfloat16, dlse=False, **options):
@@ -46,7 +48,7 @@ def backwards(monkeypatch):
 
     Torch refuses the operator in the mode in which it refuses kernels whose bits vary.
     """
-    seen, kernel = [], aten.cuda_attention_backward()
+    seen, kernel = [], aten_cuda.cuda_attention_backward()
 
     def elsewhere():
         torch.zeros(4).put_(torch.tensor([1]), torch.ones(1))
@@ -60,7 +62,7 @@ def backwards(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(aten, "cuda_attention_backward", lambda: recorded("aten", kernel))
+    monkeypatch.setattr(aten_cuda, "cuda_attention_backward", lambda: recorded("aten", kernel))
     monkeypatch.setattr(triton, "backward", recorded("triton", None))
     return seen
 
@@ -71,7 +73,8 @@ def backwards(monkeypatch):
         ({}, ["triton"]),
         ({"dlse": True}, ["triton"]),
         ({"deterministic": False}, ["aten"]),
-        ({"mask": WINDOW}, []),  # no piece is without a mask
+        ({"mask": WINDOW}, ["triton"]),
+        ({"mask": WINDOW, "deterministic": False}, ["aten"]),
         ({"softcap": 2.0}, []),
         ({"slopes": torch.ones(1, 4, device="meta")}, []),
         ({"dtype": torch.float32}, []),
@@ -84,7 +87,7 @@ def test_backward_leaves_other_threads_alone(backwards, options, expected):
 
 
 def test_old_gpus_compute_in_plain_torch(monkeypatch, backwards):
-    monkeypatch.setattr(aten, "is_recent", lambda device: False)
+    monkeypatch.setattr(aten_cuda, "is_recent", lambda device: False)
     call()
     assert backwards == []
 
@@ -96,7 +99,7 @@ def test_old_gpus_compute_in_plain_torch(monkeypatch, backwards):
         ({"dim": 256}, (1, 1)),
         ({"dim": 256, "dlse": True}, (1, 0)),  # v gets a column, and the kernel takes 256 at most
         ({"dim": 257}, (0, 0)),
-        ({"mask": WINDOW}, (0, 0)),
+        ({"mask": WINDOW}, (1, 1)),
     ],
 )
 def test_plain_torch_computes_the_kernels_exceptions(monkeypatch, options, fused):

@@ -1,14 +1,17 @@
-"""Which backend computes where users force none: on CPUs aten, on CUDA aten or triton, by what
-ATen's kernel takes. Meta tensors pass for CUDA's."""
+"""Which backend computes where users force none: on CPUs aten, on CUDA another, by
+the order of kernels for the GPU. Meta tensors pass for CUDA's."""
 
 import types
 
 import pytest
 import torch
 import triton
+from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
-from seqpar.softmax.backends import aten, choice
+from seqpar.softmax.backends import aten_cuda, choice, gpu_kernels
+from seqpar.softmax.backends.flash_attn_packages import PACKAGES
+from seqpar.softmax.backends.gpu_kernels import ORDERS, kernel_table
 from seqpar.softmax.call import Operands
 from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
@@ -25,7 +28,10 @@ def cuda(monkeypatch):
     """Meta tensors pass for CUDA's."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    monkeypatch.setattr(aten, "is_recent", lambda device: True)
+    monkeypatch.setattr(launching, "_run", lambda launch, tensors: None)
+    monkeypatch.setattr(aten_cuda, "is_recent", lambda device: True)
+    monkeypatch.setattr(choice, "gpu_major", lambda device: 9)
+    monkeypatch.setattr(gpu_kernels, "load_package", lambda name, major: "not installed")
 
 
 @pytest.fixture
@@ -74,7 +80,7 @@ def call(strategy, layout, rank=0, device="meta", dtype=torch.bfloat16, dim=16, 
         (ZIGZAG, {}, ATEN),
         (ZIGZAG, {"causal": False}, ATEN),
         (ZIGZAG, {"dtype": torch.float16, "return_lse": True}, ATEN),
-        (ZIGZAG, {"window_size": (100, 0)}, TRITON),
+        (ZIGZAG, {"window_size": (100, 0)}, ATEN),
         (ZIGZAG, {"softcap": 20.0}, TRITON),
         (ZIGZAG, {"alibi_slopes": torch.empty(4, device="meta")}, TRITON),
         (ZIGZAG, {"dtype": torch.float32}, TRITON),
@@ -87,6 +93,8 @@ def call(strategy, layout, rank=0, device="meta", dtype=torch.bfloat16, dim=16, 
         (STRIPED, {"causal": False}, ATEN),
         (STRIPED, {}, ATEN | TRITON),  # its own keys are a causal square
         (STRIPED, {"softcap": 20.0}, TRITON),
+        (STRIPED, {"window_size": (100, 0)}, ATEN),  # it lies within a stripe or two of them
+        (STRIPED, {"window_size": (300, 0)}, TRITON),
     ],
 )
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
@@ -97,7 +105,7 @@ def test_aten_is_the_cuda_default_where_complete(cuda, used, layout, options, ex
 
 @few_rows()
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("mask", "expected"), [({"window_size": (100, 0)}, TRITON), ({}, ATEN)])
+@pytest.mark.parametrize(("mask", "expected"), [({"softcap": 20.0}, TRITON), ({}, ATEN)])
 def test_every_strategy_leaves_the_choice(cuda, used, strategy, mask, expected):
     call(strategy, ZIGZAG, **mask)
     assert used == {"forward": expected, "backward": expected}
@@ -116,7 +124,7 @@ def test_on_cpus_it_is_aten(used, options):
 
 @pytest.mark.parametrize("mask", [{}, {"window_size": (100, 0)}])
 def test_on_old_gpus_it_is_aten(cuda, used, monkeypatch, mask):
-    monkeypatch.setattr(aten, "is_recent", lambda device: False)
+    monkeypatch.setattr(aten_cuda, "is_recent", lambda device: False)
     call("ring", ZIGZAG, dtype=torch.float32, **mask)
     assert used == {"forward": ATEN, "backward": ATEN}
 
@@ -127,3 +135,42 @@ def test_users_force_another(cuda, used, name):
         call("ring", ZIGZAG, window_size=(100, 0))
         call("ring", ZIGZAG)
     assert used == {"forward": {name}, "backward": {name}}
+
+
+def packages(*names):
+    """Return `load_package` where only these packages are installed."""
+    return lambda name, major: (
+        PACKAGES[name].kernel(types.ModuleType(name), major) if name in names else "not installed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "options", "expected"),
+    [
+        (9, {"FlashAttention-4"}, {}, "flash_attn"),
+        (9, {"FlashAttention-4"}, {"softcap": 20.0, "window_size": (100, 0)}, "flash_attn"),
+        (9, {"FlashAttention-4"}, {"dim": 256, "value_dim": 256}, "flash_attn"),
+        (9, {"FlashAttention-4"}, {"alibi_slopes": torch.empty(4, device="meta")}, "triton"),
+        (9, {"FlashAttention-3"}, {"dim": 192, "value_dim": 191}, "flash_attn"),
+        (9, {"FlashAttention-3"}, {"dim": 192, "value_dim": 192}, "aten"),
+        (8, {"FlashAttention-2"}, {}, "flash_attn"),
+        (9, {"FlashAttention-2"}, {"softcap": 20.0}, "flash_attn"),
+        (10, {"FlashAttention-4"}, {}, "flash_attn"),
+        (10, {"FlashAttention-4"}, {"dim": 192}, "aten"),
+        (10, {"FlashAttention-4"}, {"dim": 192, "softcap": 20.0}, "triton"),
+    ],
+)
+def test_the_first_kernel_of_the_order_computes(
+    cuda, used, monkeypatch, major, installed, options, expected
+):
+    monkeypatch.setattr(choice, "gpu_major", lambda device: major)
+    monkeypatch.setattr(gpu_kernels, "load_package", packages(*installed))
+    call("ring", ZIGZAG, **options)
+    assert used == {"forward": {expected}, "backward": {expected}}
+
+
+def test_the_table_names_all_gpus_and_packages():
+    table = kernel_table()
+    assert list(table) == list(dict.fromkeys(order.gpus for order in ORDERS.values()))
+    cells = {cell for rows in table.values() for cell in rows.values()}
+    assert all(any(name in cell for cell in cells) for name in (*PACKAGES, "aten", "triton"))

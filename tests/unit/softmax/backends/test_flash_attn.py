@@ -1,89 +1,217 @@
-"""The backend "flash_attn", with the package replaced by a stand-in of the same signatures that
-computes with ATen."""
+"""The backend "flash_attn", with stand-ins of the packages' signatures that compute on CPUs."""
 
-import importlib.util
+import ast
+import inspect
+import os
+import shutil
+import subprocess
 import sys
 import types
+import zipfile
 
 import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.softmax.backends import flash_attn
+from seqpar.softmax.backends import flash_attn, flash_attn_packages
+from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
+from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
 
+MODULES = {
+    "FlashAttention-2": {
+        "_flash_attn_varlen_forward": varlen_kernels.fa2_forward,
+        "_flash_attn_varlen_backward": varlen_kernels.fa2_backward,
+    },
+    "FlashAttention-3": {
+        "_flash_attn_forward": varlen_kernels.fa3_forward,
+        "_flash_attn_backward": varlen_kernels.fa3_backward,
+    },
+    "FlashAttention-4": {
+        "_flash_attn_fwd": varlen_kernels.fa4_forward,
+        "_flash_attn_bwd": varlen_kernels.fa4_backward,
+    },
+}
+SOURCES = {  # what pip downloads, and the file in it
+    "FlashAttention-2": (
+        ["flash-attn==2.8.3", "--no-binary", ":all:", "--no-build-isolation"],
+        "flash_attn/flash_attn_interface.py",
+    ),
+    "FlashAttention-4": (["flash-attn-4==4.0.0b36"], "flash_attn/cute/interface.py"),
+    "the newest FlashAttention-4": (["flash-attn-4", "--pre"], "flash_attn/cute/interface.py"),
+}
 
-def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax):  # fmt: skip # noqa: E501
-    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (
-        0.0,
-        -1,
-        -1,
-        0.0,
-        None,
-    )
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, scale=softmax_scale)
-    return out.transpose(1, 2), lse.contiguous(), None, None
+
+def install(monkeypatch, name, functions, module_name=None):
+    """Make a module with these functions importable, and its parents too."""
+    path = module_name or PACKAGES[name].modules[0]
+    parts = path.split(".")
+    for i in range(1, len(parts) + 1):
+        module = types.ModuleType(".".join(parts[:i]))
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(functions)
 
 
-def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip # noqa: E501
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    operands = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    for target, x in zip(
-        (dq, dk, dv), op(*operands, softmax_lse, 0.0, causal, scale=softmax_scale), strict=True
-    ):
-        target.copy_(x.transpose(1, 2))
-
-
-@pytest.fixture
-def package(monkeypatch):
-    interface = types.SimpleNamespace(
-        _flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward
-    )
-    stand_in = types.ModuleType("flash_attn")
-    stand_in.flash_attn_interface = interface
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
-    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """A CPU passes for an sm_90."""
+    monkeypatch.setattr(flash_attn, "gpu_major", lambda device: 9)
+    load_package.cache_clear()
+    yield
+    load_package.cache_clear()
 
 
 @few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"causal": False},
         {"window": (9, 0)},
-        {"softcap": 2.0},
+        {"softcap": 2.0, "dlse": True},
         {"alibi": "heads"},
         {"dlse": True, "sinks": True},
         {"scale": -0.5},
         {"scale": 0.0},
     ],
 )
-def test_equals_the_oracle(package, strategy, options):
-    case = Case(
-        strategy,
-        Layout.zigzag([0, 40, 41, 90], 3),
-        causal=True,
-        dtype=torch.bfloat16,
-        backend="flash_attn",
-        **options,
-    )
+def test_equals_the_oracle(monkeypatch, name, strategy, options):
+    install(monkeypatch, name, MODULES[name])
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+    layout = Layout.zigzag([0, 40, 41, 90], 3)
+    options = {"causal": True, "dtype": torch.bfloat16, "backend": "flash_attn"} | options
+    case = Case(strategy, layout, **options)
     assert_right(virtual(3, run, case)[0], oracle(case), case.dtype, roundings=4)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("flash_attn") is not None, reason="the package is there"
-)
-def test_without_the_package_the_call_is_refused():
-    def refused(comm):
-        q = torch.zeros(4, 1, 8, dtype=torch.bfloat16)
-        with (
-            use_backend("flash_attn"),
-            pytest.raises(ValueError, match="flash-attn, which is not installed"),
-        ):
-            make_attention("ring", comm)(q, q, q, Layout.zigzag(4, 1), causal=True)
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("dim", "taken"), [(128, True), (192, True), (248, True), (256, True)])
+def test_head_dims_and_the_gradient_of_lse(name, dim, taken):
+    kernel = PACKAGES[name].kernel(types.ModuleType(name), 9)
+    options = flash_attn.CallOptions(1.0, 2.0, "flash_attn", True)
+    q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
+    largest = 192 if name == "FlashAttention-3" else 256
+    with_lse = largest if name == "FlashAttention-4" else largest - 1
+    assert kernel.takes(q, q, options, has_dlse=False) == (dim <= largest)
+    assert kernel.takes(q, q, options, has_dlse=True) == (dim <= with_lse)
 
-    virtual(1, refused)
+
+@pytest.mark.parametrize("name", MODULES)
+def test_backward_is_deterministic_unless_asked(monkeypatch, name):
+    found = []
+    backward = list(MODULES[name])[1]
+
+    def recorded(*args, deterministic, **options):
+        found.append(deterministic)
+        return MODULES[name][backward](*args, deterministic=deterministic, **options)
+
+    recorded.__signature__ = inspect.signature(MODULES[name][backward])
+    install(monkeypatch, name, MODULES[name] | {backward: recorded})
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+
+    def call(comm, deterministic):
+        attn = make_attention("ring", comm, deterministic=deterministic)
+        q = torch.randn(6, 2, 8).bfloat16().requires_grad_()
+        with use_backend("flash_attn"):
+            attn(q, q, q, Layout.zigzag(6, 1), causal=True).sum().backward()
+
+    for deterministic in (True, False):
+        virtual(1, call, deterministic)
+    assert found == [True, False]
+
+
+def broken(path):
+    raise OSError("undefined symbol: _ZN3c10")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("missing", r"flash-attn-4==4.0.0b36 is not installed.*flash-attn>=2.7 is not installed"),
+        ("other version", r"has no _flash_attn_fwd with the arguments return_lse: install"),
+        ("no function", r"flash_attn.cute.interface has no _flash_attn_bwd: install flash-attn-4"),
+        ("broken", r"interface cannot be imported: OSError: undefined symbol"),
+        ("lacks a dependency", r"interface cannot be imported: No module named 'cutlass'"),
+    ],
+)
+def test_a_package_that_cannot_be_used_gives_its_reason(monkeypatch, case, reason):
+    name, functions = "FlashAttention-4", MODULES["FlashAttention-4"]
+
+    def fail(error):
+        def imported(path):
+            if path == PACKAGES[name].modules[0]:
+                raise error
+            raise ModuleNotFoundError(f"No module named {path!r}", name=path)
+
+        monkeypatch.setattr(flash_attn_packages.importlib, "import_module", imported)
+
+    if case == "other version":
+        forward = lambda q, k, v, causal, softmax_scale: None  # noqa: E731
+        install(monkeypatch, name, functions | {"_flash_attn_fwd": forward})
+        reason = r"has no _flash_attn_fwd with the arguments return_lse, .*: install flash-attn-4"
+    elif case == "no function":
+        install(monkeypatch, name, {"_flash_attn_fwd": functions["_flash_attn_fwd"]})
+    elif case == "broken":
+        fail(OSError("undefined symbol: _ZN3c10"))
+    elif case == "lacks a dependency":
+        fail(ModuleNotFoundError("No module named 'cutlass'", name="cutlass"))
+    else:
+        fail(ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
+    q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(AssertionError, match=f"(?s)needs a package: .*{reason}"):
+        raise AssertionError(flash_attn.refusal(q, q))
+
+
+def test_the_next_package_computes_in_its_place(monkeypatch):
+    """Only flash-attn is whole: FlashAttention-4 lacks a function."""
+    install(monkeypatch, "FlashAttention-4", {})
+    install(monkeypatch, "FlashAttention-2", MODULES["FlashAttention-2"])
+    sys.modules["flash_attn"].cute = None
+    q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
+    options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
+    kernel = flash_attn._kernel(q, q, options, has_dlse=False)
+    assert kernel is load_package("FlashAttention-2", 9)
+
+
+def test_other_operands_are_refused():
+    q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
+    assert flash_attn.refusal(q, q).startswith("q must be bf16 or fp16 on a CUDA device")
+
+
+@pytest.mark.network
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("source", SOURCES)
+def test_stand_ins_have_the_packages_signatures(source, tmp_path):
+    """The sources are read, and not imported."""
+    arguments, path = SOURCES[source]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *arguments]
+    no_build = {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
+    subprocess.run([*command, "-d", tmp_path], check=True, env=os.environ | no_build)
+    (archive,) = tmp_path.iterdir()
+    if archive.suffix == ".whl":
+        zipfile.ZipFile(archive).extractall(tmp_path / "source")
+    else:
+        shutil.unpack_archive(archive, tmp_path / "source", filter="data")
+    (file,) = (tmp_path / "source").rglob(path)
+    functions = {
+        x.name: x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.FunctionDef)
+    }
+    for name, stand_in in MODULES[source.removeprefix("the newest ")].items():
+        found = functions[name]
+        for argument in (*found.args.args, *found.args.kwonlyargs):
+            argument.annotation = None
+        parsed = ast.parse(inspect.getsource(stand_in)).body[0]
+        assert ast.unparse(found.args) == ast.unparse(parsed.args)
+        results = [
+            len(x.value.elts)
+            for x in ast.walk(found)
+            if isinstance(x, ast.Return) and isinstance(x.value, ast.Tuple)
+        ]
+        expected = {"_flash_attn_fwd": 5, "_flash_attn_bwd": 3, "_flash_attn_varlen_forward": 4}
+        assert name not in expected or expected[name] in results

@@ -9,7 +9,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.softmax.attend import attend, attend_backward
-from seqpar.softmax.backends.pieces import all_biased, with_bias
+from seqpar.softmax.backends.pieces import cut_biased_slices, with_bias
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from tests.support.cases import Case, assert_right, module, oracle, run, strategies_by
@@ -67,7 +67,7 @@ def test_most_masks_have_one_row(mask):
     slices = slices_between(geometry, 0, geometry, 0, mask)
     found = np.zeros((4096, 4096), np.int8)
     elements = 0
-    for piece in all_biased(slices, 4).fused:
+    for piece in cut_biased_slices(slices, 4):
         seen = (
             True if piece.band is None else slices.mask(piece.rows, piece.keys, piece.band, "cpu")
         )

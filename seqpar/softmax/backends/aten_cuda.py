@@ -1,0 +1,83 @@
+"""Attention over slices with ATen's FlashAttention-2, on CUDA from sm_80 on.
+
+A deterministic backward takes our Triton kernels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from seqpar.core.torch_private import cuda_attention, cuda_attention_backward
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
+from seqpar.softmax.backends.varlen_calls import SegmentTables
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
+
+
+def computes(q: Tensor) -> bool:
+    """Return whether FlashAttention-2 runs on the device of q: CUDA, sm_80 and up."""
+    return q.is_cuda and is_recent(q.device)
+
+
+@cache
+def is_recent(device: torch.device) -> bool:
+    """Return whether a GPU is an sm_80 or newer."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, options: CallOptions
+) -> tuple[Tensor, Tensor]:
+    left, right = tables.window
+    out, lse, *_ = cuda_attention()(
+        q, k, v, tables.cu_q, tables.cu_k, tables.longest_q, tables.longest_k, 0.0, right == 0,
+        False, scale=options.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out, lse
+
+
+def _backward(
+    rows: BackwardRows, tables: SegmentTables, options: CallOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = tables.window
+    no_random_state = _no_random_state(rows.q.device)
+    dq, dk, dv = cuda_attention_backward()(
+        rows.dout, rows.q, rows.k, rows.v, rows.out, rows.lse, tables.cu_q, tables.cu_k,
+        tables.longest_q, tables.longest_k, 0.0, right == 0, no_random_state, no_random_state,
+        scale=options.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@cache
+def _no_random_state(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=device)
+
+
+KERNEL = VarlenKernel(_forward, _backward, max_head_dim=256, softcap=False, lse_gradient=False)
+
+
+def backward(
+    output: OutputGradient,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Slices,
+    gradients: PartialGradients,
+    options: CallOptions,
+) -> None:
+    """Add to `gradients` what flows through the slices; see `attend_backward`.
+
+    ATen's kernel gives the same bits each time only under torch's switch for all threads of the
+    process, which makes operators of other threads raise. Our Triton kernels need no switch.
+    """
+    add_gradients = KERNEL.add_gradients
+    if options.deterministic and KERNEL.takes(q, v, options, output.dlse is not None):
+        from seqpar.softmax.backends import triton
+
+        add_gradients = triton.backward
+    add_gradients(output, q, k, v, slices, gradients, options)

@@ -1,0 +1,63 @@
+"""The kernels that add results to sums, against plain PyTorch."""
+
+import pytest
+import torch
+from seqpar.kernels import flash_attention as kernels
+
+from seqpar.softmax.compute.partial import Partial
+from tests.kernels.flash_cases import DEVICE
+
+INDEX = torch.tensor([3, 0, 7, 8, 9], device=DEVICE)
+
+
+def drawn(rows, value_dim, dtype=torch.float32, batch=1):
+    generator = torch.Generator().manual_seed(rows)
+    out = torch.randn(batch, rows, 3, value_dim, generator=generator).to(DEVICE, dtype)
+    lse = 20 * torch.randn(batch, 3, rows, generator=generator)
+    lse[:, 1, ::4] = -torch.inf
+    return out, lse.to(DEVICE).transpose(1, 2)  # heads before rows, as varlen kernels have it
+
+
+def merged(out, lse, rows, value_dim, by_kernel):
+    """A partial result of 11 rows, some of them without keys, after the merge."""
+    old_out, old_lse = drawn(11, value_dim, batch=len(out))
+    old_out[:, ::3, 1], old_lse[:, ::3, 1] = 0, -torch.inf
+    partial = Partial(old_out, old_lse.double().contiguous())
+    if by_kernel:
+        part = partial.out, partial.lse
+        index = rows if isinstance(rows, torch.Tensor) else None
+        part = part if index is not None else tuple(x[:, rows] for x in part)
+        kernels.accumulate(out, lse, *part, index)
+    else:
+        partial.merge(rows, out, lse)
+    return partial.out, partial.lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [slice(4, 9), INDEX], ids=["range", "index"])
+@pytest.mark.parametrize("value_dim", [16, 20])
+def test_equals_the_merge_in_torch(monkeypatch, dtype, rows, value_dim):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False, raising=False)  # the merge in PyTorch
+    out, lse = drawn(5, value_dim + 1, dtype, batch=2)
+    out = out[..., 1:]
+    expected = merged(out, lse, rows, value_dim, by_kernel=False)
+    found = merged(out, lse, rows, value_dim, by_kernel=True)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-14, atol=1e-14)
+    assert expected[1].isneginf().any()
+
+
+def test_nan_reaches_only_its_own_row():
+    out, lse = drawn(11, 16)
+    lse[0, 2, 0] = torch.nan
+    out, lse = merged(out, lse, slice(0, 11), 16, by_kernel=True)
+    assert out.isnan().any(-1).nonzero().tolist() == lse.isnan().nonzero().tolist() == [[0, 2, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_adds_to_the_rows_of_an_index(dtype, sign):
+    part, total = drawn(5, 20, dtype, batch=2)[0], drawn(11, 20, batch=2)[0]
+    expected = total.index_add(1, INDEX, part.float(), alpha=sign)
+    kernels.add_to_rows(part, total, INDEX, sign)
+    assert torch.equal(total, expected)
