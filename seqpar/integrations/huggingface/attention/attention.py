@@ -39,7 +39,10 @@ _HARMLESS = {
 
 
 def session_of(module: nn.Module) -> EnabledModel | None:
-    """Return the session of an enabled model's layer; None for other modules and copies."""
+    """Return the session of an enabled model's layer; None for other modules and copies.
+
+    Layers share compiled graphs, in which an entry of a dictionary would be that of one layer.
+    """
     layer = getattr(module, KEY, None)
     if not isinstance(layer, AttentionLayer):
         return None
@@ -106,7 +109,7 @@ def _check_packing(side: Side, function: Any) -> None:
 
 def _check_prepared(mask: PreparedMask, function: Any) -> None:
     """Raise a ValueError if a layer asks for another mask than the one prepared for the model."""
-    name = function.__name__
+    name = function.__name__  # a compiled graph can read it, but not the closure
     bounded = mask.pattern.left >= 0 or mask.pattern.chunk is not None
     if name != ("and_mask" if bounded else "causal_mask_function"):
         raise ValueError(f"the model cannot be compiled: its layers have another mask, of {name}")
