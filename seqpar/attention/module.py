@@ -76,6 +76,7 @@ class BoundModule(nn.Module, Generic[S]):
 
     @property
     def ranks(self) -> int:
+        """The number of ranks of the group."""
         return self._bound.comm.size
 
     @property

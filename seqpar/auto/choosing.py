@@ -48,10 +48,12 @@ class Choice:
 
     @property
     def candidate(self) -> Candidate:
+        """The chosen strategy and its mesh."""
         return self.ranked[0].candidate
 
     @property
     def strategy(self) -> str:
+        """The name of the chosen strategy."""
         return self.candidate.strategy
 
     @property

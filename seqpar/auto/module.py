@@ -222,6 +222,7 @@ class AutoAttention(Attention):
     def mask_area(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
     ) -> Ints:
+        """Return (ranks, steps): `Attention.mask_area` of the chosen module."""
         return self.chosen(q, k, v, layout, **options).mask_area(q, k, v, layout, **options)
 
     @outside_graphs

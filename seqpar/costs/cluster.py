@@ -211,6 +211,7 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str) -> Cluster:
+        """Return the cluster described by text of `to_json`; errors are as in `from_json`."""
         try:
             return _from_fields(json.loads(text))
         except json.JSONDecodeError as error:

@@ -132,6 +132,7 @@ class Device:
 
     @classmethod
     def from_dict(cls, values: object) -> Device:
+        """Create a device from `as_dict`'s result; raise a ValueError that names a wrong field."""
         if not isinstance(values, dict):
             raise ValueError(f"device must be an object with fields, got {values!r}")
         parts = {

@@ -46,6 +46,7 @@ class TaskRectangles(NamedTuple):
         return lows, unlimited if self.highs is None else self.highs
 
     def take(self, chosen: RowIndex) -> TaskRectangles:
+        """Return the tasks that an index, or a boolean mask, chooses."""
         lows = None if self.lows is None else self.lows[chosen]
         highs = None if self.highs is None else self.highs[chosen]
         others = TaskRectangles(*(column[chosen] for column in self[:6]))

@@ -60,6 +60,7 @@ class Cache:
         return len(self._windows)
 
     def reset(self) -> None:
+        """Forget all keys."""
         self.store: ShardedCache | None = None
         self.layout: Layout | None = None
         self.padding: Tensor | None = None
@@ -93,6 +94,7 @@ class Cache:
         self._columns, self._new = self._columns + self._new, 0
 
     def abort(self) -> None:
+        """Drop the keys of a call that failed."""
         if self.decodes and self.store is not None:
             self._truncate(self._new)
             self._new = 0
@@ -180,9 +182,11 @@ class Cache:
         return self._columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys of a mask, and the first key."""
         return self._columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return −1: the length is unlimited."""
         return -1
 
     @property
@@ -206,12 +210,15 @@ class Cache:
             self._columns -= dropped
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows, in this order."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
         self._select([i for i in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
         self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
 
     def _select(self, rows: Sequence[int]) -> None:
