@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from seqpar.comm.faults.heartbeat_in_group import close_connections
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.torch_private import forget_failed_group
 
 __all__ = [
     "LaunchedProcess",
@@ -120,13 +121,14 @@ def join(
 ) -> Comm:
     """Return the group of all processes that join under this name, on a CPU or on GPUs."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"{name}/", store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-    )
+    prefixed = PrefixStore(f"{name}/", store)
+    try:
+        dist.init_process_group(
+            backend, store=prefixed, rank=rank, world_size=size, timeout=timeout
+        )
+    except RuntimeError:
+        forget_failed_group()
+        raise
     assert dist.group.WORLD is not None
     return Comm.of(dist.group.WORLD)
 

@@ -94,7 +94,9 @@ NAMES = {
         "2.0", "backward calls it to find function modes, and leaves these modes while it runs"
     ),
     "torch.distributed.distributed_c10d._world": Use(
-        "2.0", "to find a loaded module's group among all groups: there is no public list"
+        "2.0",
+        "to find a loaded module's group, since there is no public list of groups; and to join a "
+        "group after one could not be joined, since torch numbers them",
     ),
     "torch.distributed.ProcessGroup._get_backend": Use(
         "2.0", "to read a group's backend and its options"
@@ -230,6 +232,11 @@ def version_of(tensor: Tensor) -> int:
 def process_groups() -> list[torch.distributed.ProcessGroup]:
     """Return all process groups that this process has made."""
     return list(_get("torch.distributed.distributed_c10d._world").pg_names)
+
+
+def forget_failed_group() -> None:
+    """Number the next default group as in a process that has joined none."""
+    _get("torch.distributed.distributed_c10d._world").group_count = 0
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:

@@ -68,6 +68,7 @@ class Launcher:
     The processes of a group report when its training is over or it has failed. When all that live
     have reported, the launcher gives each a place in the next group. A spare takes the rank of a
     dead process; without a spare, the group shrinks, and later spares join at the next failure.
+    When no process of a group is left, the training ends.
     """
 
     def __init__(self, store: Store, start: Callable[[int], Process], limits: Limits) -> None:
@@ -77,6 +78,7 @@ class Launcher:
         self._members: list[int] = []  # of the current group, by rank
         self._started = self._generation = 0
         self._restarts = limits.restarts
+        self._codes: dict[int, int] = {}  # of processes that have ended
         self._since: float | None = None  # when the first member reported that it needs a place
         self._ended = ""
 
@@ -96,9 +98,11 @@ class Launcher:
     def tick(self) -> None:
         """Look once at all processes and reports, and form a group if it is time for one."""
         for number in list(self._workers):
-            if self._workers[number].process.poll() is not None:
+            code = self._workers[number].process.poll()
+            if code is not None:
                 del self._workers[number]
-                if self._restarts and not self._ended:
+                self._codes[number] = code
+                if self._restarts and code and not self._ended:
                     self._restarts -= 1
                     self._add()
         for number, worker in self._workers.items():
@@ -106,7 +110,13 @@ class Launcher:
             if worker.report is None and self._store.check([key]):
                 worker.report = Report.loads(self._store.get(key))
                 worker.reports += 1
-        if not self._ended and self._complete():
+        if self._ended:
+            return
+        if self._members and not self._workers.keys() & set(self._members):
+            # Spares have no checkpoint. A script may also end before its last step.
+            ready = [number for number, worker in self._workers.items() if worker.report]
+            self._end("lost" if any(map(self._codes.get, self._members)) else "done", ready)
+        elif self._complete():
             self._form()
 
     def _add(self) -> None:
@@ -122,14 +132,16 @@ class Launcher:
             self._since = None  # the group is at work, or all processes are still starting
             return False
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
+        done = bool(present) and all(self._done(number) for number in ready if number in present)
+        self._since = now if self._since is None or done else self._since
         waited = now - self._since
         for number in late:
             process = self._workers[number].process
-            if waited > self._limits.patience or state(process.pid) == STOPPED:
+            impatient = not done and waited > self._limits.patience
+            if impatient or state(process.pid) == STOPPED:
                 _log.warning("process %d does not report, and is killed", number)
                 process.kill()
-        if late or (present and len(present) == len(self._members)):
+        if late or done or (present and len(present) == len(self._members)):
             return not late
         starting = len(ready) < min(len(self._workers), self._limits.ranks)
         patient = not self._members or len(ready) < self._limits.min_ranks
@@ -139,6 +151,10 @@ class Launcher:
             self._end("too few", ready)
             return False
         return True
+
+    def _done(self, number: int) -> bool:
+        report = self._workers[number].report
+        return report is not None and report.done
 
     def _form(self) -> None:
         """Answer all reports: form a group, or end the training."""

@@ -47,7 +47,8 @@ class Place:
     """A process's place in the next group.
 
     Attributes:
-        end: "" to continue; "done" if all steps are; "unchanged" if no process was lost.
+        end: "" to continue; "done" if all steps are; "unchanged" if no process was lost; "too few"
+            if too few are left; "lost" if none is.
         generation: the number of the group.
         rank, ranks: the process's rank in the group, and the number of ranks.
         source: the rank whose checkpoint counts.

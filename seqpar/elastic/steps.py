@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -54,6 +55,14 @@ class _Checkpoint:
         torch.save({"finished": finished, "states": content}, file)
         return cls(finished, torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
 
+    def check(self) -> None:
+        """Raise a ValueError if the bytes can be written, but not read."""
+        try:
+            self.parse(self._bytes())
+        except UnpicklingError as error:
+            reason = "torch.load with weights_only=True must be able to read them"
+            raise ValueError(f"states must have only tensors and plain values: {reason}") from error
+
     @classmethod
     def parse(cls, data: bytes) -> _Checkpoint:
         finished = torch.load(io.BytesIO(data), weights_only=True)["finished"]
@@ -64,15 +73,21 @@ class _Checkpoint:
         return cls.parse(path.read_bytes()) if path is not None and path.exists() else cls()
 
     def write(self, path: Path) -> None:
-        """Replace the file; a process that dies meanwhile leaves the old one."""
-        assert self.data is not None
+        """Replace the file, or leave the old one and warn, for example if the disk is full."""
         new = path.with_name(f"{path.name}.new")
-        new.write_bytes(self.data.numpy().tobytes())
-        new.replace(path)
+        try:
+            new.write_bytes(self._bytes())
+            new.replace(path)
+        except OSError as error:
+            _log.warning("the checkpoint after %d steps was not written: %s", self.finished, error)
+
+    def _bytes(self) -> bytes:
+        assert self.data is not None
+        return self.data.numpy().tobytes()
 
     def restore(self, states: Mapping[str, Stateful]) -> None:
         if self.data is not None:
-            file = io.BytesIO(self.data.numpy().tobytes())
+            file = io.BytesIO(self._bytes())
             content = torch.load(file, weights_only=True, map_location="cpu")["states"]
             for name, each in states.items():
                 each.load_state_dict(content[name])
@@ -120,12 +135,14 @@ def steps(
         count: the number of steps.
         every: the steps between two checkpoints, which are copied to the host's memory. After a
             fault, steps since the last one run again, and are yielded again.
-        path: a file in which rank 0 also keeps the last checkpoint. A training that was ended
-            continues from it.
-        timeout: the group's. A dead rank is found in a quarter of it or 10 s.
+        path: a file in which rank 0 also keeps the last checkpoint. A training that was ended, or
+            lost all ranks of a group, continues from it when it is started again.
+        timeout: the group's. A dead rank is found in a quarter of it or 10 s. `build`, and the
+            sending of a checkpoint, must take less.
 
     Raises:
-        ValueError: a state has DTensors, `every` is below 1, or no launcher started this process.
+        ValueError: a state has DTensors or objects that torch.load refuses, `every` is below 1, or
+            no launcher started this process.
         RuntimeError: raised by a step though no rank was lost, or too few ranks are left.
     """
     if every < 1:
@@ -147,7 +164,7 @@ def steps(
         if place.end == "done":
             return
         if place.end:
-            raise failure or RuntimeError("another rank failed, or too few ranks are left")
+            raise failure or RuntimeError("other ranks failed, or too few are left")
         try:
             name = f"generation {place.generation}"
             comm = join(store, name, place.rank, place.ranks, torch.device("cpu"), timeout)
@@ -162,7 +179,9 @@ def steps(
             for i in range(checkpoint.finished, count):
                 result = step(i)
                 if (i + 1) % every == 0 or i + 1 == count:
-                    checkpoint = _Checkpoint.of(i + 1, states)
+                    first, checkpoint = checkpoint.data is None, _Checkpoint.of(i + 1, states)
+                    if first:
+                        checkpoint.check()
                     if file is not None and place.rank == 0:
                         checkpoint.write(file)
                 yield i, result

@@ -17,11 +17,11 @@ store:
 
 In a round, a rank writes its beat. If it waits for messages, it also reads the verdict. If there is
 a verdict, the rank adopts it. Otherwise the rank reads the beats that it watches, which are all
-beats in a small group, and asks the operating systems
-whether silent ranks live, since a rank is also silent while a call holds the interpreter lock. Then
-it judges (`Witness.judge`). If it finds a rank at fault, it writes the verdict with compare_set, so
-the first of two simultaneous verdicts counts. All ranks then blame the same rank, although ranks
-that raise and exit fall silent later too.
+beats in a small group, and asks the operating systems whether silent ranks live, since a rank is
+also silent while a call holds the interpreter lock. Then it judges (`Witness.judge`). If it finds a
+rank at fault, it writes the verdict with compare_set, so the first of two simultaneous verdicts
+counts. All ranks then blame the same rank, although ranks that raise and exit fall silent later
+too.
 
 A rank with a verdict interrupts its waits. gloo's waits also fail by themselves: when a peer closes
 its connection, or after the group's timeout. `Heartbeat.blame_on_failure` then requests a round
@@ -275,8 +275,10 @@ class Heartbeat:
             return
         if not self._verdict:
             self._witness.hear(self._read(waits))
-            failed = [wait.peers for wait in waits if wait.failed]
-            if verdict := self._witness.judge(failed, self._words()):
+            failed, words = [wait.peers for wait in waits if wait.failed], self._words()
+            # A rank that is stopped or busy is at fault only if others wait.
+            judges = waits or GONE in words.values()
+            if judges and (verdict := self._witness.judge(failed, words)):
                 self._adopt(self._store.compare_set("verdict", "", verdict).decode())
         if self._verdict and not all(wait.failed for wait in waits):
             self._interrupt()

@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from ipaddress import ip_address
 
 import zmq
@@ -101,7 +102,8 @@ class Connections:
 
     The server ends a connection
 
-    * that sends neither a message nor 1 MiB of a long one within `idle` seconds;
+    * that sends neither a message nor 1 MiB of a long one within `idle` seconds (8 KiB if the server
+      has given it a small receive buffer);
     * whose unfinished message is longer than a request may be;
     * that holds the most unfinished bytes of its key, while unfinished messages of all connections
       take more than `queued_bytes` and those of its key more than those of any other key;
@@ -204,12 +206,15 @@ class Connections:
         received = self._received(connection)
         if received is None:
             return True  # it is being closed
-        advances = received - connection.received >= PIECE_BYTES
+        least = _SENDING_BYTES if connection.buffer else PIECE_BYTES  # small buffers are slow
+        advances = received - connection.received >= least
         connection.received, connection.heard = received, time.monotonic()
         return advances
 
     def _divide_buffers(self, now: float) -> None:
         """Set the receive buffers of keys that send over many connections while others are open."""
+        if not _can_release_buffers():
+            return
         by_key = self._open_by_key()
         self._buffers = {}
         for key, connections in by_key.items():
@@ -226,6 +231,8 @@ class Connections:
         if connection.counted and not size <= connection.buffer <= 2 * size:
             connection.buffer = size
             with suppress(OSError), self._socket_of(connection.descriptor) as socket:
+                if _cookie(socket) != connection.cookie:
+                    return  # the client has left, and another socket has the number
                 # A sender whose segments do not fit would wait for a timer, of 200 ms and more.
                 least = _MIN_SEGMENTS * _number(_tcp_info(socket)[_ADVERTISED_SEGMENT])
                 size = max(size, least) if size else _USUAL_BUFFER_BYTES
@@ -350,6 +357,15 @@ class Connections:
 
 def _key_of(connection: _Connection) -> str | None:
     return None if connection.peer is None else connection.peer.key
+
+
+@cache
+def _can_release_buffers() -> bool:
+    """Return whether the system can choose a buffer's size again: Linux from 5.14 on."""
+    with system.socket() as socket, suppress(OSError):
+        socket.setsockopt(system.SOL_SOCKET, _SO_BUF_LOCK, 0)
+        return True
+    return False
 
 
 def _tcp_info(socket: system.socket) -> bytes:

@@ -165,3 +165,21 @@ def test_a_busy_rank_has_time(monkeypatch):
 def test_impossible_limits_are_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be "):
         Limits(**{"ranks": 2, name: value})
+
+
+def test_a_rank_that_saves_at_the_end_has_time(monkeypatch):
+    monkeypatch.setattr(launcher, "state", lambda pid: ALIVE)
+    training = Training(ranks=2, patience=0.0)
+    training.report(0, 1, 2)
+    training.report(9, 1, done=True)
+    training.launcher.tick()
+    assert training.processes[2].code is None and training.place(1) is None
+
+
+@pytest.mark.parametrize(("code", "end"), [(0, "done"), (1, "lost")])
+def test_spares_never_begin_anew(four, code, end):
+    """All ranks leave the loop before the last step, or all fail."""
+    for number in (1, 2, 3, 4):
+        four.processes[number].code = code
+    four.launcher.tick()
+    assert four.place(5).end == end

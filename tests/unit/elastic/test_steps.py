@@ -1,5 +1,6 @@
 """What `steps` refuses, and what its checkpoints keep."""
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -33,6 +34,18 @@ def test_a_checkpoint_keeps_models_and_optimizers(tmp_path):
 
 def test_without_a_file_training_begins_at_zero(tmp_path):
     assert _Checkpoint.read(None) == _Checkpoint.read(tmp_path / "none") == _Checkpoint()
+
+
+def test_states_that_cannot_be_read_are_refused():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))
+    with pytest.raises(ValueError, match="^states must have only tensors and plain values"):
+        _Checkpoint.of(1, {"optimizer": optimizer}).check()
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    _Checkpoint.of(1, states(0)).write(tmp_path / "no folder" / "checkpoint")
+    assert "the checkpoint after 1 steps was not written" in caplog.text
 
 
 def test_sharded_states_are_refused():
