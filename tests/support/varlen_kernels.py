@@ -5,11 +5,14 @@ from typing import NamedTuple
 
 import torch
 
-WITHOUT_LIMIT = 2**30
+WITHOUT_LIMIT = 2**30  # a side of a window
 
 
 class Segments(NamedTuple):
-    """The arguments that describe the pairs of a call, and how they are scored."""
+    """The arguments that describe the pairs of a call, and how they are scored.
+
+    `no_right` takes the place of an unlimited right side if the left one is limited.
+    """
 
     cu_q: torch.Tensor
     cu_k: torch.Tensor
@@ -18,6 +21,13 @@ class Segments(NamedTuple):
     window: tuple[int, int]  # −1 is unlimited
     scale: float
     softcap: float = 0.0
+    no_right: int = WITHOUT_LIMIT
+
+    @classmethod
+    def of_version_2(cls, cu_q, cu_k, longest_q, longest_k, window, *scoring):
+        """As FlashAttention-2 reads them, which ATen has too."""
+        window = tuple(-1 if side >= longest_k else side for side in window)
+        return cls(cu_q, cu_k, longest_q, longest_k, window, *scoring, no_right=longest_k)
 
     def check(self, q, k, v, *others):
         """Refuse what kernels would read wrongly, or crash on."""
@@ -30,12 +40,13 @@ class Segments(NamedTuple):
         for cu, longest, x in ((self.cu_q, self.longest_q, q), (self.cu_k, self.longest_k, k)):
             lengths = cu.diff()
             assert cu.dtype == torch.int32 and cu.is_contiguous() and cu[0] == 0
-            assert cu[-1] == len(x) and lengths.min() > 0 and lengths.max() == longest
+            assert cu[-1] == len(x) and lengths.min() > 0 and lengths.max() <= longest
         assert self.scale > 0 and min(self.window) >= -1
 
     def each(self):
         """The rows and keys of each segment, and its mask (n, m): which pairs it has."""
         left, right = (WITHOUT_LIMIT if x < 0 else x for x in self.window)
+        right = self.no_right if self.window[0] >= 0 > self.window[1] else right
         for q, k in zip(*(itertools.pairwise(x.tolist()) for x in self[:2]), strict=True):
             rows, keys = torch.arange(q[1] - q[0])[:, None], torch.arange(k[1] - k[0])
             distance = keys - rows - (len(keys) - len(rows))
@@ -93,7 +104,7 @@ def aten_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_
     assert not (dropout_p or return_debug_mask) and seqused_k is alibi_slopes is block_table is None
     assert is_causal == (window_size_right == 0)
     window = window_size_left, window_size_right
-    segments = Segments(cum_seq_q, cum_seq_k, max_q, max_k, window, scale)
+    segments = Segments.of_version_2(cum_seq_q, cum_seq_k, max_q, max_k, window, scale)
     segments.check(query, key, value)
     return *attention(query, key, value, segments), None, None, None
 
@@ -102,18 +113,18 @@ def aten_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_se
     """`aten::_flash_attention_backward`."""
     assert not dropout_p and is_causal == (window_size_right == 0)
     window = window_size_left, window_size_right
-    segments = Segments(cum_seq_q, cum_seq_k, max_q, max_k, window, scale)
+    segments = Segments.of_version_2(cum_seq_q, cum_seq_k, max_q, max_k, window, scale)
     segments.check(query, key, value, grad_out, out)
     assert logsumexp.is_contiguous() and logsumexp.dtype == torch.float32
     return gradients((grad_out, query, key, value, out), logsumexp, None, segments)
 
 
-def packaged(operands, cu_q, cu_k, longest, options):
+def packaged(operands, cu_q, cu_k, longest, options, make=Segments):
     """Return the segments of a package's call, whose window may be causal."""
     left, right, causal, scale, softcap = options
     window = tuple(-1 if x is None else x for x in (left, right))
     assert causal == (window == (-1, 0))
-    segments = Segments(cu_q, cu_k, *longest, window, scale, softcap)
+    segments = make(cu_q, cu_k, *longest, window, scale, softcap)
     segments.check(*operands)
     return segments
 
@@ -130,7 +141,8 @@ def fa2_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     assert alibi_slopes is block_table is leftpad_k is seqused_k is None
     options = window_size_left, window_size_right, causal, softmax_scale, softcap
     longest = max_seqlen_q, max_seqlen_k
-    segments = packaged((q, k, v), cu_seqlens_q, cu_seqlens_k, longest, options)
+    operands, make = (q, k, v), Segments.of_version_2
+    segments = packaged(operands, cu_seqlens_q, cu_seqlens_k, longest, options, make)
     return *attention(q, k, v, segments), None, None
 
 
@@ -139,7 +151,8 @@ def fa2_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_s
     assert not dropout_p and not zero_tensors and alibi_slopes is rng_state is None
     options = window_size_left, window_size_right, causal, softmax_scale, softcap
     longest = max_seqlen_q, max_seqlen_k
-    segments = packaged((q, k, v, dout, out), cu_seqlens_q, cu_seqlens_k, longest, options)
+    operands, make = (q, k, v, dout, out), Segments.of_version_2
+    segments = packaged(operands, cu_seqlens_q, cu_seqlens_k, longest, options, make)
     write_to((dq, dk, dv), gradients((dout, q, k, v, out), softmax_lse, None, segments))
     return
 

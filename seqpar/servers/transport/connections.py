@@ -102,8 +102,8 @@ class Connections:
 
     The server ends a connection
 
-    * that sends neither a message nor 1 MiB of a long one within `idle` seconds (8 KiB if the server
-      has given it a small receive buffer);
+    * that sends neither a message nor 1 MiB of a long one within `idle` seconds, or 8 KiB if the
+      server has given it a small receive buffer;
     * whose unfinished message is longer than a request may be;
     * that holds the most unfinished bytes of its key, while unfinished messages of all connections
       take more than `queued_bytes` and those of its key more than those of any other key;

@@ -175,7 +175,7 @@ PACKAGES = {
             "_flash_attn_varlen_forward": f"causal dropout_p alibi_slopes {_COMMON}",
             "_flash_attn_varlen_backward": f"causal dropout_p alibi_slopes softmax_lse {_BACKWARD}",
         },
-        (8, 9, 10, 11, 12),
+        (8, 9, 10, 12),
         _flash_attention_2,
     ),
 }

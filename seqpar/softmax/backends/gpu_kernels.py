@@ -71,7 +71,7 @@ def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions, maj
 
     It also computes them with a gradient of lse.
     """
-    names = () if torch.version.hip else ORDERS[major].names[:-1]
+    names = () if torch.version.hip else ORDERS.get(major, ORDERS[12]).names[:-1]
     for name in names:
         kernel = aten_cuda.KERNEL if name == "aten" else load_package(name, major)
         if not isinstance(kernel, str) and kernel.computes_all(q, v, slices, options):

@@ -58,7 +58,8 @@ class SegmentTables(NamedTuple):
 
     Attributes:
         cu_q, cu_k: int32 (n + 1,), where each of n segments begins among the call's rows.
-        longest_q, longest_k: the rows of the longest segment.
+        longest_q: the rows of the longest segment.
+        longest_k: at least the keys of the longest segment.
         window: the window of all segments.
     """
 
@@ -94,6 +95,9 @@ class VarlenCall:
             q, k = (np.r_[0, np.tile(x, batch).cumsum()].astype(np.int32) for x in self._lengths)
             cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (q, k))
             longest_q, longest_k = (int(x.max()) for x in self._lengths)
+            # FlashAttention-2 takes it in place of an unlimited right side beside a limited left
+            # one, and a right side from it on as unlimited.
+            longest_k = max(longest_q, longest_k)
             return SegmentTables(cu_q, cu_k, longest_q, longest_k, self._window)
 
         return self._tables((batch, device), build)
@@ -146,7 +150,7 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Segme
     left = keys - rows - low if start[-1] else -1
     right = high - 1 - keys + rows if high < keys else -1
     is_band = (left < 0 or (start == np.maximum(row + low, 0)).all()) and (
-        right < 0 or (stop == np.minimum(row + high, keys)).all()
+        high == keys or (stop == np.minimum(row + high, keys)).all()
     )
     if not is_band:
         return _runs(q_start, k_start, start, stop)

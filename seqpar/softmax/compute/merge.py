@@ -76,13 +76,14 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _MergeContext, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = tensors[:count], tensors[count:]
-        total = Partial.nothing(outs[0][None], outs[0])  # of one batch entry
-        for out, lse in zip(outs, lses, strict=True):
-            total.merge(slice(None), out[None], lse[None])
-        merged, lse = total.out[0].to(outs[0].dtype), total.lse[0]
+        rows = [x.reshape(1, -1, *x.shape[-2:]) for x in outs]
+        total = Partial.nothing(rows[0], rows[0])
+        for out, lse in zip(rows, lses, strict=True):
+            total.merge(slice(None), out, lse.reshape(1, -1, lse.shape[-1]))
+        exact, lse = total.out.view(outs[0].shape), total.lse.view(lses[0].shape)
         ctx.count = count
-        ctx.save_for_backward(*tensors, total.out[0], lse)
-        return merged, lse.to(total.out.dtype)
+        ctx.save_for_backward(*tensors, exact, lse)
+        return exact.to(outs[0].dtype), lse.to(exact.dtype)
 
     @staticmethod
     @once_differentiable

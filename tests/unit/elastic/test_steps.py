@@ -39,7 +39,7 @@ def test_without_a_file_training_begins_at_zero(tmp_path):
 def test_states_that_cannot_be_read_are_refused():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))
-    with pytest.raises(ValueError, match="^states must have only tensors and plain values"):
+    with pytest.raises(ValueError, match=r"^states must have only tensors and plain values"):
         _Checkpoint.of(1, {"optimizer": optimizer}).check()
 
 

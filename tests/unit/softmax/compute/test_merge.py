@@ -1,10 +1,12 @@
 """seqpar.merge against attention over all keys at once, and what it refuses."""
 
+import numpy as np
 import pytest
 import torch
 
 import seqpar
 from seqpar import Layout, make_attention
+from seqpar.softmax.compute.partial import Partial
 from tests.support.cases import rms
 from tests.support.ranks import virtual
 
@@ -45,6 +47,23 @@ def test_equals_attention_over_all_keys(cuts):
     results = [*got, *(x.grad for x in parts)]
     for x, y in zip(results, [*expected, *(x.grad for x in whole)], strict=True):
         assert torch.allclose(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("leading", [(), (7,), (2, 7), (2, 3, 4)])
+def test_kernels_get_rows_of_one_batch_entry(monkeypatch, leading):
+    """On CUDA a kernel merges, which takes (B, T, H, D) only."""
+    merge_rows, shapes = Partial.merge, []
+
+    def recorded(self, rows, out, lse):
+        shapes.append((out.dim(), lse.dim()))
+        merge_rows(self, rows, out, lse)
+
+    monkeypatch.setattr(Partial, "merge", recorded)
+    out, lse = torch.randn(*leading, 3, 5), torch.randn(*leading, 3)
+    merged, total = seqpar.merge([out, out], [lse, lse])
+    assert shapes == [(4, 3)] * 2
+    torch.testing.assert_close(merged, out)
+    torch.testing.assert_close(total, lse + np.log(2))
 
 
 def test_rows_without_keys_are_0_without_gradient():

@@ -1,0 +1,75 @@
+"""The pairs of varlen calls, as the kernels read them, against the definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from seqpar import Layout
+from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
+from seqpar.softmax.backends import varlen_calls
+from seqpar.softmax.backends.varlen_calls import varlen_work
+from tests.support.varlen_kernels import Segments
+from tests.unit.softmax.backends.test_any_slices import POSITIONS, slices_of
+
+CPU = torch.device("cpu")
+
+
+def pairs_of(slices):
+    """Return how often the slices have each pair, by position."""
+    seen = np.zeros((slices.query_rows, slices.key_rows), int)
+    for (q0, q1), (k0, k1), (low, high) in zip(
+        slices.q_rows, slices.k_rows, slices.bands, strict=True
+    ):
+        distance = slices.k_positions[None, k0:k1] - slices.q_positions[q0:q1, None]
+        seen[q0:q1, k0:k1] += (low <= distance) & (distance <= high)
+    return seen
+
+
+def check(slices, make):
+    calls, remaining = varlen_work(slices)
+    seen = np.zeros((slices.query_rows, slices.key_rows), int)
+    for call in calls:
+        rows, keys = (
+            np.arange(size)[side.local(CPU)]
+            for side, size in zip((call.queries, call.keys), seen.shape, strict=True)
+        )
+        for q, k, mask in make(*call.tables(1, CPU), 1.0).each():
+            seen[np.ix_(rows[q], keys[k])] += mask.numpy()
+    if remaining is not None:
+        seen += pairs_of(remaining)
+    assert (seen == pairs_of(slices)).all()
+    return remaining
+
+
+READINGS = pytest.mark.parametrize("make", [Segments, Segments.of_version_2], ids=["3, 4", "2"])
+
+
+@READINGS
+@given(POSITIONS, POSITIONS, st.integers(-50, 20), st.integers(0, 60))
+@example([*range(10, 22)], [*range(8)], -15, 30)  # more rows than keys, and a limit to the left
+@example([0, 10, 20], [0, 1, 2, 3, 11, 12, 13, 21], -50, 50)  # rows gain several keys each
+def test_calls_have_each_pair_once(make, q_positions, k_positions, low, width):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(varlen_calls, "_MIN_RUN_ROWS", 1)
+        check(slices_of(q_positions, k_positions, (low, low + width)), make)
+
+
+@READINGS
+@pytest.mark.parametrize("bounds", [(6, 0), (8, 3), (3, UNLIMITED), (UNLIMITED, 0)])
+def test_every_hop_of_zigzag_is_a_call(make, bounds):
+    mask = Mask(*bounds)
+    layout = Layout.zigzag([0, 64, 65, 160], 8).geometry
+    for rank in range(8):
+        for owner in range(8):
+            remaining = check(slices_between(layout, rank, layout, owner, mask), make)
+            assert remaining is None or bounds[1]
+
+
+@READINGS
+def test_more_keys_than_queries(make):
+    layout, keys = (Layout.zigzag(tokens, 8).geometry for tokens in (100, 1000))
+    for rank in range(8):
+        for owner in range(8):
+            check(slices_between(layout, rank, keys, owner, Mask(UNLIMITED, 0)), make)
