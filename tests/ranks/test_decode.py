@@ -51,11 +51,11 @@ def error_of_steps(group, prompt):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_cache_grows_on_real_ranks(pool, ranks):
-    """The digest of `check_ranks`, 32 bytes a step to each peer, comes on top of the partials."""
+    """The digests of `check_ranks`, 64 bytes per round of a step, come on top of the partials."""
     for prompt in (9, 400):
         for worst, sent in pool(ranks, error_of_steps, prompt):
             partials = (ranks - 1) * 4 * (8 + 1) * 8
-            digest = (ranks - 1) * 32
+            digest = (ranks - 1).bit_length() * 64
             assert worst <= 1e-12
             assert sent == [partials + digest, partials + digest / 3, partials + digest]
 

@@ -30,7 +30,9 @@ TESTS = {
     "strategies on virtual ranks": [
         f"tests/kernels/test_{name}.py" for name in ("strategies", "same_bits")
     ],
-    "softmax kernels": ["tests/kernels/test_flash_attention.py"],
+    "softmax kernels": [
+        f"tests/kernels/test_{name}.py" for name in ("flash_attention", "accumulate")
+    ],
     "linear kernels": ["tests/kernels/test_lightning_attention.py"],
     "launching, arguments, tuner": [
         f"tests/kernels/test_{name}.py"

@@ -37,6 +37,7 @@ CAPTIONS = {
     "strategies/": ("one file per paper, and the registry",),
     "integrations/": ("Hugging Face, flash-attn, torchtitan and others",),
     "memory/": ("recomputing, offloading",),
+    "elastic/": ("new groups", "without the dead"),
     "simulate/": ("strategies' code", "in virtual time"),
     "auto/": ("simulates, measures,", "chooses"),
     "bench/": ("the sweeps of", "a command"),
