@@ -8,9 +8,9 @@ idle one next to a hostile key, and n + 1 times next to n busy keys. Answers are
 for bit. All states alternate in each round.
 
 A second server is flooded: a hostile key sends payloads over several connections and never waits
-for replies. Real attackers run on other machines. Here they may use one of the
-cores: once with the lowest priority, so that they take little time from the server and the honest
-client, and once with the usual one.
+for replies. Real attackers run on other machines. Here they may use one of the cores: once with the
+lowest priority, so that they take little time from the server and the honest client, and once with
+the usual one.
 """
 
 from __future__ import annotations

@@ -46,26 +46,23 @@ def gpu_major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def _segment_arguments(tables: SegmentTables) -> dict[str, object]:
-    return {
-        "cu_seqlens_q": tables.cu_q,
-        "cu_seqlens_k": tables.cu_k,
-        "max_seqlen_q": tables.longest_q,
-        "max_seqlen_k": tables.longest_k,
-    }
-
-
-def _window_arguments(tables: SegmentTables, unlimited: int | None) -> dict[str, object]:
+def _arguments(
+    tables: SegmentTables, options: CallOptions, unlimited: int | None = -1
+) -> dict[str, object]:
+    """Return the arguments that all packages have; `unlimited` is a window's side without limit."""
     left, right = (unlimited if side == -1 else side for side in tables.window)
-    return {"window_size_left": left, "window_size_right": right}
+    return {
+        "cu_seqlens_q": tables.cu_q, "cu_seqlens_k": tables.cu_k,
+        "max_seqlen_q": tables.longest_q, "max_seqlen_k": tables.longest_k,
+        "softmax_scale": options.scale, "softcap": options.softcap,
+        "window_size_left": left, "window_size_right": right,
+    }  # fmt: skip
 
 
 def _flash_attention_2(package: ModuleType, _major: int) -> VarlenKernel:
     def arguments(tables: SegmentTables, options: CallOptions) -> dict[str, object]:
-        scoring = {"softmax_scale": options.scale, "softcap": options.softcap}
-        pairs = {"causal": tables.window == (-1, 0)} | _window_arguments(tables, -1)
         unused = {"dropout_p": 0.0, "alibi_slopes": None}
-        return _segment_arguments(tables) | scoring | pairs | unused
+        return _arguments(tables, options) | {"causal": tables.window == (-1, 0)} | unused
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, options: CallOptions
@@ -88,16 +85,12 @@ def _flash_attention_2(package: ModuleType, _major: int) -> VarlenKernel:
 
 
 def _flash_attention_3(package: ModuleType, _major: int) -> VarlenKernel:
-    def arguments(tables: SegmentTables, options: CallOptions) -> dict[str, object]:
-        scoring = {"softmax_scale": options.scale, "softcap": options.softcap}
-        return _segment_arguments(tables) | scoring | _window_arguments(tables, -1)
-
     def forward(
         q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
         is_causal = tables.window == (-1, 0)
         out, lse, *_ = package._flash_attn_forward(
-            q, k, v, causal=is_causal, **arguments(tables, options)
+            q, k, v, causal=is_causal, **_arguments(tables, options)
         )
         return out, lse
 
@@ -108,7 +101,7 @@ def _flash_attention_3(package: ModuleType, _major: int) -> VarlenKernel:
         package._flash_attn_backward(
             rows.dout, rows.q, rows.k, rows.v, rows.out, rows.lse, dq=dq, dk=dk, dv=dv,
             is_causal=tables.window == (-1, 0), deterministic=options.deterministic,
-            **arguments(tables, options),
+            **_arguments(tables, options),
         )  # fmt: skip
         return dq, dk, dv
 
@@ -118,9 +111,7 @@ def _flash_attention_3(package: ModuleType, _major: int) -> VarlenKernel:
 
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     def arguments(tables: SegmentTables, options: CallOptions) -> dict[str, object]:
-        scoring = {"softmax_scale": options.scale, "softcap": options.softcap}
-        pairs = {"causal": tables.window == (-1, 0)} | _window_arguments(tables, None)
-        return _segment_arguments(tables) | scoring | pairs
+        return _arguments(tables, options, None) | {"causal": tables.window == (-1, 0)}
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, options: CallOptions
