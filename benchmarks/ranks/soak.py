@@ -96,7 +96,7 @@ def step(number: int, rank: int, made: dict[str, Any]) -> float:
 
 
 def note(number: int, cpu: list[float]) -> dict[str, float]:
-    """Return what this process uses now."""
+    """Return the resources that this process uses now."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {

@@ -214,13 +214,13 @@ def flood(pipe: Any, address: str, keys: Path, priority: int) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """What other keys do while the honest client's latency is measured.
+    """Work of other keys while the honest client's latency is measured.
 
     Attributes:
         name: of the state.
         bound: how many times its own latency the honest client may wait.
-        peers: the other keys' processes, and what each is told in addition to the times.
-        flood: the number of connections of a flood, of which the first peer is told before.
+        peers: the other keys' processes, each with arguments that follow the times.
+        flood: the number of a flood's connections, which the first peer gets before the times.
     """
 
     name: str

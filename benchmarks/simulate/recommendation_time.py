@@ -1,6 +1,6 @@
 """Measure the time in which `python -m seqpar plan` recommends how to train on a cluster.
 
-Each case is a new process, as a user starts it: imports are included, and nothing is in a cache.
+Each case is a new process, as a user starts it: imports are included, and caches are empty.
 `seconds` is wall-clock time, which other programs on the machine lengthen, and `cpu` the CPU time
 of the process.
 """

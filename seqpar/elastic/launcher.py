@@ -1,4 +1,4 @@
-"""Start the processes of a training, replace dead ones, and say who forms the next group."""
+"""Start the processes of a training, replace dead ones, and choose the next group's members."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Launcher:
     """
 
     def __init__(self, store: Store, start: Callable[[int], Process], limits: Limits) -> None:
-        """`start(number)` starts a process, to which `VARIABLE` gives the store and its number."""
+        """`start(number)` starts a process, and gives it the store and its number in `VARIABLE`."""
         self._store, self._start, self._limits = store, start, limits
         self._workers: dict[int, _Worker] = {}
         self._members: list[int] = []  # of the current group, by rank
