@@ -94,6 +94,7 @@ def _simulated_or_excluded(
     excluded. An interrupt ends this once a way fits; if none does, the interrupt is raised.
     """
     simulated: dict[int, Recommendation] = {}
+    best = ways[0]  # until one is simulated: its seconds are infinite
     bounds = np.full(len(ways), np.nan)  # which is sorted last
     progress = Progress(f"recommend looks for the best of {len(ways)} ways to train")
     with stop_on_interrupt("recommend") as interrupted:
@@ -104,7 +105,6 @@ def _simulated_or_excluded(
                 if interrupted():
                     break
             for number in np.argsort(bounds, kind="stable").tolist():
-                best = min(simulated.values(), key=lambda x: x.seconds, default=ways[number])
                 if bounds[number] > best.seconds * (1 + best.error):
                     break
                 if interrupted() and best.seconds < np.inf:
