@@ -10,8 +10,9 @@ OF_VERSIONS := tests/unit/core/test_torch_private.py $(wildcard tests/unit/*/tes
 	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \
 	tests/ranks/test_strategies.py tests/ranks/test_linear.py tests/ranks/test_recurrent.py
 PYTEST := $(BIN)/python -m pytest --durations=20
-# For two cores: some tests wait for timers, or for a process that starts.
-BY_FILES := -n 3 --dist loadfile --no-loadscope-reorder
+# For two cores: some tests wait for timers, or for a process that starts. After a crash of a worker
+# that is replaced, xdist 3.8 waits for ever when it hands out tests by files.
+BY_FILES := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # The next process, of which tests start many, need not compile what this one has.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests that watch the clock run apart: they mostly wait (43 of 117 s on two workers are CPU time).

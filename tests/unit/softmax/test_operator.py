@@ -20,12 +20,12 @@ from tests.support.tiers import few_rows
 @pytest.mark.parametrize("max_logits", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_operators_pass_opcheck(strategy, max_logits):
-    """torch's own checks of schema, fake tensors and autograd registration, on one virtual rank."""
-    virtual(1, opcheck, strategy, max_logits)
+    """torch's own checks of schema, fake tensors and autograd registration, on one rank.
 
-
-def opcheck(comm, strategy, max_logits):
-    attn = module(strategy, comm)
+    In the main thread: torch 2.11 keeps, for fake tensors on a machine without a GPU, a pointer to
+    an object of the thread that used one first, and crashes after that thread has ended.
+    """
+    attn = module(strategy, Comm("alone", 0, 1))
     layout = Layout.zigzag([0, 5, 12], 1)
     q, k, v = (x[None].detach().requires_grad_() for x in local(layout, 0, heads=4, kv_heads=2))
     options = {"causal": True, "return_lse": True, "alibi_slopes": torch.rand(4)}
