@@ -110,7 +110,8 @@ def aten_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_
 
 
 def aten_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None):  # fmt: skip # noqa: E501
-    """`aten::_flash_attention_backward`."""
+    """`aten::_flash_attention_backward`, which refuses some head dims on most GPUs."""
+    assert not 192 < query.shape[-1] <= 224
     assert not dropout_p and is_causal == (window_size_right == 0)
     window = window_size_left, window_size_right
     segments = Segments.of_version_2(cum_seq_q, cum_seq_k, max_q, max_k, window, scale)

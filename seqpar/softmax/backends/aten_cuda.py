@@ -12,10 +12,14 @@ from torch import Tensor
 
 from seqpar.core.torch_private import cuda_attention, cuda_attention_backward
 from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
 from seqpar.softmax.backends.varlen_calls import SegmentTables
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
+
+# By backward, except on an sm_80 or sm_90 (PyTorch, flash_api.cpp, mha_bwd).
+_REFUSED_HEAD_DIMS = range(200, 232, 8)
 
 
 def computes(q: Tensor) -> bool:
@@ -44,9 +48,12 @@ def _backward(
     rows: BackwardRows, tables: SegmentTables, options: CallOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = tables.window
-    no_random_state = _no_random_state(rows.q.device)
+    dout, q, k, v, out = operands = rows.dout, rows.q, rows.k, rows.v, rows.out
+    if q.shape[-1] in _REFUSED_HEAD_DIMS:
+        dout, q, k, v, out = (pad_heads(x, _REFUSED_HEAD_DIMS.stop) for x in operands)
+    no_random_state = _no_random_state(q.device)
     dq, dk, dv = cuda_attention_backward()(
-        rows.dout, rows.q, rows.k, rows.v, rows.out, rows.lse, tables.cu_q, tables.cu_k,
+        dout, q, k, v, out, rows.lse, tables.cu_q, tables.cu_k,
         tables.longest_q, tables.longest_k, 0.0, right == 0, no_random_state, no_random_state,
         scale=options.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip

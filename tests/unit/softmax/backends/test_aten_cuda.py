@@ -87,6 +87,15 @@ def test_equals_the_oracle(calls, atens_backward, strategy, options):
     assert bool(calls["forward"]) == bool(calls["backward"]) == used
 
 
+@pytest.mark.parametrize("dim", [192, 224])
+def test_head_dims_that_backward_refuses(calls, atens_backward, dim):
+    """The gradient of lse makes 200 of 192."""
+    layout = Layout.zigzag(DOCUMENTS, 1)
+    case = Case("ring", layout, True, dlse=True, dim=dim, value_dim=192, dtype=torch.bfloat16)
+    assert_right(virtual(1, run, case)[0], oracle(case), case.dtype, roundings=4)
+    assert calls["backward"]
+
+
 class Operators(TorchDispatchMode):
     """Counts operators that make no view."""
 
