@@ -57,7 +57,7 @@ class VarlenKernel(NamedTuple):
     Attributes:
         forward: gets q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and the natural
             lse (Hq, n) in fp32.
-        backward: returns dq, dk and dv of its rows. They may have a larger D, with columns of zeros.
+        backward: returns dq, dk and dv of its rows, which may have more columns, of zeros.
         max_head_dim: the largest D.
         softcap: whether it computes scores with a softcap.
         lse_gradient: whether backward takes dlse. Otherwise the gradient of lse is added to dout·v:
