@@ -43,6 +43,28 @@ SOURCES = {  # what pip downloads, and the file in it
     "the newest FlashAttention-4": (["flash-attn-4", "--pre"], "flash_attn/cute/interface.py"),
 }
 
+# Parameters, and how many tensors result: hopper/flash_attn_interface.py of FlashAttention-3,
+# commit 01afd16d248c4c7d0f9aed1914084f16c490eaed.
+FLASH_ATTENTION_3 = {
+    "_flash_attn_forward": (
+        "q k v k_new=None v_new=None qv=None out_=None "
+        "cu_seqlens_q=None cu_seqlens_k=None cu_seqlens_k_new=None seqused_q=None seqused_k=None "
+        "max_seqlen_q=None max_seqlen_k=None page_table=None kv_batch_idx=None leftpad_k=None "
+        "rotary_cos=None rotary_sin=None seqlens_rotary=None "
+        "q_descale=None k_descale=None v_descale=None softmax_scale=None causal=False "
+        "window_size_left=-1 window_size_right=-1 attention_chunk=0 softcap=0.0 "
+        "rotary_interleaved=True scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0",
+        4,
+    ),
+    "_flash_attn_backward": (
+        "dout q k v out softmax_lse cu_seqlens_q=None cu_seqlens_k=None "
+        "sequed_q=None sequed_k=None max_seqlen_q=None max_seqlen_k=None dq=None dk=None dv=None "
+        "softmax_scale=None is_causal=False window_size_left=-1 window_size_right=-1 "
+        "softcap=0.0 deterministic=False sm_margin=0",
+        1,
+    ),
+}
+
 
 def install(monkeypatch, name, functions, module_name=None):
     """Make a module with these functions importable, and its parents too."""
@@ -122,6 +144,35 @@ def test_backward_is_deterministic_unless_asked(monkeypatch, name):
     for deterministic in (True, False):
         virtual(1, call, deterministic)
     assert found == [True, False]
+
+
+@pytest.mark.parametrize("name", FLASH_ATTENTION_3)
+def test_flash_attention_3_stand_ins_match_their_commit(monkeypatch, name):
+    """The adapter passes the arguments that it asks of the package, and no other."""
+    parameters, tensors = FLASH_ATTENTION_3[name]
+    functions, calls = MODULES["FlashAttention-3"], []
+    signature = inspect.signature(functions[name])
+    assert [str(x) for x in signature.parameters.values()] == parameters.split()
+
+    def recorded(*args, **options):
+        results = functions[name](*args, **options)
+        calls.append((signature.bind(*args, **options).arguments, results))
+        return results
+
+    recorded.__signature__ = signature
+    install(monkeypatch, "FlashAttention-3", functions | {name: recorded})
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+
+    def call(comm):
+        q = torch.randn(6, 2, 8).bfloat16().requires_grad_()
+        with use_backend("flash_attn"):
+            make_attention("ring", comm)(q, q, q, Layout.zigzag(6, 1), causal=True).sum().backward()
+
+    virtual(1, call)
+    ((arguments, results),) = calls
+    assert set(arguments) == set(PACKAGES["FlashAttention-3"].parameters[name].split())
+    results = results if isinstance(results, tuple) else (results,)
+    assert [type(x) for x in results] == [torch.Tensor] * tensors
 
 
 def broken(path):
