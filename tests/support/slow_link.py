@@ -59,7 +59,12 @@ class SlowLink(threading.Thread):
         client, _ = self._listener.accept()
         server = self._small(socket.socket())
         self._sockets += client, server
-        server.connect(self._servers[self.connections % len(self._servers)])
+        try:
+            server.connect(self._servers[self.connections % len(self._servers)])
+        except ConnectionRefusedError:
+            client.close()
+            server.close()
+            return
         self.connections += 1
         for each in (client, server):
             each.setblocking(False)
