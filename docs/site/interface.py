@@ -64,8 +64,8 @@ TAIL = """
 * `routing=Routing(...)`: divide messages between nodes among all [NICs](../guides/routing.md).
 * `deterministic=False`: the `triton` backend may add to dq atomically.
 * `deterministic="ranks"`: [the same bits](../internals/numerics.md) on any number of ranks.
-* `message_dtype=torch.int8`: keys and values travel [in 8 bits](../internals/numerics.md), with
-  Ring, AllGather and USP over these.
+* `message_dtype=torch.int8` or `torch.float8_e4m3fn`: keys and values travel [in 8
+  bits](../internals/numerics.md), with Ring, AllGather and USP over these.
 
 The last three are options of softmax attention. Each strategy's page has its own options.
 

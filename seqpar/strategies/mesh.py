@@ -22,7 +22,7 @@ from seqpar.core.arguments import Deterministic, Ints, as_bool, as_int, shown
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import COMMON_OPTIONS, Attention
-from seqpar.softmax.queries.strategy import TileStrategy
+from seqpar.softmax.queries.strategy import TileStrategy, partial_bytes
 from seqpar.softmax.wire.quantize import check_digits, check_message_dtype, encoded_width
 from seqpar.strategies.registry import register
 
@@ -34,7 +34,7 @@ class Mesh(TileStrategy):
     """Queries travel within a row of ranks, keys and values within a column."""
 
     name = "mesh"
-    message_dtype: torch.dtype | None = None  # of keys and values: None (their own) or int8
+    message_dtype: torch.dtype | None = None  # of keys and values: None (their own) or 8 bits
     columns: int = field(default=0, metadata=NO_OPTION)  # 0: fewest bytes, for each call
 
     def __post_init__(self) -> None:
@@ -183,10 +183,7 @@ def row_bytes(
     """Return the bytes of a row of queries, of results, of keys, and of gradients of keys."""
     heads, dims = shape.heads, (shape.dim, shape.value_dim)
     b, e = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
-    partial = shape.value_dim * (e if partial_dtype is None else partial_dtype.itemsize)
-    if partial_dtype == torch.int8:
-        partial = encoded_width([shape.value_dim])
-    query, result = heads * shape.dim * b, heads * (partial + e)
+    query, result = heads * shape.dim * b, heads * (partial_bytes(shape, partial_dtype) + e)
     key = shape.kv_heads * (sum(dims) * b if message_dtype is None else encoded_width(dims))
     if not backward:
         return query, result, key, 0

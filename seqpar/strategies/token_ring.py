@@ -45,8 +45,8 @@ class TokenRingAttention(Attention):
               with 2 to 16 ranks and 1,024 tokens: 1.08 to 1.24 times under a causal mask, 1.23 to
               1.40 without, and at most 1.02 for the gradients. With fp32 inputs, the error of out
               is about 3,000 times that of one device.
-            * torch.int8: Dv + 4 bytes per row and head; the error of out is about 0.2%
-              (docs/internals/numerics.md).
+            * torch.int8 or torch.float8_e4m3fn: Dv + 4 bytes per row and head; the error of out is
+              about 0.2% with int8 (docs/internals/numerics.md).
 
     Bytes sent by rank r, with m(r, p) the query rows of r that attend to a key of p, b the bytes of
     an element of q, w those of a partial output, e = 4 (8 for fp64), and sums over the other ranks

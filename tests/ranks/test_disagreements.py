@@ -113,6 +113,10 @@ HALO = {
 OF_STRATEGIES = {
     "strategy": ({}, {"strategy": "all_gather"}),
     "strategy's messages": ({}, {"message_dtype": torch.int8}),
+    "strategy's codes": (
+        {"message_dtype": torch.int8},
+        {"message_dtype": torch.float8_e4m3fn},
+    ),
 }
 CASES = [
     *((("options", "ring"), name) for name in OF_STRATEGIES),

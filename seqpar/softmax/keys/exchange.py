@@ -41,8 +41,8 @@ def travelling_keys(
     between the numbered steps on all ranks. In backward the exchanges of keys and of gradients
     alternate, and two ranks must post the exchanges between them in the same order.
     """
-    dims, coded = [k.shape[3], v.shape[3]], message_dtype == torch.int8
-    row_shape = k.shape[0], k.shape[2], encoded_width(dims) if coded else sum(dims)
+    dims, code = [k.shape[3], v.shape[3]], message_dtype
+    row_shape = k.shape[0], k.shape[2], encoded_width(dims) if code else sum(dims)
     by_row = k.transpose(0, 1), v.transpose(0, 1)
     packed: tuple[Rows, Tensor] | None = None  # kept: consecutive receivers often get equal rows
     under_way: deque[Arriving] = deque()
@@ -59,12 +59,12 @@ def travelling_keys(
             if packed is None or packed[0] is not rows:
                 packed = None  # freed before other rows are packed
                 message = rows.pack(*by_row)
-                packed = rows, encode(message, dims) if coded else message
+                packed = rows, encode(message, dims, code) if code else message
                 del message
             sends.append((peer, packed[1]))
         if following is None or not following.sends_last_rows_of(step):
             packed = None
-        block = k.new_empty((step.rows, *row_shape), dtype=message_dtype)
+        block = k.new_empty((step.rows, *row_shape), dtype=torch.int8 if code else None)
         recvs = _messages(step.source, block, step.counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)
         under_way.append(Arriving([block], pending))
@@ -85,8 +85,8 @@ def travelling_keys(
         post_until(max(step.number - 1 + ahead, step.number))
         arrived = under_way.popleft().wait()
         post_until(step.number + ahead)
-        if arrived and coded:
-            yield [x.transpose(0, 1) for x in decode(arrived.pop(), dims, k.dtype)]
+        if arrived and code:
+            yield [x.transpose(0, 1) for x in decode(arrived.pop(), dims, code, k.dtype)]
         elif arrived:
             yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
         else:

@@ -231,7 +231,7 @@ def key_traffic(
     shape, rows = call.shape, list[Traffic]()
     dims, heads = (shape.dim, shape.value_dim), shape.batch * shape.kv_heads
     size = heads * sum(dims) * shape.dtype.itemsize  # bytes per row
-    if message_dtype == torch.int8:
+    if message_dtype is not None:
         size = heads * encoded_width(dims)
     gradient_size = heads * sum(dims) * accumulator_dtype(shape.dtype).itemsize
     numbers, senders, receivers = _numbered(rank, call.ranks, distances)

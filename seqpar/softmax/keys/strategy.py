@@ -27,7 +27,7 @@ from seqpar.softmax.wire.quantize import check_digits, check_message_dtype
 class KeyStrategy(Strategy):
     """Keys and values travel in steps; in backward their gradients return to the owners."""
 
-    message_dtype: torch.dtype | None = None  # of keys and values: None is their own, or int8
+    message_dtype: torch.dtype | None = None  # of keys and values: None is their own, or 8 bits
 
     def __post_init__(self) -> None:
         check_message_dtype(self.message_dtype)

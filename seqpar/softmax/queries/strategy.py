@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from seqpar.attention.operands import OperandShape
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import shown
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
@@ -31,7 +32,7 @@ from seqpar.softmax.queries.exchange import (
 from seqpar.softmax.queries.tiles import Tile, Tiles
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.packing import RowFormat
-from seqpar.softmax.wire.quantize import decode, encode, encoded_width
+from seqpar.softmax.wire.quantize import CODES, decode, encode, encoded_width
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,24 @@ class TileStrategy(Strategy):
     partial_dtype: torch.dtype | None = None  # of outputs that return; None is the accumulator's
 
     def __post_init__(self) -> None:
-        dtype, allowed = self.partial_dtype, (*DTYPES, torch.int8)
+        dtype, allowed = self.partial_dtype, (*DTYPES, *CODES)
         if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in allowed):
             expected = f"None or one of {allowed}"
             raise ValueError(f"partial_dtype must be {expected}, got {shown(dtype)}")
 
     def check(self, call: ResolvedCall) -> None:
-        if self.partial_dtype == torch.int8 and call.shape.dtype == torch.float64:
-            raise ValueError("partial_dtype must not be int8 with fp64, whose digits it would lose")
+        if self.partial_code and call.shape.dtype == torch.float64:
+            refused = f"partial_dtype must not be {self.partial_code} with fp64"
+            raise ValueError(f"{refused}, whose digits 8 bits would lose")
+
+    @property
+    def partial_code(self) -> torch.dtype | None:
+        """The dtype of the 8-bit codes of outputs that return, or None if they have more bits."""
+        return self.partial_dtype if self.partial_dtype in CODES else None
 
     @property
     def keys_dtype(self) -> torch.dtype | None:
-        """The dtype of keys and values in messages: None for their own dtype, or int8."""
+        """The dtype of keys and values in messages: None for their own dtype, or 8 bits."""
         return None
 
     def columns_of(self, call: ResolvedCall) -> int:
@@ -90,10 +97,10 @@ class TileStrategy(Strategy):
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         q, k, v, sinks = operands
         label, accumulator = f"{self.name} forward", accumulator_dtype(q.dtype)
-        dims, coded = [v.shape[-1]], self.partial_dtype == torch.int8
-        width = encoded_width(dims) if coded else dims[0]
+        dims, code = [v.shape[-1]], self.partial_code
+        width = encoded_width(dims) if code else dims[0]
         query_format = RowFormat((q.shape[-1],), q.dtype)
-        out_format = RowFormat((width,), self.partial_dtype or accumulator)
+        out_format = RowFormat((width,), torch.int8 if code else self.partial_dtype or accumulator)
         tile, schedule = self.plan(
             comm, call, [query_format], [out_format, RowFormat((), accumulator)]
         )
@@ -125,17 +132,17 @@ class TileStrategy(Strategy):
             heads = groups[hop.group].queries
             options = call.options.of_heads(heads)
             max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
-            into = (lse.new_empty((*out.shape[:-1], *dims)) if coded else out), lse
+            into = (lse.new_empty((*out.shape[:-1], *dims)) if code else out), lse
             block_keys = keys[hop.group]
             attend_blocks(received[0], block_keys, hop.blocks, options, None, into, max_logits)
-            if coded:
-                out.copy_(encode(into[0], dims))
+            if code:
+                out.copy_(encode(into[0], dims, code))
             return message
 
         queries = QueryExchange(comm, schedule, [q], label)
         for group, rows, (out, lse) in queries.results(compute_first, compute_last, compute):
-            if coded:
-                (out,) = decode(out, dims, accumulator)
+            if code:
+                (out,) = decode(out, dims, code, accumulator)
             totals[group].merge(rows, out, lse)
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next hop is computed
@@ -226,7 +233,7 @@ class TileStrategy(Strategy):
         rows, groups = list[Traffic](), len(head_groups(call))
         row, column = tiles.row(rank), tiles.column(rank)
         kv_heads, dims = shape.batch * shape.kv_heads, (shape.dim, shape.value_dim)
-        key_size = encoded_width(dims) if self.keys_dtype == torch.int8 else sum(dims) * element
+        key_size = encoded_width(dims) if self.keys_dtype else sum(dims) * element
         if column:
             sent, received = tiles.sent_keys(rank).counts, tiles.received_keys(rank)
             for step, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), 1):
@@ -236,9 +243,7 @@ class TileStrategy(Strategy):
                 rows.append(Traffic("backward", step, owner, 1, returned))
         if not row:
             return rows
-        partial = shape.value_dim * (self.partial_dtype or accumulator_dtype(shape.dtype)).itemsize
-        if self.partial_dtype == torch.int8:
-            partial = encoded_width([shape.value_dim])
+        partial = partial_bytes(shape, self.partial_dtype)
         statistics = (2 + call.return_lse) * accumulator
         gradient_size = (shape.dim + shape.value_dim) * element + statistics
         # For each direction: messages of queries; bytes per row and head of queries and of results.
@@ -259,3 +264,10 @@ class TileStrategy(Strategy):
                 total = received_rows * heads * result_size
                 rows.append(Traffic(direction, step, sender, groups, total))
         return rows
+
+
+def partial_bytes(shape: OperandShape, partial_dtype: torch.dtype | None) -> int:
+    """Return the bytes of a row and head of a travelling partial output, without its lse."""
+    if partial_dtype in CODES:
+        return encoded_width([shape.value_dim])
+    return shape.value_dim * (partial_dtype or accumulator_dtype(shape.dtype)).itemsize

@@ -1,8 +1,18 @@
 """Encode rows in 8 bits for messages, with an fp32 scale for each row and head.
 
-An element x becomes round(x / s), where s is 1/127 of the row's largest absolute value in that
-head. The error is at most s / 2, plus rounding to the dtype that it is decoded to. A row with an
-infinite value or a NaN decodes to NaN.
+The scale s makes the row's largest absolute value the largest code. Codes are integers or e4m3
+floats of 4 exponent and 3 mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning",
+2022, section 3). An element x becomes the code nearest to x / s. Its error is in the table, plus
+rounding to the dtype that it is decoded to.
+
+| code | largest code | error of an element |
+|---|---|---|
+| int8 | 127 | at most s / 2: the same for all elements of a row |
+| float8_e4m3fn | 448 | at most abs(x) / 16, or s / 1024 for elements below s / 64 |
+
+An element's error is smaller with e4m3 if the element is below 1/16 of the largest in its row, and
+with int8 otherwise. e4m3 is better for rows with outliers. A row with an infinite value or a NaN
+decodes to NaN.
 
 Legend: D head dim.
 """
@@ -16,14 +26,17 @@ from torch import Tensor
 
 from seqpar.core.arguments import shown
 
-_LARGEST = 127
+CODES = {torch.int8: 127, torch.float8_e4m3fn: 448}
+"""The dtypes of codes, each with its largest finite value."""
+
 _SCALE_BYTES = 4
 
 
 def check_message_dtype(dtype: torch.dtype | None) -> None:
-    """Raise a ValueError unless it is int8 or None, which means the keys' own dtype."""
-    if dtype is not None and dtype is not torch.int8:
-        raise ValueError(f"message_dtype must be None or torch.int8, got {shown(dtype)}")
+    """Raise a ValueError unless it is one of `CODES` or None, which means the keys' own dtype."""
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in CODES):
+        expected = " or ".join(map(str, (None, *CODES)))
+        raise ValueError(f"message_dtype must be {expected}, got {shown(dtype)}")
 
 
 def check_digits(message_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
@@ -32,24 +45,38 @@ def check_digits(message_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
         raise ValueError("message_dtype must be None with fp64, whose digits 8 bits would lose")
 
 
-def encode(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return int8 (…, ΣD + 4·parts) for x (…, ΣD); each part of D columns has its own scale."""
-    parts = x.split_with_sizes(list(dims), -1)
+def encode(x: Tensor, dims: Sequence[int], code: torch.dtype) -> Tensor:
+    """Return the bytes (…, ΣD + 4·parts) of x (…, ΣD) as int8.
+
+    Each part of D columns has its own scale. `code` is one of `CODES`.
+    """
+    parts, limit = x.split_with_sizes(list(dims), -1), CODES[code]
     largest = torch.stack([part.abs().amax(-1) for part in parts], -1)
-    scales = largest.float() / _LARGEST
+    scales = largest.float() / limit
     divisors = torch.where(scales == 0, 1, scales)[..., None]
-    codes = [
-        (part / divisors[..., i, :]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-        for i, part in enumerate(parts)
-    ]
-    return torch.cat([*codes, scales.view(torch.int8)], -1)
+
+    def codes(part: Tensor, divisor: Tensor) -> Tensor:
+        quotient = part / divisor
+        if code == torch.int8:
+            quotient.round_()
+        # A quotient exceeds the limit if a subnormal scale was rounded down. Integers would wrap
+        # around, and some versions of torch cast 465 to NaN in e4m3.
+        return quotient.clamp_(-limit, limit).to(code).view(torch.int8)
+
+    parts_as_bytes = [codes(part, divisors[..., i, :]) for i, part in enumerate(parts)]
+    return torch.cat([*parts_as_bytes, scales.view(torch.int8)], -1)
 
 
-def decode(message: Tensor, dims: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+def decode(
+    message: Tensor, dims: Sequence[int], code: torch.dtype, dtype: torch.dtype
+) -> list[Tensor]:
     """Undo `encode`, and return the parts (…, D) in a dtype."""
     *codes, scales = message.split_with_sizes([*dims, _SCALE_BYTES * len(dims)], -1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return [(x * scales[..., i : i + 1]).to(dtype) for i, x in enumerate(codes)]
+    return [
+        x.view(code).to(torch.float32).mul_(scales[..., i : i + 1]).to(dtype)
+        for i, x in enumerate(codes)
+    ]
 
 
 def encoded_width(dims: Sequence[int]) -> int:
