@@ -83,7 +83,7 @@ def backward(
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     if aten_cuda.computes(q):
-        aten_cuda.backward(output, q, k, v, slices, gradients, options)
+        aten_cuda.KERNEL.add_gradients(output, q, k, v, slices, gradients, options)
     elif q.is_cuda or options.softcap:
         reference.backward(output, q, k, v, slices, gradients, options)
     else:

@@ -1,7 +1,4 @@
-"""Attention over slices with ATen's FlashAttention-2, on CUDA from sm_80 on.
-
-A deterministic backward takes our Triton kernels.
-"""
+"""Attention over slices with ATen's FlashAttention-2, on CUDA from sm_80 on."""
 
 from __future__ import annotations
 
@@ -11,12 +8,10 @@ import torch
 from torch import Tensor
 
 from seqpar.core.torch_private import cuda_attention, cuda_attention_backward
-from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
 from seqpar.softmax.backends.varlen_calls import SegmentTables
 from seqpar.softmax.compute.call_options import CallOptions
-from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 # By backward, except on an sm_80 or sm_90 (PyTorch, flash_api.cpp, mha_bwd).
 _REFUSED_HEAD_DIMS = range(200, 232, 8)
@@ -65,26 +60,13 @@ def _no_random_state(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=device)
 
 
-KERNEL = VarlenKernel(_forward, _backward, max_head_dim=256, softcap=False, lse_gradient=False)
-
-
-def backward(
-    output: OutputGradient,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: Slices,
-    gradients: PartialGradients,
-    options: CallOptions,
-) -> None:
-    """Add to `gradients` what flows through the slices; see `attend_backward`.
-
-    ATen's kernel gives the same bits each time only under torch's switch for all threads of the
-    process, which makes operators of other threads raise. Our Triton kernels need no switch.
-    """
-    add_gradients = KERNEL.add_gradients
-    if options.deterministic and KERNEL.takes(q, v, options, output.dlse is not None):
-        from seqpar.softmax.backends import triton
-
-        add_gradients = triton.backward
-    add_gradients(output, q, k, v, slices, gradients, options)
+# It gives the same bits each time only under torch's switch for all threads of the process, which
+# makes operators of other threads raise.
+KERNEL = VarlenKernel(
+    _forward,
+    _backward,
+    max_head_dim=256,
+    softcap=False,
+    lse_gradient=False,
+    deterministic=False,
+)

@@ -81,7 +81,9 @@ def _flash_attention_2(package: ModuleType, _major: int) -> VarlenKernel:
         )  # fmt: skip
         return dq, dk, dv
 
-    return VarlenKernel(forward, backward, max_head_dim=256, softcap=True, lse_gradient=False)
+    return VarlenKernel(
+        forward, backward, max_head_dim=256, softcap=True, lse_gradient=False, deterministic=True
+    )
 
 
 def _flash_attention_3(package: ModuleType, _major: int) -> VarlenKernel:
@@ -105,8 +107,11 @@ def _flash_attention_3(package: ModuleType, _major: int) -> VarlenKernel:
         )  # fmt: skip
         return dq, dk, dv
 
-    # Above 192 its backward is not deterministic.
-    return VarlenKernel(forward, backward, max_head_dim=192, softcap=True, lse_gradient=False)
+    # Some versions ignore `deterministic` without an error (flash-attention's issue 1596), and
+    # their functions look like those of the others.
+    return VarlenKernel(
+        forward, backward, max_head_dim=256, softcap=True, lse_gradient=False, deterministic=False
+    )
 
 
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
@@ -131,7 +136,9 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 
     # On sm_100 it has head dim 256 too, but without a softcap and without the gradient of lse.
     max_head_dim = 256 if major == 9 else 128
-    return VarlenKernel(forward, backward, max_head_dim, softcap=True, lse_gradient=True)
+    return VarlenKernel(
+        forward, backward, max_head_dim, softcap=True, lse_gradient=True, deterministic=True
+    )
 
 
 _SEGMENTS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"

@@ -47,7 +47,8 @@ ORDERS = {
     9: KernelOrder(
         "sm_90",
         ("FlashAttention-4", "FlashAttention-3", "FlashAttention-2", "aten", "triton"),
-        f"4 and 3 are written for Hopper, and 4 takes the gradient of lse; {_SAME_KERNEL}",
+        "4 and 3 are written for Hopper, and 4 takes the gradient of lse; Triton computes 3's "
+        f"deterministic backward; {_SAME_KERNEL}",
     ),
     10: _BLACKWELL,
     11: _BLACKWELL,

@@ -62,6 +62,8 @@ class VarlenKernel(NamedTuple):
         softcap: whether it computes scores with a softcap.
         lse_gradient: whether backward takes dlse. Otherwise the gradient of lse is added to dout·v:
             v gets a column of ones, dout a column of dlse, and out a column of zeros.
+        deterministic: whether backward gives the same bits each time when the options ask for it.
+            Otherwise our Triton kernels compute such a backward.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, SegmentTables, CallOptions], tuple[Tensor, Tensor]]
@@ -69,6 +71,7 @@ class VarlenKernel(NamedTuple):
     max_head_dim: int
     softcap: bool
     lse_gradient: bool
+    deterministic: bool
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
@@ -125,9 +128,16 @@ class VarlenKernel(NamedTuple):
         options: CallOptions,
     ) -> None:
         """Add to `gradients` what flows through the slices; see `attend_backward`."""
-        has_column = output.dlse is not None and not self.lse_gradient
+        has_dlse = output.dlse is not None
+        untrusted = options.deterministic and not self.deterministic
+        if untrusted and self.takes(q, v, options, has_dlse):
+            from seqpar.softmax.backends import triton
+
+            triton.backward(output, q, k, v, slices, gradients, options)
+            return
+        has_column = has_dlse and not self.lse_gradient
         value_dim, batch = v.shape[-1], q.shape[0]
-        calls, remaining = self._work(q, v, slices, options, output.dlse is not None)
+        calls, remaining = self._work(q, v, slices, options, has_dlse)
         if remaining is not None:
             reference.backward(output, q, k, v, remaining, gradients, options)
         if not calls:
