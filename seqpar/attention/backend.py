@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import shown
+from seqpar.core.device_tables import device_of
 
 BACKENDS = {
     "softmax": ["aten", "flash_attn", "reference", "triton"],
@@ -88,7 +89,7 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
         if x.shape[-1] > MAX_HEAD_DIM:
             limit = f"a head dim of at most {MAX_HEAD_DIM}"
             return f'{name} must have {limit} for the backend "triton", got {x.shape[-1]}'
-    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if device_of(q).type != "cuda" and not triton.knobs.runtime.interpret:
         return f'q must be on a CUDA device for the backend "triton", got {q.device}'
     return None
 

@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import rehearsing
+
 T = TypeVar("T")
 Moment = float | torch.cuda.Event  # seconds, or an event whose seconds are read later
 
@@ -90,7 +92,7 @@ class Hooks:
 
         `work()` returns the computation's work; it is called only if a hook is set.
         """
-        if self.trace is None and self.replace_compute is None:
+        if (self.trace is None and self.replace_compute is None) or rehearsing():
             return _COMPUTES
         return self._observed(device, work)
 

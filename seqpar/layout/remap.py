@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import on_device
 from seqpar.core.ranges import split_at
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.reshard import check_part
@@ -88,9 +89,10 @@ def _share_on(
 ) -> tuple[Tensor, list[int]]:
     def build() -> tuple[Tensor, list[int]]:
         rows, counts = share(rank, own, other)
-        return torch.from_numpy(rows).to(device), counts
+        return torch.from_numpy(rows), counts
 
-    return own.derived_with(other)(("share", rank, device), build)
+    rows, counts = own.derived_with(other)(("share", rank), build)
+    return on_device(rows, device), counts
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:

@@ -76,6 +76,7 @@ class OnServers(SplitStrategy[Submitted]):
     name = "disaggregated"
     routable: ClassVar[bool] = False
     finds_max_logits: ClassVar[bool] = False
+    rehearses: ClassVar[bool] = False
     tasks: int = 16  # most tasks per call; work that is left over makes one more
     tile: int = TILE_ROWS  # query rows that a kernel computes together
     pool: ServerPool | None = field(default=None, metadata=NO_OPTION)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT
+from seqpar.core.device_tables import rehearsing
 from seqpar.core.hooks import hooks
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import reference
@@ -97,7 +98,7 @@ def attend_blocks(
     del k, v  # only `blocks` holds them now
     forward_blocks = None if common is None else common.forward_blocks
     if forward_blocks is not None and q.numel() and hooks.replace_compute is None:
-        if hooks.trace is not None:
+        if hooks.trace is not None and not rehearsing():
             works = [SoftmaxWork.of(q, value_dim, slices) for slices in slices_of_blocks.slices]
             blocks = hooks.computes_between(hooks.trace, blocks, works, q.device)
         if max_logits is not None:

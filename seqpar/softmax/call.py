@@ -62,6 +62,10 @@ class Operands(NamedTuple):
         """The dtype and sizes that are the same on all ranks."""
         return OperandShape.of(self.q, self.k, self.v)
 
+    @property
+    def differentiated(self) -> bool:
+        return any(x is not None and x.requires_grad for x in self)
+
 
 class DecodeKeywords(TypedDict, total=False):
     """Keyword arguments that calls and `Attention.decode` have in common; see `forward`."""

@@ -31,6 +31,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import cast_each, sinks_gradient
+from seqpar.softmax.rehearsal import upload_tables
 from seqpar.softmax.resolution import describe, resolve_on_ranks
 from seqpar.softmax.strategy import ForwardResult, Strategy
 
@@ -74,6 +75,7 @@ def _attention(
     with without_autocast(q):
         operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
         call = with_max_logits(call, arguments, q)
+        upload_tables(bound.strategy, comm, call, q.device, operands.differentiated)
         return results_of(bound.strategy.forward(comm, call, operands), comm, call)
 
 

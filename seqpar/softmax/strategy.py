@@ -48,6 +48,7 @@ class Strategy:
     routable: ClassVar[bool] = True
     keeps_operands: ClassVar[bool] = False  # see `ForwardResult`
     finds_max_logits: ClassVar[bool] = True  # False if scores are computed in another process
+    rehearses: ClassVar[bool] = True  # whether a call can run on meta tensors, without messages
     # Whether tiles begin at fixed positions of a document, so that bits are the same on any number
     # of ranks.
     anchored: bool = field(default=False, kw_only=True, metadata=NO_OPTION)

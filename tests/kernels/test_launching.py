@@ -230,7 +230,7 @@ def test_tables_are_freed_with_their_layout(launched):
     gc.disable()
     try:
         layout = Layout.contiguous([0, 40, 70], 1)
-        tables = [weakref.ref(launch.tiles) for launch in attend(slices_of(layout))]
+        tables = {weakref.ref(launch.tiles) for launch in attend(slices_of(layout))}
         assert len(tables) == 3 and all(ref() is not None for ref in tables)
         launched.clear()
         del layout

@@ -171,16 +171,17 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def choose(kind: str, q: Tensor, v: Tensor) -> Config:
+def choose(kind: str, q: Tensor, v: Tensor, device: torch.device | None = None) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
     A tuned configuration goes before the table's. The choice depends on the device, the dtype and
-    the head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv).
+    the head dims of queries (B, T, H, D) and values (B, Tk, Hkv, Dv). By default the device is that
+    of the queries.
     """
     check_kind(kind, KernelConfigs._fields)
     check_operand("q", q)
     check_operand("v", v)
-    return _chosen(kind, q.device, q.dtype, q.shape[-1], v.shape[-1], _variant)
+    return _chosen(kind, device or q.device, q.dtype, q.shape[-1], v.shape[-1], _variant)
 
 
 @cache

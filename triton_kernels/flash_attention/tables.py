@@ -14,9 +14,8 @@ The list `cut` has all other blocks, each with the bounds and the band that dete
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ MIN_PART = 4  # column blocks in a part of a tile whose columns are split
 
 @dataclass(frozen=True)
 class Launch:
-    """The tables of one kernel launch: int32 tensors on the device.
+    """The tables of one kernel launch: int32 tensors on one device.
 
     `tiles` (n, 8) and `cut` (C, 6) have the columns named above, and `full` (F,) is the first
     column of each block. A list that the launch does not walk is empty. Positions of all rows (T,)
@@ -88,6 +87,16 @@ class Launches(tuple[Launch, ...]):
 
     def __init__(self, _launches: Iterable[Launch] = ()) -> None:
         self.prepared: dict[Hashable, Any] = {}
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> Launches:
+        """Return the same launches with each table replaced by `place(table)`."""
+        return Launches(
+            replace(
+                x, tiles=place(x.tiles), full=place(x.full), cut=place(x.cut),
+                row_positions=place(x.row_positions), column_positions=place(x.column_positions),
+            )
+            for x in self
+        )  # fmt: skip
 
 
 def forward_launches(
@@ -126,14 +135,14 @@ def forward_launches(
     launches = list[list[Launch]]()
     for side, hop_lists, chosen, hop_flags in zip(sides, lists, touched, flags, strict=True):
         parts = min(programs // max(1, chosen.sum()), hop_lists.work.max(initial=0) // MIN_PART)
-        common = (side, hop_lists, tiles, chosen, hop_flags, device)
+        common = (side, hop_lists, tiles, chosen, hop_flags)
         if parts > 1:
             of_hop = _split_launches(*common, int(parts))
         else:
             of_hop = _launches(*common, config)
         either = may_continue or (parts <= 1 and config.separate)
         launches.append([replace(x, may_continue=either or x.parts > 1) for x in of_hop])
-    return _on_device(launches, device)
+    return [Launches(of_hop).placed(lambda x: x.to(device)) for of_hop in launches]
 
 
 def backward_launches(
@@ -150,8 +159,8 @@ def backward_launches(
     tiles = tile_bounds(sides.rows, sides.row_positions.size, config.tile_rows)
     lists = column_lists(sides, tiles, config.block_columns)
     flags = np.zeros(len(tiles), np.int64)
-    launches = _launches(sides, lists, tiles, lists.work > 0, flags, device, config)
-    return _on_device([launches], device)[0]
+    launches = _launches(sides, lists, tiles, lists.work > 0, flags, config)
+    return Launches(launches).placed(lambda x: x.to(device))
 
 
 def _launches(
@@ -160,7 +169,6 @@ def _launches(
     tiles: Ints,
     chosen: NDArray[np.bool_],
     flags: Ints,
-    device: torch.device,
     config: Config,
 ) -> list[Launch]:
     """Return one launch of the chosen tiles, or two if the configuration separates them."""
@@ -177,7 +185,7 @@ def _launches(
             (chosen & alone, full_flags, alone, False),
             (chosen & (has_cut | ~alone), cut_flags, fused, True),
         ]
-    return [_launch(sides, lists, tiles, *kind, device) for kind in kinds if kind[0].any()]
+    return [_launch(sides, lists, tiles, *kind) for kind in kinds if kind[0].any()]
 
 
 def _split_launches(
@@ -186,7 +194,6 @@ def _split_launches(
     tiles: Ints,
     chosen: NDArray[np.bool_],
     flags: Ints,
-    device: torch.device,
     parts: int,
 ) -> list[Launch]:
     """Return two launches: one computes parts of each tile, the other merges them.
@@ -201,10 +208,8 @@ def _split_launches(
     table[..., FULL_START], table[..., FULL_STOP] = full[:, :-1], full[:, 1:]
     table[..., CUT_START], table[..., CUT_STOP] = cut[:, :-1], cut[:, 1:]
     table[..., FLAGS], table[..., PART] = _FIRST, np.arange(parts)
-    computing = _table_launch(
-        sides, lists, table[chosen].reshape(-1, TILE_WIDTH), True, True, device
-    )
-    merging = _launch(sides, lists, tiles, chosen, flags, None, False, device)
+    computing = _table_launch(sides, lists, table[chosen].reshape(-1, TILE_WIDTH), True, True)
+    merging = _launch(sides, lists, tiles, chosen, flags, None, False)
     return [replace(computing, parts=parts), replace(merging, merges=parts)]
 
 
@@ -216,7 +221,6 @@ def _launch(
     flags: Ints,
     full: NDArray[np.bool_] | None,
     cut: bool,
-    device: torch.device,
 ) -> Launch:
     """Return a launch of the chosen tiles over the full blocks of some and all cut blocks.
 
@@ -231,7 +235,7 @@ def _launch(
     if cut:
         table[:, CUT_START], table[:, CUT_STOP] = lists.cut_ranges.T
     table[:, FLAGS] = flags
-    return _table_launch(sides, lists, table[chosen], full is not None, cut, device)
+    return _table_launch(sides, lists, table[chosen], full is not None, cut)
 
 
 def _table_launch(
@@ -240,65 +244,39 @@ def _table_launch(
     table: Ints,
     has_full: bool,
     has_cut: bool,
-    device: torch.device,
 ) -> Launch:
-    """Return the launch of a table of tiles (n, 8), with the longest lists first.
-
-    Its positions are on the device. `_on_device` moves the rest, for several launches together.
-    """
+    """Return the launch of a table of tiles (n, 8), with the longest lists first, on the CPU."""
     full_blocks = table[:, FULL_STOP] - table[:, FULL_START]
     cut_blocks = table[:, CUT_STOP] - table[:, CUT_START]
     return Launch(
         _int32(table[np.argsort(-(full_blocks + cut_blocks), kind="stable")]),
         _int32(lists.full if has_full else lists.full[:0]),
         _int32(lists.cut if has_cut else lists.cut[:0]),
-        _positions_on(sides.row_positions, device),
-        _positions_on(sides.column_positions, device),
+        _positions_of(sides.row_positions),
+        _positions_of(sides.column_positions),
         has_full=has_full,
         has_cut=has_cut,
         has_partial=bool((table[:, FLAGS] != _FIRST | _LAST).any()),
     )
 
 
-def _int32(array: Ints) -> Tensor:
+def _int32(array: Ints | NDArray[np.int32]) -> Tensor:
     return torch.from_numpy(array.astype(np.int32))
 
 
-_Key = tuple[int, torch.device]
-_positions: dict[_Key, tuple[weakref.ref[NDArray[np.int32]], Tensor]] = {}
+_positions: weakref.WeakValueDictionary[int, Tensor]  # by the id of an array
+_positions = weakref.WeakValueDictionary()
 
 
-def _positions_on(positions: NDArray[np.int32], device: torch.device) -> Tensor:
-    """Return positions as a tensor on the device.
+def _positions_of(positions: NDArray[np.int32]) -> Tensor:
+    """Return positions as a tensor that shares their memory.
 
-    All launches over the same array share one copy, forward and backward: positions are the largest
-    part of a long document's tables. The copy is freed with the last launch and the array.
+    All launches over the same array share one tensor, forward and backward: positions are the
+    largest part of a long document's tables.
     """
-    key = id(positions), device
-    array, copy = _positions.get(key, (None, None))
-    if array is None or copy is None or array() is not positions:
-        copy = torch.from_numpy(positions.astype(np.int32)).to(device)
-        forget = weakref.ref(positions, lambda _: _positions.pop(key, None))
-        _positions[key] = forget, copy
-    return copy
-
-
-def _on_device(launches: Sequence[Sequence[Launch]], device: torch.device) -> list[Launches]:
-    """Return the launches with all tables on the device.
-
-    One copy moves them. Each table begins at a multiple of 16 bytes.
-    """
-    tables = [x for of_hop in launches for y in of_hop for x in (y.tiles, y.full, y.cut)]
-    sizes = [-(-x.numel() // 4) * 4 for x in tables]
-    buffer = np.zeros(sum(sizes), np.int32)  # torch would copy with all threads, which costs more
-    for start, x in zip(np.cumsum([0, *sizes]), tables, strict=False):
-        buffer[start : start + x.numel()] = x.numpy().ravel()
-    parts = zip(torch.from_numpy(buffer).to(device).split(sizes), tables, strict=True)
-    moved = (part[: x.numel()].view(x.shape) for part, x in parts)
-    return [
-        Launches(
-            replace(launch, **dict(zip(("tiles", "full", "cut"), islice(moved, 3), strict=True)))
-            for launch in of_hop
-        )
-        for of_hop in launches
-    ]
+    if positions.dtype != np.int32 or not positions.flags.writeable:  # torch would warn
+        return _int32(positions)
+    tensor = _positions.get(id(positions))
+    if tensor is None:  # the tensor keeps the array, so no other array has its id meanwhile
+        tensor = _positions[id(positions)] = torch.from_numpy(positions)
+    return tensor

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.core.compiling import outside_graphs
+from seqpar.core.device_tables import on_device
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.ranges import UNLIMITED, ranges, rows_before, union
 from seqpar.layout.geometry import Geometry
@@ -172,15 +173,16 @@ class Slices:
 
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
         """Return (n, m) bool: whether a query row attends to a key row under a slice's band."""
-        q_positions, k_positions = self._positions_on(device)
+        q_positions, k_positions = self.positions_on(device)
         distance = k_positions[keys] - q_positions[rows, None]
         low, high = np.clip(band, -_MAX_DISTANCE, _MAX_DISTANCE).tolist()
         return (distance >= low).logical_and_(distance <= high)
 
-    def _positions_on(self, device: torch.device) -> list[Tensor]:
+    def positions_on(self, device: torch.device) -> list[Tensor]:
+        """Return the positions of all query rows and of all key rows on a device."""
         host = self.q_positions, self.k_positions
-        build = lambda: [torch.from_numpy(positions).to(device) for positions in host]  # noqa: E731
-        return self.derived(("positions", device), build)
+        tables = self.derived("positions", lambda: [torch.from_numpy(x) for x in host])
+        return [on_device(x, device) for x in tables]
 
     @cached_property
     def area(self) -> int:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import is_on_cuda
 from seqpar.core.torch_private import (
     cpu_attention,
     cpu_attention_backward,
@@ -66,7 +67,7 @@ def forward(
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     if aten_cuda.computes(q):
         aten_cuda.KERNEL.merge_forward(q, k, v, slices, partial, options)
-    elif q.is_cuda or options.softcap:
+    elif is_on_cuda(q) or options.softcap:
         reference.forward(q, k, v, slices, partial, options)
     else:
         _merge_forward(q, k, v, slices, partial, options)
@@ -84,7 +85,7 @@ def backward(
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     if aten_cuda.computes(q):
         aten_cuda.KERNEL.add_gradients(output, q, k, v, slices, gradients, options)
-    elif q.is_cuda or options.softcap:
+    elif is_on_cuda(q) or options.softcap:
         reference.backward(output, q, k, v, slices, gradients, options)
     else:
         _add_gradients(output, q, k, v, slices, gradients, options)

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import device_of, is_on_cuda
 from seqpar.core.torch_private import cuda_attention, cuda_attention_backward
 from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
@@ -19,7 +20,7 @@ _REFUSED_HEAD_DIMS = range(200, 232, 8)
 
 def computes(q: Tensor) -> bool:
     """Return whether FlashAttention-2 runs on the device of q: CUDA, sm_80 and up."""
-    return q.is_cuda and is_recent(q.device)
+    return is_on_cuda(q) and is_recent(device_of(q))
 
 
 @cache

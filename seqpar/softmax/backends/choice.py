@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, triton_refusal
 from seqpar.core.arguments import shown
+from seqpar.core.device_tables import device_of, is_on_cuda
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import aten, aten_cuda
 from seqpar.softmax.backends.flash_attn_packages import gpu_major
@@ -129,7 +130,7 @@ def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: Ca
     Backward therefore uses the same backend for a block as forward.
     """
     if options.anchored:  # `anchored_refusal` has checked that this backend can compute the call
-        return "triton" if q.is_cuda else "aten"
+        return "triton" if is_on_cuda(q) else "aten"
     if not aten_cuda.computes(q):
         return "aten"
-    return best_backend(q, v, slices, options, gpu_major(q.device))
+    return best_backend(q, v, slices, options, gpu_major(device_of(q)))

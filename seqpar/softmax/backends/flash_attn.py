@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import device_of
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.flash_attn_packages import PACKAGES, gpu_major, load_package
@@ -68,7 +69,7 @@ def backward(
 
 def _kernel(q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> VarlenKernel | None:
     """Return the first package's kernel that computes these scores."""
-    major = gpu_major(q.device)
+    major = gpu_major(device_of(q))
     for name in PACKAGES:
         kernel = load_package(name, major)
         if not isinstance(kernel, str) and kernel.takes(q, v, options, has_dlse):

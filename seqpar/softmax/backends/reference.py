@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import rehearsing
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.compute.alibi import make_add_bias
@@ -128,7 +129,10 @@ def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Te
 
 
 def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the query rows, key rows and mask (n, m) of each tile."""
+    """Yield the query rows, key rows and mask (n, m) of each tile; nothing in a rehearsal."""
+    if rehearsing():
+        slices.positions_on(q.device)
+        return
     score_rows = q.shape[0] * q.shape[2]  # per query row
     tiles = slices.derived(("tiles", score_rows), lambda: list(_cut(slices, score_rows)))
     for rows, keys, band in tiles:

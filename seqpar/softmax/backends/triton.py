@@ -13,20 +13,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import device_of, on_device, rehearsing
 from seqpar.core.memo import Memo
 from seqpar.kernels import flash_attention as kernels
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
+_CPU = torch.device("cpu")
+
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
-    config = kernels.choose("forward", q, v)
+    config = _choose("forward", q, v)
     derived, splits = slices.derived, not options.anchored
     (launches,), _ = _forward_launches([slices], derived, config, q, continued=True, splits=splits)
+    if rehearsing():
+        return
     kernels.forward(
         q, k, v, launches, config, out=partial.out, lse=partial.lse, partial_out=partial.out,
         partial_lse=partial.lse, scale=options.scale, softcap=options.softcap,
@@ -50,7 +55,7 @@ def forward_blocks(
     scores = options.scale, options.softcap
     for k, v in blocks:
         if remaining is None:
-            config = kernels.choose("forward", q, v)
+            config = _choose("forward", q, v)
             planned, some_continue = _forward_launches(
                 slices_of_blocks.slices, slices_of_blocks.derived, config, q
             )
@@ -67,7 +72,7 @@ def forward_blocks(
             results = kernels.Results(
                 q, out, lse, partial_out, partial_lse, *scores, sinks, _slopes(options)
             )
-        if launches := next(remaining):
+        if (launches := next(remaining)) and not rehearsing():
             kernels.forward_block(results, k, v, launches, config)
         del k, v  # frees the block before the next one arrives and its successor is posted
     return out, lse
@@ -83,6 +88,9 @@ def backward(
     options: CallOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
+    if rehearsing():
+        _backward_launches(slices, _backward_configs(q, v, options), q.device)
+        return
     prepared = output.prepared
     if (
         not isinstance(prepared, _Backward)
@@ -121,8 +129,16 @@ class _Backward(NamedTuple):
         dout, scores = output.dout, (options.scale, options.softcap)
         operands = q, dout, output.lse, output.delta, dq
         queries = kernels.Queries(*operands, *scores, _slopes(options))
-        kinds = ("backward_kv", "backward_q") if options.deterministic else ("backward_kv",)
-        return cls(queries, tuple(kernels.choose(kind, q, dout) for kind in kinds))
+        return cls(queries, _backward_configs(q, dout, options))
+
+
+def _choose(kind: str, q: Tensor, v: Tensor) -> kernels.Config:
+    return kernels.choose(kind, q, v, device_of(q))
+
+
+def _backward_configs(q: Tensor, v: Tensor, options: CallOptions) -> tuple[kernels.Config, ...]:
+    kinds = ("backward_kv", "backward_q") if options.deterministic else ("backward_kv",)
+    return tuple(_choose(kind, q, v) for kind in kinds)
 
 
 def _forward_launches(
@@ -137,20 +153,25 @@ def _forward_launches(
 
     They are kept in `derived`. With `splits`, tiles too few to fill the device are split by keys.
     """
-    heads, device = q.shape[0] * q.shape[2], q.device
+    heads, device = q.shape[0] * q.shape[2], device_of(q)
+    key = config, device, continued, heads, splits
 
     def build() -> tuple[list[kernels.Launches], bool]:
         programs = 0  # tiles per head and batch entry that fill the device
         if device.type == "cuda" and splits:
             properties = torch.cuda.get_device_properties(device)
             programs = properties.multi_processor_count // heads
-        planned = kernels.forward_launches(list(blocks), config, device, continued, programs)
+        planned = kernels.forward_launches(list(blocks), config, _CPU, continued, programs)
         some_continue = any(
             x.has_partial and x.parts == 1 for launches in planned for x in launches
         )
         return planned, some_continue
 
-    return derived(("forward launches", config, device, continued, heads, splits), build)
+    def place() -> tuple[list[kernels.Launches], bool]:
+        planned, some_continue = derived(("forward tables", *key), build)
+        return [_placed(launches, device) for launches in planned], some_continue
+
+    return place() if rehearsing() else derived(("forward launches", *key), place)
 
 
 def _backward_launches(
@@ -158,11 +179,26 @@ def _backward_launches(
 ) -> tuple[kernels.Launches | kernels.Config, ...]:
     """Return the launches and the configuration of each kernel; the first kernel is transposed."""
 
-    def build() -> tuple[kernels.Launches | kernels.Config, ...]:
+    def build() -> list[kernels.Launches]:
+        transposed = [number == 0 for number in range(len(configs))]
+        return [
+            kernels.backward_launches(slices, config, _CPU, first)
+            for config, first in zip(configs, transposed, strict=True)
+        ]
+
+    def place() -> tuple[kernels.Launches | kernels.Config, ...]:
+        planned = slices.derived(("backward tables", configs), build)
         arguments: list[kernels.Launches | kernels.Config] = []
-        for config in configs:
-            transposed = not arguments
-            arguments += [kernels.backward_launches(slices, config, device, transposed), config]
+        for launches, config in zip(planned, configs, strict=True):
+            arguments += [_placed(launches, device), config]
         return tuple(arguments)
 
-    return slices.derived(("backward launches", configs, device), build)
+    return (
+        place() if rehearsing() else slices.derived(("backward launches", configs, device), place)
+    )
+
+
+def _placed(launches: kernels.Launches, device: torch.device) -> kernels.Launches:
+    if device.type == "cpu" and not rehearsing():
+        return launches
+    return launches.placed(lambda table: on_device(table, device))

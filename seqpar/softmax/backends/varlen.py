@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import rehearsing
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.kernel_operands import (
@@ -111,6 +112,9 @@ class VarlenKernel(NamedTuple):
         q, options, _ = positive_scale(q, options)
         q, k, v = (aligned_heads(x, width) for x in (q, k, v))
         for call in calls:
+            if rehearsing():
+                call.request_tables(batch, q.device)
+                continue
             packed = _flat(q, call.queries), _flat(k, call.keys), _flat(v, call.keys)
             flat_out, flat_lse = self.forward(*packed, call.tables(batch, q.device), options)
             out = flat_out[..., :value_dim].unflatten(0, (batch, -1))
@@ -147,6 +151,9 @@ class VarlenKernel(NamedTuple):
         width = joint_head_dim(q, v)
         k, v = (aligned_heads(x, width) for x in (k, v))
         for call in calls:
+            if rehearsing():
+                call.request_tables(batch, q.device)
+                continue
             queries = _Queries.of(output, q, call, width, has_column, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
             results = self.backward(rows, call.tables(batch, q.device), queries.options)

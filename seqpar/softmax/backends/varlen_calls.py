@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import on_device
 from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.wire.row_messages import Rows
@@ -92,15 +93,23 @@ class VarlenCall:
         """Return the segments of all batch entries, whose rows follow each other."""
 
         def build() -> SegmentTables:
-            q, k = (np.r_[0, np.tile(x, batch).cumsum()].astype(np.int32) for x in self._lengths)
-            cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (q, k))
+            edges = (np.r_[0, np.tile(x, batch).cumsum()].astype(np.int32) for x in self._lengths)
+            cu_q, cu_k = map(torch.from_numpy, edges)
             longest_q, longest_k = (int(x.max()) for x in self._lengths)
             # FlashAttention-2 takes it in place of an unlimited right side beside a limited left
             # one, and a right side from it on as unlimited.
             longest_k = max(longest_q, longest_k)
             return SegmentTables(cu_q, cu_k, longest_q, longest_k, self._window)
 
-        return self._tables((batch, device), build)
+        on_host = self._tables(batch, build)
+        cu_q, cu_k = (on_device(x, device) for x in on_host[:2])
+        return on_host._replace(cu_q=cu_q, cu_k=cu_k)
+
+    def request_tables(self, batch: int, device: torch.device) -> None:
+        """Request all tables that a call uses, in a rehearsal."""
+        self.tables(batch, device)
+        self.queries.local(device)
+        self.keys.local(device)
 
 
 class VarlenWork(NamedTuple):

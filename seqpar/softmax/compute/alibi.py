@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
+from seqpar.core.device_tables import on_device, rehearsing
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.compute.call_options import CallOptions
@@ -52,6 +53,8 @@ def make_add_bias(
     slopes = options.slopes
     if slopes is None:
         return lambda scores, rows, keys: scores
+    if rehearsing():
+        aligned_positions(slices, slopes.device)
     by_groups = slopes.to(dtype).unflatten(1, (kv_heads, -1))[..., None, None]
 
     def add_bias(scores: Tensor, rows: slice, keys: slice) -> Tensor:
@@ -69,5 +72,5 @@ def distances(slices: Slices, rows: slice, keys: slice, device: torch.device) ->
 def aligned_positions(slices: Slices, device: torch.device) -> list[Tensor]:
     """Return positions on a device: of all query rows, aligned at the end, and of all key rows."""
     on_host = slices.aligned, slices.k_positions
-    build = lambda: [torch.from_numpy(positions).to(device) for positions in on_host]  # noqa: E731
-    return slices.derived(("aligned positions", device), build)
+    tables = slices.derived("aligned positions", lambda: [torch.from_numpy(x) for x in on_host])
+    return [on_device(x, device) for x in tables]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import rehearsing
 from seqpar.core.dtypes import accumulator_dtype
 
 _MIN_COPIED_ROWS = 1024  # a copy of this many rows takes little memory
@@ -65,6 +66,8 @@ class Partial:
 
         `rows` is a slice, or indices without repetition. On CUDA one Triton kernel does it.
         """
+        if rehearsing():
+            return
         if self.out.is_cuda and self.out.dtype == torch.float32 and not self.anchored:
             from seqpar.kernels.flash_attention import accumulate  # imports Triton
 

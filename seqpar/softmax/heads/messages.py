@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import on_device
 from seqpar.core.memo import Memo
 from seqpar.layout.geometry import Geometry
 
@@ -63,7 +64,7 @@ class MergedRows:
         return merged.index_select(0, self._index("split", merged.device))
 
     def _index(self, direction: str, device: torch.device) -> Tensor:
-        return self._derived((direction, device), lambda: self._make_index(direction).to(device))
+        return on_device(self._derived(direction, lambda: self._make_index(direction)), device)
 
     def _make_index(self, direction: str) -> Tensor:
         assert self._order is not None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.device_tables import is_on_cuda
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.remap import move
@@ -205,7 +206,7 @@ class TileCall:
         ] or [whole]
 
     def _by_triton(self, q: Tensor) -> bool:
-        return q.is_cuda or self._options.backend == "triton"
+        return is_on_cuda(q) or self._options.backend == "triton"
 
     def _run(self, q: Tensor, jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
         return (job() for job in jobs) if self._by_triton(q) else on_one_thread_each(jobs)

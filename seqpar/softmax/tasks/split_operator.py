@@ -32,6 +32,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, cast_each, sinks_gradient
 from seqpar.softmax.operator import empty_results, results_of, with_max_logits, without_max_logits
+from seqpar.softmax.rehearsal import upload_tables
 from seqpar.softmax.resolution import describe, resolve_on_ranks
 from seqpar.softmax.tasks.split_strategy import SplitStrategy
 
@@ -79,6 +80,7 @@ def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: obje
     with without_autocast(q):
         operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
         call = with_max_logits(call, arguments, q)
+        upload_tables(bound.strategy, comm, call, q.device, operands.differentiated)
         messages = bound.strategy.post(comm, call, operands)
     number = next(_numbers)
     _posted["forward", number] = _Posted(bound, comm, call, messages, operands)

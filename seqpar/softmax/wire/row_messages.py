@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import on_device
 from seqpar.core.ranges import ranges
 
 
@@ -26,7 +29,6 @@ class Rows:
         self.is_range = len(ranges) == 1
         self.reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if self.count else (0, 0)
         self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
-        self._on_devices: dict[torch.device, Tensor] = {}
 
     def pack(self, *parts: Tensor) -> Tensor:
         """Return these rows of tensors (T, B, H, D) as one contiguous tensor (n, B, H, ΣD).
@@ -65,7 +67,8 @@ class Rows:
         return self._range if self.is_range else self._indices(device)
 
     def _indices(self, device: torch.device) -> Tensor:
-        if (indices := self._on_devices.get(device)) is None:
-            indices = torch.from_numpy(ranges(*self._table.T)).to(device)
-            self._on_devices[device] = indices
-        return indices
+        return on_device(self._on_host, device)
+
+    @cached_property
+    def _on_host(self) -> Tensor:
+        return torch.from_numpy(ranges(*self._table.T))

@@ -1,0 +1,106 @@
+"""Tables that the host builds, and their copies on devices.
+
+A copy from pageable memory makes the host wait for the device. All tables of a call therefore
+travel in one copy from pinned memory. A *rehearsal* finds them first: it runs a call's code on meta
+tensors, and collects the tables that the code requests instead of copying them one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes: kernels read tables in vectors
+_copies: dict[tuple[int, torch.device], Tensor] = {}  # by the id of a table that is alive
+
+
+@dataclass
+class Rehearsal:
+    """Attributes:
+    device: the device for which the meta tensors of the rehearsal stand.
+    tables: the tables that were requested, by id.
+    """
+
+    device: torch.device
+    tables: dict[int, Tensor] = field(default_factory=dict)
+
+
+class _State(threading.local):
+    rehearsal: Rehearsal | None = None
+
+
+_state = _State()
+
+
+@contextmanager
+def rehearse(device: torch.device) -> Iterator[Rehearsal]:
+    """Collect the tables that this thread requests within the context, for a device."""
+    _state.rehearsal = rehearsal = Rehearsal(device)
+    try:
+        yield rehearsal
+    finally:
+        _state.rehearsal = None
+
+
+def rehearsing() -> bool:
+    """Return whether this thread only collects tables and computes nothing."""
+    return _state.rehearsal is not None
+
+
+def device_of(x: Tensor) -> torch.device:
+    """Return the device of a tensor; in a rehearsal, the device for which it stands."""
+    return x.device if _state.rehearsal is None else _state.rehearsal.device
+
+
+def is_on_cuda(x: Tensor) -> bool:
+    """Return whether a tensor is on a GPU; in a rehearsal, whether it stands for one that is."""
+    return x.is_cuda if _state.rehearsal is None else _state.rehearsal.device.type == "cuda"
+
+
+def on_device(table: Tensor, device: torch.device) -> Tensor:
+    """Return the copy of a table on a device, made at its first use and freed with the table.
+
+    The table is on the CPU, and must not change.
+    """
+    if _state.rehearsal is not None:
+        _state.rehearsal.tables[id(table)] = table
+        return torch.empty(table.shape, dtype=table.dtype, device="meta")
+    if device.type == "cpu":
+        return table
+    if (copy := _copies.get((id(table), device))) is None:
+        upload([table], device)
+        copy = _copies[id(table), device]
+    return copy
+
+
+def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:
+    """Copy the tables that a device lacks, in one copy that the host does not wait for.
+
+    Returns the memory that they share there, or None if there are none.
+    """
+    missing = [x for x in tables if (id(x), device) not in _copies]
+    if device.type == "cpu" or not missing:
+        return None
+    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in missing]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    starts = list(accumulate(sizes, initial=0))
+    for start, x in zip(starts, missing, strict=False):
+        _view(packed, start, x).copy_(x)
+    memory = packed.to(device, non_blocking=True)
+    for start, x in zip(starts, missing, strict=False):
+        key = id(x), device
+        _copies[key] = _view(memory, start, x)
+        weakref.finalize(x, _copies.pop, key, None).atexit = False
+    return memory
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a view of bytes from `start` on with the dtype and shape of another tensor."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

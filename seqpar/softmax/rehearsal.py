@@ -1,0 +1,105 @@
+"""Find the tables of a call before it begins, and send them to the device in one copy.
+
+A rehearsal runs the strategy's forward and backward on meta tensors. Nothing is computed or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.comm.messages.header import Message
+from seqpar.core.device_tables import rehearse, upload
+from seqpar.core.hooks import hooks
+from seqpar.softmax.call import Operands, ResolvedCall
+from seqpar.softmax.compute.max_logits import MaxLogits
+from seqpar.softmax.strategy import Strategy
+
+
+class UploadedTables:
+    """The tables of a call on a device."""
+
+    def __init__(self, tables: Iterable[Tensor], device: torch.device) -> None:
+        self._memory = upload(tables, device)
+        self._stream: torch.cuda.Stream | None = None
+        if self._memory is not None and self._memory.is_cuda:
+            self._stream = torch.cuda.current_stream(device)
+            self._copied = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Make the current stream wait for the copy, if another stream made it."""
+        if self._stream is None or self._memory is None:
+            return
+        current = torch.cuda.current_stream(self._memory.device)
+        if current != self._stream and not torch.cuda.is_current_stream_capturing():
+            current.wait_event(self._copied)
+            self._memory.record_stream(current)
+
+
+def upload_tables(
+    strategy: Strategy, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+) -> None:
+    """Copy the tables of forward, and with `backward` of backward, to a device in one copy.
+
+    Calls that differ only in their tensors share the tables, and only the first one copies them.
+    """
+    if device.type == "cpu" or not strategy.rehearses or hooks.replace_compute is not None:
+        return
+
+    def build() -> UploadedTables:
+        with rehearse(device) as rehearsal:
+            _run_on_meta(strategy, _SilentComm(comm), call, backward)
+        return UploadedTables(rehearsal.tables.values(), device)
+
+    options = call.options.slopes is not None, call.max_logits is not None
+    key = strategy, comm.is_routed, device, backward, call.has_sinks, call.return_lse, *options
+    call.once(("uploaded tables", *key), build).wait()
+
+
+def _run_on_meta(strategy: Strategy, comm: Comm, call: ResolvedCall, backward: bool) -> None:
+    shape, rank, meta = call.shape, call.rank, torch.device("meta")
+    tokens, kv_tokens = (x.holdings[rank].tokens for x in (call.layout, call.kv_layout))
+    q, k, v = (
+        torch.empty(shape.batch, *sizes, dtype=shape.dtype, device=meta)
+        for sizes in (
+            (tokens, shape.heads, shape.dim),
+            (kv_tokens, shape.kv_heads, shape.dim),
+            (kv_tokens, shape.kv_heads, shape.value_dim),
+        )
+    )
+    sinks = torch.empty(shape.heads, device=meta) if call.has_sinks else None
+    if (slopes := call.options.slopes) is not None:
+        call = replace(call, options=call.options.with_slopes(slopes.to(meta)))
+    if call.max_logits is not None:
+        call = replace(call, max_logits=MaxLogits.nothing(q))
+    out, lse, residuals = strategy.forward(comm, call, Operands(q, k, v, sinks))
+    if not backward:
+        return
+    if not residuals or strategy.keeps_operands:
+        residuals = [q, k, v, out, lse, *residuals]
+    dlse = torch.empty_like(lse) if call.return_lse else None
+    strategy.backward(comm, call, torch.empty_like(out), dlse, sinks, residuals)
+
+
+class _SilentComm(Comm):
+    """The ranks of another Comm, without messages."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm.name, comm.rank, comm.size)
+        self.shape, self._is_routed = comm.shape, comm.is_routed
+
+    @property
+    def is_routed(self) -> bool:
+        return self._is_routed
+
+    def exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
+    ) -> Pending:
+        return Pending([], [])
+
+    def channel(self, name: str) -> Comm:
+        return self

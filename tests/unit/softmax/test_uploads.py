@@ -1,0 +1,154 @@
+"""A layout's first call sends all of its tables to the device in one copy; later calls send none.
+
+The meta device stands in for a GPU."""
+
+import itertools
+import weakref
+
+import pytest
+import torch
+from seqpar.kernels.flash_attention import launching
+
+from seqpar import Layout, use_backend
+from seqpar.core import device_tables
+from seqpar.core.device_tables import on_device, upload
+from seqpar.layout import handle
+from seqpar.softmax import operator
+from seqpar.softmax.backends import aten_cuda, choice
+from seqpar.softmax.keys import invariant_tiles
+from tests.support.cases import STRATEGIES, module
+from tests.support.same_bits import STRATEGIES as SAME_BITS
+from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
+from tests.unit.softmax.test_steady_state import MASKS, operands
+
+META = torch.device("meta")
+ONE_COPY = {"aten._to_copy.default": 1}
+
+
+def call(attn, layout, backward=True, **options):
+    """A forward and a backward through the operators, as below autograd."""
+    q, k, v, dout = operands(layout, attn.rank, heads=16, kv_heads=8)
+    for x in (q, k, v):
+        x.requires_grad_(backward)
+    inputs, arguments, _ = attn._inputs(q, k, v, layout, **options)
+    with torch.no_grad():
+        out, lse, numbers, *residuals = operator._attention(*inputs, *arguments)
+        if not backward:
+            return
+        residuals = residuals[1:] if arguments.return_max_logits else residuals
+        if not residuals or attn._bound.strategy.keeps_operands:
+            residuals = [q, k, v, out, lse, *residuals]
+        shapes = q.shape, k.shape, v.shape
+        dlse = torch.empty_like(lse) if arguments.return_lse else None
+        operator._attention_backward(
+            dout, dlse, None, [], [x.detach() for x in residuals], numbers, *shapes, *arguments
+        )
+
+
+def copies(attn, layout, **options):
+    """By name, the operators in which the host copies to the device or waits for it."""
+    with HostWaits() as waits:
+        call(attn, layout, **options)
+    return dict(waits.found)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Kernels do not run, and a layout has no tables yet."""
+    monkeypatch.setattr(launching, "_run", lambda *arguments: None)
+    monkeypatch.setattr(handle, "_by_digest", weakref.WeakValueDictionary())
+    return lambda name: layouts(stripe=4)[name]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [*itertools.product(STRATEGIES, ["triton", "aten"]), ("ring", "reference")],
+)
+def test_tables_travel_once(strategy, backend, fresh):
+    names = itertools.cycle(["zigzag", "uneven", "contiguous"])
+    with use_backend(backend):
+        for rank, name, mask in zip((0, 1, 3, 0, 3), names, MASKS, strict=False):
+            attn, layout = module(strategy, SilentComm(rank, RANKS)), fresh(name)
+            first = copies(attn, layout, **MASKS[mask])
+            assert first == ONE_COPY or (backend != "triton" and not first), (rank, name, mask)
+            assert copies(attn, layout, **MASKS[mask]) == {}
+
+
+@pytest.mark.parametrize("strategy", SAME_BITS)
+def test_tables_of_invariant_bits_travel_once(strategy, fresh, monkeypatch):
+    monkeypatch.setattr(invariant_tiles, "TILE", 32)
+    with use_backend("triton"):
+        attn = module(strategy, SilentComm(1, RANKS), deterministic="ranks")
+        layout = fresh("zigzag")
+        assert copies(attn, layout, causal=True) == ONE_COPY
+        assert copies(attn, layout, causal=True) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_lse": True},
+        {"return_max_logits": True},
+        {"softcap": 1.0},
+        {"alibi_slopes": torch.empty(16, device="meta")},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("backend", ["triton", "aten"])
+def test_tables_of_options_travel_once(options, backend, fresh):
+    layout, attn = fresh("striped"), module("token_ring", SilentComm(1, RANKS))
+    with use_backend(backend):
+        assert copies(attn, layout, causal=True, **options) == ONE_COPY
+        assert copies(attn, layout, causal=True, **options) == {}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])  # backward by our kernels, or ATen's
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_tables_of_varlen_kernels_travel_once(strategy, deterministic, fresh, monkeypatch):
+    results = lambda q, *_, **__: (torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]))  # noqa: E731
+    gradients = lambda dout, q, k, v, *_, **__: map(torch.empty_like, (q, k, v))  # noqa: E731
+    monkeypatch.setattr(aten_cuda, "computes", lambda q: True)
+    monkeypatch.setattr(choice, "gpu_major", lambda device: 8)
+    monkeypatch.setattr(aten_cuda, "cuda_attention", lambda: results)
+    monkeypatch.setattr(aten_cuda, "cuda_attention_backward", lambda: gradients)
+    layout = fresh("uneven")
+    attn = module(strategy, SilentComm(1, RANKS), deterministic=deterministic)
+    assert copies(attn, layout, causal=True) == ONE_COPY
+    assert copies(attn, layout, causal=True) == {}
+
+
+def test_inference_sends_no_tables_of_backward(fresh):
+    layout, attn = fresh("zigzag"), module("ring", SilentComm(1, RANKS))
+    with use_backend("triton"):
+        assert copies(attn, layout, backward=False, causal=True) == ONE_COPY
+        assert copies(attn, layout, causal=True) == ONE_COPY
+        assert copies(attn, layout, causal=True) == {}
+
+
+def test_uploaded_tables_keep_dtype_shape_and_alignment(monkeypatch):
+    tables = [torch.arange(3, dtype=torch.int32).view(1, 3), torch.arange(5), torch.empty(0, 6)]
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: moved.append(x) or x.clone())
+    assert upload(tables, META) is not None
+    for x in tables:
+        copy = on_device(x, META)
+        assert copy.equal(x) and copy.dtype == x.dtype and copy.shape == x.shape
+        assert copy.storage_offset() * x.itemsize % 16 == 0
+    assert len(moved) == 1
+
+
+def test_copies_are_freed_with_their_table():
+    table = torch.arange(4)
+    first = on_device(table, META)
+    assert on_device(table, META) is first
+    key = id(table), META
+    assert key in device_tables._copies
+    del table
+    assert key not in device_tables._copies
+
+
+def test_calls_on_cpus_rehearse_nothing(monkeypatch):
+    monkeypatch.setattr("seqpar.softmax.rehearsal.rehearse", None)
+    q = torch.zeros(8, 2, 16)
+    out = module("ring", SilentComm(0, 1))(q, q, q, Layout.zigzag(8, 1), causal=True)
+    assert out.shape == q.shape
