@@ -18,11 +18,6 @@ from seqpar.strategies.registry import register
 class Ring(KeyStrategy):
     """In each step, the keys and values of one rank travel."""
 
-    # Blocks are not cut. In backward, three fp32 blocks are alive: computed, leaving and arriving.
-    # Halves would save half of 36 KiB per token (8 KV heads of 128) for twice the messages. A
-    # backward with 36 KiB in total could hide nothing: own gradients take 24⅛, a block of keys 4,
-    # and a block of gradients 8. Ring holds 60: also a second block of keys, the keys that it
-    # sends, and two more blocks of gradients.
     name = "ring"
 
     def distances(self, ranks: int) -> Distances:
@@ -49,7 +44,9 @@ class RingAttention(Attention):
     * forward: Σ n(p, r)·S·b;
     * backward: the same again, and Σ n(r, p)·S·4 (8 for fp64).
 
-    Messages: one per peer with keys and values, and in backward another one with their gradients.
+    Messages: one per peer and group of heads with keys and values, and in backward another one with
+    their gradients. Ranks with many rows compute their heads in g groups, one after another. There
+    is one group per 4,096 of the B·T key rows of the longest rank, and at most Hkv groups.
 
     With `message_dtype=torch.int8` or `torch.float8_e4m3fn`, keys and values travel in 8 bits,
     B·Hkv·(D + Dv + 8) bytes per row. The error of results is about 0.3% with int8 and 1.5% with
@@ -57,8 +54,10 @@ class RingAttention(Attention):
     `deterministic="ranks"`, rows of tiles that ranks share also travel, and gradients of keys are
     added level by level along a tree.
 
-    Memory: this rank's tensors, two blocks of a peer's keys and values, and this rank's keys and
-    values packed. Backward adds three blocks of fp32 gradients: computed, leaving and arriving.
+    Memory of a group of heads: two blocks of a peer's keys and values, and this rank's keys and
+    values packed. Forward adds the partial of the group, and backward three blocks of fp32
+    gradients: computed, leaving and arriving. Messages count until they have been waited for. All
+    heads together: the result, and in backward this rank's fp32 gradients.
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
     (2023), section 3.

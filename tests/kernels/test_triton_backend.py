@@ -13,6 +13,7 @@ from seqpar.softmax import attend
 from seqpar.softmax.backends import triton as fused
 from seqpar.softmax.backends.choice import load_backend
 from seqpar.softmax.backends.varlen_calls import varlen_work
+from seqpar.softmax.keys import head_slices
 from tests.kernels.operands import TRITON_REFUSES
 from tests.support.calls import assert_infinite_sinks_are_limits, local
 from tests.support.cases import (
@@ -128,6 +129,19 @@ def test_blocks_may_have_different_backends(pool):
     layout = Layout.striped([0, 50, 70], 3, 4)
     case = Case("ring", layout, causal=True, sinks=True, **OPTIONS | {"dtype": torch.float32})
     assert_right(pool(3, run_mixed, case)[0], oracle(case), case.dtype, roundings=8)
+
+
+def run_in_head_groups(group, case):
+    """The call in groups of one KV head, as on ranks with many rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(head_slices, "_ROWS_PER_GROUP", 4)
+        return run(group, case)
+
+
+def test_heads_may_be_computed_in_groups(pool):
+    options = OPTIONS | {"dtype": torch.float32, "heads": 4, "kv_heads": 2, "batch": 2}
+    case = Case("ring", Layout.zigzag([0, 20, 50], 2), causal=True, sinks=True, **options)
+    assert_right(pool(2, run_in_head_groups, case)[0], oracle(case), case.dtype, roundings=8)
 
 
 def test_infinite_sinks_and_rows_without_keys():

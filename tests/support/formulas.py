@@ -10,6 +10,7 @@ from tests.support.key_formulas import (
     RING,
     Formulas,
     all_gather_held,
+    head_groups,
     key_formulas,
     own_gradients,
     running,
@@ -31,14 +32,9 @@ def token_ring_moved(visits, results):
     )
 
 
-def token_ring_groups(s):
-    """In how many groups heads travel: one for each 4,096 rows of a rank."""
-    return max(1, min(s.kv_heads, s.local // 4096))
-
-
 def token_ring_messages(s):
     """Tensors are messages of their own where they are sent without a copy: of all heads."""
-    groups = token_ring_groups(s)
+    groups = head_groups(s)
     queries = groups if groups > 1 else 3
     return groups * (s.sources + s.targets), queries * s.sources + groups * s.targets
 
@@ -54,7 +50,7 @@ def visiting(s, ranks, rank, partial, own):
     those that leave for the next, the results of the visit before, leaving and coming, and either
     those that came before them, while they are merged (in forward with three fp64 lse), or those
     that are computed (from an fp64 lse)."""
-    groups = token_ring_groups(s)
+    groups = head_groups(s)
     visitors, results = ([x // groups for x in sizes] for sizes in token_ring_blocks(s))
     # Backward's home has delta, too, and the lse and delta that travel.
     home = partial, own + s.rows * (4 + 8)
@@ -115,7 +111,7 @@ def mesh_received(s):
 
 def mesh_messages(s):
     visits, guests, to, sources = mesh_counts(s)
-    groups = token_ring_groups(s)
+    groups = head_groups(s)
     queries = groups if groups > 1 else 3
     return groups * (visits + guests) + to, queries * visits + groups * guests + to + sources
 

@@ -63,6 +63,11 @@ def moved_keys(sent, received):
     return 2 * sent, 2 * sent + 4 * received
 
 
+def head_groups(s):
+    """In how many groups heads travel: one for each 4,096 rows of a rank."""
+    return max(1, min(s.kv_heads, s.local // 4096))
+
+
 def running(s):
     """Bytes of forward's partial (fp32 out, fp64 lse) and of the result (bf16 out, fp32 lse)."""
     return s.rows * (4 * s.value_dim + 8), s.rows * (2 * s.value_dim + 4)
@@ -78,12 +83,14 @@ def keys_computed(s, steps, ahead):
     """Forward's and backward's bytes while a rank computes, where keys of so many ranks at a time
     travel in each of the `steps`, those of the next `ahead` steps during the compute.
 
-    Forward: the partial, and the step's keys, those that arrive, and packed those that are sent; or
-    at the end the result.
+    Forward, of a group of heads: the partial, and the step's keys, those that arrive, and packed
+    those that are sent; or at the end its result. From the second group on, room for all results.
     Backward: those keys and this rank's gradients, and the gradients of the step's keys, and the
     contributions of the step before, leaving and coming, or then those of the step, coming.
     """
-    partial, own, distance = running(s)[0], own_gradients(s), 1
+    groups, results = head_groups(s), running(s)[1]
+    s = dataclasses.replace(s, heads=s.heads // groups, kv_heads=s.kv_heads // groups)
+    partial, own, distance = running(s)[0], own_gradients(s) * groups, 1
     here, away = [0], [0]  # how many ranks' keys arrive in each step, and how many ranks get these
     for count in steps:
         step = range(distance, distance := distance + count)
@@ -98,7 +105,7 @@ def keys_computed(s, steps, ahead):
         returning = max(before, sum(away[now : now + 1]))
         moments.append((partial + keys, own + keys + 4 * s.keys * (computed + returning)))
     forward, backward = map(max, zip(*moments, strict=True))
-    return max(forward, sum(running(s))), backward
+    return max(forward, sum(running(s))) + results * (groups > 1), backward
 
 
 def keys_held(s, steps, ahead):
@@ -125,8 +132,10 @@ def all_gather_held(s):
 
 
 def one_a_peer(s):
-    """Keys and values to each rank that sees them; in backward their gradients to each owner."""
-    return s.targets, s.targets + s.sources
+    """Of each group of heads, keys and values to each rank that sees them; in backward their
+    gradients to each owner."""
+    groups = head_groups(s)
+    return groups * s.targets, groups * (s.targets + s.sources)
 
 
 def key_formulas(held):

@@ -8,7 +8,7 @@ the same form in fp32 (fp64 for fp64), and dk and dv are views of these.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Arriving, Comm
 from seqpar.comm.messages.header import Message
 from seqpar.softmax.attend import attend_backward
-from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
+from seqpar.softmax.call import Operands
+from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, PackedGradients
 from seqpar.softmax.keys.plan import KeyPlan, KeyStep
 from seqpar.softmax.wire.quantize import decode, encode, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
@@ -95,34 +96,34 @@ def travelling_keys(
 
 
 def attend_backward_to_all(
-    comm: Comm,
-    call: ResolvedCall,
     plan: KeyPlan,
+    options: CallOptions,
     output: OutputGradient,
     operands: Operands,
     keys: Generator[Sequence[Tensor], None, None],
-    label: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of this rank's q, k and v, the `operands`, in fp32 (fp64 for fp64).
+    send_back: Callable[[KeyStep, Tensor | None], GradientReturn],
+    total: PackedGradients,
+) -> None:
+    """Add the gradients of this rank's q, k and v, the `operands`, to `total`.
 
-    `keys` is what `travelling_keys` returned. The gradients of each step return to the rows' owners
-    while the next step is computed. Owners add them in the order of the steps.
+    `keys` is what `travelling_keys` returned, and `send_back` makes a GradientReturn. The gradients
+    of each step return to the rows' owners while the next step is computed. Owners add them in the
+    order of the steps.
     """
     q, k, v, _ = operands
-    total = PartialGradients.zeros(q, k, v)
     returning: GradientReturn | None = None
     next(keys)
-    attend_backward(output, q, k, v, plan.own[0], total, call.options)
+    attend_backward(output, q, k, v, plan.own[0], total, options)
     for step in plan.steps:
         k_block, v_block = next(keys)
         gradients = total.of_block(step.rows) if step.travels else None
         if gradients is not None:
-            attend_backward(output, q, k_block, v_block, step.slices, gradients, call.options)
+            attend_backward(output, q, k_block, v_block, step.slices, gradients, options)
         del k_block, v_block
         if returning is not None:
             returning.add_to(total)
         packed = None if gradients is None else gradients.packed
-        returning = GradientReturn(comm, step, packed, label)
+        returning = send_back(step, packed)
         del gradients, packed
     keys.close()  # frees the last block
     if returning is not None and plan.ends_early:
@@ -130,16 +131,15 @@ def attend_backward_to_all(
         returning.add_to(total)
         returning = None
     for slices in plan.own[1:]:
-        attend_backward(output, q, k, v, slices, total, call.options)
+        attend_backward(output, q, k, v, slices, total, options)
     if returning is not None:
         returning.add_to(total)
-    return total.dq, total.dk, total.dv
 
 
 class GradientReturn:
     """A step's exchange of gradients: they return to the owners of the rows that travelled."""
 
-    def __init__(self, comm: Comm, step: KeyStep, block: Tensor | None, label: str) -> None:
+    def __init__(self, comm: Comm, label: str, step: KeyStep, block: Tensor | None) -> None:
         """Post the exchange.
 
         `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows

@@ -225,9 +225,13 @@ def key_traffic(
     rank: int,
     distances: Distances,
     message_dtype: torch.dtype | None = None,
+    groups: int = 1,
     returning: bool = True,
 ) -> list[Traffic]:
-    """Return a rank's messages: keys and values in both passes, and gradients if `returning`."""
+    """Return a rank's messages: keys and values in both passes, and gradients if `returning`.
+
+    Heads travel in `groups` groups, each with its own messages.
+    """
     shape, rows = call.shape, list[Traffic]()
     dims, heads = (shape.dim, shape.value_dim), shape.batch * shape.kv_heads
     size = heads * sum(dims) * shape.dtype.itemsize  # bytes per row
@@ -243,9 +247,9 @@ def key_traffic(
         return zip(*(column.tolist() for column in columns), strict=True)
 
     for number, peer, count in messages(receivers, sent):
-        rows.append(Traffic("forward", number, peer, 1, count * size))
-        rows.append(Traffic("backward", number, peer, 1, count * size))
+        rows.append(Traffic("forward", number, peer, groups, count * size))
+        rows.append(Traffic("backward", number, peer, groups, count * size))
     if returning:
         for number, peer, count in messages(senders, received):
-            rows.append(Traffic("backward", number, peer, 1, count * gradient_size))
+            rows.append(Traffic("backward", number, peer, groups, count * gradient_size))
     return rows

@@ -6,16 +6,24 @@ Subclasses choose which ranks' keys arrive together, and how many exchanges are 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient
-from seqpar.softmax.keys.exchange import attend_backward_to_all, travelling_keys
+from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
+from seqpar.softmax.keys.exchange import (
+    GradientReturn,
+    attend_backward_to_all,
+    travelling_keys,
+)
+from seqpar.softmax.keys.head_slices import HeadSlices, head_groups
 from seqpar.softmax.keys.invariant_attention import TileCall
 from seqpar.softmax.keys.invariant_plan import tile_areas, tile_traffic
 from seqpar.softmax.keys.plan import Distances, KeyPlan, key_areas, key_traffic
@@ -64,12 +72,33 @@ class KeyStrategy(Strategy):
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
         if self.anchored:
             return self._tiles(comm, call, "forward").forward(operands)
+        groups = self.groups(call, comm.is_routed)
+        if len(groups) == 1:
+            return ForwardResult(*self._attend(comm, call, operands), [])
+        q, value_dim = operands.q, operands.v.shape[3]
+        out = q.new_empty((*q.shape[:-1], value_dim))
+        lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+        for heads in groups:
+            part = self._attend(comm, heads.call(call), heads.operands(operands))
+            out[:, :, heads.queries], lse[:, :, heads.queries] = part
+            del part
+        return ForwardResult(out, lse, [])
+
+    def groups(self, call: ResolvedCall, every_step: bool = False) -> list[HeadSlices]:
+        """Return the groups of heads that travel and are computed one after another.
+
+        `every_step` is as in `plan`. If this rank sends and receives no rows, it has one group.
+        """
+        rows = call.kv_layout.most_tokens if self.plan(call, every_step).steps else 0
+        return head_groups(call.shape, rows)
+
+    def _attend(self, comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
+        """Return out and lse of the heads in `operands`."""
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
         ahead = self.ahead(call.ranks)
         keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
-        out, lse = attend_blocks(q, keys, plan.blocks, call.options, sinks, None, call.max_logits)
-        return ForwardResult(out, lse, [])
+        return attend_blocks(q, keys, plan.blocks, call.options, sinks, None, call.max_logits)
 
     def gradients(
         self,
@@ -80,11 +109,30 @@ class KeyStrategy(Strategy):
     ) -> Gradients:
         if self.anchored:
             return self._tiles(comm, call, "backward").gradients(output, operands)
+        total = PartialGradients.zeros(operands.q, operands.k, operands.v)
+        groups = self.groups(call, comm.is_routed)
+        if len(groups) == 1:
+            self._attend_backward(comm, call, output, operands, total)
+        else:
+            for heads in groups:
+                part = heads.output(output), heads.operands(operands), heads.gradients(total)
+                self._attend_backward(comm, heads.call(call), *part)
+        return total.dq, total.dk, total.dv
+
+    def _attend_backward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        total: PackedGradients,
+    ) -> None:
+        """Add the gradients of the heads in `operands` to `total`."""
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
-        _, k, v, _ = operands
-        ahead = self.ahead(call.ranks)
+        k, v, ahead = operands.k, operands.v, self.ahead(call.ranks)
         keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
-        return attend_backward_to_all(comm, call, plan, output, operands, keys, label)
+        send_back = partial(GradientReturn, comm, label)
+        attend_backward_to_all(plan, call.options, output, operands, keys, send_back, total)
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         distances = self.distances(call.ranks)
@@ -94,4 +142,5 @@ class KeyStrategy(Strategy):
         distances = self.distances(call.ranks)
         if self.anchored:
             return tile_traffic(call, rank, distances)
-        return key_traffic(call, rank, distances, self.message_dtype)
+        groups = len(head_groups(call.shape, call.kv_layout.most_tokens))
+        return key_traffic(call, rank, distances, self.message_dtype, groups)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,15 +17,9 @@ from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import Ints
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.keys.head_slices import HeadSlices, head_groups
 from seqpar.softmax.wire.packing import Packing, RowFormat
 from seqpar.softmax.wire.row_messages import Rows
-
-# Heads travel in groups: one group for each 4,096 rows of the rank with the most rows. Blocks then
-# stop growing with the rows, and the work on a group still keeps a GPU busy for longer than the
-# host needs to post the next group. At 8,192 rows, blocks take 53 KiB per token instead of 81 in
-# forward, and 73 instead of 105 in backward. Groups of rows would need their own tables, and their
-# own gradients of keys.
-_ROWS_PER_GROUP = 4096
 
 
 class QueryHop:
@@ -125,13 +119,6 @@ class GroupHop:
         return self._packs or not self._hop.received.is_range
 
 
-class HeadSlices(NamedTuple):
-    """A group of heads: query heads, and the KV heads that they share."""
-
-    queries: slice
-    keys: slice
-
-
 class QuerySchedule(NamedTuple):
     """The hops of one pass, in order.
 
@@ -158,7 +145,7 @@ class QuerySchedule(NamedTuple):
 
         `last_step` is the number of the last hop, which may have been left out.
         """
-        groups, packs, hops = head_groups(call), packs_all_rows(call), list[GroupHop]()
+        groups, packs, hops = query_groups(call), packs_all_rows(call), list[GroupHop]()
         for hop in query_hops:
             for group, heads in enumerate(groups):
                 sizes = call.shape.batch, heads.queries.stop - heads.queries.start
@@ -167,14 +154,9 @@ class QuerySchedule(NamedTuple):
         return cls(groups, hops, bool(hops) and hops[-1].step < last_step)
 
 
-def head_groups(call: ResolvedCall) -> list[HeadSlices]:
+def query_groups(call: ResolvedCall) -> list[HeadSlices]:
     """Return the groups in which heads travel: the same on all ranks."""
-    rows = call.layout.most_tokens * call.shape.batch
-    heads, kv_heads = call.shape.heads, call.shape.kv_heads
-    groups = max(1, min(kv_heads, rows // _ROWS_PER_GROUP))
-    edges = pairwise(i * kv_heads // groups for i in range(groups + 1))
-    shared = heads // max(kv_heads, 1)  # inside USP a rank may have no heads
-    return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
+    return head_groups(call.shape, call.layout.most_tokens)
 
 
 def packs_all_rows(call: ResolvedCall) -> bool:
@@ -182,7 +164,7 @@ def packs_all_rows(call: ResolvedCall) -> bool:
 
     Otherwise tensors whose rows are one range are sent one by one, without a copy.
     """
-    return call.shape.batch > 1 or len(head_groups(call)) > 1
+    return call.shape.batch > 1 or len(query_groups(call)) > 1
 
 
 class QueryExchange:

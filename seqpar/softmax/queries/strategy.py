@@ -26,8 +26,8 @@ from seqpar.softmax.queries.exchange import (
     GroupHop,
     QueryExchange,
     QuerySchedule,
-    head_groups,
     packs_all_rows,
+    query_groups,
 )
 from seqpar.softmax.queries.tiles import Tile, Tiles
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
@@ -187,7 +187,7 @@ class TileStrategy(Strategy):
                 (k_block, v_block), own = blocks.pop(1), gradients.pop(1)
                 attend_backward(output, q, k_block, v_block, last, own, call.options)
                 packed = own.packed if step.travels else None
-                returning.append(GradientReturn(comm, step, packed, label))
+                returning.append(GradientReturn(comm, label, step, packed))
             attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
         def compute(hop: GroupHop, received: list[Tensor]) -> Tensor:
@@ -230,7 +230,7 @@ class TileStrategy(Strategy):
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         shape, tiles = call.shape, self.tiles(call)
         element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
-        rows, groups = list[Traffic](), len(head_groups(call))
+        rows, groups = list[Traffic](), len(query_groups(call))
         row, column = tiles.row(rank), tiles.column(rank)
         kv_heads, dims = shape.batch * shape.kv_heads, (shape.dim, shape.value_dim)
         key_size = encoded_width(dims) if self.keys_dtype else sum(dims) * element
