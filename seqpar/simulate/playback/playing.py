@@ -1,7 +1,7 @@
 """Play programs on a cluster: compute when each rank computes, sends and waits.
 
 simpy keeps the clock. 1,024 ranks with 64 steps, forward and backward, are 200,000 messages and
-took one busy core 27 seconds; the limit is a minute.
+took one busy core 27 seconds.
 """
 
 from __future__ import annotations
