@@ -367,6 +367,13 @@ class ResolvedCall:
         """
         return self.kept(key, build)
 
+    def once_for_ranks(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Return `build()`, called once for all ranks of this process that make the same call.
+
+        It depends on the layouts, the mask and the operands' shape alone.
+        """
+        return _kept(self.layout, self.kv_layout, "ranks", self.mask, self.shape)(key, build)
+
     def altered(self, **changes: Unpack[CallChanges]) -> ResolvedCall:
         """Return the call of another rank, with other layouts or another shape."""
         call = replace(self, **changes)

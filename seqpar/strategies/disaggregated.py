@@ -126,7 +126,9 @@ class Disaggregated(SplitStrategy[TaskExchange]):
             tasks = _own_tasks(call, tolerance) if plan is None else plan.tasks(name, *geometry)
             return TaskRows(tasks, *geometry, max(1, _ROWS_PER_STAGE // max(1, call.shape.batch)))
 
-        return call.once(("task rows", name, plan, tolerance), build)
+        # A user's function may differ between ranks, which the check of ranks then finds.
+        once = call.once_for_ranks if plan is None else call.once
+        return once(("task rows", name, plan, tolerance), build)
 
     def _chosen(self, direction: str) -> tuple[str, Planner | None, float]:
         name = "plan"

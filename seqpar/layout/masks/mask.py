@@ -153,23 +153,28 @@ class Slices:
         return start, np.searchsorted(k_positions, q_positions + high, side="right")
 
     @cached_property
+    def full(self) -> NDArray[np.bool_]:
+        """(n,) whether all pairs of a slice are visible, as in most slices between two ranks."""
+        full = np.zeros(len(self), dtype=bool)
+        has_pairs = (np.diff(self.q_rows) > 0)[:, 0] & (np.diff(self.k_rows) > 0)[:, 0]
+        q_rows, k_rows = self.q_rows[has_pairs], self.k_rows[has_pairs]
+        # Positions ascend within a slice.
+        first_query, last_query = self.q_positions[q_rows - [0, 1]].astype(np.int64).T
+        first_key, last_key = self.k_positions[k_rows - [0, 1]].astype(np.int64).T
+        low, high = self.bands[has_pairs].T
+        full[has_pairs] = (low <= first_key - last_query) & (last_key - first_query <= high)
+        return full
+
+    @cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """Numbers of visible pairs of each slice: all, and of rows that skip the first keys."""
-        return [self._pairs_of(i) for i in range(len(self))]
-
-    def _pairs_of(self, i: int) -> tuple[int, int]:
-        (first_query, query_stop), (first_key, key_stop) = self.q_rows[i], self.k_rows[i]
-        low, high = self.bands[i]
-        q_positions, k_positions = self.q_positions, self.k_positions
-        # Positions ascend within a slice. All pairs of most slices between two ranks are visible.
-        if query_stop > first_query and key_stop > first_key:
-            least = int(k_positions[first_key]) - int(q_positions[query_stop - 1])
-            most = int(k_positions[key_stop - 1]) - int(q_positions[first_query])
-            if low <= least and most <= high:
-                return int((query_stop - first_query) * (key_stop - first_key)), 0
-        start, stop = self.key_intervals(i)
-        counts = stop - start
-        return int(counts.sum()), int(counts[start > 0].sum())
+        areas = (np.diff(self.q_rows) * np.diff(self.k_rows))[:, 0].tolist()
+        pairs = [(area, 0) for area in areas]
+        for i in np.flatnonzero(~self.full).tolist():
+            start, stop = self.key_intervals(i)
+            counts = stop - start
+            pairs[i] = int(counts.sum()), int(counts[start > 0].sum())
+        return pairs
 
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
         """Return (n, m) bool: whether a query row attends to a key row under a slice's band."""

@@ -18,21 +18,35 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
     Each slice is cut at half of its area, so a document's bits do not depend on its neighbours.
     """
-    parts: tuple[list[tuple[Ints, ...]], list[tuple[Ints, ...]]] = [], []
-    for i in range(len(slices)):
+    lengths = np.diff(slices.q_rows)[:, 0]
+    queries, keys = (np.stack([x, x], axis=1) for x in (slices.q_rows, slices.k_rows))
+    queries[:, 0, 1] = queries[:, 1, 0] = slices.q_rows[:, 0] + _middle(lengths)
+    is_cut = lengths > 1
+    queries[~is_cut, 0] = slices.q_rows[~is_cut]
+    for i in np.flatnonzero(~slices.full).tolist():
         interval = slices.key_intervals(i)
         row = _row(*interval)
-        parts[0].append(_part(slices, i, *interval, (0, row)))
-        if row is not None:
-            parts[1].append(_part(slices, i, *interval, (row, None)))
-    none = tuple(x[:0] for x in (slices.q_rows, slices.k_rows, slices.bands))
+        for part, rows in enumerate([(0, row), (row, None)][: 1 + is_cut[i]]):
+            queries[i, part], keys[i, part] = _part(slices, i, *interval, rows)
     first, last = (
-        replace(slices, q_rows=q_rows, k_rows=k_rows, bands=bands, derived=Memo())
-        for q_rows, k_rows, bands in (
-            map(np.concatenate, zip(none, *part, strict=True)) for part in parts
+        replace(
+            slices,
+            q_rows=queries[chosen, part],
+            k_rows=keys[chosen, part],
+            bands=slices.bands[chosen],
+            derived=Memo(),
         )
+        for part, chosen in enumerate((slice(None), is_cut))
     )
     return first, last
+
+
+def _middle(lengths: Ints) -> Ints:
+    """Return what `_row` returns for slices of these numbers of rows, if all pairs are visible."""
+    step = np.clip(lengths // 2, 1, _TILE_ROWS)
+    below = lengths // (2 * step)
+    above_is_closer = 2 * step * (below + 1) - lengths < lengths - 2 * step * below
+    return (below + above_is_closer) * step
 
 
 def _row(start: Ints, stop: Ints) -> int | None:
@@ -45,11 +59,9 @@ def _row(start: Ints, stop: Ints) -> int | None:
 
 
 def _part(
-    slices: Slices, i: int, start: Ints, stop: Ints, rows: tuple[int, int | None]
-) -> tuple[Ints, ...]:
-    """Return some rows of slice i as tables of one slice, trimmed to pairs that attend."""
-    seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + rows[0]
-    q0, k0 = int(slices.q_rows[i, 0]), int(slices.k_rows[i, 0])
-    k_rows = [k0 + int(start[seeing[0]]), k0 + int(stop[seeing[1]])]
-    q_rows = [q0 + int(seeing[0]), q0 + int(seeing[1]) + 1]
-    return np.array([q_rows]), np.array([k_rows]), slices.bands[i : i + 1]
+    slices: Slices, i: int, start: Ints, stop: Ints, rows: tuple[int | None, int | None]
+) -> tuple[Ints, Ints]:
+    """Return the query and key rows of some rows of slice i, trimmed to pairs that attend."""
+    seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + (rows[0] or 0)
+    first, last = seeing
+    return slices.q_rows[i, 0] + [first, last + 1], slices.k_rows[i, 0] + [start[first], stop[last]]

@@ -116,9 +116,10 @@ def arriving_at(
         if home == rank:
             continue
         start, stop = needed.rows(geometry, home)
-        rows = needed._replace(starts=start, stops=stop).take(stop > start).staged(stages)
-        if not rows.starts.size:
+        chosen = stop > start
+        if not chosen.any():
             continue
+        rows = needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
         holding = geometry.holdings[home]
         span, first, last = split_at(holding.offsets, rows.starts, rows.stops)
         segment = np.searchsorted(rows.stops, holding.offsets[span] + first, side="right")

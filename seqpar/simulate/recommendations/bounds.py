@@ -7,13 +7,13 @@ import numpy as np
 from seqpar.costs.costs import Costs
 from seqpar.layout.layout import Layout
 from seqpar.simulate.recommendations.recommendation import Recommendation
-from seqpar.simulate.steps.steps import least_step_seconds
+from seqpar.simulate.steps.steps import least_step_seconds, least_trainer_seconds
 
 
 def lower_bound(way: Recommendation, costs: Costs) -> float:
-    """Return seconds that a step of this way takes at least; 0 with servers or after a refusal."""
+    """Return seconds that a step of this way takes at least; 0 after a refusal."""
     if way.servers:
-        return 0.0
+        return least_trainer_seconds(way.layout, costs)
     try:
         return least_step_seconds(
             way.strategy, way.layout, costs, _busy_ranks(way.layout), **way.options

@@ -48,7 +48,8 @@ def recommend(
 
     Before the simulations, a few ranks of each way are recorded. If the computation or the messages
     of one of them take longer than the fastest step, by more than the error, the way is `excluded`:
-    it is not simulated. Ways with servers are always simulated.
+    it is not simulated. With servers, the bound is the matrix products of the trainer with the most
+    tokens.
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit

@@ -228,6 +228,15 @@ def least_step_seconds(
     return seconds
 
 
+def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
+    """Return a lower bound of a step's seconds with servers: a trainer's matrix products."""
+    tokens = max(layout.tokens_per_rank)
+    kinds = _kinds_of_layers(costs, "none", "all_gather")
+    flops = sum(count * sum(products.flops(tokens)) for _, products, count in kinds)
+    device = costs.cluster.device
+    return _head_seconds(costs, layout) + flops / (device.matmul_rate * device.matmul_share)
+
+
 def _kinds_of_layers(
     costs: Costs, checkpointing: str, transport: str
 ) -> Iterator[tuple[Attending, Products, int]]:

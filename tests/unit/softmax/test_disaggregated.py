@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from seqpar import Layout
+from seqpar import Layout, balance, make_attention, simulate
 from seqpar.layout.tasks.tasks import as_tasks
 from seqpar.strategies import disaggregated
 from tests.ranks.test_strategies import cases
@@ -131,6 +131,22 @@ def test_the_rank_check_finds_different_plans(option):
             attn(q, q, q, layout, causal=True)
 
     virtual(2, refuse)
+
+
+def test_recorded_ranks_share_the_default_plan(monkeypatch):
+    layout, calls = Layout.zigzag([0, 900, 2000], 4), []
+
+    def disaggregate(*arguments, **options):
+        calls.append(arguments)
+        return balance.disaggregate(*arguments, **options)
+
+    def step(comm):
+        q = torch.empty(layout.tokens_on(comm.rank), 2, 8, device="meta")
+        make_attention("disaggregated", comm)(q, q, q, layout, causal=True)
+
+    monkeypatch.setattr(disaggregated, "disaggregate", disaggregate)
+    simulate.record(step, 4)
+    assert len(calls) == 1
 
 
 def test_planners_are_distinguished_and_pickled():

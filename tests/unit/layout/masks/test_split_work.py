@@ -7,7 +7,7 @@ import torch
 from seqpar import Layout
 from seqpar.layout.handle import from_handle
 from seqpar.layout.masks.mask import Mask, slices_between
-from seqpar.layout.masks.split_work import halves
+from seqpar.layout.masks.split_work import _middle, _row, halves
 from tests.support.tiers import few_rows
 
 DOCUMENTS = [0, 700, 701, 701, 1500, 1600]
@@ -78,3 +78,9 @@ def test_a_long_slice_is_cut_between_tiles():
     (row,) = {int(first.q_rows.max()), int(last.q_rows.min())}
     assert row % 128 == 0 and 0 < row < 1024
     assert 0.4 < first.area / (first.area + last.area) < 0.6
+
+
+def test_full_slices_are_cut_as_others():
+    for keys in (1, 7):
+        rows = [_row(np.zeros(n, int), np.full(n, keys)) for n in range(2, 1100)]
+        assert _middle(np.arange(2, 1100)).tolist() == rows

@@ -17,6 +17,7 @@ from seqpar.simulate.recommendations import recommending, search_space
 from seqpar.simulate.recording.serving import RecordedPool
 from seqpar.simulate.steps.attending import Attending, Products
 from seqpar.simulate.steps.served_layers import nano_batches, record_layers
+from seqpar.simulate.steps.steps import least_trainer_seconds
 from tests.support.tiers import few_rows
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, PAIR, SMALL
 
@@ -51,6 +52,14 @@ def test_each_added_layer_costs_the_busier_side(layout, turns):
     expected = busy.max() if turns else busy.sum()
     assert further == pytest.approx(expected, rel=0.02)
     assert busy.min() > 0.05 * busy.max()
+
+
+@pytest.mark.parametrize("documents", [[4096], [3000, 500, 596]])
+@pytest.mark.parametrize("cluster", [PAIR, FREE])
+def test_no_bound_exceeds_a_step_with_servers(documents, cluster):
+    layout = Layout.contiguous(np.r_[0, np.cumsum(documents)], 1)
+    bound = least_trainer_seconds(layout, Costs(cluster, MODEL))
+    assert 0 < bound < served(layout, cluster).seconds < 100 * bound
 
 
 @pytest.mark.exhaustive
