@@ -36,7 +36,7 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
             bands=slices.bands[chosen],
             derived=Memo(),
         )
-        for part, chosen in enumerate((slice(None), is_cut))
+        for part, chosen in enumerate((np.ones_like(is_cut), is_cut))
     )
     return first, last
 
