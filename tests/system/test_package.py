@@ -33,7 +33,7 @@ def test_installs_from_a_plain_checkout(tmp_path, editable):
     the right place."""
     checkout, prefix = tmp_path / "checkout", tmp_path / "prefix"
     ignored = shutil.ignore_patterns(
-        ".venv", ".git", "*.egg-info", "build", "__pycache__", ".*_cache", ".hypothesis"
+        ".venv*", ".git", "*.egg-info", "build", "__pycache__", ".*_cache", ".hypothesis"
     )
     shutil.copytree(ROOT, checkout, ignore=ignored)
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
