@@ -66,8 +66,9 @@ TAIL = """
 * `deterministic="ranks"`: [the same bits](../internals/numerics.md) on any number of ranks.
 * `message_dtype=torch.int8` or `torch.float8_e4m3fn`: keys and values travel [in 8
   bits](../internals/numerics.md), with Ring, AllGather and USP over these.
+* `gradient_dtype=torch.bfloat16`: gradients travel [in bf16](../internals/numerics.md).
 
-The last three are options of softmax attention. Each strategy's page has its own options.
+The last four are options of softmax attention. Each strategy's page has its own options.
 
 ## Saving modules
 

@@ -47,8 +47,9 @@ class AllGatherAttention(Attention):
     of each exchange when they have arrived. See `Attention` for the call, which all strategies
     share.
 
-    The bytes, the messages, the halves of backward, `message_dtype` and `deterministic="ranks"` are
-    as in `RingAttention`; the owner of rows adds gradients in the order of the exchanges.
+    The bytes, the messages, the halves of backward, `message_dtype`, `gradient_dtype` and
+    `deterministic="ranks"` are as in `RingAttention`; the owner of rows adds gradients in the order
+    of the exchanges.
 
     Memory of a group of heads: all keys and values that this rank's queries attend to, where Ring
     holds two blocks. Backward adds fp32 gradients of the keys of two exchanges, and incoming

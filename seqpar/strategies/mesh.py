@@ -53,7 +53,8 @@ class Mesh(TileStrategy):
         if self.columns:
             return self.columns
         causal = call.mask.ranges is None and call.mask.right == 0
-        sizes = row_bytes(call.shape, self.partial_dtype, self.message_dtype)
+        dtypes = self.partial_dtype, self.message_dtype, self.gradient_dtype
+        sizes = row_bytes(call.shape, *dtypes)
         return _best(call.ranks, sizes, causal)[1]
 
 
@@ -75,6 +76,8 @@ class MeshAttention(Attention):
             default the accumulator's, which adds no error.
         message_dtype: the dtype of travelling keys and values, as in `RingAttention`; by default
             their own.
+        gradient_dtype: the dtype of travelling contributions to dq, dk and dv, as in
+            `RingAttention` and `TokenRingAttention`; by default the accumulator's.
 
     A rank posts all exchanges of its column's keys first, and computes its own queries with them as
     they arrive; these keys stay. Queries of the other ranks of the row then arrive one rank at a
@@ -136,6 +139,7 @@ def best_mesh(
     dtype: torch.dtype = torch.bfloat16,
     partial_dtype: torch.dtype | None = None,
     message_dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int]:
     """Return the shape (rows, columns) of the mesh on which `MeshAttention` sends least.
@@ -152,7 +156,7 @@ def best_mesh(
         value_dim: Dv, the head dim of v; by default D.
         causal: True for a causal mask, False for a full mask.
         dtype: the dtype of q, k and v.
-        partial_dtype, message_dtype: as in `MeshAttention`.
+        partial_dtype, message_dtype, gradient_dtype: as in `MeshAttention`.
         backward: whether to count backward in addition to forward.
 
     Raises:
@@ -167,10 +171,10 @@ def best_mesh(
     value_dim = dim if value_dim is None else as_int("value_dim", value_dim, 1, MAX_COUNT)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
-    Mesh(partial_dtype, message_dtype)  # checks the two dtypes
+    Mesh(partial_dtype, message_dtype, gradient_dtype=gradient_dtype)  # checks the dtypes
     backward, causal = as_bool("backward", backward), as_bool("causal", causal)
     shape = OperandShape(dtype, 1, q_heads, kv_heads, dim, value_dim)
-    sizes = row_bytes(shape, partial_dtype, message_dtype, backward)
+    sizes = row_bytes(shape, partial_dtype, message_dtype, gradient_dtype, backward)
     return _best(ranks, sizes, causal)
 
 
@@ -178,6 +182,7 @@ def row_bytes(
     shape: OperandShape,
     partial_dtype: torch.dtype | None = None,
     message_dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> tuple[int, int, int, int]:
     """Return the bytes of a row of queries, of results, of keys, and of gradients of keys."""
@@ -188,7 +193,9 @@ def row_bytes(
     if not backward:
         return query, result, key, 0
     query += heads * (sum(dims) * b + 2 * e)
-    return query, result + heads * shape.dim * e, 2 * key, shape.kv_heads * sum(dims) * e
+    gradient = e if gradient_dtype is None else gradient_dtype.itemsize
+    result += heads * shape.dim * gradient
+    return query, result, 2 * key, shape.kv_heads * sum(dims) * gradient
 
 
 @cache

@@ -35,8 +35,11 @@ class TokenRingAttention(Attention):
     steps. See `Attention` for the call, which all strategies share.
 
     Args:
-        partial_dtype: the dtype of travelling partial outputs. lse, and dq in backward, always
-            travel in the accumulator's dtype.
+        gradient_dtype: the dtype of contributions to dq, which travel in backward: None, the
+            default, is the accumulator's; torch.bfloat16 takes 2 bytes. The error of an element is
+            then at most 1/256 of the sum of the absolute values of other ranks' contributions.
+        partial_dtype: the dtype of travelling partial outputs. lse always travels in the
+            accumulator's dtype.
 
             * None, the default: the accumulator's dtype, fp32 (fp64 for fp64), without additional
               error and with twice the bytes of bf16.

@@ -2,7 +2,7 @@
 
 Keys and values of a row travel together, in messages (n, B, Hkv, D + Dv): n rows, B batch, Hkv KV
 heads, head dims D of k and Dv of v. k and v are views of a message. Gradients return in messages of
-the same form in fp32 (fp64 for fp64), and dk and dv are views of these.
+the same form, and dk and dv are views of these.
 """
 
 from __future__ import annotations
@@ -139,14 +139,22 @@ def attend_backward_to_all(
 class GradientReturn:
     """A step's exchange of gradients: they return to the owners of the rows that travelled."""
 
-    def __init__(self, comm: Comm, label: str, step: KeyStep, block: Tensor | None) -> None:
-        """Post the exchange.
+    def __init__(
+        self,
+        comm: Comm,
+        label: str,
+        dtype: torch.dtype | None,
+        step: KeyStep,
+        block: Tensor | None,
+    ) -> None:
+        """Post the exchange, in a dtype, or in the block's if it is None.
 
         `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
         travelled. Gradients of own rows come from the ranks that these were sent to.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:
+            block = block.to(dtype or block.dtype)
             arriving = block.new_empty((step.sent_rows, *block.shape[1:]))
             sends = _messages(step.source, block, step.counts)
             recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)

@@ -225,6 +225,7 @@ def key_traffic(
     rank: int,
     distances: Distances,
     message_dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
     groups: int = 1,
     returning: bool = True,
 ) -> list[Traffic]:
@@ -237,7 +238,8 @@ def key_traffic(
     size = heads * sum(dims) * shape.dtype.itemsize  # bytes per row
     if message_dtype is not None:
         size = heads * encoded_width(dims)
-    gradient_size = heads * sum(dims) * accumulator_dtype(shape.dtype).itemsize
+    gradient_dtype = gradient_dtype or accumulator_dtype(shape.dtype)
+    gradient_size = heads * sum(dims) * gradient_dtype.itemsize
     numbers, senders, receivers = _numbered(rank, call.ranks, distances)
     sent, received = key_counts(call, rank)
 

@@ -28,6 +28,7 @@ from seqpar.softmax.keys.invariant_attention import TileCall
 from seqpar.softmax.keys.invariant_plan import tile_areas, tile_traffic
 from seqpar.softmax.keys.plan import Distances, KeyPlan, key_areas, key_traffic
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
+from seqpar.softmax.wire.gradient_dtype import check_gradient_digits, check_gradient_dtype
 from seqpar.softmax.wire.quantize import check_digits, check_message_dtype
 
 
@@ -36,16 +37,21 @@ class KeyStrategy(Strategy):
     """Keys and values travel in steps; in backward their gradients return to the owners."""
 
     message_dtype: torch.dtype | None = None  # of keys and values: None is their own, or 8 bits
+    gradient_dtype: torch.dtype | None = None  # of dk and dv: None is the accumulator's, or bf16
 
     def __post_init__(self) -> None:
         check_message_dtype(self.message_dtype)
+        check_gradient_dtype(self.gradient_dtype)
 
     def check(self, call: ResolvedCall) -> None:
         check_digits(self.message_dtype, call.shape.dtype)
+        check_gradient_digits(self.gradient_dtype, call.shape.dtype)
 
     def anchor(self) -> Self:
         if self.message_dtype is not None:  # keys of other ranks would have 8 bits, own keys more
             raise ValueError('message_dtype must be None with deterministic="ranks"')
+        if self.gradient_dtype is not None:  # a rank's own contributions would have more digits
+            raise ValueError('gradient_dtype must be None with deterministic="ranks"')
         return replace(self, anchored=True)
 
     def _tiles(self, comm: Comm, call: ResolvedCall, direction: str) -> TileCall:
@@ -131,7 +137,7 @@ class KeyStrategy(Strategy):
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
         k, v, ahead = operands.k, operands.v, self.ahead(call.ranks)
         keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
-        send_back = partial(GradientReturn, comm, label)
+        send_back = partial(GradientReturn, comm, label, self.gradient_dtype)
         attend_backward_to_all(plan, call.options, output, operands, keys, send_back, total)
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
@@ -143,4 +149,5 @@ class KeyStrategy(Strategy):
         if self.anchored:
             return tile_traffic(call, rank, distances)
         groups = len(head_groups(call.shape, call.kv_layout.most_tokens))
-        return key_traffic(call, rank, distances, self.message_dtype, groups)
+        dtypes = self.message_dtype, self.gradient_dtype
+        return key_traffic(call, rank, distances, *dtypes, groups)

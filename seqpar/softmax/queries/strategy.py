@@ -7,7 +7,7 @@ columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -31,6 +31,7 @@ from seqpar.softmax.queries.exchange import (
 )
 from seqpar.softmax.queries.tiles import Tile, Tiles
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
+from seqpar.softmax.wire.gradient_dtype import check_gradient_digits, check_gradient_dtype
 from seqpar.softmax.wire.packing import RowFormat
 from seqpar.softmax.wire.quantize import CODES, decode, encode, encoded_width
 
@@ -45,14 +46,18 @@ class TileStrategy(Strategy):
     """
 
     partial_dtype: torch.dtype | None = None  # of outputs that return; None is the accumulator's
+    # of dq that returns, and of dk and dv: None is the accumulator's, or bf16
+    gradient_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         dtype, allowed = self.partial_dtype, (*DTYPES, *CODES)
         if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in allowed):
             expected = f"None or one of {allowed}"
             raise ValueError(f"partial_dtype must be {expected}, got {shown(dtype)}")
+        check_gradient_dtype(self.gradient_dtype)
 
     def check(self, call: ResolvedCall) -> None:
+        check_gradient_digits(self.gradient_dtype, call.shape.dtype)
         if self.partial_code and call.shape.dtype == torch.float64:
             refused = f"partial_dtype must not be {self.partial_code} with fp64"
             raise ValueError(f"{refused}, whose digits 8 bits would lose")
@@ -161,7 +166,8 @@ class TileStrategy(Strategy):
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]
         formats = [RowFormat(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
-        tile, schedule = self.plan(comm, call, formats, [RowFormat((q.shape[-1],), total.dq.dtype)])
+        accumulator, sent = total.dq.dtype, self.gradient_dtype or total.dq.dtype
+        tile, schedule = self.plan(comm, call, formats, [RowFormat((q.shape[-1],), sent)])
         groups, steps = schedule.groups, tile.steps
         totals = [total.dq[:, :, heads.queries] for heads in groups]
         arriving = travelling_keys(comm, steps, k, v, label, len(steps), self.keys_dtype)
@@ -187,7 +193,7 @@ class TileStrategy(Strategy):
                 (k_block, v_block), own = blocks.pop(1), gradients.pop(1)
                 attend_backward(output, q, k_block, v_block, last, own, call.options)
                 packed = own.packed if step.travels else None
-                returning.append(GradientReturn(comm, label, step, packed))
+                returning.append(GradientReturn(comm, label, sent, step, packed))
             attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
         def compute(hop: GroupHop, received: list[Tensor]) -> Tensor:
@@ -197,13 +203,16 @@ class TileStrategy(Strategy):
             received_output = OutputGradient(
                 dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
             )
-            message, (dq,) = hop.leaving.empty(q.device)
-            dq.zero_()
+            message, (leaving,) = hop.leaving.empty(q.device)
+            rounds = sent != accumulator
+            dq = torch.zeros_like(leaving, dtype=accumulator) if rounds else leaving.zero_()
             options = call.options.of_heads(groups[hop.group].queries)
             block_keys = zip(keys[hop.group], hop.blocks.slices, strict=True)
             for (k_part, v_part, dk, dv), slices in block_keys:
                 sums = PartialGradients(dq, dk, dv)
                 attend_backward(received_output, q_block, k_part, v_part, slices, sums, options)
+            if rounds:
+                leaving.copy_(dq)
             return message
 
         queries = QueryExchange(comm, schedule, travelling, label)
@@ -211,7 +220,7 @@ class TileStrategy(Strategy):
             if isinstance(rows, slice):
                 totals[group][:, rows].add_(dq)
             else:
-                totals[group].index_add_(1, rows, dq)
+                totals[group].index_add_(1, rows, dq.to(accumulator))
             del dq
         for returned in returning:
             returned.add_to(total)
@@ -230,6 +239,7 @@ class TileStrategy(Strategy):
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         shape, tiles = call.shape, self.tiles(call)
         element, accumulator = shape.dtype.itemsize, accumulator_dtype(shape.dtype).itemsize
+        gradient = self.gradient_dtype.itemsize if self.gradient_dtype else accumulator
         rows, groups = list[Traffic](), len(query_groups(call))
         row, column = tiles.row(rank), tiles.column(rank)
         kv_heads, dims = shape.batch * shape.kv_heads, (shape.dim, shape.value_dim)
@@ -239,17 +249,17 @@ class TileStrategy(Strategy):
             for step, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), 1):
                 keys = int(sent[tiles.row_number(receiver)]) * kv_heads * key_size
                 rows += [Traffic(x, step, receiver, 1, keys) for x in ("forward", "backward")]
-                returned = int(received[owner]) * kv_heads * sum(dims) * accumulator
+                returned = int(received[owner]) * kv_heads * sum(dims) * gradient
                 rows.append(Traffic("backward", step, owner, 1, returned))
         if not row:
             return rows
         partial = partial_bytes(shape, self.partial_dtype)
         statistics = (2 + call.return_lse) * accumulator
-        gradient_size = (shape.dim + shape.value_dim) * element + statistics
+        sent_size = (shape.dim + shape.value_dim) * element + statistics
         # For each direction: messages of queries; bytes per row and head of queries and of results.
         sizes = {
             "forward": (1, shape.dim * element, partial + accumulator),
-            "backward": (3, gradient_size, shape.dim * accumulator),
+            "backward": (3, sent_size, shape.dim * gradient),
         }
         reached, arriving = tiles.sent_queries(rank), tiles.received_queries(rank)
         unpacked, heads = reached.are_ranges & ~packs_all_rows(call), shape.batch * shape.heads

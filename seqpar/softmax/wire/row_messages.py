@@ -11,6 +11,8 @@ from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import on_device
 from seqpar.core.ranges import ranges
 
+_MAX_CAST_ROWS = 1024  # a cast of this many rows takes little memory
+
 
 class Rows:
     """Ranges of local rows that make up a block, one range after another.
@@ -46,11 +48,14 @@ class Rows:
         return packed
 
     def add(self, block: Tensor, total: Tensor) -> None:
-        """Add a block (n, …) to these rows of the total (T, …)."""
+        """Add a block (n, …), of any dtype, to these rows of the total (T, …)."""
         if self.is_range:
             total[self._range].add_(block)
-        else:
-            total.index_add_(0, self._indices(total.device), block)
+            return
+        indices = self._indices(total.device)
+        step = self.count if block.dtype == total.dtype else _MAX_CAST_ROWS
+        for part, where in zip(block.split(step), indices.split(step), strict=True):
+            total.index_add_(0, where, part.to(total.dtype))
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the rows of x (B, T, …) as one contiguous tensor (B, n, …).

@@ -58,10 +58,10 @@ def test_a_mesh_of_any_shape_is_right(monkeypatch, small, shape, kind, options):
         assert_right(got, oracle(case), case.dtype)
 
 
-def sent(shape, rank, layout, causal, heads, messages=None):
+def sent(shape, rank, layout, causal, heads, **options):
     """The bytes that a rank of a mesh sends in a pass, by direction."""
     mesh = as_mesh(Comm("silent", rank, shape[0] * shape[1]), *shape)
-    attn = seqpar.MeshAttention(mesh, message_dtype=messages)
+    attn = seqpar.MeshAttention(mesh, **options)
     q, k = (
         torch.empty(layout.tokens_on(rank), x, 8, dtype=torch.bfloat16, device="meta")
         for x in heads
@@ -74,19 +74,23 @@ def sent(shape, rank, layout, causal, heads, messages=None):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "messages"),
-    [((1, 4), None), ((4, 1), None), ((3, 2), None), ((3, 3), None), ((3, 2), torch.int8)],
+    ("shape", "options"),
+    [
+        *((shape, {}) for shape in ((1, 4), (4, 1), (3, 2), (3, 3))),
+        ((3, 2), {"message_dtype": torch.int8}),
+        ((3, 2), {"gradient_dtype": torch.bfloat16}),
+    ],
 )
-def test_the_best_shape_sends_the_fewest_bytes(shape, messages, causal):
+def test_the_best_shape_sends_the_fewest_bytes(shape, options, causal):
     """On a zigzag layout, of chunks of 8 tokens."""
     ranks = shape[0] * shape[1]
     layout = Layout.zigzag(16 * ranks, ranks)
     for passes in (1, 2):
         operands = OperandShape(torch.bfloat16, 1, 4, 2, 8, 8)
-        sizes = row_bytes(operands, None, messages, backward=passes == 2)
+        sizes = row_bytes(operands, **options, backward=passes == 2)
         expected = 8 * sent_bytes(shape, sizes, causal)
         for rank in range(ranks):
-            found = sent(shape, rank, layout, causal, (4, 2), messages)
+            found = sent(shape, rank, layout, causal, (4, 2), **options)
             assert sum([found["forward"], found["backward"]][:passes]) == expected[rank]
 
 

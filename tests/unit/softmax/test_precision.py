@@ -98,6 +98,28 @@ def test_partials_in_bf16_at_most_double_the_variance(causal):
     assert exact < rounded <= 2**0.5 * exact
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("strategy", ["ring", "token_ring"])
+def test_gradients_in_bf16_at_most_double_the_variance(strategy, causal):
+    """Contributions of different ranks are hardly correlated: their variances add to the sum's."""
+    case = Case(
+        strategy,
+        Layout.zigzag(1024, 8),
+        causal,
+        kv_heads=2,
+        dim=32,
+        value_dim=32,
+        dtype=torch.bfloat16,
+        backend="reference",
+    )
+    on_wire = dataclasses.replace(case, module_options=(("gradient_dtype", torch.bfloat16),))
+    parts = (3, 4) if strategy == "ring" else (2,)  # dk and dv, or dq
+    exact, rounded = (virtual(8, run, x)[0] for x in (case, on_wire))
+    for part in parts:
+        one, other = (rms(x[part] - oracle(case)[part]) for x in (exact, rounded))
+        assert one < other <= 2**0.5 * one
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_device_error_is_within_twice_eagers(dtype):
     case = Case(

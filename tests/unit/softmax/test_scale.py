@@ -190,6 +190,14 @@ def test_peak_memory_on_zigzag_and_with_sinks(monkeypatch, strategy, sinks, docu
         assert peak <= (bound + sinks * of_sinks) * 1024 * s.local + 2**16  # and indices of rows
 
 
+@pytest.mark.parametrize(("strategy", "peak"), [("ring", 38.25), ("all_gather", 48.25)])
+def test_gradients_in_bf16_take_half_while_they_travel(monkeypatch, strategy, peak):
+    s = Setting(4, 8, 8 * 8192, 32, 8, full=False, value_dim=128)
+    options = {"gradient_dtype": torch.bfloat16}
+    _, found = measured(monkeypatch, strategy, s, Layout.zigzag(s.tokens, 8), **options)["held"]
+    assert found <= peak * 1024 * s.local
+
+
 def test_held_counts_each_storage_once_while_it_lives():
     x = torch.empty(10, device="meta")
     with Held(x) as held:
