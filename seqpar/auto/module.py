@@ -49,6 +49,7 @@ class Auto(Strategy):
 
     name: ClassVar[str] = "auto"
     routable: ClassVar[bool] = False
+    rehearses: ClassVar[bool] = False
     plan: str = ""
 
 

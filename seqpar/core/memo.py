@@ -12,12 +12,15 @@ _MISSING = object()
 MAX_KEPT_SETTINGS = 32
 
 
+LOCAL = "local"  # begins the key of a result that has no meaning in other processes
+
+
 class Memo:
     """Results that were derived from an object, the owner, by key.
 
     The owner must not change; the memo is freed with it. A key contains everything else on which
     the result depends. The first element of a key names the result, so that keys of different uses
-    never collide.
+    never collide. Pickling leaves out results whose keys begin with `LOCAL`.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -34,3 +37,18 @@ class Memo:
                 for old in list(self._results)[: -self._most]:
                     self._results.pop(old, None)  # another thread may have dropped it
         return result
+
+    def __getstate__(self) -> dict[str, object]:
+        sent = {
+            key: result
+            for key, result in self._results.items()
+            if not (isinstance(key, tuple) and key[:1] == (LOCAL,))
+        }
+        return {**vars(self), "_results": sent}
+
+    def update(self, other: Memo) -> None:
+        """Take the results of another memo that this one lacks; join memos with the same key."""
+        for key, result in other._results.items():
+            known = self._results.setdefault(key, result)
+            if known is not result and isinstance(known, Memo):
+                known.update(result)

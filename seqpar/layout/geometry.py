@@ -131,6 +131,14 @@ class Geometry:
         self.derived = Memo()
         self._derived_with: weakref.WeakKeyDictionary[Geometry, Memo] = weakref.WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, object]:
+        state = {**vars(self), "_derived_with": None}  # other processes have other geometries
+        state.pop("holders", None)  # a function, found again when it is needed
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _derived_with=weakref.WeakKeyDictionary())
+
     @property
     def tokens(self) -> int:
         return int(self.cu_seqlens[-1])

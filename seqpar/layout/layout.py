@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,16 +27,25 @@ from seqpar.core.arguments import (
     to_device,
 )
 from seqpar.core.compiling import outside_graphs
+from seqpar.core.memo import LOCAL
 from seqpar.layout import indices
 from seqpar.layout.cuts.chunked import Chunked, cut_into_chunks
 from seqpar.layout.cuts.cuts import Contiguous, Striped, Zigzag
 from seqpar.layout.cuts.even import EvenStripes, EvenZigzag, padded
 from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
 from seqpar.layout.plot import plot_layouts
+from seqpar.layout.prepared import pack, unpack
 from seqpar.layout.remap import remap
 from seqpar.layout.reshard import shard, unshard
 from seqpar.layout.serialize import LayoutCut
 from seqpar.layout.spans import PositionIds, Span, cu_seqlens_of, parse_spans
+
+
+class Prepares(Protocol):
+    """A module that builds the tables of a layout ahead of its first call."""
+
+    def preparation(self, **call: Any) -> Callable[[Layout], Layout]:
+        """Return a function that builds the tables of a layout for this kind of call."""
 
 
 class Layout:
@@ -65,9 +75,12 @@ class Layout:
         self.ranks, counts = cut.ranks, cut.counts(cu_seqlens)
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
         self._sizes = make_sizes(cu_seqlens.size - 1, padding, counts)
+        self._takes_tables = False  # along when it is pickled
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Layout, (self.geometry.cu_seqlens, self.geometry.cut, self._padding)
+        content = self.geometry.cu_seqlens, self.geometry.cut, self._padding
+        packed = pack(self.geometry) if self._takes_tables else None
+        return (Layout, content) if packed is None else (Layout._with_packed, content + packed)
 
     @outside_graphs
     def __eq__(self, other: object) -> bool:
@@ -79,7 +92,7 @@ class Layout:
     @outside_graphs
     def __hash__(self) -> int:
         cu, per_rank = self.geometry.cu_seqlens, self.tokens_per_rank
-        return self.geometry.derived(("hash",), lambda: hash((cu.tobytes(), *per_rank)))
+        return self.geometry.derived((LOCAL, "hash"), lambda: hash((cu.tobytes(), *per_rank)))
 
     def __repr__(self) -> str:
         sizes = f"ranks={self.ranks}, documents={self.documents}, tokens={self.tokens}"
@@ -279,6 +292,34 @@ class Layout:
         picture. Requires matplotlib.
         """
         plot_layouts({"": self}, path)
+
+    @outside_graphs
+    def prepare(self, attn: Prepares, **call: object) -> Layout:
+        """Build the tables of this layout's first call ahead of time, and return this layout.
+
+        `attn` is a module of softmax attention, with the arguments of its `preparation` as `call`:
+        `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
+        causal=True)`. Otherwise the first call builds them. A pickled layout takes its tables
+        along, so another process may prepare it. Call `prepare` once for each kind of call.
+
+        Raise a ValueError that names a wrong argument.
+        """
+        if not hasattr(attn, "preparation"):
+            raise ValueError(f"attn must be a module of softmax attention, got {shown(attn)}")
+        attn.preparation(**call)(self)
+        return self
+
+    def _with_tables(self) -> Layout:
+        self._takes_tables = True
+        return self
+
+    @classmethod
+    def _with_packed(
+        cls, cu_seqlens: Ints, cut: LayoutCut, padding: int, data: bytes, memory: Tensor
+    ) -> Layout:
+        layout = cls(cu_seqlens, cut, padding)
+        unpack(layout.geometry, data, memory)
+        return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:
         """From an operator in graphs only; a FakeTensorMode refuses it real handles."""

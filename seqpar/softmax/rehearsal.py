@@ -5,7 +5,7 @@ A rehearsal runs the strategy's forward and backward on meta tensors. Nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Message
 from seqpar.core.device_tables import rehearse, upload
 from seqpar.core.hooks import hooks
+from seqpar.core.memo import LOCAL
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.strategy import Strategy
@@ -50,17 +51,40 @@ def upload_tables(
     if device.type == "cpu" or not strategy.rehearses or hooks.replace_compute is not None:
         return
 
+    key = _key(strategy, comm, call, device, backward)
+
     def build() -> UploadedTables:
+        return UploadedTables(tables_of(strategy, comm, call, device, backward), device)
+
+    call.once((LOCAL, "uploaded tables", *key), build).wait()
+
+
+def tables_of(
+    strategy: Strategy, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+) -> list[Tensor]:
+    """Return the tables of forward, and with `backward` of backward, on the CPU.
+
+    Plans and tables of the call are then kept with its layouts.
+    """
+
+    def build() -> list[Tensor]:
         with rehearse(device) as rehearsal:
-            _run_on_meta(strategy, _SilentComm(comm), call, backward)
-        return UploadedTables(rehearsal.tables.values(), device)
+            _run_on_meta(strategy, call, comm.is_routed, backward)
+        return list(rehearsal.tables.values())
 
+    return call.once(("tables", *_key(strategy, comm, call, device, backward)), build)
+
+
+def _key(
+    strategy: Strategy, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+) -> tuple[Hashable, ...]:
     options = call.options.slopes is not None, call.max_logits is not None
-    key = strategy, comm.is_routed, device, backward, call.has_sinks, call.return_lse, *options
-    call.once(("uploaded tables", *key), build).wait()
+    results = call.has_sinks, call.return_lse
+    return strategy, comm.is_routed, device, backward, *results, *options
 
 
-def _run_on_meta(strategy: Strategy, comm: Comm, call: ResolvedCall, backward: bool) -> None:
+def _run_on_meta(strategy: Strategy, call: ResolvedCall, routed: bool, backward: bool) -> None:
+    comm = SilentComm(call.rank, call.ranks, routed)
     shape, rank, meta = call.shape, call.rank, torch.device("meta")
     tokens, kv_tokens = (x.holdings[rank].tokens for x in (call.layout, call.kv_layout))
     q, k, v = (
@@ -85,12 +109,12 @@ def _run_on_meta(strategy: Strategy, comm: Comm, call: ResolvedCall, backward: b
     strategy.backward(comm, call, torch.empty_like(out), dlse, sinks, residuals)
 
 
-class _SilentComm(Comm):
-    """The ranks of another Comm, without messages."""
+class SilentComm(Comm):
+    """The ranks of a group, without messages."""
 
-    def __init__(self, comm: Comm) -> None:
-        super().__init__(comm.name, comm.rank, comm.size)
-        self.shape, self._is_routed = comm.shape, comm.is_routed
+    def __init__(self, rank: int, size: int, is_routed: bool) -> None:
+        super().__init__("silent", rank, size)
+        self._is_routed = is_routed
 
     @property
     def is_routed(self) -> bool:

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from ..checks import check_kind, check_operand
+from ..gpus import gpu_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Config:
 
     def __hash__(self) -> int:
         return self._hash  # each call looks something up by its configuration
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_hash"}  # not in others
 
     @cached_property
     def _hash(self) -> int:
@@ -163,7 +167,7 @@ def architecture(device: torch.device) -> str:
         return "interpreter"
     if torch.version.hip:
         return "gfx942"
-    return "sm_90" if torch.cuda.get_device_capability(device)[0] == 9 else "sm_80"
+    return "sm_90" if gpu_of(device).major == 9 else "sm_80"
 
 
 def padded(dim: int) -> int:
@@ -230,7 +234,7 @@ def varied(config: Config, name: str) -> Config:
 
 def tuning_key(kind: str, device: torch.device, precision: str, width: int) -> str:
     """Return the key of a tuned configuration: the setting for which it was tuned."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    name = gpu_of(device).name if device.type == "cuda" else "interpreter"
     return f"{name}, triton {triton.__version__}, {precision}, {width}, {kind}"
 
 

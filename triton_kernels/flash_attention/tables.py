@@ -88,6 +88,9 @@ class Launches(tuple[Launch, ...]):
     def __init__(self, _launches: Iterable[Launch] = ()) -> None:
         self.prepared: dict[Hashable, Any] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Launches, (tuple(self),)
+
     def placed(self, place: Callable[[Tensor], Tensor]) -> Launches:
         """Return the same launches with each table replaced by `place(table)`."""
         return Launches(

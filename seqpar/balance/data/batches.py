@@ -18,6 +18,7 @@ from seqpar.balance.planning.divide import steps_of_epoch
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
 from seqpar.core.arguments import CuSeqlens, Ints, as_int, as_lengths, check_function, shown
+from seqpar.layout.layout import Layout
 
 VERSION = 1
 _PLACE = ("seed", "epoch", "step")
@@ -58,6 +59,8 @@ class Batches:
         workers: number of processes that plan and read. 0: the calling process plans a step when it
             is requested.
         ahead: number of steps that each worker prepares ahead.
+        prepare: function that builds the tables of each micro-batch's layout for this rank, for
+            example `attn.preparation(…)`. The workers call it, and layouts take the tables along.
 
     Attributes:
         epoch, step: position of the next plan.
@@ -75,12 +78,15 @@ class Batches:
         micro_batches: int | None = None,
         workers: int = 1,
         ahead: int = 2,
+        prepare: Callable[[Layout], object] | None = None,
     ) -> None:
         self._lengths = as_lengths("lengths", lengths)
         check_function("planner", planner)
         if micro_batches is not None:
             micro_batches = as_int("micro_batches", micro_batches, 1, 2**20)
-        self._planner = _StepPlanner(self._lengths, planner, micro_batches)
+        if prepare is not None:
+            check_function("prepare", prepare)
+        self._planner = _StepPlanner(self._lengths, planner, micro_batches, prepare)
         self._kept = np.flatnonzero(self._lengths)
         self.dropped = self._lengths.size - self._kept.size
         self._seed = as_int("seed", seed, 0, _MAX_NUMBER)
@@ -111,7 +117,9 @@ class Batches:
         `dataset[i]` is the document of `lengths[i]`. Only documents that the rank needs are read.
         `options` are passed to `collate`, which makes the micro-batches.
         """
-
+        prepared = getattr(self._planner.prepare, "rank", rank)
+        if prepared != rank:
+            raise ValueError(f"prepare must be for rank {rank}, got one for rank {prepared}")
         return self._ahead_of(partial(self._planner.read, dataset, rank, options))
 
     def state_dict(self) -> dict[str, int | str]:
@@ -187,6 +195,7 @@ class _StepPlanner:
     lengths: Ints
     planner: Callable[[Ints], Plan]
     micro_batches: int | None
+    prepare: Callable[[Layout], object] | None
 
     def plan(self, documents: Ints) -> Plan:
         """The plan's document indices refer to the whole dataset."""
@@ -203,6 +212,9 @@ class _StepPlanner:
                 wanted = f"micro_batches must be at least {len(parts)}, a step's"
                 raise ValueError(f"{wanted}, got {self.micro_batches}: or lower tokens")
             parts += [MicroBatch.empty(plan.ranks)] * (self.micro_batches - len(parts))
+        if self.prepare is not None:
+            for part in parts:
+                self.prepare(part.layout)
         return replace(plan, micro_batches=tuple(parts))
 
     def read(

@@ -52,6 +52,9 @@ class Mask:
     def _hash(self) -> int:
         return hash((self.left, self.right, self.prefix or (), self.ranges))
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: x for name, x in vars(self).items() if name != "_hash"}  # not in others
+
     def __hash__(self) -> int:
         return self._hash  # cached: tables are looked up by it, and a prefix may be long
 

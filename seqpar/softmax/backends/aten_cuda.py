@@ -9,6 +9,7 @@ from torch import Tensor
 
 from seqpar.core.device_tables import device_of, is_on_cuda
 from seqpar.core.torch_private import cuda_attention, cuda_attention_backward
+from seqpar.kernels.gpus import gpu_of
 from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
 from seqpar.softmax.backends.varlen_calls import SegmentTables
@@ -23,10 +24,9 @@ def computes(q: Tensor) -> bool:
     return is_on_cuda(q) and is_recent(device_of(q))
 
 
-@cache
 def is_recent(device: torch.device) -> bool:
     """Return whether a GPU is an sm_80 or newer."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return gpu_of(device).major >= 8
 
 
 def _forward(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.kernels.gpus import gpu_of
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
 from seqpar.softmax.backends.varlen_calls import SegmentTables
 from seqpar.softmax.compute.call_options import CallOptions
@@ -43,7 +44,7 @@ class Package(NamedTuple):
 
 def gpu_major(device: torch.device) -> int:
     """Return the first number of a GPU's compute capability."""
-    return torch.cuda.get_device_capability(device)[0]
+    return gpu_of(device).major
 
 
 def _arguments(

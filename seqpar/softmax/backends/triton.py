@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from seqpar.core.device_tables import device_of, on_device, rehearsing
-from seqpar.core.memo import Memo
+from seqpar.core.memo import LOCAL, Memo
 from seqpar.kernels import flash_attention as kernels
+from seqpar.kernels.gpus import gpu_of
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
@@ -124,7 +125,7 @@ class _Backward(NamedTuple):
     ) -> _Backward:
         if output.delta is None:
             assert output.out is not None
-            kept: dict[Hashable, object] = slices.derived("prepared", dict)
+            kept: dict[Hashable, object] = slices.derived((LOCAL, "prepared"), dict)
             output.delta = kernels.delta(output.out, output.dout, output.dlse, kept)
         dout, scores = output.dout, (options.scale, options.softcap)
         operands = q, dout, output.lse, output.delta, dq
@@ -159,8 +160,7 @@ def _forward_launches(
     def build() -> tuple[list[kernels.Launches], bool]:
         programs = 0  # tiles per head and batch entry that fill the device
         if device.type == "cuda" and splits:
-            properties = torch.cuda.get_device_properties(device)
-            programs = properties.multi_processor_count // heads
+            programs = gpu_of(device).processors // heads
         planned = kernels.forward_launches(list(blocks), config, _CPU, continued, programs)
         some_continue = any(
             x.has_partial and x.parts == 1 for launches in planned for x in launches
@@ -171,7 +171,7 @@ def _forward_launches(
         planned, some_continue = derived(("forward tables", *key), build)
         return [_placed(launches, device) for launches in planned], some_continue
 
-    return place() if rehearsing() else derived(("forward launches", *key), place)
+    return place() if rehearsing() else derived((LOCAL, "forward launches", *key), place)
 
 
 def _backward_launches(
@@ -193,9 +193,9 @@ def _backward_launches(
             arguments += [_placed(launches, device), config]
         return tuple(arguments)
 
-    return (
-        place() if rehearsing() else slices.derived(("backward launches", configs, device), place)
-    )
+    if rehearsing():
+        return place()
+    return slices.derived((LOCAL, "backward launches", configs, device), place)
 
 
 def _placed(launches: kernels.Launches, device: torch.device) -> kernels.Launches:

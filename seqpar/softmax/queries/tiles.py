@@ -182,12 +182,7 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
     if not column:
         return []
     sent, received = tiles.sent_keys(rank).counts, tiles.received_keys(rank)
-    known: dict[bytes, Rows] = {}
-
-    def rows_for(receiver: int) -> Rows:
-        rows = tiles.key_rows(rank, receiver)
-        return known.setdefault(rows.tobytes(), Rows(rows))
-
+    rows_for = partial(_rows_for, tiles, rank, {})
     steps = []
     for number, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), start=1):
         leaving, arriving = int(sent[tiles.row_number(receiver)]), int(received[owner])
@@ -202,6 +197,12 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
         )
         steps.append(step)
     return steps
+
+
+def _rows_for(tiles: Tiles, rank: int, known: dict[bytes, Rows], receiver: int) -> Rows:
+    """Return the rows that travel to a receiver: one object for equal rows."""
+    rows = tiles.key_rows(rank, receiver)
+    return known.setdefault(rows.tobytes(), Rows(rows))
 
 
 def _query_hops(rank: int, tiles: Tiles, every_hop: bool) -> list[QueryHop]:

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar import balance
+from seqpar import balance, make_attention
 from seqpar.balance.planning.divide import in_order, steps_of_epoch
+from seqpar.softmax import rehearsal
 from tests.support.processes import PROCESSES
+from tests.support.steady import SilentComm
 from tests.support.tiers import examples
 
 MODEL = balance.Model.preset("llama-8b")
@@ -180,6 +182,22 @@ def test_plans_are_made_in_another_process(monkeypatch):
     inline = list(balance.Batches(LENGTHS, planner(), **INLINE))
     assert [plan.digest for plan in plans] == [plan.digest for plan in inline]
     assert torch.equal(rng, torch.random.get_rng_state())
+
+
+def test_workers_prepare_layouts(monkeypatch):
+    attn = make_attention("ring", SilentComm(0, 8))
+    sizes = {"heads": 4, "head_dim": 16, "dtype": torch.bfloat16, "device": "meta"}
+    prepare = attn.preparation(**sizes, causal=True)
+    batches = balance.Batches(LENGTHS, planner(), tokens=4096, prepare=prepare)
+    step = next(batches.read([np.zeros(n, int) for n in LENGTHS], 0))
+    monkeypatch.setattr(rehearsal, "_run_on_meta", None)  # the tables are there
+    for batch in step.micro_batches:
+        assert batch["layout"]._takes_tables
+        prepare(batch["layout"])
+    with pytest.raises(ValueError, match="prepare must be for rank 1, got one for rank 0"):
+        batches.read([], 1)
+    with pytest.raises(ValueError, match="prepare must"):
+        balance.Batches(LENGTHS, planner(), prepare=3)
 
 
 def test_plans_are_made_ahead_of_steps():

@@ -1,0 +1,103 @@
+"""Send the tables that are derived from a layout to another process.
+
+All arrays travel in one tensor, which processes can share, so unpickling does not copy them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.core.memo import Memo
+from seqpar.layout.geometry import Geometry
+
+_ALIGNMENT = 64  # bytes
+_GEOMETRY = -1  # stands for the geometry itself
+_Place = tuple[bool, int, object, tuple[int, ...]]  # tensor or array, first byte, dtype, shape
+
+
+def pack(geometry: Geometry) -> tuple[bytes, Tensor] | None:
+    """Return what is derived from a geometry: pickled objects, and (n,) uint8 with their arrays.
+
+    Return None if something cannot be pickled, such as tables on a GPU.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file, geometry)
+    try:
+        packer.dump(geometry.derived)
+    except (AttributeError, TypeError, RuntimeError, pickle.PicklingError):
+        return None
+    memory = np.zeros(packer.size, np.uint8)
+    for start, array in packer.arrays:
+        memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return pickle.dumps((packer.places, file.getvalue()), 5), torch.from_numpy(memory)
+
+
+def unpack(geometry: Geometry, data: bytes, memory: Tensor) -> None:
+    """Give a geometry what `pack` returned; what it has already stays."""
+    places, objects = pickle.loads(data)
+    derived = _Unpacker(io.BytesIO(objects), geometry, places, memory).load()
+    geometry.derived.update(cast(Memo, derived))
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, geometry: Geometry) -> None:
+        super().__init__(file, 5)
+        self._geometry, self._numbers = geometry, dict[int, int]()
+        self.places, self.size = list[_Place](), 0
+        self._packed = list[object]()  # alive, so that no other object gets the same id
+        self.arrays: list[tuple[int, NDArray[np.generic]]] = []
+
+    def persistent_id(self, obj: object) -> int | None:
+        if obj is self._geometry:
+            return _GEOMETRY
+        is_tensor = isinstance(obj, Tensor)
+        if not is_tensor and type(obj) is not np.ndarray:
+            return None
+        if (number := self._numbers.get(id(obj))) is None:
+            array = np.ascontiguousarray(obj.numpy() if is_tensor else obj)  # type: ignore[attr-defined]
+            dtype = obj.dtype  # type: ignore[attr-defined]
+            number = self._numbers[id(obj)] = len(self.places)
+            self.places.append((is_tensor, self.size, dtype, array.shape))
+            self.arrays.append((self.size, array))
+            self._packed.append(obj)
+            self.size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return number
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, weakref.ref):
+            return weakref.ref, (obj(),)
+        return NotImplemented
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, geometry: Geometry, places: list[_Place], memory: Tensor
+    ) -> None:
+        super().__init__(file)
+        self._geometry, self._places = geometry, places
+        self._tensor, self._array = memory, memory.numpy()
+        self._made: list[object] = [None] * len(places)
+
+    def persistent_load(self, number: int) -> object:
+        if number == _GEOMETRY:
+            return self._geometry
+        if (made := self._made[number]) is None:
+            is_tensor, start, dtype, shape = self._places[number]
+            size = int(np.prod(shape, dtype=np.int64))
+            if is_tensor:
+                dtype = cast(torch.dtype, dtype)
+                part = self._tensor[start : start + size * dtype.itemsize]
+                made = part.view(dtype).view(shape)
+            else:
+                dtype = cast("np.dtype[np.generic]", dtype)
+                made = self._array[start : start + size * dtype.itemsize].view(dtype).reshape(shape)
+            self._made[number] = made
+        return made
