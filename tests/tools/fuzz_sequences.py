@@ -572,7 +572,8 @@ class World:
         self.clients[i] = self._connect(key, self._choose(names[self._choose(self.claims)]))
 
 
-SERVER_LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**30, clients=1024)
+# With as many credits, no client's connection ends because it sends payloads without credit.
+SERVER_LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**30, requests=2**16, clients=1024)
 
 
 def _folders_of_keys(folder):

@@ -102,6 +102,11 @@ class ClientConnection:
         return len(self.jobs) + len(self.leaving)
 
     @property
+    def unanswered(self) -> int:
+        """The number of its requests of which it cannot have the result yet."""
+        return sum(job.result is None for job in self.jobs.values())
+
+    @property
     def held(self) -> int:
         """Bytes that the server holds for it, without its caches."""
         return self.requested + self.kept.nbytes
@@ -277,6 +282,12 @@ class Clients:
         if trackers is None:
             self._gone.add(peer)
         return trackers or []
+
+    def count_uncredited(self, peer: Peer) -> None:
+        """Count a payload without credit; end the peer that sends too many of them."""
+        if self._socket.count_uncredited(peer):
+            self._audit.write(logging.WARNING, "evicted", peer, "it sends payloads without credit")
+            self.end(peer)
 
     def give_up(self, client: ClientConnection) -> None:
         """End a lease whose results do not arrive. The client is told and may greet again."""

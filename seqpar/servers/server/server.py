@@ -34,7 +34,7 @@ from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import unpack
 from seqpar.servers.wire.header import form_of
-from seqpar.servers.wire.limits import Limits, ServerDeadlines
+from seqpar.servers.wire.limits import MAX_CONTROL_BYTES, Limits, ServerDeadlines
 from seqpar.servers.wire.payload import Buffer, Frame, RequestError
 from seqpar.servers.wire.protocol import Message, decode, library_version, session_of
 from seqpar.servers.wire.request import Request
@@ -214,7 +214,17 @@ class Server:
     def _handle(
         self, peer: Peer, frames: list[Frame], written_to: ClientConnection | None = None
     ) -> None:
-        """Handle a message. One that was written to an earlier lease's memory is dropped."""
+        """Handle a message, and count a payload that its sender had no credit for."""
+        has_credit = self._answer(peer, frames, written_to)
+        has_payload = len(frames) != 1 or len(frames[0]) > MAX_CONTROL_BYTES
+        if has_payload and not has_credit:
+            self._clients.count_uncredited(peer)
+
+    def _answer(self, peer: Peer, frames: list[Frame], written_to: ClientConnection | None) -> bool:
+        """Handle a message; return whether it is a request for which its sender had credit.
+
+        A message that was written to an earlier lease's memory is dropped.
+        """
         try:
             if not frames:
                 raise protocol.ProtocolError("message: there is none")
@@ -224,13 +234,13 @@ class Server:
                 raise protocol.ProtocolError("message: a server takes no such message")
         except protocol.VersionMismatch as error:
             self._clients.refuse(peer, str(error))
-            return
+            return False
         except protocol.ProtocolError as error:
             self._clients.send(peer, protocol.Malformed(str(error)))
-            return
+            return False
         generation, client = getattr(message, "generation", None), self._clients.get(peer)
         if written_to is not None and generation != written_to.generation:
-            return
+            return False
         secret = b"" if client is None else client.secret
         session = session_of(frames[0])
         if client is None and isinstance(message, protocol.Ping):
@@ -239,9 +249,17 @@ class Server:
             else:
                 self._clients.send(peer, protocol.Stale(message.generation))
         elif generation is None or compare_digest(secret, session):
+            has_credit = (
+                isinstance(message, AnyTask)
+                and client is not None
+                and client.generation == generation
+                and client.unanswered < self.limits.requests
+            )
             handler(peer, message, frames[1:])
+            return has_credit
         else:
             self._clients.send(peer, protocol.Stale(generation))
+        return False
 
     # --- Handlers of messages, by type ---
 
@@ -316,9 +334,9 @@ class Server:
         size = form.request.room + form.result.room
         self._check_memory(size)
         client.settle()
-        if not self._clients.fits(client.peer.key, size):
-            return None
         if client.in_flight >= self.limits.requests:
+            return None
+        if not self._clients.fits(client.peer.key, size):
             return None
         transport = self._frames if task.place is None else client.transport
         buffers = list(transport.read(client.peer, frames, form.request.sizes, task.place))

@@ -78,6 +78,7 @@ class _Connection:
         sending: when it was last seen to receive more than 8 KiB between two looks.
         buffer: bytes of its receive buffer, or 0 if the system chooses them.
         peer: its route and key, once a message was read.
+        uncredited: payloads that it has sent without credit.
         ended: whether the server has ended it.
     """
 
@@ -94,6 +95,7 @@ class _Connection:
     sending: float = -math.inf
     buffer: int = 0
     peer: Peer | None = None
+    uncredited: int = 0
     ended: bool = False
 
 
@@ -149,6 +151,14 @@ class Connections:
             self._resize(connection)
         connection.heard = time.monotonic()
         connection.first_unread, connection.unread = None, 0
+
+    def count_uncredited(self, route: bytes) -> int:
+        """Count a payload without credit; return how many the connection has sent."""
+        connection = self._by_route.get(route)
+        if connection is None:
+            return 0
+        connection.uncredited += 1
+        return connection.uncredited
 
     def ended(self, route: bytes) -> bool:
         """Return whether the server has ended a connection that is still known."""

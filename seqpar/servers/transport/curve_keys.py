@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections import deque
 from pathlib import Path
 from string import ascii_letters
@@ -96,6 +97,7 @@ class Trusted:
     def __init__(self, folder: Path) -> None:
         self._folder, self.keys = folder, frozenset[bytes]()
         self._refused: deque[bytes] = deque(maxlen=_MOST_REFUSED)
+        self._banned: dict[bytes, float] = {}  # until when, on the monotonic clock
         self._seen: object = None
         self.look()
 
@@ -128,8 +130,14 @@ class Trusted:
                     keys.add(_read(file))
         self.keys = frozenset(keys)
 
+    def ban(self, key: str, seconds: float) -> None:
+        """Refuse new connections of a key for some seconds."""
+        self._banned[key.encode()] = time.monotonic() + seconds
+
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a client's key is trusted now; ZeroMQ's thread calls this."""
+        """Return whether a client's key may connect now; ZeroMQ's thread calls this."""
+        if time.monotonic() < self._banned.get(key, 0.0):
+            return False
         if trusted := trusts(self._folder, key):
             return trusted
         self._refused.append(key)

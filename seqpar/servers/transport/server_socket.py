@@ -50,6 +50,7 @@ class ServerSocket:
         self._skips = False  # whether the remaining frames of a message are being dropped
         self._authenticator: ThreadAuthenticator | None = None
         self._trusted: Trusted | None = None
+        self._credits, self._ban_seconds = limits.requests, deadlines.idle
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
@@ -140,6 +141,19 @@ class ServerSocket:
     def cut(self, peer: Peer) -> None:
         """End a peer's connection: no message is read from it or sent to it from now on."""
         self._connections.end(peer.route)
+
+    def count_uncredited(self, peer: Peer) -> bool:
+        """Count a payload that a peer sent without credit; return whether that ends its connection.
+
+        A client that reads its answers sends at most as many as it has credits, after its lease has
+        ended. After more than that, its key also gets no new connection for `idle` seconds.
+        """
+        if self._connections.count_uncredited(peer.route) <= self._credits:
+            return False
+        self.cut(peer)
+        if self._trusted is not None:
+            self._trusted.ban(peer.key, self._ban_seconds)
+        return True
 
     @property
     def shared(self) -> bool:

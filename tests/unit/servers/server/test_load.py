@@ -1,19 +1,24 @@
 """A server in this process that is full, fails, or is to end."""
 
+import contextlib
 import threading
 import time
 
 import pytest
 import torch
+import zmq
 
 from seqpar.servers.server import worker
 from seqpar.servers.server.server import Server
+from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
+from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack
-from seqpar.servers.wire.limits import Limits, ServerDeadlines
+from seqpar.servers.wire.limits import MAX_CONTROL_BYTES, Limits, ServerDeadlines
 from seqpar.servers.wire.protocol import Busy, Failed, Stale
 from tests.support.requests import random_request
 from tests.support.servers import QUICK, Client, Gate, right_answer, running, wait_until
+from tests.unit.servers.server.test_identity import client_folder
 
 REQUEST = random_request(0)
 SMALL = Limits(tokens=4096, bytes=2**20, queued_bytes=2**22, requests=4, clients=3)
@@ -43,6 +48,102 @@ def test_a_full_server_serves_clients_in_turn(tmp_path, monkeypatch):
         assert sum(gate.calls) == 12 and max(gate.calls) > 3
         for client in clients:
             client.close()
+
+
+def has_ended(client):
+    """Whether the server has ended a client's connection."""
+    return client.lost.poll(0) != 0
+
+
+@contextlib.contextmanager
+def watched(*arguments):
+    """A client whose socket tells when its connection is lost."""
+    with Client(*arguments) as client:
+        client.lost = client.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        client.socket.reconnect_ivl = -1
+        yield client
+        client.socket.disable_monitor()
+        client.lost.close(linger=0)
+
+
+def beyond_credit(client):
+    """Send a request beyond the client's credits."""
+    client.say(pack(REQUEST).numbered(client.generation, next(client.numbers)), *parts(REQUEST))
+
+
+def without_lease(client):
+    client.say(pack(REQUEST).numbered(1, 1), *parts(REQUEST))
+
+
+def not_a_message(client):
+    client.say(b"no message", bytes(10))
+
+
+def large_text(client):
+    client.say(bytes(MAX_CONTROL_BYTES + 1))
+
+
+def as_a_ping(client):
+    client.say(protocol.Ping(client.generation), bytes(10))
+
+
+@pytest.mark.parametrize(
+    "payload", [beyond_credit, without_lease, not_a_message, large_text, as_a_ping]
+)
+def test_payloads_without_credit_end_a_connection(tmp_path, monkeypatch, caplog, payload):
+    """As many as a client has credits are allowed: they may have been on their way."""
+    gate = Gate(monkeypatch)
+    with (
+        running(f"ipc://{tmp_path}/s", limits=SMALL) as server,
+        Client(server.address) as honest,
+        watched(server.address) as hostile,
+    ):
+        for client in (honest, hostile):
+            for _ in range(SMALL.requests):
+                beyond_credit(client)
+        for _ in range(SMALL.requests):
+            payload(hostile)
+        hostile.say(protocol.StatusRequest())
+        while not isinstance(hostile.hear()[0], protocol.Status):
+            pass
+        assert not has_ended(hostile)
+        payload(hostile)
+        wait_until(lambda: has_ended(hostile))
+        assert "it sends payloads without credit" in caplog.text
+        gate.open.set()
+        for _ in range(SMALL.requests):
+            assert right_answer(*honest.hear(), REQUEST)
+
+
+def test_a_key_that_floods_gets_no_connection(tmp_path, monkeypatch):
+    """Its open connections stay, and other keys connect."""
+    folder = generate(tmp_path / "keys")[0].parent
+    own, other = client_keys(folder), client_keys(client_folder(folder, "b"))
+    deadlines = ServerDeadlines(idle=1000)  # seconds until the key may connect again
+    with (
+        running(
+            "tcp://127.0.0.1:*", keys=server_keys(folder), limits=SMALL, deadlines=deadlines
+        ) as server,
+        Client(server.address, other) as second,
+        watched(server.address, other) as hostile,
+    ):
+        for _ in range(SMALL.requests + 1):
+            without_lease(hostile)
+        wait_until(lambda: has_ended(hostile))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as refused:
+            refused.linger = 0
+            secure(refused, other)
+            events = refused.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_AUTH)
+            refused.connect(server.address)
+            assert events.poll(20_000), "its key may connect"
+            refused.disable_monitor()
+            events.close(linger=0)
+        assert right_answer(*second.ask(pack(REQUEST)), REQUEST)
+        with Client(server.address, own) as honest:
+            assert right_answer(*honest.ask(pack(REQUEST)), REQUEST)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + deadlines.idle)
+        assert server._socket._trusted.callback("*", other.public)
 
 
 def test_an_abandoned_request_is_not_computed(tmp_path, monkeypatch):
