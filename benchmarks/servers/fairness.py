@@ -8,14 +8,16 @@ idle one next to a hostile key, and n + 1 times next to n busy keys. Answers are
 for bit. All states alternate in each round.
 
 A second server is flooded: a hostile key sends payloads over several connections and never waits
-for replies. Real attackers run on other machines. Here they may use one of the cores: once with the
-lowest priority, so that they take little time from the server and the honest client, and once with
-the usual one.
+for replies. The server ends its connections when they exceed their credits, and then refuses the
+key for a while. So each flood takes another key. Real attackers run on other machines. Here they
+may use one of the cores: once with the lowest priority, so that they take little time from the
+server and the honest client, and once with the usual one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import socket as system
 import statistics
@@ -23,7 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ BUSY = (1, 2, 4)  # keys
 FLOODS = (1, 8, 40, 120)  # connections that never wait for replies
 PRIORITIES = {"lowest": 19, "usual": 0}  # of the flood's process
 _SETTLING = 0.2  # seconds until latencies count
+_FLOODING_KEYS = 8  # of each flooding process
 _FLOODING = 1.0  # seconds from a flood's begin until latencies are measured
 
 
@@ -114,10 +117,13 @@ class Connection:
         self.socket.connect(address)
         self._number = 0
         hello = protocol.Hello(library_version(), "hostile", ["zmq"], [])
+        end = time.monotonic() + LIMIT
         self.socket.send(protocol.encode(hello))
-        welcome = self._receive()
-        if not isinstance(welcome, protocol.Welcome):
-            raise SystemExit(f"no lease: {welcome}")
+        while not isinstance(welcome := self._receive(), protocol.Welcome):
+            if time.monotonic() > end:
+                raise SystemExit(f"no lease: {welcome}")
+            time.sleep(0.1)  # the server still ends leases of an earlier flood
+            self.socket.send(protocol.encode(hello))
         self._generation, self._secret = welcome.generation, welcome.secret
 
     def ask(self, packed: Packed) -> None:
@@ -185,17 +191,22 @@ def hostile(pipe: Any, address: str, keys: Path) -> None:
                         pipe.send(count)
 
 
-def flood(pipe: Any, address: str, keys: Path, priority: int) -> None:
-    """Send payloads over new connections between two times, without waiting for replies."""
+def flood(pipe: Any, address: str, keys: Sequence[Path], priority: int) -> None:
+    """Send payloads over new connections between two times, without waiting for replies.
+
+    Each flood takes the next key. The server refuses a key after a flood, for less time than all
+    others take.
+    """
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     os.nice(priority)
     packed = pack(task(TOKENS))
     pipe.send("ready")
-    while True:
+    for own in itertools.cycle(keys):
         count, context = 0, zmq.Context()
         poller, connections = zmq.Poller(), {}
         for _ in range(pipe.recv()):
-            connection = Connection(context, address, keys)
+            connection = Connection(context, address, own)
+            connection.socket.sndtimeo = 0
             connections[connection.socket] = connection
             poller.register(connection.socket, zmq.POLLIN | zmq.POLLOUT)
         pipe.send("connected")
@@ -206,8 +217,9 @@ def flood(pipe: Any, address: str, keys: Path, priority: int) -> None:
                 if events & zmq.POLLIN:
                     socket.recv()
                 if events & zmq.POLLOUT:
-                    connections[socket].ask(packed)
-                    count += 1
+                    with suppress(zmq.Again):  # the server has ended the connection
+                        connections[socket].ask(packed)
+                        count += 1
         context.destroy(linger=0)
         pipe.send(count)
 
@@ -257,12 +269,13 @@ def busy_keys(stack: ExitStack) -> tuple[Peer, list[State]]:
 
 def floods(stack: ExitStack) -> tuple[Peer, list[State]]:
     """Start a server, its honest client and floods; return the client and the states."""
-    address, (own, second) = keyed_server(stack, 2)
+    address, (own, *others) = keyed_server(stack, 1 + len(PRIORITIES) * _FLOODING_KEYS)
     measured = stack.enter_context(Peer(honest, address, own))
     measured.hear()
     states = [State("alone", 1.0)]
-    for name, priority in PRIORITIES.items():
-        attacker = stack.enter_context(Peer(flood, address, second, priority))
+    for i, (name, priority) in enumerate(PRIORITIES.items()):
+        keys = others[i :: len(PRIORITIES)]
+        attacker = stack.enter_context(Peer(flood, address, keys, priority))
         attacker.hear()
         states += [
             State(f"flood of {n}, {name} priority", 3.0, [(attacker, ())], n) for n in FLOODS
