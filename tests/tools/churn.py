@@ -83,7 +83,8 @@ def churn(folder, kills, seed, transports=("zmq",), say=lambda text: None):
     before = usage()
     counts = disturb(folder, kills, seed, transports, say)
     after = usage()
-    assert after <= before, f"descriptors and threads: {before} before, {after} after"
+    counted = f"descriptors and threads: {before} before, {after} after"
+    assert after <= before, f"{counted}: {descriptors()}"
     return counts | {"descriptors and threads": after}
 
 
@@ -152,7 +153,13 @@ def usage():
     expected(random_request(0))
     connect("ipc:///nonexistent", deadlines={"connect": 0.01}).close()
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
+    return len(descriptors()), threading.active_count()
+
+
+def descriptors():
+    """What this process's descriptors are open on."""
+    names = os.listdir("/proc/self/fd")  # one of them is the folder's and is closed now
+    return [os.readlink(path) for x in names if os.path.lexists(path := f"/proc/self/fd/{x}")]
 
 
 def main():
