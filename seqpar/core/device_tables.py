@@ -19,6 +19,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: kernels read tables in vectors
 _copies: dict[tuple[int, torch.device], Tensor] = {}  # by the id of a table that is alive
+_pinned: dict[int, Tensor] = {}  # pinned copies of memory that is alive, by its address
 
 
 @dataclass
@@ -88,17 +89,33 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:
     missing = [x for x in tables if (id(x), device) not in _copies]
     if device.type == "cpu" or not missing:
         return None
-    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in missing]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    starts = list(accumulate(sizes, initial=0))
-    for start, x in zip(starts, missing, strict=False):
-        _view(packed, start, x).copy_(x)
+    addresses = {x.untyped_storage().data_ptr() for x in missing}
+    packed = _pinned.get(addresses.pop()) if len(addresses) == 1 else None
+    if packed is not None:
+        starts = [int(x.storage_offset()) * x.itemsize for x in missing]
+    else:
+        sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in missing]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        starts = list(accumulate(sizes, initial=0))
+        for start, x in zip(starts, missing, strict=False):
+            _view(packed, start, x).copy_(x)
     memory = packed.to(device, non_blocking=True)
     for start, x in zip(starts, missing, strict=False):
         key = id(x), device
         _copies[key] = _view(memory, start, x)
         weakref.finalize(x, _copies.pop, key, None).atexit = False
     return memory
+
+
+def pin(memory: Tensor, size: int) -> None:
+    """Make a pinned copy of the first `size` bytes of (n,) uint8, for tables that lie in them.
+
+    `upload` then sends it without another copy, if it sends no other tables.
+    """
+    if not size or (address := memory.data_ptr()) in _pinned:
+        return
+    _pinned[address] = memory[:size].pin_memory()
+    weakref.finalize(memory, _pinned.pop, address, None).atexit = False
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from seqpar.core.arguments import (
     to_device,
 )
 from seqpar.core.compiling import outside_graphs
+from seqpar.core.device_tables import pin
 from seqpar.core.memo import LOCAL
 from seqpar.layout import indices
 from seqpar.layout.cuts.chunked import Chunked, cut_into_chunks
@@ -76,6 +77,7 @@ class Layout:
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
         self._sizes = make_sizes(cu_seqlens.size - 1, padding, counts)
         self._takes_tables = False  # along when it is pickled
+        self._packed: tuple[Tensor, int] | None = None  # what it took along
 
     def __reduce__(self) -> tuple[object, ...]:
         content = self.geometry.cu_seqlens, self.geometry.cut, self._padding
@@ -309,16 +311,27 @@ class Layout:
         attn.preparation(**call)(self)
         return self
 
+    def pin_memory(self) -> Layout:
+        """Copy tables that came from another process to pinned memory, and return this layout.
+
+        `DataLoader(pin_memory=True)` calls it in its own thread. The first call then need not copy
+        them on the host.
+        """
+        if self._packed is not None:
+            pin(*self._packed)
+        return self
+
     def _with_tables(self) -> Layout:
         self._takes_tables = True
         return self
 
     @classmethod
     def _with_packed(
-        cls, cu_seqlens: Ints, cut: LayoutCut, padding: int, data: bytes, memory: Tensor
+        cls, cu_seqlens: Ints, cut: LayoutCut, padding: int, data: bytes, *packed: Any
     ) -> Layout:
         layout = cls(cu_seqlens, cut, padding)
-        unpack(layout.geometry, data, memory)
+        unpack(layout.geometry, data, *packed)
+        layout._packed = packed
         return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:

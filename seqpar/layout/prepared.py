@@ -23,10 +23,11 @@ _GEOMETRY = -1  # stands for the geometry itself
 _Place = tuple[bool, int, object, tuple[int, ...]]  # tensor or array, first byte, dtype, shape
 
 
-def pack(geometry: Geometry) -> tuple[bytes, Tensor] | None:
+def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
     """Return what is derived from a geometry: pickled objects, and (n,) uint8 with their arrays.
 
-    Return None if something cannot be pickled, such as tables on a GPU.
+    Also returns how many bytes hold tensors, which come first. Return None if something cannot be
+    pickled, such as tables on a GPU.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)
@@ -34,16 +35,17 @@ def pack(geometry: Geometry) -> tuple[bytes, Tensor] | None:
         packer.dump(geometry.derived)
     except (AttributeError, TypeError, RuntimeError, pickle.PicklingError):
         return None
-    memory = np.zeros(packer.size, np.uint8)
-    for start, array in packer.arrays:
+    memory, size = np.zeros(sum(packer.sizes), np.uint8), packer.sizes[True]
+    for (is_tensor, start, _, _), array in zip(packer.places, packer.arrays, strict=True):
+        start += 0 if is_tensor else size
         memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    return pickle.dumps((packer.places, file.getvalue()), 5), torch.from_numpy(memory)
+    return pickle.dumps((packer.places, file.getvalue()), 5), torch.from_numpy(memory), size
 
 
-def unpack(geometry: Geometry, data: bytes, memory: Tensor) -> None:
+def unpack(geometry: Geometry, data: bytes, memory: Tensor, size: int) -> None:
     """Give a geometry what `pack` returned; what it has already stays."""
     places, objects = pickle.loads(data)
-    derived = _Unpacker(io.BytesIO(objects), geometry, places, memory).load()
+    derived = _Unpacker(io.BytesIO(objects), geometry, places, memory, size).load()
     geometry.derived.update(cast(Memo, derived))
 
 
@@ -51,9 +53,9 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, geometry: Geometry) -> None:
         super().__init__(file, 5)
         self._geometry, self._numbers = geometry, dict[int, int]()
-        self.places, self.size = list[_Place](), 0
+        self.places, self.sizes = list[_Place](), [0, 0]  # bytes of arrays, and of tensors
         self._packed = list[object]()  # alive, so that no other object gets the same id
-        self.arrays: list[tuple[int, NDArray[np.generic]]] = []
+        self.arrays: list[NDArray[np.generic]] = []
 
     def persistent_id(self, obj: object) -> int | None:
         if obj is self._geometry:
@@ -65,10 +67,10 @@ class _Packer(pickle.Pickler):
             array = np.ascontiguousarray(obj.numpy() if is_tensor else obj)  # type: ignore[attr-defined]
             dtype = obj.dtype  # type: ignore[attr-defined]
             number = self._numbers[id(obj)] = len(self.places)
-            self.places.append((is_tensor, self.size, dtype, array.shape))
-            self.arrays.append((self.size, array))
+            self.places.append((is_tensor, self.sizes[is_tensor], dtype, array.shape))
+            self.arrays.append(array)
             self._packed.append(obj)
-            self.size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self.sizes[is_tensor] += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return number
 
     def reducer_override(self, obj: object) -> Any:
@@ -79,11 +81,16 @@ class _Packer(pickle.Pickler):
 
 class _Unpacker(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, geometry: Geometry, places: list[_Place], memory: Tensor
+        self,
+        file: io.BytesIO,
+        geometry: Geometry,
+        places: list[_Place],
+        memory: Tensor,
+        size: int,
     ) -> None:
         super().__init__(file)
         self._geometry, self._places = geometry, places
-        self._tensor, self._array = memory, memory.numpy()
+        self._tensor, self._array = memory[:size], memory[size:].numpy()
         self._made: list[object] = [None] * len(places)
 
     def persistent_load(self, number: int) -> object:

@@ -87,6 +87,7 @@ class Batches:
         if prepare is not None:
             check_function("prepare", prepare)
         self._planner = _StepPlanner(self._lengths, planner, micro_batches, prepare)
+        self._pins = prepare is not None and torch.cuda.is_available()
         self._kept = np.flatnonzero(self._lengths)
         self.dropped = self._lengths.size - self._kept.size
         self._seed = as_int("seed", seed, 0, _MAX_NUMBER)
@@ -173,6 +174,7 @@ class Batches:
             num_workers=self._workers,
             prefetch_factor=self._ahead if self._workers else None,
             collate_fn=_unchanged,
+            pin_memory=self._pins,
             generator=torch.Generator(),  # the caller's random numbers stay as they are
         )
         try:

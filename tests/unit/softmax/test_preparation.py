@@ -11,6 +11,7 @@ import torch
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import LASP2Attention, Layout, make_attention, use_backend
+from seqpar.core import device_tables
 from seqpar.costs import Cluster
 from seqpar.layout import handle
 from seqpar.softmax import rehearsal
@@ -106,6 +107,35 @@ def test_layouts_that_are_here_take_the_tables(strategy, elsewhere, rehearsals):
         assert copies(attn, layout, causal=True) == {}
         assert copies(attn, layout, causal=False) == ONE_COPY
     assert not rehearsals
+
+
+def test_pinned_tables_travel_as_they_are(elsewhere, monkeypatch):
+    attn, sent, to = module("ulysses", SilentComm(1, RANKS)), [], torch.Tensor.to
+
+    def spying(x, *args, **options):
+        sent.append(x)
+        return to(x, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    with use_backend("triton"):
+        layout = elsewhere("uneven", attn.preparation(**SIZES, causal=True)).pin_memory()
+        (pinned,) = device_tables._pinned.values()
+        monkeypatch.setattr(torch.Tensor, "to", spying)
+        assert copies(attn, layout, causal=True) == ONE_COPY
+    assert any(x is pinned for x in sent)
+    del layout
+    assert not device_tables._pinned
+
+
+def test_pinned_memory_has_the_tables_bits(monkeypatch):
+    memory = torch.arange(256, dtype=torch.uint8)
+    tables = [memory[64:104].view(torch.int64), memory[128:140].view(torch.int32).view(1, 3)]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x)
+    device_tables.pin(memory, 192)
+    device_tables.upload(tables, torch.device("meta"))
+    for x in tables:
+        assert device_tables.on_device(x, torch.device("meta")).equal(x)
 
 
 def results(comm, layout, strategy, prepares):
