@@ -7,8 +7,9 @@ and allocated remains. `formulas.py` states what that should be.
 
 import pytest
 import torch
+from seqpar.kernels.flash_attention import launching
 
-from seqpar import Layout
+from seqpar import Layout, use_backend
 from seqpar.comm.messages.exchange import Comm
 from seqpar.softmax.backends import aten
 from seqpar.softmax.call import Operands
@@ -49,7 +50,7 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
         call = attn._resolve(q, k, v, layout, **options)
         rows = attn.traffic(q, k, v, layout, **options)
         counts = [(comm.sent_bytes, received, comm.sent_messages)]
-        with Held(q, k, v) as forward:
+        with Held(q, k, v, *([] if sinks is None else [sinks])) as forward:
             out, lse, residuals = code.forward(comm, call, Operands(q, k, v, sinks))
         counts.append((comm.sent_bytes, received, comm.sent_messages))
         kept, dout = residuals or [q, k, v, out, lse], torch.empty_like(out)
@@ -188,6 +189,19 @@ def test_peak_memory_on_zigzag_and_with_sinks(monkeypatch, strategy, sinks, docu
     found = measured(monkeypatch, strategy, s, layout, logits)["held"]
     for peak, bound, of_sinks in zip(found, PEAKS[strategy], (0, 8), strict=True):  # scaled dout
         assert peak <= (bound + sinks * of_sinks) * 1024 * s.local + 2**16  # and indices of rows
+
+
+@pytest.mark.parametrize(("strategy", "peaks"), [("ring", (30, 46)), ("all_gather", (46, 70))])
+def test_our_kernels_keep_to_the_promised_peaks(monkeypatch, strategy, peaks):
+    """They also hold a group's result from its first block of keys on."""
+    monkeypatch.setattr(launching, "_run", lambda *arguments: None)
+    s = Setting(3, 8, 8 * 8192, 32, 8, full=False, value_dim=128)
+    layout = Layout.zigzag([i * s.tokens // 32 for i in range(33)], s.ranks)
+    with use_backend("triton"):
+        measured(monkeypatch, strategy, s, layout)  # uploads tables
+        found = measured(monkeypatch, strategy, s, layout)["held"]
+    for peak, bound in zip(found, peaks, strict=True):
+        assert 0.6 * bound * 1024 * s.local < peak <= bound * 1024 * s.local
 
 
 @pytest.mark.parametrize(("strategy", "peak"), [("ring", 38.25), ("all_gather", 48.25)])
