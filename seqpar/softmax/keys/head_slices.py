@@ -1,8 +1,8 @@
 """The groups in which heads travel and are computed on ranks with many rows.
 
-There is one group for each 4,096 rows of the rank with the most rows. Blocks that travel then stop
-growing with the rows, and the work on a group still keeps a GPU busy for longer than the host needs
-to post the next group. Groups of rows would need their own tables.
+There is one group for each 4,096 rows of the documents that two ranks share, on average. Blocks
+that travel then stop growing with the rows, and the work on a group still keeps a GPU busy for
+longer than the host needs to post the next group. Groups of rows would need their own tables.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from seqpar.attention.operands import OperandShape
+from seqpar.layout.geometry import Geometry
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients
 
@@ -48,12 +49,14 @@ class HeadSlices(NamedTuple):
         return PackedGradients(total.dq[:, :, self.queries], dk, dv, packed)
 
 
-def head_groups(shape: OperandShape, rows: int) -> list[HeadSlices]:
-    """Return the groups of heads, at most one per KV head.
+def head_groups(shape: OperandShape, layout: Geometry) -> list[HeadSlices]:
+    """Return the groups of heads, the same on all ranks, at most one per KV head.
 
-    `rows` are those of the rank with the most rows, so that all ranks have the same groups.
+    Where ranks share few documents, messages are short, and groups would only add to their latency.
     """
-    groups = max(1, min(shape.kv_heads, rows * shape.batch // _ROWS_PER_GROUP))
+    groups = max(1, min(shape.kv_heads, layout.most_tokens * shape.batch // _ROWS_PER_GROUP))
+    if groups > 1:
+        groups = max(1, min(groups, layout.shared_tokens * shape.batch // _ROWS_PER_GROUP))
     edges = pairwise(i * shape.kv_heads // groups for i in range(groups + 1))
     shared = shape.heads // max(shape.kv_heads, 1)  # inside USP a rank may have no heads
     return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]

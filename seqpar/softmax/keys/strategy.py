@@ -95,8 +95,9 @@ class KeyStrategy(Strategy):
 
         `every_step` is as in `plan`. If this rank sends and receives no rows, it has one group.
         """
-        rows = call.kv_layout.most_tokens if self.plan(call, every_step).steps else 0
-        return head_groups(call.shape, rows)
+        if self.plan(call, every_step).steps:
+            return head_groups(call.shape, call.kv_layout)
+        return [HeadSlices(slice(None), slice(None))]
 
     def _attend(self, comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
         """Return out and lse of the heads in `operands`."""
@@ -148,6 +149,6 @@ class KeyStrategy(Strategy):
         distances = self.distances(call.ranks)
         if self.anchored:
             return tile_traffic(call, rank, distances)
-        groups = len(head_groups(call.shape, call.kv_layout.most_tokens))
+        groups = len(head_groups(call.shape, call.kv_layout))
         dtypes = self.message_dtype, self.gradient_dtype
         return key_traffic(call, rank, distances, *dtypes, groups)

@@ -156,7 +156,7 @@ class QuerySchedule(NamedTuple):
 
 def query_groups(call: ResolvedCall) -> list[HeadSlices]:
     """Return the groups in which heads travel: the same on all ranks."""
-    return head_groups(call.shape, call.layout.most_tokens)
+    return head_groups(call.shape, call.layout)
 
 
 def packs_all_rows(call: ResolvedCall) -> bool:

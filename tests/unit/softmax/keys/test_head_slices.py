@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.attention.operands import OperandShape
 from seqpar.softmax.keys import head_slices
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
@@ -66,3 +67,15 @@ def test_without_messages_all_heads_are_computed_together(small, monkeypatch):
     case = Case("ring", Layout.contiguous([0, 40, 80, 120], 3), causal=True, heads=8, kv_heads=4)
     for got in virtual(3, run, case):
         assert_right(got, oracle(case), case.dtype)
+
+
+@pytest.mark.parametrize(
+    ("documents", "shared", "groups"),
+    [(128, 16, 4), ([0, *range(8, 128, 16), 128], 2, 1), ([0, 64, 64, 128], 6, 1)],
+)
+def test_documents_on_few_ranks_need_fewer_groups(small, documents, shared, groups):
+    """Each of 8 ranks has 16 rows, of documents on all ranks, on 2 and on 4."""
+    geometry = Layout.contiguous(documents, 8).geometry
+    assert (geometry.most_tokens, geometry.shared_tokens) == (16, shared)
+    shape = OperandShape(torch.float32, 1, 16, 8, 8, 8)
+    assert len(head_slices.head_groups(shape, geometry)) == groups
