@@ -20,25 +20,30 @@ from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.strategy import Strategy
 
+_copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}  # each last copy
+
 
 class UploadedTables:
     """The tables of a call on a device."""
 
     def __init__(self, tables: Iterable[Tensor], device: torch.device) -> None:
-        self._memory = upload(tables, device)
-        self._stream: torch.cuda.Stream | None = None
+        self._device, self._memory = device, upload(tables, device)
+        events = _copied.setdefault(device, {})
         if self._memory is not None and self._memory.is_cuda:
-            self._stream = torch.cuda.current_stream(device)
-            self._copied = self._stream.record_event()
+            stream = torch.cuda.current_stream(device)
+            events[stream] = stream.record_event()
+        self._events = dict(events)  # other calls may have copied some of the tables
 
     def wait(self) -> None:
-        """Make the current stream wait for the copy, if another stream made it."""
-        if self._stream is None or self._memory is None:
+        """Make the current stream wait for copies that other streams made."""
+        if not self._events or torch.cuda.is_current_stream_capturing():
             return
-        current = torch.cuda.current_stream(self._memory.device)
-        if current != self._stream and not torch.cuda.is_current_stream_capturing():
-            current.wait_event(self._copied)
-            self._memory.record_stream(current)
+        current = torch.cuda.current_stream(self._device)
+        for stream, event in self._events.items():
+            if stream != current:
+                current.wait_event(event)
+                if self._memory is not None:
+                    self._memory.record_stream(current)
 
 
 def upload_tables(

@@ -4,6 +4,7 @@ The meta device stands in for a GPU."""
 
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from seqpar import Layout, use_backend
 from seqpar.core import device_tables
 from seqpar.core.device_tables import on_device, upload
 from seqpar.layout import handle
-from seqpar.softmax import operator
+from seqpar.softmax import operator, rehearsal
 from seqpar.softmax.backends import aten_cuda, choice
 from seqpar.softmax.keys import invariant_tiles
 from tests.support.cases import STRATEGIES, module
@@ -145,6 +146,28 @@ def test_copies_are_freed_with_their_table():
     assert key in device_tables._copies
     del table
     assert key not in device_tables._copies
+
+
+def test_other_streams_wait_for_every_copy(monkeypatch):
+    class Stream:
+        def __init__(self, name):
+            self.record_event = lambda: name
+            self.wait_event = lambda event: waited.append((name, event))
+
+    waited, streams = [], {name: Stream(name) for name in "ab"}
+    memory = SimpleNamespace(is_cuda=True, record_stream=lambda stream: None)
+    copied = iter([memory, None])  # the second call finds the tables of the first
+    monkeypatch.setattr(rehearsal, "_copied", {})
+    monkeypatch.setattr(rehearsal, "upload", lambda *_: next(copied))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["a"])
+    first = rehearsal.UploadedTables([], META)
+    first.wait()
+    assert not waited
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["b"])
+    rehearsal.UploadedTables([], META).wait()
+    first.wait()
+    assert waited == [("b", "a")] * 2
 
 
 def test_calls_on_cpus_rehearse_nothing(monkeypatch):
