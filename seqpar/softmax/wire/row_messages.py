@@ -53,8 +53,11 @@ class Rows:
             total[self._range].add_(block)
             return
         indices = self._indices(total.device)
-        step = self.count if block.dtype == total.dtype else _MAX_CAST_ROWS
-        for part, where in zip(block.split(step), indices.split(step), strict=True):
+        if block.dtype == total.dtype:
+            total.index_add_(0, indices, block)
+            return
+        parts = zip(block.split(_MAX_CAST_ROWS), indices.split(_MAX_CAST_ROWS), strict=True)
+        for part, where in parts:
             total.index_add_(0, where, part.to(total.dtype))
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
