@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from seqpar.costs.costs import Costs
@@ -10,20 +12,24 @@ from seqpar.simulate.recommendations.recommendation import Recommendation
 from seqpar.simulate.steps.steps import least_step_seconds, least_trainer_seconds
 
 
-def lower_bound(way: Recommendation, costs: Costs) -> float:
-    """Return seconds that a step of this way takes at least; 0 after a refusal."""
+def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
+    """Yield seconds that a step of this way takes at least: quickly, then tighter; 0 if refused.
+
+    The first bound is from the one rank that probably computes longest, the second from a few.
+    """
     if way.servers:
-        return least_trainer_seconds(way.layout, costs)
+        yield least_trainer_seconds(way.layout, costs)
+        return
     try:
-        return least_step_seconds(
-            way.strategy, way.layout, costs, _busy_ranks(way.layout), **way.options
-        )
+        busy = _busy_ranks(way.layout)
+        for ranks in dict.fromkeys((busy[:1], busy)):
+            yield least_step_seconds(way.strategy, way.layout, costs, ranks, **way.options)
     except ValueError:  # simulating the way gives the reason
-        return 0.0
+        yield 0.0
 
 
 def _busy_ranks(layout: Layout) -> tuple[int, ...]:
-    """Return the ranks that probably compute longest: at the ends, or of most (query, key) pairs.
+    """Return the ranks that probably compute longest: of most (query, key) pairs, or at the ends.
 
     Strategies move either keys or queries, so that pairs of a rank's queries or of its keys count.
     """
@@ -35,4 +41,4 @@ def _busy_ranks(layout: Layout) -> tuple[int, ...]:
         pairs_of_queries[rank] = pairs.sum()
         pairs_of_keys[rank] = ((stops - starts) * lengths[documents] - pairs).sum()
     most = int(pairs_of_queries.argmax()), int(pairs_of_keys.argmax())
-    return tuple(sorted({0, layout.ranks - 1, *most}))
+    return tuple(dict.fromkeys((*most, 0, layout.ranks - 1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from seqpar.costs.model import Model
 from seqpar.simulate.candidates import candidates
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, limit_of, slower_by, slower_for
-from seqpar.simulate.recommendations.bounds import lower_bound
+from seqpar.simulate.recommendations.bounds import lower_bounds
 from seqpar.simulate.recommendations.interrupts import stop_on_interrupt
 from seqpar.simulate.recommendations.recommendation import (
     NOT_SIMULATED,
@@ -46,10 +47,10 @@ def recommend(
     transport for the layout. With attention servers, the remaining devices are trainers of whole
     documents; the number of servers follows from attention's share of the work.
 
-    Before the simulations, a few ranks of each way are recorded. If the computation or the messages
-    of one of them take longer than the fastest step, by more than the error, the way is `excluded`:
-    it is not simulated. With servers, the bound is the matrix products of the trainer with the most
-    tokens.
+    Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
+    the messages of one of them take longer than the fastest step, by more than the error, the way
+    is `excluded`: it is not simulated. With servers, the bound is the matrix products of the
+    trainer with the most tokens.
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
@@ -91,41 +92,45 @@ def _simulated_or_excluded(
 ) -> list[Recommendation]:
     """Return the ways with their predictions, or with the reason why they have none.
 
-    The way with the least lower bound comes first, and once a bound is too high, all later ways are
-    excluded. An interrupt ends this once a way fits; if none does, the interrupt is raised.
+    The way with the least lower bound comes first. Its bound is tightened before it is simulated.
+    Once the least bound is too high, all remaining ways are excluded. An interrupt ends this once a
+    way fits; if none does, the interrupt is raised.
     """
     simulated: dict[int, Recommendation] = {}
     best = ways[0]  # until one is simulated: its seconds are infinite
-    bounds = np.full(len(ways), np.nan)  # which is sorted last
+    bounds = [0.0] * len(ways)
+    queue = [(0.0, number) for number in range(len(ways))]  # a heap
     progress = Progress(f"recommend looks for the best of {len(ways)} ways to train")
     with stop_on_interrupt("recommend") as interrupted:
+        tighter = [iter(()) if simulate_all else lower_bounds(way, costs) for way in ways]
+        stopped = False
         try:
-            for number, way in enumerate(ways):
-                bounds[number] = 0.0 if simulate_all else lower_bound(way, costs)
-                progress.tick()
-                if interrupted():
-                    break
-            for number in np.argsort(bounds, kind="stable").tolist():
-                if bounds[number] > best.seconds * (1 + best.error):
-                    break
+            while queue and queue[0][0] <= best.seconds * (1 + best.error):
                 if interrupted() and best.seconds < np.inf:
                     raise KeyboardInterrupt
-                simulated[number] = _simulated(ways[number], costs)
-                best = min(simulated.values(), key=lambda x: x.seconds)
-                done = f"recommend has simulated {len(simulated)} of {len(ways)} ways to train"
-                fastest = f", fastest {best.name!r}" if best.seconds < np.inf else ""
-                progress.doing = done + fastest
+                _, number = heappop(queue)
+                # After an interrupt, the first way that fits is enough.
+                bound = None if interrupted() else next(tighter[number], None)
+                if bound is not None:
+                    bounds[number] = bound
+                    heappush(queue, (bound, number))
+                else:
+                    simulated[number] = _simulated(ways[number], costs)
+                    best = min(simulated.values(), key=lambda x: x.seconds)
+                    done = f"recommend has simulated {len(simulated)} of {len(ways)} ways to train"
+                    fastest = f", fastest {best.name!r}" if best.seconds < np.inf else ""
+                    progress.doing = done + fastest
                 progress.tick()
         except KeyboardInterrupt:
             if not any(way.seconds < np.inf for way in simulated.values()):
                 raise
-            bounds[:] = np.nan
+            stopped = True
     return [
         simulated.get(number)
         or (
             replace(way, why_not=NOT_SIMULATED)
-            if np.isnan(bounds[number])
-            else replace(way, excluded=True, seconds=float(bounds[number]))
+            if stopped
+            else replace(way, excluded=True, seconds=bounds[number])
         )
         for number, way in enumerate(ways)
     ]

@@ -18,7 +18,7 @@ from seqpar.simulate import error_model
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.recommendations import recommending
-from seqpar.simulate.recommendations.bounds import lower_bound
+from seqpar.simulate.recommendations.bounds import lower_bounds
 from tests.support.synthetic_device import made_profile
 
 CLUSTER, PAIR = Cluster.preset("1x4-h100"), Cluster.preset("1x2-h100")
@@ -217,6 +217,26 @@ def test_only_slower_ways_are_excluded(with_and_without_all):
     assert f"≥ {excluded[0].seconds:.4g} " in str(found)
 
 
+def test_a_way_is_excluded_by_its_first_bound(monkeypatch):
+    yielded = {}
+
+    def counted(way, costs):
+        yielded[way.name] = bounds = []
+        for bound in lower_bounds(way, costs):
+            bounds.append(bound)
+            yield bound
+
+    monkeypatch.setattr(recommending, "lower_bounds", counted)
+    found = seqpar.recommend(MODEL, CLUSTER, [30000, 2768])
+    assert all(bounds == sorted(bounds) for bounds in yielded.values())
+    counts = {x.name: len(yielded[x.name]) for x in found if not x.servers}
+    simulated = {x.name for x in found if not x.excluded and not x.servers}
+    assert {counts[name] for name in simulated} == {2}
+    assert 1 in counts.values()
+    slowest = max((x for x in found if x.excluded), key=lambda x: x.seconds)
+    assert slowest.seconds == yielded[slowest.name][-1]
+
+
 @pytest.mark.usefixtures("_python_handles_interrupts")
 def test_an_interrupt_before_simulations_gives_one(monkeypatch):
     pressed = iter([True])
@@ -224,9 +244,9 @@ def test_an_interrupt_before_simulations_gives_one(monkeypatch):
     def interrupted(*arguments):
         if next(pressed, False):
             signal.raise_signal(signal.SIGINT)
-        return lower_bound(*arguments)
+        return lower_bounds(*arguments)
 
-    monkeypatch.setattr(recommending, "lower_bound", interrupted)
+    monkeypatch.setattr(recommending, "lower_bounds", interrupted)
     found = seqpar.recommend(MODEL, PAIR, [300])
     assert found.partial and found[0].seconds < np.inf
     assert {x.why_not for x in found[1:]} == {"not simulated: interrupted"}
