@@ -27,6 +27,7 @@ from seqpar.layout.layout import Layout
 from seqpar.softmax.backends import choice
 from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
 from seqpar.softmax.backends.gpu_kernels import kernel_table
+from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
 
@@ -179,10 +180,15 @@ def builds() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Return "available" or the reason why a package of FlashAttention cannot be used, by name."""
+    """Return whether each package of FlashAttention is available, or the reason why not."""
     first = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     kernels = {name: load_package(name, first or x.majors[0]) for name, x in PACKAGES.items()}
-    return {name: x if isinstance(x, str) else "available" for name, x in kernels.items()}
+    return {name: x if isinstance(x, str) else _available(x) for name, x in kernels.items()}
+
+
+def _available(kernel: VarlenKernel) -> str:
+    untrusted = "" if kernel.deterministic else "; Triton computes a deterministic backward"
+    return f"available{untrusted}"
 
 
 def backends(kind: str) -> dict[str, dict[str, str | None]]:

@@ -158,7 +158,7 @@ PACKAGES = {
         _flash_attention_4,
     ),
     "FlashAttention-3": Package(
-        "flash-attn-3",
+        "flash-attn-3 (folder hopper of flash-attention, commit 01afd16d)",
         ("flash_attn_3.flash_attn_interface", "flash_attn_interface"),
         {
             "_flash_attn_forward": f"causal {_COMMON}",

@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import seqpar
 from seqpar.__main__ import main
 from seqpar.attention.backend import BACKENDS
 from seqpar.commands import info
+from seqpar.softmax.backends.flash_attn_packages import PACKAGES
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.strategies.ulysses import UlyssesAttention
 
@@ -103,3 +105,15 @@ def test_a_cudnn_that_torch_refuses_is_reported(monkeypatch):
 
     monkeypatch.setattr("torch.backends.cudnn.version", version)
     assert info.builds()["cuDNN"] == "broken: cuDNN version incompatibility"
+
+
+def test_flash_attention_3_is_shown_with_its_backward(monkeypatch):
+    def load(name, major):
+        return PACKAGES[name].kernel(types.ModuleType(name), major)
+
+    monkeypatch.setattr(info, "load_package", load)
+    assert info.packages() == {
+        "FlashAttention-4": "available",
+        "FlashAttention-3": "available; Triton computes a deterministic backward",
+        "FlashAttention-2": "available",
+    }

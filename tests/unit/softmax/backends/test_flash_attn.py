@@ -186,6 +186,7 @@ def broken(path):
     [
         ("missing", r"flash-attn-4==4.0.0b36 is not installed.*flash-attn>=2.7 is not installed"),
         ("other version", r"has no _flash_attn_fwd with the arguments return_lse: install"),
+        ("earlier FlashAttention-3", r"has no _flash_attn_backward with .*window_size_left"),
         ("no function", r"flash_attn.cute.interface has no _flash_attn_bwd: install flash-attn-4"),
         ("broken", r"interface cannot be imported: OSError: undefined symbol"),
         ("lacks a dependency", r"interface cannot be imported: No module named 'cutlass'"),
@@ -206,6 +207,10 @@ def test_a_package_that_cannot_be_used_gives_its_reason(monkeypatch, case, reaso
         forward = lambda q, k, v, causal, softmax_scale: None  # noqa: E731
         install(monkeypatch, name, functions | {"_flash_attn_fwd": forward})
         reason = r"has no _flash_attn_fwd with the arguments return_lse, .*: install flash-attn-4"
+    elif case == "earlier FlashAttention-3":  # before it had separate sides of a window
+        backward = lambda window_size: None  # noqa: E731
+        install(monkeypatch, case[8:], MODULES[case[8:]] | {"_flash_attn_backward": backward})
+        reason += r".*: install flash-attn-3 .*commit 01afd16d"
     elif case == "no function":
         install(monkeypatch, name, {"_flash_attn_fwd": functions["_flash_attn_fwd"]})
     elif case == "broken":
