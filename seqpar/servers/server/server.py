@@ -217,7 +217,9 @@ class Server:
         """Handle a message, and count a payload that its sender had no credit for."""
         has_credit = self._answer(peer, frames, written_to)
         has_payload = len(frames) != 1 or len(frames[0]) > MAX_CONTROL_BYTES
-        if has_payload and not has_credit:
+        if has_credit:
+            self._socket.forget_uncredited(peer)
+        elif has_payload:
             self._clients.count_uncredited(peer)
 
     def _answer(self, peer: Peer, frames: list[Frame], written_to: ClientConnection | None) -> bool:

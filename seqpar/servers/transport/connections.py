@@ -78,7 +78,7 @@ class _Connection:
         sending: when it was last seen to receive more than 8 KiB between two looks.
         buffer: bytes of its receive buffer, or 0 if the system chooses them.
         peer: its route and key, once a message was read.
-        uncredited: payloads that it has sent without credit.
+        uncredited: payloads that it has sent without credit since its last one with credit.
         ended: whether the server has ended it.
     """
 
@@ -151,6 +151,11 @@ class Connections:
             self._resize(connection)
         connection.heard = time.monotonic()
         connection.first_unread, connection.unread = None, 0
+
+    def forget_uncredited(self, route: bytes) -> None:
+        """Start to count a connection's payloads without credit again."""
+        if (connection := self._by_route.get(route)) is not None:
+            connection.uncredited = 0
 
     def count_uncredited(self, route: bytes) -> int:
         """Count a payload without credit; return how many the connection has sent."""

@@ -142,11 +142,16 @@ class ServerSocket:
         """End a peer's connection: no message is read from it or sent to it from now on."""
         self._connections.end(peer.route)
 
+    def forget_uncredited(self, peer: Peer) -> None:
+        """Start to count again, because a peer has sent a request with credit."""
+        self._connections.forget_uncredited(peer.route)
+
     def count_uncredited(self, peer: Peer) -> bool:
         """Count a payload that a peer sent without credit; return whether that ends its connection.
 
         A client that reads its answers sends at most as many as it has credits, after its lease has
-        ended. After more than that, its key also gets no new connection for `idle` seconds.
+        ended, before it gets another lease. After more than that, its key also gets no new
+        connection for `idle` seconds.
         """
         if self._connections.count_uncredited(peer.route) <= self._credits:
             return False

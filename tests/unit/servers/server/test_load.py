@@ -115,6 +115,17 @@ def test_payloads_without_credit_end_a_connection(tmp_path, monkeypatch, caplog,
             assert right_answer(*honest.hear(), REQUEST)
 
 
+def test_a_client_may_lose_its_lease_often(tmp_path):
+    """Its requests were on their way each time."""
+    with running(f"ipc://{tmp_path}/s", limits=SMALL) as server, watched(server.address) as client:
+        for _ in range(3):
+            for _ in range(SMALL.requests):
+                without_lease(client)
+                assert isinstance(client.hear()[0], Stale)
+            assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
+        assert not has_ended(client)
+
+
 def test_a_key_that_floods_gets_no_connection(tmp_path, monkeypatch):
     """Its open connections stay, and other keys connect."""
     folder = generate(tmp_path / "keys")[0].parent
