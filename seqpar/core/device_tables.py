@@ -95,7 +95,8 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:
         starts = [int(x.storage_offset()) * x.itemsize for x in missing]
     else:
         sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in missing]
-        packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        pins = device.type == "cuda"  # from a table: simulations skip operators on host tensors
+        packed = missing[0].new_empty(sum(sizes), dtype=torch.uint8, pin_memory=pins)
         starts = list(accumulate(sizes, initial=0))
         for start, x in zip(starts, missing, strict=False):
             _view(packed, start, x).copy_(x)
