@@ -40,8 +40,9 @@ def workloads(by_backend: bool) -> list[Workload]:
     others = [Workload("ring step", 16384, 32, 8, 128), Workload("packed", 65536, 32, 8, 128)]
     if not by_backend:
         return causal + others
-    dims = [Workload("causal", 8192, 16, 16, dim) for dim in (64, 192, 256)]
-    return [*causal[:1], *others, Workload("window", 65536, 32, 8, 128), *dims]
+    dims = [Workload("causal", 8192, 16, 16, dim) for dim in (64, 192, 248, 256)]
+    softcap = Workload("causal", 8192, 32, 8, 128, softcap=50.0)
+    return [*causal[:1], *others, Workload("window", 65536, 32, 8, 128), *dims, softcap]
 
 
 def libraries(work: Workload) -> dict[str, contenders.Attention | None]:
@@ -61,6 +62,8 @@ def backends(work: Workload) -> dict[str, contenders.Attention | None]:
     names = [DEFAULT, *(name for name in BACKENDS["softmax"] if name != "reference")]
     usable = names if GPU else [DEFAULT, "aten"]
     found = {name: contenders.ours(work, name) for name in usable}
+    if work.softcap:
+        return found
     return found | {name: x for name, x in libraries(work).items() if name != "ours"}
 
 
@@ -109,6 +112,7 @@ def rows(work: Workload, made: list[Runner], rounds: int) -> list[str]:
             except Exception as error:
                 print(f"  {runner.name}: {_first_line(error)}", flush=True)
     lines, label = [], f"{work.kind} {work.tokens} {work.heads}:{work.kv_heads} d{work.dim}"
+    label += " softcap" * (work.softcap > 0)
     for way, factor in (("forward", 1.0), ("backward", BACKWARD)):
         rates = {
             x.name: factor * work.flops / statistics.median(getattr(x, way)) / 1e12
@@ -118,7 +122,7 @@ def rows(work: Workload, made: list[Runner], rounds: int) -> list[str]:
         best = max(rates, key=rates.__getitem__, default="")
         cells = [f"{rates.get(x.name, float('nan')):10.3g}" for x in made]
         ratio = rates.get(made[0].name, float("nan")) / rates[best] if rates else float("nan")
-        lines.append(f"{label:24s}{way:9s}{''.join(cells)}{ratio:8.2f}  {best}")
+        lines.append(f"{label:32s}{way:9s}{''.join(cells)}{ratio:8.2f}  {best}")
     return lines
 
 
@@ -148,7 +152,7 @@ def main() -> int:
         made = runners(work, field, wrong)
         if [x.name for x in made] != names:
             names = [x.name for x in made]
-            print(f"{'':33s}{''.join(f'{name[-9:]:>10s}' for name in names)}   ratio  best")
+            print(f"{'':41s}{''.join(f'{name[-9:]:>10s}' for name in names)}   ratio  best")
         print("\n".join(rows(work, made, options.rounds)), flush=True)
     if left:
         print(f"time is up: {left} workloads were left out")

@@ -32,7 +32,7 @@ def ours(
     work: Workload, backend: str, deterministic: bool = True, variant: str | None = None
 ) -> Attention:
     """Return our primitive, forward and backward, with a variant of the Triton kernels or none."""
-    options = CallOptions(work.dim**-0.5, 0.0, backend, deterministic)
+    options = CallOptions(work.dim**-0.5, work.softcap, backend, deterministic)
     blocks = Blocks((work.slices,))
 
     class Ours(torch.autograd.Function):

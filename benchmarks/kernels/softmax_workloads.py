@@ -52,6 +52,7 @@ class Workload:
     batch: int = 1
     window: int = 4096
     mean_document: int | None = None
+    softcap: float = 0.0  # only `ours` applies it
 
     @property
     def name(self) -> str:

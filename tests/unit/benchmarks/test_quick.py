@@ -2,6 +2,7 @@
 
 from benchmarks.kernels import quick
 from benchmarks.kernels import softmax_contenders as contenders
+from seqpar.softmax.backends.gpu_kernels import CALLS
 
 
 def test_wrong_and_failing_contenders_are_named(capsys):
@@ -16,3 +17,11 @@ def test_wrong_and_failing_contenders_are_named(capsys):
     assert quick.check(field) == ["fails", "doubles"]
     printed = capsys.readouterr().out
     assert "no such kernel" in printed and "doubles has wrong results" in printed
+
+
+def test_each_row_of_the_kernel_table_has_a_workload(monkeypatch):
+    monkeypatch.setattr(quick, "GPU", True)
+    works = {(work.dim, work.softcap > 0): work for work in quick.workloads(by_backend=True)}
+    for dim, softcap in CALLS.values():
+        assert (dim, softcap > 0) in works
+    assert set(quick.backends(works[128, True])) == {"default", "aten", "flash_attn", "triton"}
