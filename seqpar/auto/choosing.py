@@ -15,11 +15,15 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import Candidate, table
-from seqpar.simulate.playback.op_costs import Pricing
+from seqpar.simulate.playback.in_step import seconds_in_step
+from seqpar.simulate.playback.op_costs import Pricing, computes, price
 from seqpar.simulate.playback.outcome import AS_FAST, Outcome, slower_by
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import Program
 from seqpar.simulate.recording.recording import record
+
+# Recording and playing more ranks takes longer than a program can wait.
+MAX_SIMULATED_RANKS = 128
 
 
 class CandidatePrediction(NamedTuple):
@@ -86,7 +90,9 @@ def choose(
 ) -> Choice:
     """Return the candidates ranked by the simulated time of a call on a cluster.
 
-    Equal arguments give equal choices. No numbers are computed and no data is sent.
+    Equal arguments give equal choices. No numbers are computed and no data is sent. On more than
+    128 devices, four ranks are recorded, which keep step with the others (`seconds_in_step`), and
+    candidates whose tensors exceed a device's memory are impossible.
 
     Args:
         cluster: the devices and their links.
@@ -103,27 +109,36 @@ def choose(
     """
     if ordered is None:
         ordered = cluster.overlaps
+    some = _observed(layout.ranks, cluster) if cluster.overlaps and pricing is None else None
     simulated: list[tuple[CandidatePrediction, Outcome | None]] = []
     for candidate in found:
         outcome = None
         try:
-            programs = recorded(candidate, shape, layout, call, backward=backward, ordered=ordered)
+            programs = recorded(
+                candidate, shape, layout, call, backward=backward, ordered=ordered, only=some
+            )
         except ValueError as refusal:
             prediction = CandidatePrediction(candidate, why_not=str(refusal))
         else:
+            if some is not None:
+                observed = dict(zip(some, programs, strict=True))
+                simulated.append((_in_step(candidate, observed, cluster), None))
+                continue
             outcome = play(programs, cluster, pricing=pricing)
             sent = int(outcome.sent_bytes.max())
             prediction = CandidatePrediction(candidate, outcome.seconds, sent, outcome.limit)
         simulated.append((prediction, outcome))
     simulated.sort(key=lambda x: x[0].seconds)  # a stable sort
     (first, best), *losers = simulated
-    if best is None:
+    if first.seconds == torch.inf:
         reasons = {x.why_not for x, _ in simulated}
         if len(reasons) == 1:
             raise ValueError(*reasons)
         listed = "; ".join(f"{x.candidate}: {x.why_not}" for x, _ in simulated)
         raise ValueError(f"no strategy can compute this call: {listed}")
-    ranked = [x if outcome is None else _compared(x, outcome, first, best) for x, outcome in losers]
+    ranked = [
+        x if x.seconds == torch.inf else _compared(x, outcome, first, best) for x, outcome in losers
+    ]
     return Choice((first, *ranked), cluster.name)
 
 
@@ -136,8 +151,12 @@ def recorded(
     backward: bool = True,
     ordered: bool,
     check: Callable[[], None] = lambda: None,
+    only: Sequence[int] | None = None,
 ) -> list[Program]:
-    """Return a call's programs, on tensors without data; `check` is called before each rank."""
+    """Return a call's programs, on tensors without data; `check` is called before each rank.
+
+    `only` is as in `record`.
+    """
     kv_layout = call.get("kv_layout")
     if not isinstance(kv_layout, Layout):
         kv_layout = layout
@@ -157,13 +176,39 @@ def recorded(
 
     # The backend of the ranks may refuse tensors without data. It does not change simulated costs.
     with torch.enable_grad(), use_backend("aten"):
-        return record(code, layout.ranks, ordered=ordered)
+        return record(code, layout.ranks, only=only, ordered=ordered)
+
+
+def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:
+    """Return the ranks to record: both ends, and a middle node's; None: all, if there are few."""
+    if ranks <= MAX_SIMULATED_RANKS:
+        return None
+    size = cluster.devices_per_node
+    first = ranks // 2 // size * size
+    return tuple(sorted({0, first, min(first + size, ranks) - 1, ranks - 1}))
+
+
+def _in_step(
+    candidate: Candidate, programs: dict[int, Program], cluster: Cluster
+) -> CandidatePrediction:
+    peak = max(x.peak_bytes for x in programs.values())
+    if peak > cluster.device.memory:
+        sizes = f"{peak / 1e9:.4g} GB, and a device has {cluster.device.memory / 1e9:.4g} GB"
+        return CandidatePrediction(candidate, why_not=f"a rank's new tensors need {sizes}")
+    seconds, rank = max((seconds_in_step(x, i, cluster), i) for i, x in programs.items())
+    computing = sum(price(cluster.device, computes([programs[rank]])).values())
+    limit = "compute" if 2 * computing >= seconds else "communication"
+    sent = max(x.sent_bytes for x in programs.values())
+    return CandidatePrediction(candidate, seconds, sent, limit)
 
 
 def _compared(
-    x: CandidatePrediction, outcome: Outcome, first: CandidatePrediction, best: Outcome
+    x: CandidatePrediction,
+    outcome: Outcome | None,
+    first: CandidatePrediction,
+    best: Outcome | None,
 ) -> CandidatePrediction:
     slower = slower_by(x.seconds, first.seconds)
-    if slower != AS_FAST:
+    if slower != AS_FAST and outcome is not None and best is not None:
         slower += f": {outcome.why_slower(best)}"
     return x._replace(why_not=slower)

@@ -11,7 +11,7 @@ import torch
 import seqpar
 from seqpar import Layout, Mask, simulate
 from seqpar.attention.operands import OperandShape
-from seqpar.auto import measuring, module
+from seqpar.auto import choosing, measuring, module
 from seqpar.auto.choosing import CandidatePrediction, Choice
 from seqpar.balance import Cluster
 from seqpar.comm.messages.exchange import Comm
@@ -73,6 +73,34 @@ def test_choice_depends_on_cluster_mask_and_heads():
     short = Layout.from_spans([[(i, 0, 512)] for i in range(4)], [0, 512, 1024, 1536, 2048])
     assert chosen(short, attn) == "ring"  # nothing moves
     assert attn.choice.ranked[1].why_not == "as fast"
+
+
+@pytest.mark.parametrize("call", [{}, {"window_size": (255, 0)}], ids=["dense", "window"])
+def test_four_ranks_give_the_choice_of_all(call, monkeypatch):
+    layout, shape = Layout.zigzag(16384, 8), OperandShape(torch.bfloat16, 1, 8, 4, 64, 64)
+    cluster = replace(Cluster.preset("2x4-h100"), between=DISTANT.between)
+    arguments = cluster, candidates(cluster, 8), shape, layout
+    every = simulate.choose(*arguments, causal=True, **call)
+    monkeypatch.setattr(choosing, "MAX_SIMULATED_RANKS", 7)
+    some = simulate.choose(*arguments, causal=True, **call)
+    assert some.candidate == every.candidate
+    assert some.seconds == pytest.approx(every.seconds, rel=0.05)
+
+
+def test_512_ranks_with_windows_exchange_keys():
+    layout = Layout.zigzag(512 * 4096, 512)
+    cluster = Cluster.preset("64x8-h100")
+    attn = made(512, cluster=cluster, strategies=["ulysses", "all_gather"])
+    assert chosen(layout, attn, window_size=(4095, 0)) == "all_gather"
+    assert attn.choice.ranked[1].why_not.endswith("slower")
+
+
+def test_candidates_beyond_memory_are_impossible_on_many_ranks():
+    device = replace(NODE.device, memory=1e7)
+    cluster = replace(Cluster.preset("32x8-h100"), device=device)
+    attn = made(256, cluster=cluster, strategies=["all_gather", "ring"])
+    assert chosen(Layout.zigzag(256 * 512, 256), attn) == "ring"
+    assert attn.choice.ranked[1].why_not.startswith("a rank's new tensors need")
 
 
 def test_all_ranks_choose_alike():
