@@ -46,7 +46,8 @@ class RingAttention(Attention):
 
     Messages: one per peer and group of heads with keys and values, and in backward another one with
     their gradients. Ranks with many rows compute their heads in g groups, one after another. There
-    is one group per 4,096 of the B·T key rows of the longest rank, and at most Hkv groups.
+    is one group per 4,096 of the B·T key rows of the longest rank, and at most Hkv groups. Rows of
+    documents on few ranks count less.
 
     With `message_dtype=torch.int8` or `torch.float8_e4m3fn`, keys and values travel in 8 bits,
     B·Hkv·(D + Dv + 8) bytes per row. The error of results is about 0.3% with int8 and 1.5% with
