@@ -27,7 +27,7 @@ from seqpar.costs.model import Model
 from seqpar.costs.profile import harness
 from seqpar.costs.spans import span_tasks
 from seqpar.simulate import Comm, Program, play, record
-from seqpar.simulate.playback.in_step import seconds_in_step
+from seqpar.simulate.playback.one_rank import seconds_in_step
 from seqpar.simulate.recording.program import Post
 from seqpar.simulate.steps.attending import Attending
 from seqpar.strategies.zeco import ZeCO

@@ -15,7 +15,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import Candidate, table
-from seqpar.simulate.playback.in_step import seconds_in_step
+from seqpar.simulate.playback.one_rank import seconds_in_step
 from seqpar.simulate.playback.op_costs import Pricing, computes, price
 from seqpar.simulate.playback.outcome import AS_FAST, Outcome, slower_by
 from seqpar.simulate.playback.playing import play

@@ -19,7 +19,7 @@ from seqpar.costs.layers import Layer
 from seqpar.costs.memory import CHECKPOINTING, activation_bytes
 from seqpar.costs.model import Model
 from seqpar.layout.layout import Layout
-from seqpar.simulate.playback.lower_bound import least_seconds
+from seqpar.simulate.playback.one_rank import least_seconds
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import (
@@ -224,7 +224,7 @@ def least_step_seconds(
     for attending, products, count in _kinds_of_layers(costs, "none", transport):
         programs = simulator.record_in_place(attending, products, ranks)
         recorded = dict(zip(ranks, programs, strict=True))
-        seconds += count * least_seconds(recorded, costs.cluster, layout.ranks)
+        seconds += count * least_seconds(recorded, costs.cluster)
     return seconds
 
 

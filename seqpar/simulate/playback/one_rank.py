@@ -1,4 +1,4 @@
-"""The time of one rank's program if its peers keep step with it."""
+"""The time of one rank's program without the programs of its peers: a prediction, and a bound."""
 
 from __future__ import annotations
 
@@ -26,16 +26,38 @@ def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
     if not cluster.overlaps:
         raise ValueError(f"cluster {cluster.name}: its cores move messages themselves")
     seconds = price(cluster.device, computes([program]))
-    return _Clock(rank, cluster, seconds).play(program, 0.0)
+    return _Clock(rank, cluster, seconds, is_bound=False).play(program, 0.0)
+
+
+def least_seconds(programs: Mapping[int, Program], cluster: Cluster) -> float:
+    """Return seconds that `play` takes at least if these are the programs of some of the ranks.
+
+    Peers post their messages immediately, and no other rank uses the links. On gloo and on cores,
+    only computation counts, because the exchanges overlap and may be buffered. Programs that run
+    concurrently count if they post no messages.
+
+    Raises:
+        ValueError: if a program serves requests.
+    """
+    seconds = price(cluster.device, computes(programs.values()))
+    return max(
+        _Clock(rank, cluster, seconds, is_bound=True).play(program, 0.0)
+        if program.ordered and cluster.overlaps
+        else sum(seconds[id(x)] for x in program.actions if isinstance(x, Compute))
+        for rank, program in programs.items()
+    )
 
 
 class _Clock:
-    def __init__(self, rank: int, cluster: Cluster, seconds: Mapping[int, float]) -> None:
-        self._node, self._cluster, self._seconds = (
-            rank // cluster.devices_per_node,
-            cluster,
-            seconds,
-        )
+    """Plays a rank's program, for a prediction or a bound."""
+
+    def __init__(
+        self, rank: int, cluster: Cluster, seconds: Mapping[int, float], is_bound: bool
+    ) -> None:
+        self._node, self._cluster = rank // cluster.devices_per_node, cluster
+        self._seconds, self._is_bound = seconds, is_bound
+        # NICs that this rank has to itself, or its share of those that all devices use.
+        self._nics = max(1, cluster.nics) / (1 if is_bound else cluster.devices_per_node)
         self._free: dict[str, float] = defaultdict(float)  # by channel
         self._ends: dict[int, float] = {}  # by the number of the exchange
         self._programs: dict[int, float] = {}  # by the id of a nested program
@@ -49,11 +71,14 @@ class _Clock:
                 end = max(now, self._free[action.channel]) + self._exchange(action)
                 self._free[action.channel] = self._ends[action.number] = end
             elif isinstance(action, Wait):
-                now = max(now, self._ends[action.number])
+                now = max(now, self._ends.get(action.number, now))
             elif isinstance(action, Copy):
                 now += float(self._cluster.host.seconds(action.nbytes))
             elif isinstance(action, Begin):
-                self._programs[id(action.program)] = self.play(action.program, now)
+                # The order of its exchanges and the outer program's is known only in a simulation.
+                left_out = self._is_bound and _posts(action.program)
+                end = now if left_out else self.play(action.program, now)
+                self._programs[id(action.program)] = end
             elif isinstance(action, End):
                 now = max(now, self._programs[id(action.program)])
             else:
@@ -64,13 +89,21 @@ class _Clock:
         return max(self._direction(post.sends), self._direction(post.recvs))
 
     def _direction(self, messages: Iterable[tuple[int, int]]) -> float:
-        inside = between = latency = 0.0
         cluster = self._cluster
+        inside, between = list[float](), list[float]()
         for peer, nbytes in messages:
             if peer // cluster.devices_per_node == self._node:
-                inside += nbytes / cluster.inside.rate
-                latency = max(latency, cluster.inside.latency)
+                inside.append(nbytes / cluster.inside.rate)
             else:
-                between += nbytes / cluster.between.rate
-                latency = max(latency, cluster.between.latency)
-        return latency + max(inside, between * max(1.0, cluster.devices_per_node / cluster.nics))
+                between.append(nbytes / cluster.between.rate)
+        seconds = 0.0
+        if inside:
+            seconds = cluster.inside.latency + sum(inside)
+        if between:
+            shared = sum(between) / self._nics
+            seconds = max(seconds, cluster.between.latency + max(*between, shared))
+        return seconds
+
+
+def _posts(program: Program) -> bool:
+    return any(isinstance(action, Post) for action in program.each())
