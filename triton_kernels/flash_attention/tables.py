@@ -267,19 +267,19 @@ def _int32(array: Ints | NDArray[np.int32]) -> Tensor:
     return torch.from_numpy(array.astype(np.int32))
 
 
-_positions: weakref.WeakValueDictionary[int, Tensor]  # by the id of an array
-_positions = weakref.WeakValueDictionary()
+_positions: dict[int, tuple[weakref.ref[NDArray[np.int32]], Tensor]] = {}  # by the id of an array
 
 
 def _positions_of(positions: NDArray[np.int32]) -> Tensor:
-    """Return positions as a tensor that shares their memory.
+    """Return positions as a tensor.
 
     All launches over the same array share one tensor, forward and backward: positions are the
-    largest part of a long document's tables.
+    largest part of a long document's tables. It is a copy, because Triton's interpreter finds the
+    memory of a tensor by its address, which views of an array may share.
     """
-    if positions.dtype != np.int32 or not positions.flags.writeable:  # torch would warn
-        return _int32(positions)
-    tensor = _positions.get(id(positions))
-    if tensor is None:  # the tensor keeps the array, so no other array has its id meanwhile
-        tensor = _positions[id(positions)] = torch.from_numpy(positions)
-    return tensor
+    key = id(positions)
+    array, copy = _positions.get(key, (None, None))
+    if array is None or copy is None or array() is not positions:
+        copy = _int32(positions)
+        _positions[key] = weakref.ref(positions, lambda _: _positions.pop(key, None)), copy
+    return copy
