@@ -137,7 +137,7 @@ class Costs:
         ways = 2 if backward else 1
         flops = ways * self.model.flops_per_token
         reading = ways * self.model.flops_per_token / 2 * self.itemsize / device.memory_bandwidth
-        computing = tokens * flops / (device.matmul_rate * device.matmul_share)
+        computing = tokens * flops / device.reached_rate
         return np.where(tokens > 0, np.maximum(computing, reading), 0.0)
 
     def message(

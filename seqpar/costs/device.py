@@ -124,6 +124,11 @@ class Device:
         """Bytes of an element of `dtype`."""
         return ITEMSIZES[self.dtype]
 
+    @property
+    def reached_rate(self) -> float:
+        """FLOP/s that linear modules reach."""
+        return self.matmul_rate * self.matmul_share
+
     def as_dict(self) -> dict[str, object]:
         """Return the fields as plain numbers, for JSON."""
         values: dict[str, object] = {x.name: getattr(self, x.name) for x in fields(self)}

@@ -59,6 +59,5 @@ def _linear(device: Device, work: LinearCompute) -> float:
 
 
 def _operators(device: Device, work: Operators) -> float:
-    rate = device.matmul_rate * device.matmul_share
     touched = work.bytes / device.memory_bandwidth + work.new_bytes * device.new_memory
-    return work.flops / rate + touched + work.calls * device.operator
+    return work.flops / device.reached_rate + touched + work.calls * device.operator

@@ -233,8 +233,7 @@ def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
     tokens = max(layout.tokens_per_rank)
     kinds = _kinds_of_layers(costs, "none", "all_gather")
     flops = sum(count * sum(products.flops(tokens)) for _, products, count in kinds)
-    device = costs.cluster.device
-    return _head_seconds(costs, layout) + flops / (device.matmul_rate * device.matmul_share)
+    return _head_seconds(costs, layout) + flops / costs.cluster.device.reached_rate
 
 
 def _kinds_of_layers(
@@ -253,9 +252,9 @@ def _kinds_of_layers(
 
 def _head_seconds(costs: Costs, layout: Layout) -> float:
     """Return the seconds of the model's head on the rank with the most tokens."""
-    device, model = costs.cluster.device, costs.model
+    model = costs.model
     flops = 6 * max(layout.tokens_per_rank) * model.vocabulary * model.hidden
-    return flops / (device.matmul_rate * device.matmul_share)
+    return flops / costs.cluster.device.reached_rate
 
 
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
