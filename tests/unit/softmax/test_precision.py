@@ -78,12 +78,10 @@ def test_error_grows_by_a_third_after_one_rounding(dtype, causal):
     assert worst_ratio(case, 2) <= 1.35
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_partials_in_bf16_at_most_double_the_variance(causal):
-    """Each is rounded once, as finely as the result; together, weighted by shares of 1, they add no
-    more than that does."""
+def exact_and_on_wire(strategy, causal, option):
+    """A call of 8 ranks, without and with an option that sends something in bf16."""
     case = Case(
-        "token_ring",
+        strategy,
         Layout.zigzag(1024, 8),
         causal,
         kv_heads=2,
@@ -92,7 +90,14 @@ def test_partials_in_bf16_at_most_double_the_variance(causal):
         dtype=torch.bfloat16,
         backend="reference",  # ATen's own partials are in bf16 on CPUs with AMX
     )
-    on_wire = dataclasses.replace(case, module_options=(("partial_dtype", torch.bfloat16),))
+    return case, dataclasses.replace(case, module_options=((option, torch.bfloat16),))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_partials_in_bf16_at_most_double_the_variance(causal):
+    """Each is rounded once, as finely as the result; together, weighted by shares of 1, they add no
+    more than that does."""
+    case, on_wire = exact_and_on_wire("token_ring", causal, "partial_dtype")
     expected = oracle(case)[0]
     exact, rounded = (rms(virtual(8, run, x)[0][0] - expected) for x in (case, on_wire))
     assert exact < rounded <= 2**0.5 * exact
@@ -102,17 +107,7 @@ def test_partials_in_bf16_at_most_double_the_variance(causal):
 @pytest.mark.parametrize("strategy", ["ring", "token_ring"])
 def test_gradients_in_bf16_at_most_double_the_variance(strategy, causal):
     """Contributions of different ranks are hardly correlated: their variances add to the sum's."""
-    case = Case(
-        strategy,
-        Layout.zigzag(1024, 8),
-        causal,
-        kv_heads=2,
-        dim=32,
-        value_dim=32,
-        dtype=torch.bfloat16,
-        backend="reference",
-    )
-    on_wire = dataclasses.replace(case, module_options=(("gradient_dtype", torch.bfloat16),))
+    case, on_wire = exact_and_on_wire(strategy, causal, "gradient_dtype")
     parts = (3, 4) if strategy == "ring" else (2,)  # dk and dv, or dq
     exact, rounded = (virtual(8, run, x)[0] for x in (case, on_wire))
     for part in parts:
