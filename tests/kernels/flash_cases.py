@@ -122,10 +122,13 @@ class Operands:
             out = out * torch.sigmoid(lse - self.sinks.double().cpu())[..., None]
         return out.detach(), lse.detach(), *gradients
 
+    def usable(self, config):
+        """Return the configuration, or a small one: a GPU's large tiles are for half precision."""
+        return SMALL if DEVICE.type == "cuda" and self.q.dtype == torch.float32 else config
+
     def computed(self, slices, config=SMALL, *, one_pass=False, hops=None):
         """The kernels' answer; with `hops`, parts of the slices' keys, one after another."""
-        if DEVICE.type == "cuda" and self.q.dtype == torch.float32:
-            config = SMALL  # the large tiles are for half precision
+        config = self.usable(config)
         out, lse = forward(self, [slices] if hops is None else hops, config)
         keys_only = (
             out

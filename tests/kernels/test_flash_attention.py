@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import launching, reference
+from seqpar.kernels.flash_attention.tables import MIN_PART
 
 from tests.kernels.flash_cases import (
     DEVICE,
@@ -124,10 +125,9 @@ def test_columns_are_split_where_tiles_are_few(dtype, config, count, batch, head
 
     A second launch merges them, hop by hop.
     """
-    hops = [
-        table([(0, 20, start, start + 300, -450, 300)], range(300, 320), range(300 * count))
-        for start in range(0, 300 * count, 300)
-    ]
+    keys = 4 * MIN_PART * config.block_columns + 44
+    rows, columns, band = range(keys, keys + 20), range(keys * count), (-keys - 150, keys)
+    hops = [table([(0, 20, j, j + keys, *band)], rows, columns) for j in columns[::keys]]
     x = Operands.draw(joined(hops), dtype, batch, heads, sinks=True)
     names = ("out", "lse")
     for order in (hops, [joined(hops)]):
@@ -204,7 +204,7 @@ def test_each_launch_has_its_own_warps_and_stages(monkeypatch):
         run(launch, tensors)
 
     monkeypatch.setattr(launching, "_run", recorded)
-    x = Operands.draw(causal(40))
+    x = Operands.draw(causal(40), torch.float16)
     x.computed(causal(40), kernels.Config(16, 16, 4, 2, cut_resources=(8, 1)))
     assert seen == {(True, False, 4, 2), (False, True, 8, 1)}
     seen.clear()

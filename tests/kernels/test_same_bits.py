@@ -34,10 +34,12 @@ def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
     for name in ("forward", "backward"):
         monkeypatch.setattr(triton, name, in_turns(getattr(triton, name)))
     one, others = drawn_cases(seed)
-    dtype = torch.float32 if one.dtype == torch.float64 else one.dtype
-    one, *others = (
-        dataclasses.replace(case, backend="triton", dtype=dtype) for case in (one, *others)
-    )
+    changes = {
+        "backend": "triton",
+        "dtype": torch.float32 if one.dtype == torch.float64 else one.dtype,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+    one, *others = (dataclasses.replace(case, **changes) for case in (one, *others))
     expected = virtual(1, bits, one)[0]
     for case in others:
         assert all(x == expected for x in virtual(case.layout.ranks, bits, case))

@@ -24,7 +24,7 @@ def bits(comm, case):
     found = [case.layout.unshard(x.detach(), comm, dim) for x, _ in outputs.values()]
     found.append(case.layout.unshard(leaves["q"].grad, comm, dim))
     found += [kv_layout.unshard(leaves[name].grad, comm, dim) for name in "kv"]
-    return [x.contiguous().view(torch.uint8).numpy().tobytes() for x in found]
+    return [x.contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in found]
 
 
 @contextlib.contextmanager
