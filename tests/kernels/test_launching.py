@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -13,6 +14,9 @@ import pytest
 import torch
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import configs, launching
+from seqpar.kernels.flash_attention.accumulate import flash_accumulate
+from seqpar.kernels.flash_attention.delta import flash_delta
+from seqpar.kernels.flash_attention.merge import flash_merge
 from seqpar.kernels.lightning_attention import SegmentTables
 
 from seqpar import Layout
@@ -35,6 +39,7 @@ from tests.kernels.flash_cases import (
 )
 from tests.kernels.lightning_cases import spans_of
 from tests.support.tiers import few_rows
+from tests.tools.aot import KERNELS
 
 DESCRIBED = kernels.Config(16, 16, 4, 1, tma=True, specialise=True, cut_resources=(4, 1))
 
@@ -291,3 +296,39 @@ def test_one_compilation_of_a_configuration():
     flash = {"flash_forward": 2, "flash_backward_kv": 2, "flash_backward_q": 1, "flash_delta": 1}
     lightning = {"lightning_recurrence": 4, "lightning_states": 2, "lightning_scan": 2}
     assert json.loads(done.stdout)["sm_90"] == flash | lightning
+
+
+class Compiling:
+    """Stands for a kernel, and for what Triton compiled of it; notes how they are called."""
+
+    arg_names = ("x", "y", "heads", "D", "BLOCK_D")
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        def call(*arguments, **flags):
+            self.calls.append((grid, arguments, flags))
+            return None if len(grid) == 3 else self
+
+        return call
+
+
+def test_triton_looks_up_a_launch_once():
+    """Once for tensors of one alignment; then what it compiled is called."""
+    kernel, flags = Compiling(), {"BLOCK_D": 16, "D": 8, "num_warps": 4}
+    launch = launching.Prepared(kernel, (7,), torch.device("cpu"), (2,), flags)
+    x, y = torch.empty(40), torch.empty(40)
+    for tensors in ((x, y), (y, x), (x, y[1:]), (x, None)):
+        launching.run(launch, *tensors)
+    looked_up, compiled = ((7,), flags), ((7, 1, 1), {})
+    expected = [looked_up, compiled, looked_up, looked_up]
+    assert [(grid, named) for grid, _, named in kernel.calls] == expected
+    assert kernel.calls[1][1] == (y, x, 2, 8, 16)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS.values(), flash_accumulate, flash_delta, flash_merge])
+def test_compile_time_arguments_come_last(kernel):
+    constexpr = ["constexpr" in x for x in inspect.get_annotations(kernel.fn).values()]
+    assert constexpr and all(constexpr)
+    assert [*inspect.get_annotations(kernel.fn)] == [*kernel.arg_names][-len(constexpr) :]

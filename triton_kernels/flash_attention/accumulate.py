@@ -11,6 +11,9 @@ partial_lse.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +22,7 @@ from torch import Tensor
 from ..checks import DTYPES, Shapes, check_int, check_rows
 from ..specialisation import kernel
 from .configs import padded
-from .launching import Prepared, run, strides
+from .launching import Prepared, run, signature, strides
 from .tiles import within
 
 _LEAST = tl.constexpr(-1.7976931348623157e308)  # the least finite number of fp64
@@ -70,11 +73,21 @@ def accumulate(
     partial result; `index` is int64 (N,) without repetition. Without it N is T, and rows
     correspond.
     """
+    tensors = out, lse, partial_out, partial_lse, index
+    launch = _kept("accumulate", tensors, _prepare_accumulate)
+    if launch is not None:
+        out = out if out.stride(3) == 1 else out.contiguous()
+        run(launch, out, lse, partial_out, partial_lse, lse if index is None else index)
+
+
+def _prepare_accumulate(
+    out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, index: Tensor | None
+) -> Prepared | None:
     _check(out, lse, partial_out, partial_lse, index)
     out = out if out.stride(3) == 1 else out.contiguous()
     batch, rows, heads, value_dim = out.shape
     if not out.numel():
-        return
+        return None
     tile_rows = max(1, _TILE_ELEMENTS // padded(value_dim))
     of_operands = (stride for x in (out, lse, partial_out, partial_lse) for stride in strides(x, 3))
     flags = {
@@ -82,8 +95,7 @@ def accumulate(
         "HAS_INDEX": index is not None, "num_warps": 4, "num_stages": 1,
     }  # fmt: skip
     grid = (triton.cdiv(rows, tile_rows) * batch * heads,)
-    launch = Prepared(flash_accumulate, grid, out.device, (rows, heads, *of_operands), flags)
-    run(launch, out, lse, partial_out, partial_lse, lse if index is None else index)
+    return Prepared(flash_accumulate, grid, out.device, (rows, heads, *of_operands), flags)
 
 
 @kernel
@@ -113,15 +125,21 @@ def add_to_rows(part: Tensor, total: Tensor, index: Tensor, sign: int) -> None:
     The total (B, T, H, D) is fp32, the part bf16, fp16 or fp32, and `index` int64 (N,) without
     repetition.
     """
+    check_int("sign", sign, -1)
+    launch = _kept(("add to rows", sign), (part, total, index), _prepare_adding, sign)
+    if launch is not None:
+        run(launch, part, total, index)
+
+
+def _prepare_adding(part: Tensor, total: Tensor, index: Tensor, sign: int) -> Prepared | None:
     shapes = Shapes()
     shapes.check("part", part, "B N H D", DTYPES)
     shapes.check("total", total, "B T H D", (torch.float32,))
     shapes.check("index", index, "N", (torch.int64,))
-    check_int("sign", sign, -1)
     check_rows("part", part)
     check_rows("total", total)
     if not part.numel():
-        return
+        return None
     batch, rows, heads, dim = part.shape
     tile_rows = max(1, _TILE_ELEMENTS // padded(dim))
     arguments = rows, heads, sign, *strides(part, 3), *strides(total, 3)
@@ -130,7 +148,24 @@ def add_to_rows(part: Tensor, total: Tensor, index: Tensor, sign: int) -> None:
         "num_stages": 1,
     }  # fmt: skip
     grid = (triton.cdiv(rows, tile_rows) * batch * heads,)
-    run(Prepared(flash_add_to_rows, grid, part.device, arguments, flags), part, total, index)
+    return Prepared(flash_add_to_rows, grid, part.device, arguments, flags)
+
+
+_MOST_KEPT = 1024
+_launches: dict[Hashable, Prepared | None] = {}  # prepared launches; no tables to keep them with
+
+
+def _kept(
+    kind: Hashable, tensors: Sequence[Tensor | None], prepare: Callable[..., Any], *arguments: Any
+) -> Prepared | None:
+    """Return the launch for tensors of this signature, or None if there is nothing to compute."""
+    key = kind, signature(*tensors)
+    if key not in _launches:
+        launch = prepare(*tensors, *arguments)
+        if len(_launches) >= _MOST_KEPT:
+            _launches.clear()
+        _launches[key] = launch
+    return _launches[key]
 
 
 def _check(
