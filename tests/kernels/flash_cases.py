@@ -9,18 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import reference
-from seqpar.kernels.flash_attention.configs import TABLE, architecture
 
 from tests.kernels.operands import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 SMALL = kernels.Config(16, 16, 4, 1)
-HOPPER = kernels.Config(
-    16, 32, 4, 1, tma=True, specialise=True, cut_resources=(4, 1)
-)  # descriptors work in the interpreter too
+# Descriptors work in the interpreter too.
+HOPPER = kernels.Config(16, 32, 4, 1, tma=True, cut_resources=(4, 1))
 if torch.cuda.is_available():
-    HOPPER = TABLE[architecture(DEVICE), "half", 128][0]
+    HOPPER = kernels.Config(128, 64, 8, 2, tma=True, cut_resources=(8, 2))
 
 
 @dataclasses.dataclass

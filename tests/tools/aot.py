@@ -112,22 +112,20 @@ def variants(kind, config):
         return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
     walks = {"full": (True, False), "cut": (False, True), "fused": (True, True)}
     names = ["full", "cut"] if config.separate else ["fused"]
-    if config.separate and kind == "forward":  # of split tiles, and of a variant
+    if config.separate and kind == "forward":  # of split tiles
         names.append("fused")
     launches = {}
     for name in names:
         has_full, has_cut = walks[name]
         made_by = makers(config, has_full)
         for suffix, made in (made_by | {SLOPES: made_by[""]}).items():
-            biased = suffix == SLOPES
             flags = {"HAS_FULL": has_full, "HAS_CUT": has_cut, "SOFTCAP": False, "FLIP": False}
-            flags |= {"TMA": made, "ALIBI": biased}
+            flags |= {"TMA": made, "ALIBI": suffix == SLOPES}
             if kind == "backward_kv":
                 flags |= {"REDUCE_DQ": False}
             if kind == "forward":
-                specialised = config.specialised(has_cut, made, biased)
-                flags |= {"HAS_PARTIAL": True, "HAS_SINKS": False, "SPECIALISE": specialised}
-            launches[name + suffix] = flags, *config.resources(has_cut, made, biased)
+                flags |= {"HAS_PARTIAL": True, "HAS_SINKS": False}
+            launches[name + suffix] = flags, *config.resources(has_cut)
     return launches
 
 

@@ -18,8 +18,7 @@ DECORATORS = {"triton.jit", "kernel"}  # the latter of triton_kernels/specialisa
 KEY = "architecture", "precision", "width", "kind", "launch"
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 PAGE_ROWS = {  # (kind, launch) -> what docs/kernels.md calls it
-    ("forward", "full"): "forward, full blocks, warp-specialised",
-    ("forward", "cut"): "forward, cut blocks",
+    ("forward", "fused"): "forward",
     ("backward_kv", "full"): "dk and dv, full blocks",
     ("backward_q", "fused"): "dq",
     ("recurrence", "forward"): "lightning attention, out and dq",
@@ -102,9 +101,6 @@ def broken_gates(row):
     needs_hgmma = architecture == "sm_90" and row["precision"] == "half" and tile_rows >= 64
     if needs_hgmma and not row["HGMMA"]:
         wrong.append("no HGMMA")  # whose tiles have at least 64 rows
-    specialised = 3 * config["warps"]  # the loading warps and twice the computing ones
-    if config.get("specialise") and row["launch"] == "full" and row["warps"] != specialised:
-        wrong.append(f"{row['warps']} warps: not specialised")
     return wrong
 
 

@@ -218,7 +218,7 @@ def _prepare(
     for launch in launches:
         tile_count = launch.tiles.shape[0]
         described = config.described(launch.has_full, descriptors, from_host)
-        warps, stages = config.resources(launch.has_cut, described)
+        warps, stages = config.resources(launch.has_cut)
         arguments = (
             *launch.arrays, tile_count, heads, group, batch_heads,
             head_block(*walked, sharing, batch_heads), walked[0].shape[1],

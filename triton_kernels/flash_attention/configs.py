@@ -27,11 +27,9 @@ class Config:
     """The sizes of a kernel's tiles, and its warps and stages.
 
     A tile has `tile_rows` rows and walks blocks of `block_columns` columns: powers of two, at least
-    16. With `tma`, Hopper's tensor memory accelerator loads full blocks. With `specialise`, some
-    warps load while others compute, in the launch of the full blocks. With `cut_resources` (warps,
-    stages), cut blocks have a separate launch with these resources. It also walks the full blocks
-    of tiles that have at most `fused_blocks` of them. With `host`, the host makes the tensor
-    descriptors, and not each program.
+    16. With `tma`, Hopper's tensor memory accelerator loads full blocks. With `cut_resources`
+    (warps, stages), cut blocks have a separate launch with these resources. With `host`, the host
+    makes the tensor descriptors, and not each program.
     """
 
     tile_rows: int
@@ -39,9 +37,7 @@ class Config:
     warps: int
     stages: int
     tma: bool = False
-    specialise: bool = False
     cut_resources: tuple[int, int] | None = None
-    fused_blocks: int = 0
     host: bool = False
 
     def __hash__(self) -> int:
@@ -69,30 +65,15 @@ class Config:
             return ""
         return "host" if self.host and from_host else "device"
 
-    def specialised(self, has_cut: bool, described: str, biased: bool) -> bool:
-        """Return whether the warps of a launch are specialised.
-
-        A launch that is `biased` by ALiBi's slopes reads positions in its loop over blocks, and
-        the compiler would fail to specialise it.
-        """
-        return self.specialise and described != "" and not has_cut and not biased
-
-    def resources(self, has_cut: bool, described: str, biased: bool = False) -> tuple[int, int]:
-        """Return (warps, stages) of a launch with cut blocks, or without.
-
-        The warps for specialisation would be too few if the compiler does not add warps.
-        """
-        few = self.specialise and not self.specialised(has_cut, described, biased)
-        if (has_cut or few) and self.cut_resources is not None:
+    def resources(self, has_cut: bool) -> tuple[int, int]:
+        """Return (warps, stages) of a launch with cut blocks, or without."""
+        if has_cut and self.cut_resources is not None:
             return self.cut_resources
         return self.warps, self.stages
 
 
 # Changes to configurations, by name, that may be faster on Hopper; no GPU has tested them yet.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "host descriptors": {"host": True},
-    "one launch for short documents": {"fused_blocks": 8},  # in forward
-}
+VARIANTS: dict[str, dict[str, Any]] = {"host descriptors": {"host": True}}
 
 
 NO_DESCRIPTORS = ", no descriptors"  # added to the name of an architecture
@@ -120,12 +101,12 @@ _HALF = {
     },
     "sm_90": {
         64: KernelConfigs(
-            Config(128, 128, 4, 2, tma=True, specialise=True, cut_resources=(8, 2)),
+            Config(128, 128, 8, 2),
             Config(128, 32, 8, 3, tma=True, cut_resources=(8, 2)),
             Config(128, 128, 8, 2, tma=True),
         ),
         128: KernelConfigs(
-            Config(128, 64, 4, 3, tma=True, specialise=True, cut_resources=(8, 2)),
+            Config(128, 64, 8, 2),
             Config(128, 32, 8, 3, tma=True, cut_resources=(8, 2)),
             Config(128, 64, 8, 2, tma=True),
         ),
@@ -227,9 +208,7 @@ def variant(name: str | None) -> Iterator[None]:
 
 def varied(config: Config, name: str) -> Config:
     """Return a variant of a configuration, or itself if the variant is not for it."""
-    changes = VARIANTS[name]
-    serves = config.specialise if "fused_blocks" in changes else config.tma
-    return replace(config, **changes) if serves else config
+    return replace(config, **VARIANTS[name]) if config.tma else config
 
 
 def tuning_key(kind: str, device: torch.device, precision: str, width: int) -> str:

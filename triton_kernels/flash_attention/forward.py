@@ -181,9 +181,8 @@ def _prepare(
         flags |= constants(config, dim, value_dim, q.dtype, described) | {
             "HAS_FULL": launch.has_full, "HAS_CUT": launch.has_cut,
             "SOFTCAP": softcap != 0, "FLIP": scale < 0, "ALIBI": biased,
-            "SPECIALISE": config.specialised(launch.has_cut, described, biased),
         }  # fmt: skip
-        warps, stages = config.resources(launch.has_cut, described, biased)
+        warps, stages = config.resources(launch.has_cut)
         arguments = (
             *launch.arrays, tile_count, heads, group, batch_heads,
             head_block(k, v, group, batch_heads), k.shape[1], *scoring(scale, softcap),

@@ -55,7 +55,7 @@ def flash_forward(
     TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, HAS_PARTIAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr, ALIBI: tl.constexpr,
-    TMA: tl.constexpr, SPECIALISE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one query tile of one head: algorithm 1's inner loop, over the tile's blocks of keys.
 
@@ -75,7 +75,7 @@ def flash_forward(
     q += batch * q_b + head.to(tl.int64) * q_h
     k += batch * k_b + kv_head.to(tl.int64) * k_h
     v += batch * v_b + kv_head.to(tl.int64) * v_h
-    if TMA != "" and HAS_FULL:  # always made here: to specialise warps the compiler cuts it in two
+    if TMA != "" and HAS_FULL:  # its rows end with the tile, so each program makes its own
         q_rows = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [TILE_ROWS, BLOCK_D])
         q_tile = q_rows.load([row, 0])
     else:
@@ -93,7 +93,7 @@ def flash_forward(
         row_position = tl.load(row_positions + row + rows, mask=in_tile, other=0)
     if HAS_FULL:
         start = tl.load(tile + FULL_START)
-        for j in tl.range(0, tl.load(tile + FULL_STOP) - start, warp_specialize=SPECIALISE):
+        for j in tl.range(0, tl.load(tile + FULL_STOP) - start):
             column = tl.load(full + start + j)
             if TMA == "host":
                 k_block = load_described(k_described, batch, column, kv_head, k_b, k_t, k_h)

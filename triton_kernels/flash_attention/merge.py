@@ -47,8 +47,7 @@ def join(
     m_new = tl.maximum(m, partial_lse2.to(tl.float32))
     finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = tl.exp2(m - finite), tl.exp2((partial_lse2 - finite).to(tl.float32))
-    # Masked: a branch around this code undid the specialisation of warps, and spilled 208 bytes in
-    # the fp32 kernels' loops.
+    # Masked: a branch around this code spilled 208 bytes in the fp32 kernels' loops.
     mask = within(continued, dv, DV, BLOCK_DV)
     partial = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
     return m_new, z * alpha + beta, acc * alpha[:, None] + partial * beta[:, None]

@@ -113,10 +113,10 @@ def forward_launches(
 
     Hops are slices of the same queries, computed one after another into one result. The last hop
     that touches a tile finishes it, and the very last hop finishes tiles that no hop touches. If
-    the configuration requires it, full blocks have a separate launch, which hardware can
-    specialise. With `continued`, the result begins before the first hop and continues after the
-    last: every tile reads and writes a partial result. If a hop has fewer than `programs` tiles,
-    several programs share the columns of each tile, and the second launch merges the parts.
+    the configuration requires it, full blocks have a separate launch. With `continued`, the result
+    begins before the first hop and continues after the last: every tile reads and writes a partial
+    result. If a hop has fewer than `programs` tiles, several programs share the columns of each
+    tile, and the second launch merges the parts.
     """
     check_list("hops", hops, SliceTable)
     if not hops:
@@ -179,14 +179,13 @@ def _launches(
     kinds: list[tuple[NDArray[np.bool_], Ints, NDArray[np.bool_] | None, bool]]
     kinds = [(chosen, flags, lists.full_counts > 0, True)]
     if config.separate:
-        alone = lists.full_counts > config.fused_blocks
-        in_both = alone & has_cut
+        has_full = lists.full_counts > 0
+        in_both = has_full & has_cut
         full_flags = np.where(in_both, flags & ~_LAST, flags)
         cut_flags = np.where(in_both, flags & ~_FIRST, flags)
-        fused = ~alone if config.fused_blocks else None
         kinds = [
-            (chosen & alone, full_flags, alone, False),
-            (chosen & (has_cut | ~alone), cut_flags, fused, True),
+            (chosen & has_full, full_flags, has_full, False),
+            (chosen & (has_cut | ~has_full), cut_flags, None, True),
         ]
     return [_launch(sides, lists, tiles, *kind) for kind in kinds if kind[0].any()]
 

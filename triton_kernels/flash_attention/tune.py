@@ -57,10 +57,9 @@ def neighbours(config: Config) -> Iterator[Config]:
             yield replace(config, stages=stages)
     if config.cut_resources is None:
         yield replace(config, cut_resources=(config.warps, config.stages))
-    elif not config.specialise:
+    else:
         yield replace(config, cut_resources=None)
-    if config.specialise:
-        yield replace(config, specialise=False, warps=8)
+    yield replace(config, tma=not config.tma)
     for name in configs.VARIANTS:
         if configs.varied(config, name) != config:
             yield configs.varied(config, name)
