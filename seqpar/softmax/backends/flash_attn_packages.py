@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -115,6 +116,10 @@ def _flash_attention_3(package: ModuleType, _major: int) -> VarlenKernel:
     )
 
 
+# FlashAttention-4 compiles in its calls. Threads that compiled at once got NameErrors, and crashed.
+_one_at_a_time = threading.Lock()
+
+
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     def arguments(tables: SegmentTables, options: CallOptions) -> dict[str, object]:
         return _arguments(tables, options, None) | {"causal": tables.window == (-1, 0)}
@@ -122,17 +127,20 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
-        function = package._flash_attn_fwd
-        out, lse, *_ = function(q, k, v, return_lse=True, **arguments(tables, options))
+        with _one_at_a_time:
+            out, lse, *_ = package._flash_attn_fwd(
+                q, k, v, return_lse=True, **arguments(tables, options)
+            )
         return out, lse
 
     def backward(
         rows: BackwardRows, tables: SegmentTables, options: CallOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = package._flash_attn_bwd(
-            rows.q, rows.k, rows.v, rows.out, rows.dout, rows.lse, dlse=rows.dlse,
-            deterministic=options.deterministic, **arguments(tables, options),
-        )  # fmt: skip
+        with _one_at_a_time:
+            dq, dk, dv = package._flash_attn_bwd(
+                rows.q, rows.k, rows.v, rows.out, rows.dout, rows.lse, dlse=rows.dlse,
+                deterministic=options.deterministic, **arguments(tables, options),
+            )  # fmt: skip
         return dq, dk, dv
 
     # On sm_100 it has head dim 256 too, but without a softcap and without the gradient of lse.

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import types
 import zipfile
 
@@ -159,6 +161,29 @@ def test_backward_is_deterministic_unless_asked(monkeypatch, name):
     for deterministic in (True, False):
         virtual(1, call, deterministic)
     assert calls == ["triton" if name == "FlashAttention-3" else True, False]
+
+
+def test_flash_attention_4_is_called_by_one_thread(monkeypatch):
+    """It compiles kernels in its calls, and its compiler is not safe for threads."""
+    inside = threading.Lock()
+
+    def alone(function):
+        def call(*args, **options):
+            assert inside.acquire(blocking=False)
+            time.sleep(0.01)
+            results = function(*args, **options)
+            inside.release()
+            return results
+
+        call.__signature__ = inspect.signature(function)
+        return call
+
+    functions = MODULES["FlashAttention-4"].items()
+    install(monkeypatch, "FlashAttention-4", {name: alone(x) for name, x in functions})
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+    options = {"dtype": torch.bfloat16, "backend": "flash_attn"}
+    case = Case("ring", Layout.zigzag([0, 40, 41, 90], 3), causal=True, **options)
+    assert_right(virtual(3, run, case)[0], oracle(case), case.dtype, roundings=4)
 
 
 @pytest.mark.parametrize("name", FLASH_ATTENTION_3)
