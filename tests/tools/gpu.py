@@ -61,6 +61,7 @@ def environment(device):
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "SEQPAR_TEST_SECONDS": "500",  # a test may compile kernels
+        "OMP_NUM_THREADS": "1",  # many processes share the cores
     }
     if device == "cpu":
         found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -71,14 +72,15 @@ def test_steps(device, folder, around):
     """Steps of tests; they go on behind the tests that have passed."""
     missing = [name for name in TEST_MODULES if importlib.util.find_spec(name) is None]
     skipped = f"{', '.join(missing)} cannot be imported" if missing else ""
-    many = importlib.util.find_spec("xdist") is not None and (os.cpu_count() or 1) >= 8
+    cores = os.cpu_count() or 1
+    many = importlib.util.find_spec("xdist") is not None and cores >= 8
     chosen = TESTS if device == "cuda" else IN_MINIATURE
     for name, tests in chosen.items():
         command = [sys.executable, "-m", "pytest", *tests, "-p", "tests.tools.passed"]
         command += ["-q", "-rs", "-p", "no:cacheprovider", "--timeout=450"]
         command += ["-W", "default"]  # of other versions of torch and Triton than the pinned ones
-        if many and name not in ALONE:
-            command += ["-n", "6"]  # compiling takes most of the time
+        if many and name not in ALONE:  # compiling takes most of the time
+            command += ["-n", str(cores - 1), "--dist", "worksteal"]
         passed = str(folder / "passed.txt")
         yield Step(
             f"tests: {name}",

@@ -6,6 +6,8 @@
 import os
 from pathlib import Path
 
+_LONGEST = 2000  # characters of a failure that are printed at once
+
 
 def file():
     """Return the file with the tests that have passed."""
@@ -13,20 +15,25 @@ def file():
 
 
 class Noting:
-    """Adds what passes to the file; where tests run in workers, only the process that leads them
-    does."""
+    """Adds what passes to the file, and prints at once what fails: a run that is stopped has no
+    summary. Where tests run in workers, only the process that leads them does."""
 
-    @staticmethod
-    def pytest_runtest_logreport(report):
+    def __init__(self, config):
+        self._plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.passed:
             with file().open("a") as opened:
                 opened.write(report.nodeid + "\n")
+        elif report.failed:
+            terminal = self._plugins.get_plugin("terminalreporter")
+            terminal.write_line(f"\n{report.nodeid}\n{str(report.longrepr)[-_LONGEST:]}")
 
 
 def pytest_configure(config):
     """Note what passes, unless this process is a worker."""
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Noting())
+        config.pluginmanager.register(Noting(config))
 
 
 def pytest_collection_modifyitems(config, items):

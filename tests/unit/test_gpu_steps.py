@@ -128,6 +128,12 @@ def test_tests_that_passed_are_left_out(some_tests, monkeypatch):
     assert_passed_tests_are_left_out(some_tests, monkeypatch)
 
 
+def test_failures_are_printed_at_once(some_tests):
+    """A run that is stopped has no summary."""
+    found = some_tests("--tb=no")
+    found.stdout.fnmatch_lines(["test_some.py::test_later", "*AssertionError*"])
+
+
 @pytest.mark.exhaustive
 def test_workers_leave_them_out_too(some_tests, monkeypatch):
     assert_passed_tests_are_left_out(some_tests, monkeypatch, "-n", "2")
