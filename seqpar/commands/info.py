@@ -25,6 +25,7 @@ from seqpar.core.torch_private import missing
 from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.softmax.backends import choice
+from seqpar.softmax.backends.aten_cudnn import load_cudnn
 from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
 from seqpar.softmax.backends.gpu_kernels import kernel_table
 from seqpar.softmax.backends.varlen import VarlenKernel
@@ -180,9 +181,10 @@ def builds() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Return whether each package of FlashAttention is available, or the reason why not."""
+    """Return whether FlashAttention's packages and cuDNN are available, or why not."""
     first = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     kernels = {name: load_package(name, first or x.majors[0]) for name, x in PACKAGES.items()}
+    kernels["cuDNN"] = load_cudnn(first or 9)
     return {name: x if isinstance(x, str) else _available(x) for name, x in kernels.items()}
 
 
@@ -241,7 +243,7 @@ def as_text(report: dict[str, Any]) -> str:
         "  no GPU: ranks compute on the CPU, and messages go through gloo"
     ]
     lines += _rows("links", report["links"])
-    lines += _rows("packages of FlashAttention", report["flash attention"])
+    lines += _rows("packages of FlashAttention, and cuDNN", report["flash attention"])
     for gpus, kernels in report["kernels"].items():
         lines += _rows(f"default kernels of softmax attention on {gpus}", kernels)
     for kind, rows in report["backends"].items():

@@ -47,6 +47,12 @@ NAMES = {
     "torch.ops.aten._flash_attention_backward": Use(
         "2.6", "its backward, given the lse of all keys on all ranks"
     ),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": Use(
+        "2.11", "attention of cuDNN: the public function returns no lse"
+    ),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": Use(
+        "2.11", "its backward, given the lse of all keys on all ranks"
+    ),
     "torch.cpu._is_amx_tile_supported": Use(
         "2.6", "to compute bf16 natively where the CPU has matrix units"
     ),
@@ -167,6 +173,16 @@ def cuda_attention() -> Kernel:
 def cuda_attention_backward() -> Kernel:
     """Return the backward of `cuda_attention`, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
     return _kernel("_flash_attention_backward")
+
+
+def cudnn_attention() -> Kernel:
+    """Return ATen's call of cuDNN, (q, k, v, …) -> (out, lse, …)."""
+    return _kernel("_scaled_dot_product_cudnn_attention")
+
+
+def cudnn_attention_backward() -> Kernel:
+    """Return the backward of `cudnn_attention`, (dout, q, k, v, out, lse, …) -> (dq, dk, dv)."""
+    return _kernel("_scaled_dot_product_cudnn_attention_backward")
 
 
 @cache

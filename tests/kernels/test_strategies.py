@@ -53,6 +53,16 @@ def test_softmax(strategy, layout, backend, dtype, options):
             assert (x == y).all()
 
 
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_softmax_of_equal_documents(strategy, dlse):
+    """On sm_90 and sm_100 cuDNN computes them, and also such a backward."""
+    layout = Layout.zigzag([0, 256 * RANKS, 512 * RANKS], RANKS)
+    settings = COMMON | {"kv_heads": 4, "module_options": (("deterministic", False),)}
+    case = Case(strategy, layout, True, dtype=torch.bfloat16, dlse=dlse, **settings)
+    cases.assert_right(virtual(RANKS, cases.run, case)[0], cases.oracle(case), case.dtype)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

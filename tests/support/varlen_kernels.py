@@ -197,3 +197,41 @@ def fa4_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, soft
     longest = max_seqlen_q, max_seqlen_k
     segments = packaged((q, k, v, dout, out), cu_seqlens_q, cu_seqlens_k, longest, options)
     return gradients((dout, q, k, v, out), lse, dlse, segments)
+
+
+def cudnn_segments(q, k, v, is_causal, scale, *others):
+    """Return rows (n, H, D) of q, k, v and others (S, H, L, D), and cuDNN's segments."""
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, *others)]
+    (length_q, length_k), count = (q.shape[2], k.shape[2]), len(q)
+    assert not is_causal or length_q == length_k, "cuDNN aligns the mask at the first key"
+    cu_q, cu_k = (torch.arange(count + 1, dtype=torch.int32) * n for n in (length_q, length_k))
+    window = (-1, 0) if is_causal else (-1, -1)
+    segments = Segments(cu_q, cu_k, length_q, length_k, window, scale)
+    segments.check(*flat)
+    return flat, segments
+
+
+def cudnn_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # fmt: skip # noqa: E501
+    """`aten::_scaled_dot_product_cudnn_attention`."""
+    assert attn_bias is None and compute_log_sumexp and not (dropout_p or return_debug_mask)
+    flat, segments = cudnn_segments(query, key, value, is_causal, scale)
+    out, lse = attention(*flat, segments)
+    out = out.unflatten(0, (len(query), -1)).transpose(1, 2)
+    lse = lse.unflatten(1, (len(query), -1)).transpose(0, 1)[..., None].contiguous()
+    return out, lse, *[None] * 7
+
+
+def cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None):  # fmt: skip # noqa: E501
+    """`aten::_scaled_dot_product_cudnn_attention_backward`."""
+    assert attn_bias is cum_seq_q is cum_seq_k is None and not dropout_p
+    assert philox_seed.dtype == philox_offset.dtype == torch.int64
+    assert (max_q, max_k) == (query.shape[2], key.shape[2])
+    # Torch 2.11 keeps plans by the strides of q, k and v only.
+    for x in (grad_out, out):
+        assert x.transpose(1, 2).is_contiguous()
+    assert logsumexp.is_contiguous() and logsumexp.dtype == torch.float32
+    others = grad_out, out
+    (q, k, v, *others), segments = cudnn_segments(query, key, value, is_causal, scale, *others)
+    lse = logsumexp[..., 0].transpose(0, 1).flatten(1)
+    results = gradients((others[0], q, k, v, others[1]), lse, None, segments)
+    return tuple(x.unflatten(0, (len(query), -1)).transpose(1, 2) for x in results)

@@ -2,7 +2,8 @@
 
 On CPUs the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It also takes half precision,
 but many CPUs compute faster in fp32; inputs are then cast, and results rounded at the end. On CUDA
-the kernel is FlashAttention-2 (`aten_cuda.py`). Plain PyTorch computes a softcap.
+the kernel is cuDNN's where it computes a call (`aten_cudnn.py`), otherwise FlashAttention-2
+(`aten_cuda.py`). Plain PyTorch computes a softcap.
 
 Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
 queries, Hkv of keys and values), D head dim (Dv of values).
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.device_tables import is_on_cuda
+from seqpar.core.device_tables import device_of, is_on_cuda
 from seqpar.core.torch_private import (
     cpu_attention,
     cpu_attention_backward,
@@ -26,6 +27,8 @@ from seqpar.core.torch_private import (
 )
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten_cuda, pieces, reference
+from seqpar.softmax.backends.flash_attn_packages import gpu_major
+from seqpar.softmax.backends.gpu_kernels import aten_kernel
 from seqpar.softmax.backends.kernel_operands import (
     joint_head_dim,
     pad_heads,
@@ -33,6 +36,7 @@ from seqpar.softmax.backends.kernel_operands import (
     with_column,
 )
 from seqpar.softmax.backends.pieces import Piece
+from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -66,7 +70,8 @@ def forward(
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     if aten_cuda.computes(q):
-        aten_cuda.KERNEL.merge_forward(q, k, v, slices, partial, options)
+        kernel = _cuda_kernel(q, v, slices, options)
+        kernel.merge_forward(q, k, v, slices, partial, options)
     elif is_on_cuda(q) or options.softcap:
         reference.forward(q, k, v, slices, partial, options)
     else:
@@ -84,11 +89,16 @@ def backward(
 ) -> None:
     """Add to `gradients` what flows through the slices; see `attend_backward`."""
     if aten_cuda.computes(q):
-        aten_cuda.KERNEL.add_gradients(output, q, k, v, slices, gradients, options)
+        kernel = _cuda_kernel(q, v, slices, options)
+        kernel.add_gradients(output, q, k, v, slices, gradients, options)
     elif is_on_cuda(q) or options.softcap:
         reference.backward(output, q, k, v, slices, gradients, options)
     else:
         _add_gradients(output, q, k, v, slices, gradients, options)
+
+
+def _cuda_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
+    return aten_kernel(q, v, slices, options, gpu_major(device_of(q)))
 
 
 def _merge_forward(

@@ -1,8 +1,8 @@
 """Which kernel computes a call on which GPU, and why: the only place where this is decided.
 
-A call gets the first kernel of its GPU's order that is available and computes all of the call. On
-an H200 FlashAttention-4 was the fastest (docs/benchmarks/kernels.md). The rest of the orders has
-not been measured.
+A call gets the first kernel of its GPU's order that is available and computes all of the call. The
+order for sm_90 is by speed on one NVIDIA H200 (torch 2.11, Triton 3.6), where FlashAttention-3 was
+not measured. The other orders have not been measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, triton_refusal
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import aten_cuda
+from seqpar.softmax.backends import aten_cuda, aten_cudnn
+from seqpar.softmax.backends.aten_cudnn import load_cudnn
 from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
@@ -27,7 +28,8 @@ class KernelOrder:
 
     Attributes:
         gpus: the architectures.
-        names: "aten", keys of `PACKAGES`, and last "triton". `use_backend` chooses another one.
+        names: "cuDNN", "aten" for FlashAttention-2 in ATen, "triton", and keys of `PACKAGES`.
+            `use_backend` chooses another one; its "aten" stands for the first two.
         reason: why they are in this order.
     """
 
@@ -37,19 +39,26 @@ class KernelOrder:
 
 
 _SAME_KERNEL = "ATen's kernel is FlashAttention-2 without softcap and deterministic backward"
+_CUDNN = (
+    "cuDNN builds a plan for each shape, so it only computes full and causal masks of one document "
+    "or equal ones, in multiples of 128 tokens; Triton computes its deterministic backward"
+)
 _BLACKWELL = KernelOrder(
     "sm_100 to sm_110",
-    ("FlashAttention-4", "FlashAttention-2", "aten", "triton"),
-    f"only FlashAttention-4 is written for Blackwell's matrix units; {_SAME_KERNEL}",
+    ("FlashAttention-4", "cuDNN", "FlashAttention-2", "aten", "triton"),
+    f"only FlashAttention-4 and cuDNN are written for Blackwell's matrix units; {_CUDNN}; "
+    f"{_SAME_KERNEL}",
 )
 # By the first number of the compute capability.
 ORDERS = {
     8: KernelOrder("sm_80 to sm_89", ("FlashAttention-2", "aten", "triton"), _SAME_KERNEL),
     9: KernelOrder(
         "sm_90",
-        ("FlashAttention-4", "FlashAttention-3", "FlashAttention-2", "aten", "triton"),
-        "4 and 3 are written for Hopper, and 4 takes the gradient of lse; Triton computes 3's "
-        f"deterministic backward; {_SAME_KERNEL}",
+        ("FlashAttention-4", "FlashAttention-3", "cuDNN", "triton", "FlashAttention-2", "aten"),
+        "by speed on an H200, but 3 was not measured: TFLOP/s of causal 8,192 tokens, 32:8 heads "
+        "of 128, forward and backward: FlashAttention-4 712 and 601, cuDNN 620 and 493, Triton 426 "
+        "and 282, ATen's FlashAttention-2 320 and 287; Triton computes 3's deterministic backward; "
+        + _CUDNN,
     ),
     10: _BLACKWELL,
     11: _BLACKWELL,
@@ -73,12 +82,25 @@ def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions, maj
 
     It also computes them with a gradient of lse.
     """
-    names = () if torch.version.hip else ORDERS.get(major, ORDERS[12]).names[:-1]
-    for name in names:
-        kernel = aten_cuda.KERNEL if name == "aten" else load_package(name, major)
+    for name in ("triton",) if torch.version.hip else ORDERS.get(major, ORDERS[12]).names:
+        if name == "triton":
+            if triton_refusal(q, v) is None:
+                return "triton"
+            continue
+        kernel = _load(name, major)
         if not isinstance(kernel, str) and kernel.computes_all(q, v, slices, options):
-            return "aten" if name == "aten" else "flash_attn"
-    return "aten" if triton_refusal(q, v) else "triton"
+            return "flash_attn" if name in PACKAGES else "aten"
+    return "aten"
+
+
+def aten_kernel(
+    q: Tensor, v: Tensor, slices: Slices, options: CallOptions, major: int
+) -> VarlenKernel:
+    """Return cuDNN through ATen where it computes all slices, otherwise ATen's FlashAttention-2."""
+    cudnn = load_cudnn(major)
+    if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
+        return aten_cuda.KERNEL
+    return cudnn
 
 
 def kernel_table() -> dict[str, dict[str, str]]:
@@ -89,16 +111,27 @@ def kernel_table() -> dict[str, dict[str, str]]:
         for call, (dim, softcap) in CALLS.items():
             q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
             options = CallOptions(1.0, softcap, DEFAULT, True)
-            kernels = {name: _kernel(name, major) for name in order.names[:-1]}
-            takes = [name for name, x in kernels.items() if x.takes(q, q, options, True)]
-            rows[call] = ", ".join([*takes, "triton"])
+            rows[call] = ", ".join(
+                name
+                for name in order.names
+                if name == "triton" or _kernel(name, major).takes(q, q, options, True)
+            )
         rows[OTHER_CALLS] = "triton"
         rows["why"] = order.reason
     return table
 
 
+def _load(name: str, major: int) -> VarlenKernel | str:
+    """Return a kernel, or the reason why it is not available."""
+    if name == "cuDNN":
+        return load_cudnn(major)
+    return aten_cuda.KERNEL if name == "aten" else load_package(name, major)
+
+
 def _kernel(name: str, major: int) -> VarlenKernel:
-    """Return a kernel to ask for its limits, whether its package is installed or not."""
+    """Return a kernel to ask for its limits, whether it is available or not."""
+    if name == "cuDNN":
+        return aten_cudnn.kernel(major)
     if name == "aten":
         return aten_cuda.KERNEL
     return PACKAGES[name].kernel(ModuleType(name), major)

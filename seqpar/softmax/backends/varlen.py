@@ -70,6 +70,7 @@ class VarlenKernel(NamedTuple):
             v gets a column of ones, dout a column of dlse, and out a column of zeros.
         deterministic: whether backward gives the same bits each time when the options ask for it.
             Otherwise our Triton kernels compute such a backward.
+        only_dense: whether it computes only dense calls; see `VarlenCall.is_dense`.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, SegmentTables, CallOptions], tuple[Tensor, Tensor]]
@@ -78,6 +79,7 @@ class VarlenKernel(NamedTuple):
     softcap: bool
     lse_gradient: bool
     deterministic: bool
+    only_dense: bool = False
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
@@ -87,7 +89,11 @@ class VarlenKernel(NamedTuple):
 
     def computes_all(self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> bool:
         """Return whether the kernel computes all slices, also with a gradient of lse."""
-        return self.takes(q, v, options, True) and varlen_work(slices).remaining is None
+        if not self.takes(q, v, options, True):
+            return False
+        calls, remaining = varlen_work(slices)
+        is_dense = not self.only_dense or all(call.is_dense for call in calls)
+        return remaining is None and is_dense
 
     def _work(
         self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions, has_dlse: bool

@@ -28,6 +28,9 @@ Window = tuple[int, int]
 # A slice is cut into runs of rows with the same keys if runs have on average at least this many
 # rows.
 _MIN_RUN_ROWS = 256
+# The lengths of a dense call's segments are multiples of it. Lengths that differ from step to step
+# seldom are.
+_DENSE_ROWS = 128
 
 
 class Segment(NamedTuple):
@@ -79,14 +82,18 @@ class VarlenCall:
     Attributes:
         queries, keys: the rows of all segments, in their order.
         query_key: equal for calls with the same query rows.
+        is_dense: whether all segments have the same rows and keys, multiples of 128, and are full,
+            or causal with as many keys as rows.
     """
 
     def __init__(self, segments: Sequence[Segment], window: Window) -> None:
         table = np.array([x[:4] for x in segments], dtype=np.int64)
         queries, keys = (_joined(table[:, i : i + 2]) for i in (0, 2))
         self.queries, self.keys, self.query_key = Rows(queries), Rows(keys), queries.tobytes()
-        self._lengths = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
+        self._lengths = rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
         self._window = window
+        shapes = {*zip(rows.tolist(), keys.tolist(), strict=True)}
+        self.is_dense = len(shapes) == 1 and _is_dense(*shapes.pop(), window)
         self._tables = Memo()
 
     def tables(self, batch: int, device: torch.device) -> SegmentTables:
@@ -218,6 +225,11 @@ def _layers(segments: list[Segment]) -> list[list[Segment]]:
         else:
             layers.append([x])
     return layers
+
+
+def _is_dense(rows: int, keys: int, window: Window) -> bool:
+    is_full_or_square = window == (-1, -1) or (window == (-1, 0) and rows == keys)
+    return is_full_or_square and not (rows % _DENSE_ROWS or keys % _DENSE_ROWS)
 
 
 def _joined(ranges: Ints) -> Ints:

@@ -112,8 +112,10 @@ def test_flash_attention_3_is_shown_with_its_backward(monkeypatch):
         return PACKAGES[name].kernel(types.ModuleType(name), major)
 
     monkeypatch.setattr(info, "load_package", load)
+    monkeypatch.setattr(info, "load_cudnn", lambda major: "cuDNN is broken")
     assert info.packages() == {
         "FlashAttention-4": "available",
         "FlashAttention-3": "available; Triton computes a deterministic backward",
         "FlashAttention-2": "available",
+        "cuDNN": "cuDNN is broken",
     }

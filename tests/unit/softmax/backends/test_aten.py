@@ -23,6 +23,7 @@ CAUSAL, WINDOW = Mask(UNLIMITED, 0), Mask(20, 0)
 def meta_passes_for_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
     monkeypatch.setattr(aten_cuda, "is_recent", lambda device: True)
+    monkeypatch.setattr(aten, "gpu_major", lambda device: 8)
     monkeypatch.setattr(launching, "_run", lambda launch, tensors: None)
 
 

@@ -9,7 +9,7 @@ import triton
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
-from seqpar.softmax.backends import aten_cuda, choice, gpu_kernels
+from seqpar.softmax.backends import aten_cuda, aten_cudnn, choice, gpu_kernels
 from seqpar.softmax.backends.flash_attn_packages import PACKAGES
 from seqpar.softmax.backends.gpu_kernels import ORDERS, kernel_table
 from seqpar.softmax.call import Operands
@@ -20,6 +20,7 @@ from tests.support.tiers import few_rows
 RANKS = 4
 DOCUMENTS = [0, 1600, 4096]
 ZIGZAG, STRIPED = Layout.zigzag(DOCUMENTS, RANKS), Layout.striped(DOCUMENTS, RANKS, stripe=64)
+EQUAL = Layout.zigzag([0, 2048, 4096], RANKS)
 ATEN, TRITON = {"aten"}, {"triton"}
 
 
@@ -30,7 +31,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(launching, "_run", lambda launch, tensors: None)
     monkeypatch.setattr(aten_cuda, "is_recent", lambda device: True)
-    monkeypatch.setattr(choice, "gpu_major", lambda device: 9)
+    monkeypatch.setattr(choice, "gpu_major", lambda device: 8)
     monkeypatch.setattr(gpu_kernels, "load_package", lambda name, major: "not installed")
 
 
@@ -154,9 +155,15 @@ def packages(*names):
         (9, {"FlashAttention-3"}, {"dim": 256, "value_dim": 248, "softcap": 20.0}, "flash_attn"),
         (9, {"FlashAttention-3"}, {"dim": 256, "value_dim": 256, "softcap": 20.0}, "triton"),
         (8, {"FlashAttention-2"}, {}, "flash_attn"),
-        (9, {"FlashAttention-2"}, {"softcap": 20.0}, "flash_attn"),
+        (8, {"FlashAttention-2"}, {"softcap": 20.0}, "flash_attn"),
+        (9, {"FlashAttention-2"}, {}, "triton"),
+        (9, {"FlashAttention-2", "cuDNN"}, {}, "aten"),
+        (9, {"FlashAttention-2", "cuDNN"}, {"window_size": (100, 0)}, "triton"),
+        (9, {"FlashAttention-4", "cuDNN"}, {}, "flash_attn"),
+        (9, {}, {"dtype": torch.float64}, "aten"),
         (10, {"FlashAttention-4"}, {}, "flash_attn"),
         (10, {"FlashAttention-4"}, {"dim": 192}, "aten"),
+        (10, {"FlashAttention-2", "cuDNN"}, {}, "aten"),
         (10, {"FlashAttention-4"}, {"dim": 192, "softcap": 20.0}, "triton"),
     ],
 )
@@ -165,7 +172,9 @@ def test_the_first_kernel_of_the_order_computes(
 ):
     monkeypatch.setattr(choice, "gpu_major", lambda device: major)
     monkeypatch.setattr(gpu_kernels, "load_package", packages(*installed))
-    call("ring", ZIGZAG, **options)
+    cudnn = aten_cudnn.kernel if "cuDNN" in installed else lambda major: "not installed"
+    monkeypatch.setattr(gpu_kernels, "load_cudnn", cudnn)
+    call("ulysses", EQUAL, **options)
     assert used == {"forward": {expected}, "backward": {expected}}
 
 
@@ -173,4 +182,5 @@ def test_the_table_names_all_gpus_and_packages():
     table = kernel_table()
     assert list(table) == list(dict.fromkeys(order.gpus for order in ORDERS.values()))
     cells = {cell for rows in table.values() for cell in rows.values()}
-    assert all(any(name in cell for cell in cells) for name in (*PACKAGES, "aten", "triton"))
+    names = *PACKAGES, "aten", "cuDNN", "triton"
+    assert all(any(name in cell for cell in cells) for name in names)
