@@ -7,25 +7,19 @@ rows do not ascend with positions one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
 from torch import Tensor
 
 from seqpar.core.device_tables import device_of
-from seqpar.layout.masks.mask import Blocks, Slices
+from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.flash_attn_packages import PACKAGES, gpu_major, load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
-from seqpar.softmax.compute.partial import (
-    LatePartial,
-    OutputGradient,
-    Partial,
-    PartialGradients,
-)
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 MAX_HEAD_DIM = 256
+forward_blocks = None  # `attend_blocks` calls `forward` for each block
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
@@ -45,40 +39,13 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward_blocks(
-    q: Tensor,
-    blocks: Iterable[Sequence[Tensor]],
-    slices_of_blocks: Blocks,
-    options: CallOptions,
-    sinks: Tensor | None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse over all blocks of keys and values; see `attend_blocks`."""
-    partial: LatePartial | None = None
-    arriving = iter(blocks)
-    for slices in slices_of_blocks.slices:
-        k, v = next(arriving)
-        partial = partial or LatePartial(q, v, into)
-        if len(slices):
-            forward(q, k, v, slices, partial, options)
-        del k, v  # frees the block before the next one arrives and its successor is posted
-    assert partial is not None
-    next(arriving, None)  # ends the exchange, which frees the last block
-    return partial.finish(sinks)
-
-
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: Slices,
-    partial: Partial | LatePartial,
-    options: CallOptions,
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     kernel = _kernel(q, v, options, has_dlse=False)
     if kernel is None:
-        reference.forward(q, k, v, slices, partial.accumulated(), options)
+        reference.forward(q, k, v, slices, partial, options)
     else:
         kernel.merge_forward(q, k, v, slices, partial, options)
 

@@ -28,12 +28,7 @@ from seqpar.softmax.backends.varlen_calls import (
     varlen_work,
 )
 from seqpar.softmax.compute.call_options import CallOptions
-from seqpar.softmax.compute.partial import (
-    LatePartial,
-    OutputGradient,
-    Partial,
-    PartialGradients,
-)
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.wire.row_messages import Rows
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -109,14 +104,14 @@ class VarlenKernel(NamedTuple):
         k: Tensor,
         v: Tensor,
         slices: Slices,
-        partial: Partial | LatePartial,
+        partial: Partial,
         options: CallOptions,
     ) -> None:
         """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
         value_dim, batch = v.shape[-1], q.shape[0]
         calls, remaining = self._work(q, v, slices, options, has_dlse=False)
         if remaining is not None:
-            reference.forward(q, k, v, remaining, partial.accumulated(), options)
+            reference.forward(q, k, v, remaining, partial, options)
         if not calls:
             return
         width = joint_head_dim(q, v)

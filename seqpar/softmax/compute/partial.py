@@ -54,9 +54,6 @@ class Partial:
         lse = q.new_full(rows, -torch.inf, dtype=torch.float64)
         return cls(out, lse, empty=True, anchored=anchored)
 
-    def accumulated(self) -> Partial:
-        return self
-
     def of_heads(self, heads: slice) -> Partial:
         return replace(self, out=self.out[:, :, heads], lse=self.lse[:, :, heads])
 
@@ -109,54 +106,6 @@ class Partial:
         if sinks is None:
             return self.out.to(dtype), lse
         return _scaled(self.out, key_fraction(lse, sinks, self.anchored), dtype), lse
-
-
-class LatePartial:
-    """A partial that keeps a first part of all rows as it is until another part comes.
-
-    An only part then needs no memory in the accumulator's dtype.
-    """
-
-    def __init__(self, q: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None) -> None:
-        """Start without keys; q, v and `into` are as in `attend_blocks`."""
-        self._q, self._v, self._into = q, v, into
-        self._first: tuple[Tensor, Tensor] | None = None
-        self._partial: Partial | None = None
-
-    def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-        """Add the partial of these rows over other keys; see `Partial.merge`."""
-        of_all_rows = rows == slice(0, self._q.shape[1]) if isinstance(rows, slice) else False
-        if of_all_rows and self._first is None and self._partial is None:
-            self._first = out, lse
-        else:
-            self.accumulated().merge(rows, out, lse)
-
-    def accumulated(self) -> Partial:
-        """Return the partial in the accumulator's dtype, which later parts join."""
-        if self._partial is None:
-            into = None if self._into is None else self._into[0]
-            self._partial = Partial.nothing(self._q, self._v, into)
-            if self._first is not None:
-                self._partial.merge(slice(None), *self._first)
-                self._first = None
-        return self._partial
-
-    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return out and lse as `attend_blocks` does."""
-        dtype = self._q.dtype
-        if self._first is not None:
-            out, lse = (x.contiguous() for x in self._first)
-            if sinks is not None:
-                out = _scaled(out, key_fraction(lse, sinks), dtype)
-        elif self._into is None:
-            out, lse = self.accumulated().finish(sinks, dtype)
-        else:
-            out, lse = self.accumulated().out, self.accumulated().lse
-        if self._into is None:
-            return out, lse
-        for target, x in zip(self._into, (out, lse), strict=True):
-            target.copy_(x)  # does nothing if the partial was accumulated there
-        return self._into
 
 
 @dataclass

@@ -17,7 +17,6 @@ import torch
 from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax.backends import flash_attn, flash_attn_packages, triton
 from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
-from seqpar.softmax.compute.partial import Partial
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
@@ -112,19 +111,6 @@ def test_equals_the_oracle(monkeypatch, name, strategy, options):
     not_deterministic = (("deterministic", False),)
     case = Case(strategy, layout, module_options=not_deterministic, **options)
     assert_right(virtual(3, run, case)[0], oracle(case), case.dtype, roundings=4)
-
-
-@pytest.mark.parametrize("options", [{"dlse": True}, {"sinks": True, "batch": 2}])
-@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
-def test_an_only_part_is_the_result(monkeypatch, strategy, options):
-    """No partial in fp32 is made of it."""
-    install(monkeypatch, "FlashAttention-4", MODULES["FlashAttention-4"])
-    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
-    monkeypatch.setattr(Partial, "nothing", None)
-    ranks = 1 if strategy == "all_gather" else 2
-    options = options | {"dtype": torch.bfloat16, "backend": "flash_attn", "heads": 2 * ranks}
-    case = Case(strategy, Layout.zigzag([0, 40, 41, 90], ranks), causal=True, **options)
-    assert_right(virtual(ranks, run, case)[0], oracle(case), case.dtype, roundings=4)
 
 
 @pytest.mark.parametrize("name", MODULES)
