@@ -124,7 +124,7 @@ class OnServers(SplitStrategy[Submitted]):
             rows = task.queries, task.keys, task.keys
             for own, x, into in zip(rows, gradients, totals, strict=True):
                 own.add(x.transpose(0, 1), into)
-        return total.dq, total.dk, total.dv
+        return total.results()
 
     def check(self, call: ResolvedCall) -> None:
         if call.options.slopes is not None:

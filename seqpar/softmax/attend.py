@@ -69,6 +69,8 @@ def attend(
     with hooks.computing(q.device, lambda: SoftmaxWork.of(q, v.shape[3], slices)) as computes:
         if computes:
             chosen.forward(q, k, v, slices, partial, options)
+        else:
+            partial.sums.allocate()
     partial.empty = False
 
 
@@ -117,8 +119,8 @@ def attend_blocks(
     if into is None:
         return partial.finish(sinks, q.dtype)
     assert sinks is None  # sinks join a result only once, on the rank that owns the queries
-    into[0].copy_(partial.out)  # does nothing if the partial was accumulated there
-    into[1].copy_(partial.lse)
+    for target, x in zip(into, partial.sums.results, strict=True):
+        target.copy_(x)  # does nothing for an out that was accumulated there
     return into
 
 
@@ -176,3 +178,6 @@ def attend_backward(
         with hooks.computing(q.device, work) as computes:
             if computes:
                 chosen.backward(output, q, k, v, slices, gradients, options)
+            else:
+                gradients.queries.allocate()
+                gradients.keys.allocate()

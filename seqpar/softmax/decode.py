@@ -130,7 +130,7 @@ def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tup
     for _, (out, lse) in parts:
         total.merge(slice(None), out, lse)
     out, lse = (by_query_head(x, group) for x in (total.out, total.lse))
-    return Partial(out, lse).finish(sinks, q.dtype)
+    return Partial.of(out, lse).finish(sinks, q.dtype)
 
 
 def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:

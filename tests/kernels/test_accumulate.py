@@ -50,7 +50,7 @@ def merged(out, lse, rows, value_dim, by_kernel):
     """A partial result of 11 rows, some of them without keys, after the merge."""
     old_out, old_lse = drawn(11, value_dim, batch=len(out))
     old_out[:, ::3, 1], old_lse[:, ::3, 1] = 0, -torch.inf
-    partial = Partial(old_out, old_lse.double().contiguous())
+    partial = Partial.of(old_out, old_lse.double().contiguous())
     if by_kernel:
         part = partial.out, partial.lse
         index = rows if isinstance(rows, torch.Tensor) else None

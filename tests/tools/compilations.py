@@ -52,7 +52,7 @@ def softmax_calls(cu_seqlens, batch):
     out, lse = softmax.forward_blocks(q, blocks, Blocks(tuple(tables)), options, None)
     output = OutputGradient(q, out, lse, None)
     for table, (k, v) in zip(tables, blocks, strict=True):
-        gradients = PartialGradients(*(torch.empty(x.shape) for x in (q, k, v)))
+        gradients = PartialGradients.of(*(torch.empty(x.shape) for x in (q, k, v)))
         softmax.backward(output, q, k, v, table, gradients, options)
 
 

@@ -140,7 +140,7 @@ class ServerAnswer:
                     begun, self._begun[i] = self._begun[i], None
                     out, lse = segment.finish(query, begun)
                     if query.q.numel() and total.empty:
-                        total = Partial(out, lse.double())
+                        total = Partial.of(out, lse.double())
                     elif query.q.numel():
                         total.merge(slice(None), out, lse)
         finally:

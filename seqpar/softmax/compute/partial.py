@@ -6,7 +6,7 @@ dim (Dv of values).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqpar.core.device_tables import rehearsing
 from seqpar.core.dtypes import accumulator_dtype
+from seqpar.softmax.compute.sums import Sums
 
 _MIN_COPIED_ROWS = 1024  # a copy of this many rows takes little memory
 
@@ -25,18 +26,19 @@ class Partial:
     A row without keys has out 0 and lse −inf.
 
     Attributes:
-        out: (B, T, Hq, Dv) in fp32 (fp64 for fp64).
-        lse: (B, T, Hq), natural log, in fp64. An fp32 lse is rounded in each merge; after 16 merges
-            its error is 1.5 times the error of a single kernel's lse, and 1.35 is the limit. lse
-            takes 1/Dv of the memory of out.
+        sums: out and lse; a first result may be kept in the dtypes of its kernel.
         empty: whether no row has keys yet.
         anchored: whether the merged bits of a row do not depend on its place among other rows.
     """
 
-    out: Tensor
-    lse: Tensor
+    sums: Sums
     empty: bool = False
     anchored: bool = False
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor) -> Partial:
+        """Make it from tensors like `out` and `lse`, which are changed in place."""
+        return cls(Sums.of(out, lse))
 
     @classmethod
     def nothing(
@@ -46,16 +48,38 @@ class Partial:
 
         If `out` has the accumulator's dtype, it is overwritten and becomes the partial's out.
         """
-        dtype, rows = accumulator_dtype(q.dtype), q.shape[:-1]
-        if out is not None and out.dtype == dtype:
-            out.zero_()
-        else:
-            out = q.new_zeros((*rows, v.shape[-1]), dtype=dtype)
-        lse = q.new_full(rows, -torch.inf, dtype=torch.float64)
-        return cls(out, lse, empty=True, anchored=anchored)
+        shape, device = (*q.shape[:-1], v.shape[-1]), q.device
+        dtype = accumulator_dtype(q.dtype)
+        into = out if out is not None and out.dtype == dtype else None
+
+        def make(kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            if into is None:
+                sums = kept[0].to(dtype) if kept else torch.zeros(shape, dtype=dtype, device=device)
+            else:
+                sums = into.copy_(kept[0]) if kept else into.zero_()
+            if kept:
+                return sums, kept[1].to(torch.float64).contiguous()
+            return sums, torch.full(shape[:-1], -torch.inf, dtype=torch.float64, device=device)
+
+        return cls(Sums(make), empty=True, anchored=anchored)
+
+    @property
+    def out(self) -> Tensor:
+        """(B, T, Hq, Dv) in fp32 (fp64 for fp64)."""
+        return self.sums.tensors[0]
+
+    @property
+    def lse(self) -> Tensor:
+        """(B, T, Hq), natural log, in fp64.
+
+        An fp32 lse is rounded in each merge; after 16 merges its error is 1.5 times the error of a
+        single kernel's lse, and 1.35 is the limit. lse takes 1/Dv of the memory of out.
+        """
+        return self.sums.tensors[1]
 
     def of_heads(self, heads: slice) -> Partial:
-        return replace(self, out=self.out[:, :, heads], lse=self.lse[:, :, heads])
+        out, lse = self.out[:, :, heads], self.lse[:, :, heads]
+        return replace(self, sums=Sums.of(out, lse))
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Set rows that have no keys yet."""
@@ -102,10 +126,11 @@ class Partial:
 
         The sinks (Hq,) join the denominator of the output, and are not part of the lse.
         """
-        lse = self.lse.to(self.out.dtype)
+        out, lse = self.sums.results
+        lse = lse.to(accumulator_dtype(dtype)).contiguous()
         if sinks is None:
-            return self.out.to(dtype), lse
-        return _scaled(self.out, key_fraction(lse, sinks, self.anchored), dtype), lse
+            return out.to(dtype), lse
+        return _scaled(out, key_fraction(lse, sinks, self.anchored), dtype), lse
 
 
 @dataclass
@@ -180,20 +205,46 @@ class OutputGradient:
 
 @dataclass
 class PartialGradients:
-    """Sums that backward adds to: dq (B, T, Hq, D), dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv).
+    """Sums that backward adds to, in fp32 (fp64 for fp64).
 
-    All are fp32 (fp64 for fp64).
+    Attributes:
+        queries: dq (B, T, Hq, D).
+        keys: dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv).
     """
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    queries: Sums
+    keys: Sums
+
+    @classmethod
+    def of(cls, dq: Tensor, dk: Tensor, dv: Tensor) -> PartialGradients:
+        """Make them from sums, which are changed in place."""
+        return cls(Sums.of(dq), Sums.of(dk, dv))
 
     @classmethod
     def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> PackedGradients:
-        batch, rows, heads, dim = k.shape
-        dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
-        return PackedGradients.over(dq, (rows, batch, heads), [dim, v.shape[3]])
+        shape, device, dtype = q.shape, q.device, accumulator_dtype(q.dtype)
+
+        def make(kept: Sequence[Tensor]) -> list[Tensor]:
+            return [x.to(dtype) for x in kept] or [torch.zeros(shape, dtype=dtype, device=device)]
+
+        return PackedGradients(Sums(make), _sums_like(k, v))
+
+    @property
+    def dq(self) -> Tensor:
+        return self.queries.tensors[0]
+
+    @property
+    def dk(self) -> Tensor:
+        return self.keys.tensors[0]
+
+    @property
+    def dv(self) -> Tensor:
+        return self.keys.tensors[1]
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv. If only one kernel had results, they may have its dtype."""
+        (dq,), (dk, dv, *_) = self.queries.results, self.keys.results
+        return dq, dk, dv
 
 
 @dataclass
@@ -201,22 +252,44 @@ class PackedGradients(PartialGradients):
     """Gradients whose dk and dv share one tensor, so that they are sent and added in one operation.
 
     Attributes:
-        packed: (Tk, B, Hkv, D + Dv); dk and dv are views of it.
+        keys: dk, dv, and the tensor of which they are views.
     """
-
-    packed: Tensor
 
     @classmethod
     def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
         """Return this dq with dk and dv of 0, for `shape` (Tk, B, Hkv) and `dims` (D, Dv)."""
         packed = dq.new_zeros((*shape, sum(dims)))
-        dk, dv = packed.transpose(0, 1).split_with_sizes(dims, -1)
-        return cls(dq, dk, dv, packed)
+        return cls(Sums.of(dq), Sums.of(*_split(packed, dims), packed))
 
-    def of_block(self, rows: int) -> PackedGradients:
-        """Return this dq with dk and dv of 0, for a block of `rows` other key rows."""
-        _, batch, heads, _ = self.packed.shape
-        return self.over(self.dq, (rows, batch, heads), [self.dk.shape[3], self.dv.shape[3]])
+    @property
+    def packed(self) -> Tensor:
+        """(Tk, B, Hkv, D + Dv)."""
+        return self.keys.tensors[2]
+
+    def of_block(self, k: Tensor, v: Tensor) -> PackedGradients:
+        """Return this dq with dk and dv of 0, for a block of other keys and values."""
+        return PackedGradients(self.queries, _sums_like(k, v))
+
+
+def _sums_like(k: Tensor, v: Tensor) -> Sums:
+    """Return dk and dv of 0 for these keys and values, and the tensor of which they are views."""
+    (batch, rows, heads, dim), value_dim = k.shape, v.shape[3]
+    dtype, device = accumulator_dtype(k.dtype), k.device
+
+    def make(kept: Sequence[Tensor]) -> list[Tensor]:
+        fill = torch.empty if kept else torch.zeros
+        packed = fill((rows, batch, heads, dim + value_dim), dtype=dtype, device=device)
+        views = _split(packed, [dim, value_dim])
+        for view, x in zip(views, kept, strict=False):
+            view.copy_(x)
+        return [*views, packed]
+
+    return Sums(make)
+
+
+def _split(packed: Tensor, dims: list[int]) -> Sequence[Tensor]:
+    """Return dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv) of packed ones (Tk, B, Hkv, D + Dv)."""
+    return packed.transpose(0, 1).split_with_sizes(dims, -1)
 
 
 def cast_each(gradients: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -116,7 +116,7 @@ def attend_backward_to_all(
     attend_backward(output, q, k, v, plan.own[0], total, options)
     for step in plan.steps:
         k_block, v_block = next(keys)
-        gradients = total.of_block(step.rows) if step.travels else None
+        gradients = total.of_block(k_block, v_block) if step.travels else None
         if gradients is not None:
             attend_backward(output, q, k_block, v_block, step.slices, gradients, options)
         del k_block, v_block

@@ -15,6 +15,7 @@ from seqpar.attention.operands import OperandShape
 from seqpar.layout.geometry import Geometry
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients
+from seqpar.softmax.compute.sums import Sums
 
 _ROWS_PER_GROUP = 4096
 
@@ -45,8 +46,8 @@ class HeadSlices(NamedTuple):
         return OutputGradient(dout, out, lse, dlse, delta)
 
     def gradients(self, total: PackedGradients) -> PackedGradients:
-        dk, dv, packed = (x[:, :, self.keys] for x in (total.dk, total.dv, total.packed))
-        return PackedGradients(total.dq[:, :, self.queries], dk, dv, packed)
+        keys = (x[:, :, self.keys] for x in total.keys.tensors)
+        return PackedGradients(Sums.of(total.dq[:, :, self.queries]), Sums.of(*keys))
 
 
 def head_groups(shape: OperandShape, layout: Geometry) -> list[HeadSlices]:

@@ -187,7 +187,7 @@ class TileCall:
         dk, dv = (x[part.batch, :, part.kv_heads] for x in (total.dk, total.dv))
         operands = OutputGradient(dout, out, lse, dlse), queries, keys, values
         options = part.options(self._options)
-        attend_backward(*operands, unit.slices, PartialGradients(dq, dk, dv), options)
+        attend_backward(*operands, unit.slices, PartialGradients.of(dq, dk, dv), options)
         total.dq[part.batch, rows, part.heads] = dq
         return total.packed
 
@@ -245,7 +245,7 @@ class TileCall:
         for blocks in by_document.values():
             block = tree_sum(sorted(blocks, key=lambda x: x[0]))
             total.packed[block.start : block.stop] = block.rows
-        total.packed += 0.0  # −0 becomes 0, as where other layouts add 0 to it
+        total.packed.add_(0.0)  # −0 becomes 0, as where other layouts add 0 to it
         return total.dk, total.dv
 
     def _to_tiles(self, x: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class KeyStrategy(Strategy):
             for heads in groups:
                 part = heads.output(output), heads.operands(operands), heads.gradients(total)
                 self._attend_backward(comm, heads.call(call), *part)
-        return total.dq, total.dk, total.dv
+        return total.results()
 
     def _attend_backward(
         self,

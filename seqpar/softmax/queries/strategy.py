@@ -110,12 +110,12 @@ class TileStrategy(Strategy):
             comm, call, [query_format], [out_format, RowFormat((), accumulator)]
         )
         total, groups = Partial.nothing(q, v), schedule.groups
-        totals = [total.of_heads(heads.queries) for heads in groups]
         steps = tile.steps
         travelling = travelling_keys(comm, steps, k, v, label, len(steps), self.keys_dtype)
         # The first `next` posts the exchanges of all steps.
         arriving: Iterator[Sequence[Tensor]] = chain([next(travelling)], travelling)
         blocks: list[Sequence[Tensor]] = []
+        totals: list[Partial] = []  # for each group of heads
         keys: list[list[list[Tensor]]] = []  # for each group of heads, k and v of each block
 
         def compute_first() -> None:
@@ -124,6 +124,7 @@ class TileStrategy(Strategy):
                     attend(q, block[0], block[1], slices, total, call.options, call.max_logits)
                 blocks.append(block)
             for heads in groups:
+                totals.append(total.of_heads(heads.queries))
                 keys.append([[x[:, :, heads.keys] for x in block] for block in blocks])
 
         def compute_last() -> None:
@@ -166,25 +167,27 @@ class TileStrategy(Strategy):
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
         travelling = [q, output.dout, torch.stack(columns, -1)]
         formats = [RowFormat(tuple(x.shape[3:]), x.dtype, x is travelling[2]) for x in travelling]
-        accumulator, sent = total.dq.dtype, self.gradient_dtype or total.dq.dtype
+        accumulator = accumulator_dtype(q.dtype)
+        sent = self.gradient_dtype or accumulator
         tile, schedule = self.plan(comm, call, formats, [RowFormat((q.shape[-1],), sent)])
         groups, steps = schedule.groups, tile.steps
-        totals = [total.dq[:, :, heads.queries] for heads in groups]
         arriving = travelling_keys(comm, steps, k, v, label, len(steps), self.keys_dtype)
         blocks, gradients = [next(arriving)], [total]
+        totals: list[Tensor] = []  # for each group of heads, dq
         keys: list[list[list[Tensor]]] = []  # for each group of heads, each block's k, v, dk and dv
         returning: list[GradientReturn] = []
 
         def compute_first() -> None:
             attend_backward(output, q, k, v, tile.own[0][0], total, call.options)
-            for step, block, (first, _) in zip(steps, arriving, tile.own[1:], strict=True):
-                gradients.append(total.of_block(step.rows))
+            for block, (first, _) in zip(arriving, tile.own[1:], strict=True):
+                gradients.append(total.of_block(block[0], block[1]))
                 attend_backward(output, q, block[0], block[1], first, gradients[-1], call.options)
                 blocks.append(block)
             for heads in groups:
                 tensors = [
                     (*block, own.dk, own.dv) for block, own in zip(blocks, gradients, strict=True)
                 ]
+                totals.append(total.dq[:, :, heads.queries])
                 keys.append([[x[:, :, heads.keys] for x in block] for block in tensors])
 
         def compute_last() -> None:
@@ -209,7 +212,7 @@ class TileStrategy(Strategy):
             options = call.options.of_heads(groups[hop.group].queries)
             block_keys = zip(keys[hop.group], hop.blocks.slices, strict=True)
             for (k_part, v_part, dk, dv), slices in block_keys:
-                sums = PartialGradients(dq, dk, dv)
+                sums = PartialGradients.of(dq, dk, dv)
                 attend_backward(received_output, q_block, k_part, v_part, slices, sums, options)
             if rounds:
                 leaving.copy_(dq)
@@ -224,7 +227,7 @@ class TileStrategy(Strategy):
             del dq
         for returned in returning:
             returned.add_to(total)
-        return total.dq, total.dk, total.dv
+        return total.results()
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         tiles = self.tiles(call)

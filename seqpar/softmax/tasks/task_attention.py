@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
+from seqpar.softmax.compute.sums import Sums
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.exchange import Returning, TaskExchange
 from seqpar.softmax.tasks.plan import TaskPlan, TaskStage
@@ -43,7 +45,7 @@ def complete_forward(
     if not plan.sends_queries:  # the other half would hide no results
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for stage, (queries,) in exchange.arrivals():
-        results = _serve(queries, [(k, v), foreign_keys], stage, call, total)
+        results = _serve(queries, [(k, v), foreign_keys], stage, call)
         returning.append(exchange.return_results(stage, results))
         del queries, results
         keys, values = (x[:, stage.key_rows] for x in foreign_keys)
@@ -94,9 +96,9 @@ def complete_backward(
     q, k, v, _ = operands
     plan, total = exchange.plan, PartialGradients.zeros(q, k, v)
     foreign_keys = _split(exchange.foreign_keys, k, v)
-    foreign_sums = total.of_block(plan.foreign_keys)
-    blocks = [(k, v, total.dk, total.dv), (*foreign_keys, foreign_sums.dk, foreign_sums.dv)]
+    foreign_sums = total.of_block(*foreign_keys)
     attend_backward(output, q, k, v, plan.first, total, call.options)
+    blocks = [(k, v, total.dk, total.dv), (*foreign_keys, foreign_sums.dk, foreign_sums.dv)]
     returning, returning_keys = list[Returning](), list[Returning]()
     for stage, (rows, statistics) in exchange.arrivals():
         queries = kept[0][stage.queries.rows].transpose(0, 1) if kept else None
@@ -104,7 +106,7 @@ def complete_backward(
         returning.append(exchange.return_results(stage, results))
         del queries, rows, statistics, results
         keys, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
-        into = PartialGradients(total.dq, dk, dv)
+        into = PartialGradients(total.queries, Sums.of(dk, dv))
         attend_backward(output, q, keys, values, stage.own, into, call.options)
         returning_keys.append(exchange.return_gradients(stage, foreign_sums.packed))
         del keys, values, dk, dv, into
@@ -117,7 +119,7 @@ def complete_backward(
     for each in returning_keys:
         for sent, results in each.wait():
             sent.add(results, total.packed)
-    return total.dq, total.dk, total.dv
+    return total.results()
 
 
 def _serve(
@@ -125,14 +127,14 @@ def _serve(
     blocks: list[tuple[Tensor, Tensor]],
     stage: TaskStage,
     call: ResolvedCall,
-    total: Partial,
 ) -> Tensor:
-    """Return the results of a stage's foreign queries, (n, B, Hq·(Dv + 1)), in `total`'s dtype.
+    """Return the results of a stage's foreign queries, (n, B, Hq·(Dv + 1)), in fp32 or fp64.
 
     `blocks` are this rank's k and v, and the foreign k and v.
     """
-    batch, _, heads, dim = total.out.shape
-    results = total.out.new_empty((q.shape[1], batch, heads * (dim + 1)))
+    batch, rows, heads, _ = q.shape
+    shape = rows, batch, heads * (blocks[0][1].shape[3] + 1)
+    results = q.new_empty(shape, dtype=accumulator_dtype(q.dtype))
     if len(results):
         into = _out_and_lse(results, heads)
         attend_blocks(q, blocks, stage.blocks, call.options, None, into, call.max_logits)
@@ -158,7 +160,7 @@ def _serve_backward(
     output = OutputGradient(rows[..., :value_dim], None, lse, dlse[0] if dlse else None, delta)
     dq = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
     for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
-        into = PartialGradients(dq.transpose(0, 1), dk, dv)
+        into = PartialGradients.of(dq.transpose(0, 1), dk, dv)
         attend_backward(output, q, k, v, slices, into, call.options)
     return dq
 
