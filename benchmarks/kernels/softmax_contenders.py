@@ -50,7 +50,7 @@ def ours(
             output = OutputGradient.of(dout, None, out, lse, None)
             with configs.variant(variant):
                 attend_backward(output, q, k, v, work.slices, gradients, options)
-            return tuple(x.to(q.dtype) for x in (gradients.dq, gradients.dk, gradients.dv))
+            return tuple(x.to(q.dtype) for x in gradients.results())
 
     return Ours.apply
 

@@ -193,7 +193,8 @@ class Ulysses(Strategy):
             if group.own.last:
                 kv = []
             else:  # no head of dk and dv leaves with this group
-                sums = {name: gradients[name] for name in ("dk", "dv")}
+                exact = accumulator_dtype(dout.dtype)  # a kernel's results may have their own dtype
+                sums = {name: gradients[name].to(exact) for name in ("dk", "dv")}
             exchange.send_back(gradients)
         results = exchange.results()
         return results["dq"], results["dk"], results["dv"]

@@ -53,7 +53,8 @@ class BackwardRows(NamedTuple):
 class VarlenKernel(NamedTuple):
     """A kernel that computes the segments of a call, in bf16 or fp16.
 
-    All operands have one head dim, a multiple of 8.
+    All operands have one head dim, a multiple of 8. Results are new tensors: callers may keep and
+    change them.
 
     Attributes:
         forward: gets q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and the natural
@@ -121,11 +122,14 @@ class VarlenKernel(NamedTuple):
             if rehearsing():
                 call.request_tables(batch, q.device)
                 continue
+            partial.sums.release()
             packed = _flat(q, call.queries), _flat(k, call.keys), _flat(v, call.keys)
             flat_out, flat_lse = self.forward(*packed, call.tables(batch, q.device), options)
             out = flat_out[..., :value_dim].unflatten(0, (batch, -1))
             lse = flat_lse.unflatten(1, (batch, -1)).permute(1, 2, 0)
-            partial.merge(call.queries.local(q.device), out, lse)
+            is_result = call.queries.are_all(q.shape[1]) and out.is_contiguous()
+            if not (is_result and partial.sums.keep(out, lse)):
+                partial.merge(call.queries.local(q.device), out, lse)
 
     def add_gradients(
         self,
@@ -160,13 +164,19 @@ class VarlenKernel(NamedTuple):
             if rehearsing():
                 call.request_tables(batch, q.device)
                 continue
+            gradients.queries.release()
+            gradients.keys.release()
             queries = _Queries.of(output, q, call, width, has_column, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
             results = self.backward(rows, call.tables(batch, q.device), queries.options)
             dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in results)
-            _add(dq[..., : q.shape[-1]], call.queries, gradients.dq, queries.sign)
-            _add(dk[..., : q.shape[-1]], call.keys, gradients.dk)
-            _add(dv[..., :value_dim], call.keys, gradients.dv)
+            dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :value_dim]
+            all_queries = call.queries.are_all(q.shape[1]) and queries.sign == 1
+            if not (all_queries and gradients.queries.keep(dq)):
+                _add(dq, call.queries, gradients.dq, queries.sign)
+            if not (call.keys.are_all(k.shape[1]) and gradients.keys.keep(dk, dv)):
+                _add(dk, call.keys, gradients.dk)
+                _add(dv, call.keys, gradients.dv)
 
 
 class _Queries(NamedTuple):

@@ -32,6 +32,10 @@ class Rows:
         self.reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if self.count else (0, 0)
         self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
 
+    def are_all(self, rows: int) -> bool:
+        """Return whether they are all of this number of rows, in order."""
+        return self.is_range and self.reach == (0, rows)
+
     def pack(self, *parts: Tensor) -> Tensor:
         """Return these rows of tensors (T, B, H, D) as one contiguous tensor (n, B, H, ΣD).
 
