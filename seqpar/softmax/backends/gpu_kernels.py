@@ -1,8 +1,8 @@
 """Which kernel computes a call on which GPU, and why: the only place where this is decided.
 
 A call gets the first kernel of its GPU's order that is available and computes all of the call. The
-order for sm_90 is by speed on one NVIDIA H200 (torch 2.11, Triton 3.6), where FlashAttention-3 was
-not measured. The other orders have not been measured.
+order for sm_90 is by speed on an H200 (docs/benchmarks/kernels.md), where FlashAttention-3 was not
+measured, and our forward only with warp specialisation. No other order has been measured.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ ORDERS = {
     9: KernelOrder(
         "sm_90",
         ("FlashAttention-4", "FlashAttention-3", "cuDNN", "triton", "FlashAttention-2", "aten"),
-        "by speed on an H200, but 3 was not measured: TFLOP/s of causal 8,192 tokens, 32:8 heads "
-        "of 128, forward and backward: FlashAttention-4 712 and 601, cuDNN 620 and 493, Triton 426 "
-        "and 282, ATen's FlashAttention-2 320 and 287; Triton computes 3's deterministic backward; "
-        + _CUDNN,
+        "by speed on an H200, but FlashAttention-3 was not measured; Triton computes the "
+        "deterministic backward of 3 and cuDNN; " + _CUDNN,
     ),
     10: _BLACKWELL,
     11: _BLACKWELL,
