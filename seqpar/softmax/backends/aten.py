@@ -109,9 +109,12 @@ def _merge_forward(
     q, k, v = (pad_heads(x, width) for x in (q, k, v))
     for piece in _pieces_of(q, slices, options):
         rows, keys = piece.rows, piece.keys
+        partial.sums.release()
         out, lse = _forward(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
-        first = piece.first and partial.empty
-        (partial.put if first else partial.merge)(rows, out[..., :value_dim], lse)
+        out, first = out[..., :value_dim], piece.first and partial.empty
+        is_result = rows == slice(0, q.shape[1]) and out.is_contiguous()
+        if not (is_result and partial.sums.keep(out, lse)):
+            (partial.put if first else partial.merge)(rows, out, lse)
 
 
 def _add_gradients(

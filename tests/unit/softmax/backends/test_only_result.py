@@ -1,4 +1,4 @@
-"""Varlen kernels whose first results stay the only ones: nothing is summed or copied."""
+"""Kernels whose first results remain the only ones: nothing is summed or copied."""
 
 import inspect
 
@@ -7,10 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from seqpar import Layout, use_backend
-from seqpar.softmax.backends import flash_attn
+from seqpar.layout.masks.mask import Blocks, Mask, slices_between
+from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.backends import aten, flash_attn
 from seqpar.softmax.backends.flash_attn_packages import load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.call import Operands
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
 from tests.support.steady import SilentComm
@@ -163,3 +166,18 @@ def test_groups_that_share_keys_are_summed_exactly(monkeypatch, package):
     )  # fmt: skip
     *_, dk, dv = virtual(1, run, case)[0]
     assert (dk == 1 + 2**-7).all() and (dv == 1 + 2**-7).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_atens_only_result_is_returned_on_cpus(monkeypatch, dtype):
+    monkeypatch.setattr(aten, "half_is_faster_in_forward", lambda dtype: True)
+    rows = Layout.contiguous([0, 40], 1).geometry
+    slices = slices_between(rows, 0, rows, 0, Mask.of(True, (-1, -1), None, rows))
+    q, k, v = (torch.randn(2, 40, heads, 8).to(dtype) for heads in (4, 2, 2))
+    events.clear()
+    with Written(k.numel()):
+        out, lse = attend_blocks(
+            q, [(k, v)], Blocks((slices,)), CallOptions(0.3, 0.0, "aten", True), None
+        )
+    assert events == []
+    assert out.is_contiguous() and lse.is_contiguous()
