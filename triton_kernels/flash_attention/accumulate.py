@@ -160,12 +160,13 @@ def _kept(
 ) -> Prepared | None:
     """Return the launch for tensors of this signature, or None if there is nothing to compute."""
     key = kind, signature(*tensors)
-    if key not in _launches:
+    launch: Prepared | None = _launches.get(key)
+    if launch is None:
         launch = prepare(*tensors, *arguments)
         if len(_launches) >= _MOST_KEPT:
-            _launches.clear()
+            _launches.clear()  # other threads keep what they have read
         _launches[key] = launch
-    return _launches[key]
+    return launch
 
 
 def _check(

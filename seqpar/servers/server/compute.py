@@ -32,11 +32,12 @@ _ROWS = 32  # this many rows take a multiple of 64 bytes, for any number of head
 def kind_of(request: Request, device: torch.device) -> Hashable:
     """Return a key that is equal for requests that one call may compute on this device.
 
-    Each forward of Triton's kernels on a GPU has a different key. The kernels cut long rows of keys
-    more finely if a launch has fewer rows, so the bits would depend on the other requests.
+    Each forward of Triton's and ATen's kernels on a GPU has a different key. Triton's cut long rows
+    of keys more finely if a launch has fewer rows, and ATen's are cuDNN's for equal documents, so
+    the bits would depend on the other requests.
     """
     name = _backend_of(request, device)
-    alone = name == "triton" and device.type == "cuda" and request.output is None
+    alone = name in ("triton", "aten") and device.type == "cuda" and request.output is None
     return (
         request.operation,
         request.q.dtype,

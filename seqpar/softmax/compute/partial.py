@@ -53,8 +53,11 @@ class Partial:
         into = out if out is not None and out.dtype == dtype else None
 
         def make(kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-            if into is None:
-                sums = kept[0].to(dtype) if kept else torch.zeros(shape, dtype=dtype, device=device)
+            if kept and into is None:
+                sums = kept[0].to(dtype)
+            elif into is None:
+                # Not `torch.zeros`, which stands for scores where a model's own attention is read.
+                sums = torch.full(shape, 0.0, dtype=dtype, device=device)
             else:
                 sums = into.copy_(kept[0]) if kept else into.zero_()
             if kept:
