@@ -120,3 +120,17 @@ def assert_same(results, expected):
     for got, wanted in zip(results, expected, strict=True):
         for x, y in zip(got, wanted, strict=True):
             assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_forwards_whose_bits_depend_on_others_are_alone(backend):
+    """On a GPU. A backward of them may share a call."""
+    case = next(iter(CASES.values()))
+    requests = [forward(case, backend=backend) for _ in range(2)]
+    assert len({kind_of(x, torch.device("cuda")) for x in requests}) == 2
+    behind = [backward(case, x.q, x.q[..., 0]) for x in requests]
+    behind = [
+        dataclasses.replace(x, options=dataclasses.replace(x.options, backend=backend))
+        for x in behind
+    ]
+    assert len({kind_of(x, torch.device("cuda")) for x in behind}) == 1
