@@ -179,5 +179,4 @@ def attend_backward(
             if computes:
                 chosen.backward(output, q, k, v, slices, gradients, options)
             else:
-                gradients.queries.allocate()
-                gradients.keys.allocate()
+                gradients.allocate()

@@ -175,11 +175,10 @@ def _launches(
     config: Config,
 ) -> list[Launch]:
     """Return one launch of the chosen tiles, or two if the configuration separates them."""
-    has_cut = lists.cut_counts > 0
+    has_full, has_cut = lists.full_counts > 0, lists.cut_counts > 0
     kinds: list[tuple[NDArray[np.bool_], Ints, NDArray[np.bool_] | None, bool]]
-    kinds = [(chosen, flags, lists.full_counts > 0, True)]
+    kinds = [(chosen, flags, has_full, True)]
     if config.separate:
-        has_full = lists.full_counts > 0
         in_both = has_full & has_cut
         full_flags = np.where(in_both, flags & ~_LAST, flags)
         cut_flags = np.where(in_both, flags & ~_FIRST, flags)

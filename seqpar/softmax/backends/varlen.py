@@ -164,8 +164,7 @@ class VarlenKernel(NamedTuple):
             if rehearsing():
                 call.request_tables(batch, q.device)
                 continue
-            gradients.queries.release()
-            gradients.keys.release()
+            gradients.release()
             queries = _Queries.of(output, q, call, width, has_column, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
             results = self.backward(rows, call.tables(batch, q.device), queries.options)

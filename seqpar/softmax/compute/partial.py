@@ -244,6 +244,16 @@ class PartialGradients:
     def dv(self) -> Tensor:
         return self.keys.tensors[1]
 
+    def allocate(self) -> None:
+        """Make all sums now."""
+        self.queries.allocate()
+        self.keys.allocate()
+
+    def release(self) -> None:
+        """Turn all results that were kept into sums; see `Sums.release`."""
+        self.queries.release()
+        self.keys.release()
+
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv. If only one kernel had results, they may have its dtype."""
         (dq,), (dk, dv, *_) = self.queries.results, self.keys.results

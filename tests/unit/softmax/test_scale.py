@@ -38,7 +38,7 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
         # All rows then travel in one stage.
         patched.setattr(disaggregated, "_ROWS_PER_STAGE", 2**40)
         patched.setattr(aten, "forward", lambda *arguments: arguments[4].sums.allocate())
-        patched.setattr(aten, "backward", lambda *arguments: allocate(arguments[5]))
+        patched.setattr(aten, "backward", lambda *arguments: arguments[5].allocate())
         attn = module(PLANNED.get(strategy, strategy), group, **module_options)
         layout = layout or Layout.contiguous(s.tokens, s.ranks)
         comm, code = attn._bound.comm, attn._bound.strategy
@@ -66,12 +66,6 @@ def measured(monkeypatch, strategy, s, layout=None, sinks=None, **module_options
         held=(forward.peak, backward.peak),
         traffic=[sums(rows, direction) for direction in ("forward", "backward")],
     )
-
-
-def allocate(gradients):
-    """As backends do that add to sums."""
-    gradients.queries.allocate()
-    gradients.keys.allocate()
 
 
 PLANNED = {"disaggregated": "disaggregated+half to next"}
