@@ -14,7 +14,7 @@ import pytest
 import torch
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import configs, launching
-from seqpar.kernels.flash_attention.accumulate import flash_accumulate
+from seqpar.kernels.flash_attention.accumulate import flash_accumulate, flash_add_to_rows
 from seqpar.kernels.flash_attention.delta import flash_delta
 from seqpar.kernels.flash_attention.merge import flash_merge
 from seqpar.kernels.lightning_attention import SegmentTables
@@ -228,7 +228,10 @@ def test_tables_are_freed_with_their_layout(launched):
     try:
         layout = Layout.contiguous([0, 40, 70], 1)
         tables = {weakref.ref(launch.tiles) for launch in attend(slices_of(layout))}
-        assert sum(ref() is not None for ref in tables) >= 3
+        alive = [ref for ref in tables if ref() is not None]
+        if DEVICE.type == "cpu":
+            assert len(alive) == len(tables) == 3
+        assert len(alive) >= 3  # a GPU has copies of them
         launched.clear()
         del layout
         assert {ref() for ref in tables} == {None}
@@ -318,7 +321,10 @@ def test_triton_looks_up_a_launch_once():
     assert kernel.calls[1][1] == (y, x, 2, 8, 16)
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS.values(), flash_accumulate, flash_delta, flash_merge])
+@pytest.mark.parametrize(
+    "kernel",
+    [*KERNELS.values(), flash_accumulate, flash_add_to_rows, flash_delta, flash_merge],
+)
 def test_compile_time_arguments_come_last(kernel):
     constexpr = ["constexpr" in x for x in inspect.get_annotations(kernel.fn).values()]
     assert constexpr and all(constexpr)
