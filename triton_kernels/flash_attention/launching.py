@@ -37,7 +37,7 @@ class Prepared:
         arguments: the positional arguments after the tensors.
         flags: the compile-time arguments, `num_warps` and `num_stages`.
         blocks: the rows and dims of a block of each tensor with a descriptor from the host.
-        compiled: launches of what Triton compiled, by the alignment of the tensors.
+        compiled: launches of the compiled kernels, by the alignment of the tensors.
     """
 
     kernel: Any
@@ -50,7 +50,7 @@ class Prepared:
 
     @cached_property
     def constants(self) -> tuple[Any, ...]:
-        """The compile-time arguments in the order of the kernel, in which they are the last."""
+        """The compile-time arguments, which are the kernel's last ones, in its order."""
         return tuple(self.flags[name] for name in self.kernel.arg_names if name in self.flags)
 
     def described(self, *operands: Tensor) -> tuple[TensorDescriptor | None, ...]:
@@ -86,7 +86,7 @@ def _run(launch: Prepared, tensors: tuple[Any, ...]) -> None:
 
 
 def _launch(launch: Prepared, tensors: tuple[Any, ...]) -> None:
-    """Let Triton look for what it compiled, by all arguments, only where their alignment is new."""
+    """Launch the compiled kernel. Triton looks it up once for each alignment of the tensors."""
     alignment = tuple([x.data_ptr() % 16 if isinstance(x, Tensor) else None for x in tensors])
     if (compiled := launch.compiled.get(alignment)) is not None:
         compiled(*tensors, *launch.arguments, *launch.constants)

@@ -110,7 +110,7 @@ def _flash_attention_3(package: ModuleType, _major: int) -> VarlenKernel:
         return dq, dk, dv
 
     # Some versions ignore `deterministic` without an error (flash-attention's issue 1596), and
-    # their functions look like those of the others.
+    # their functions have the same signatures.
     return VarlenKernel(
         forward, backward, max_head_dim=256, softcap=True, lse_gradient=False, deterministic=False
     )
@@ -217,7 +217,7 @@ def load_package(name: str, major: int) -> VarlenKernel | str:
 
 
 def _lacking(function: object, names: list[str]) -> str | None:
-    """Return what a function lacks of these arguments, in words, or None."""
+    """Return a text that names the missing arguments of a function, or None."""
     if not callable(function):
         return ""
     # torch.library.custom_op hides the function's signature.

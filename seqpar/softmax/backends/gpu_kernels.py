@@ -1,4 +1,4 @@
-"""Which kernel computes a call on which GPU, and why: the only place where this is decided.
+"""The choice of a kernel for a call on a GPU, and its reason: the only place that decides it.
 
 A call gets the first kernel of its GPU's order that is available and computes all of the call. The
 order for sm_90 is by speed on an H200 (docs/benchmarks/kernels.md), where FlashAttention-3 was not

@@ -83,7 +83,7 @@ class VarlenCall:
         queries, keys: the rows of all segments, in their order.
         query_key: equal for calls with the same query rows.
         is_dense: whether all segments have the same rows and keys, multiples of 128, and are full,
-            or causal with as many keys as rows.
+            or causal with equal numbers of keys and rows.
     """
 
     def __init__(self, segments: Sequence[Segment], window: Window) -> None:
@@ -103,8 +103,8 @@ class VarlenCall:
             edges = (np.r_[0, np.tile(x, batch).cumsum()].astype(np.int32) for x in self._lengths)
             cu_q, cu_k = map(torch.from_numpy, edges)
             longest_q, longest_k = (int(x.max()) for x in self._lengths)
-            # FlashAttention-2 takes it in place of an unlimited right side beside a limited left
-            # one, and a right side from it on as unlimited.
+            # If only the left side is limited, FlashAttention-2 uses longest_k as the right side.
+            # It takes right sides of at least longest_k as unlimited.
             longest_k = max(longest_q, longest_k)
             return SegmentTables(cu_q, cu_k, longest_q, longest_k, self._window)
 

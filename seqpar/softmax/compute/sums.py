@@ -35,7 +35,7 @@ class Sums:
 
     @property
     def results(self) -> Sequence[Tensor]:
-        """The results that were kept, if there are no others, or the sums."""
+        """The only results, as their kernel returned them, or the sums."""
         return self._kept or self.tensors
 
     def keep(self, *results: Tensor) -> bool:
