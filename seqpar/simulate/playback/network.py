@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from seqpar.costs.cluster import Cluster
 from seqpar.simulate.playback.shares import ActiveJobs, Resource
-from seqpar.simulate.recording.program import AllToAll, Post
+from seqpar.simulate.recording.program import Post, ShardExchange
 
 if TYPE_CHECKING:
     import simpy
@@ -64,7 +64,7 @@ class Hardware:
         seconds = float(self.cluster.host.seconds(nbytes))
         return seconds, [self._hosts[rank], *([] if core is None else [core])]
 
-    def way(self, source: int, target: int, nbytes: int) -> tuple[float, float, list[Resource]]:
+    def way(self, source: int, target: int, nbytes: float) -> tuple[float, float, list[Resource]]:
         """Return a message's latency, its further seconds, and the resources it uses."""
         a, b = self._node[source], self._node[target]
         link = self.cluster.inside if a == b else self.cluster.between
@@ -122,13 +122,13 @@ class Network:
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
         # Gloo only, by (source, target): pending writes; the first one is being written.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
-        # By channel: the exchanges of an `AllToAll` that waits for more ranks.
+        # By channel: the exchanges of a `ShardExchange` that waits for more ranks.
         self._gathering: dict[str, list[Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
         """Post a rank's exchange at the current time."""
         flight = Flight(rank, post, self._env.now, self._env.event())
-        if isinstance(post, AllToAll):
+        if isinstance(post, ShardExchange):
             flight.left = 1  # until all ranks have begun
         else:
             for sending, messages in ((False, post.recvs), (True, post.sends)):
@@ -164,7 +164,7 @@ class Network:
 
     def _begin(self, flight: Flight) -> None:
         flight.begun = True
-        if isinstance(flight.post, AllToAll):
+        if isinstance(flight.post, ShardExchange):
             self._gather(flight, flight.post)
             return
         receives = len(flight.post.recvs)  # which come first in `messages`
@@ -177,8 +177,8 @@ class Network:
         if is_empty:
             self._end(flight)
 
-    def _gather(self, flight: Flight, post: AllToAll) -> None:
-        """Start an all-to-all when the last of its ranks begins it."""
+    def _gather(self, flight: Flight, post: ShardExchange) -> None:
+        """Start an exchange of shards when the last of its ranks begins it."""
         flights = self._gathering.setdefault(post.channel, [])
         flights.append(flight)
         if len(flights) <= len(post.sends):
@@ -188,16 +188,19 @@ class Network:
         for each in flights:
             each.left = 0
             by_node.setdefault(self._hardware.node(each.rank), []).append(each)
-        for senders in by_node.values():
-            for source, target in permutations(senders, 2):
-                self._send_together([source], [target], post.sends[0][1])
-            for receivers in by_node.values():
-                if receivers is not senders:
-                    self._send_together(senders, receivers, post.sends[0][1])
         if len(flights) == 1:
             self._end(flight)
+            return
+        shard = post.sends[0][1]
+        for senders in by_node.values():
+            from_each_of_node = shard * len(flights) / len(senders)  # with what it passes on
+            for source, target in permutations(senders, 2):
+                self._send_together([source], [target], from_each_of_node)
+            for receivers in by_node.values():
+                if receivers is not senders:
+                    self._send_together(senders, receivers, shard / len(receivers))
 
-    def _send_together(self, senders: list[Flight], receivers: list[Flight], nbytes: int) -> None:
+    def _send_together(self, senders: list[Flight], receivers: list[Flight], nbytes: float) -> None:
         """Send equal messages, which use the same links, from all senders to all receivers."""
         latency, seconds, through = self._hardware.way(senders[0].rank, receivers[0].rank, nbytes)
         flights = [*senders, *receivers]

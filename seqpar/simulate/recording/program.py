@@ -79,11 +79,15 @@ class Post:
 
 
 @dataclass(slots=True)
-class AllToAll(Post):
-    """An exchange in which ranks 0, 1, … send all others of them messages of the same size.
+class ShardExchange(Post):
+    """A collective in which ranks 0, 1, … gather the shards of all of them, or reduce to shards.
 
-    It begins when all of these ranks have posted it. Its messages between two nodes are played
+    It begins when all of these ranks have posted it. As in NCCL's rings, a shard enters each other
+    node once, on one NIC, and is passed on inside. Equal messages between two nodes are played
     together, so P ranks cost about P messages per node instead of P².
+
+    Attributes:
+        sends, recvs: (peer, the bytes of a shard) for each other rank.
     """
 
 

@@ -23,7 +23,6 @@ from seqpar.simulate.playback.one_rank import least_seconds
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import (
-    AllToAll,
     Begin,
     Compute,
     Copy,
@@ -31,6 +30,7 @@ from seqpar.simulate.recording.program import (
     Operators,
     Post,
     Program,
+    ShardExchange,
     Wait,
 )
 from seqpar.simulate.recording.recording import record
@@ -325,7 +325,7 @@ def _exchange_parameters(programs: list[Program], nbytes: int, passes: int) -> N
     shard = -(-nbytes // len(programs))
     shards = [(peer, passes * shard) for peer in range(len(programs))]
     for rank, program in enumerate(programs):
-        post = AllToAll if program.ordered else Post
+        post = ShardExchange if program.ordered else Post
         others = (*shards[:rank], *shards[rank + 1 :])
         program.actions.insert(
             0, post(_SHARDED_PARAMETERS, others, others, "parameters", "parameters")

@@ -5,6 +5,7 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 import simpy
 
@@ -14,13 +15,13 @@ from seqpar.costs.device import Link
 from seqpar.simulate.playback import network
 from seqpar.simulate.playback.shares import ActiveJobs, Resource
 from seqpar.simulate.recording.program import (
-    AllToAll,
     Begin,
     Compute,
     End,
     Operators,
     Post,
     Program,
+    ShardExchange,
     Wait,
 )
 
@@ -124,14 +125,26 @@ def test_a_device_has_one_port_within_its_node():
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 4), (2, 8), (3, 10)])
-def test_an_all_to_all_equals_its_separate_messages(nodes, ranks):
+def test_shards_enter_each_node_once(nodes, ranks):
     """While other messages and computation use the same links; a node may be partly empty."""
+    shard = 12
+    sizes = [min(4, ranks - 4 * node) for node in range(nodes)]
 
-    def programs(kind):
+    def message(source, target):
+        inside = source // 4 == target // 4
+        return shard * ranks // sizes[target // 4] if inside else shard // sizes[target // 4]
+
+    def programs(together):
         made = []
         for rank in range(ranks):
-            others = [(peer, 6) for peer in range(ranks) if peer != rank]
-            exchange = kind(0, tuple(others), tuple(others), "parameters", "parameters")
+            peers = [peer for peer in range(ranks) if peer != rank]
+            if together:
+                shards = tuple((peer, shard) for peer in peers)
+                exchange = ShardExchange(0, shards, shards, "parameters", "parameters")
+            else:
+                sends = tuple((peer, message(rank, peer)) for peer in peers)
+                recvs = tuple((peer, message(peer, rank)) for peer in peers)
+                exchange = Post(0, sends, recvs, "parameters", "parameters")
             ring = post(
                 1, [((rank + 1) % ranks, 5 + rank)], [((rank - 1) % ranks, 5 + (rank - 1) % ranks)]
             )
@@ -139,19 +152,20 @@ def test_an_all_to_all_equals_its_separate_messages(nodes, ranks):
         return made
 
     on = cluster(nodes, 4, nics=2, latency=0.5)
-    together, separate = (play(programs(kind), on) for kind in (AllToAll, Post))
+    together, separate = (play(programs(x), on) for x in (True, False))
     assert together.ends == pytest.approx(separate.ends, rel=1e-12)
     assert together.waiting == pytest.approx(separate.waiting, rel=1e-12)
-    assert (together.sent_bytes == separate.sent_bytes).all()
+    ring_bytes = 5 + np.arange(ranks)
+    assert (together.sent_bytes == (ranks - 1) * shard + ring_bytes).all()
 
 
-def test_an_all_to_all_begins_with_its_last_rank():
-    exchange = AllToAll(0, ((1, 4),), ((1, 4),)), AllToAll(0, ((0, 4),), ((0, 4),))
+def test_an_exchange_of_shards_begins_with_its_last_rank():
+    exchange = ShardExchange(0, ((1, 4),), ((1, 4),)), ShardExchange(0, ((0, 4),), ((0, 4),))
     late = [seconds(3), exchange[1], Wait(0)]
     assert ends([[exchange[0], Wait(0)], late], cluster()) == [7, 7]
     with pytest.raises(ValueError, match="rank 0 for"):
         play([[exchange[0], Wait(0)], []], cluster())
-    alone = AllToAll(0, (), ())
+    alone = ShardExchange(0, (), ())
     assert ends([[alone, Wait(0)]], cluster()) == [0]
 
 
