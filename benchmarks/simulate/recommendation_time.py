@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -34,13 +35,22 @@ CASES = {
     ("1x8-h100", "one document"): [2**17],
     ("8x8-h100", "one document"): [2**20],
     ("8x8-h100", "packed"): packed(2**20),
+    ("128x8-h100", "one document"): [2**20],
+    ("128x8-h100", "packed"): packed(2**24),
+    ("2048x8-h100", "packed"): packed(2**28),
 }
 
 
 def row_of(cluster: str, documents: str) -> dict[str, Any]:
     lengths = CASES[cluster, documents]
     command = [sys.executable, "-m", "seqpar", "plan", "--model", MODEL, "--cluster", cluster]
-    command += ["--lengths", ",".join(map(str, lengths)), "--json"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:  # longer than a command line
+        file.write(",".join(map(str, lengths)))
+        file.flush()
+        return timed([*command, "--lengths", file.name, "--json"], cluster, documents, lengths)
+
+
+def timed(command: list[str], cluster: str, documents: str, lengths: list[int]) -> dict[str, Any]:
     before, start = os.times(), time.perf_counter()
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     seconds, after = time.perf_counter() - start, os.times()
@@ -49,12 +59,13 @@ def row_of(cluster: str, documents: str) -> dict[str, Any]:
     return {
         "cluster": cluster,
         "documents": documents,
-        "lengths": lengths,
+        "tokens": sum(lengths),
+        "number": len(lengths),
         "seconds": seconds,
         "cpu": cpu,
         "ways": len(ways),
         "simulated": sum(not x["excluded"] for x in ways),
-        "best": f"{ways[0]['strategy']}, {ways[0]['layout_name']}",
+        "best": ways[0]["name"],
     }
 
 

@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", required=True, help="tokens of each document: 4096,512, or a file of numbers"
     )
+    parser.add_argument(
+        "--parallelism",
+        choices=["all", "context"],
+        help="whether devices may also be data, pipeline and tensor ranks (the default on GPUs)",
+    )
     parser.add_argument("--save-cluster", metavar="FILE", help="also write the cluster to FILE")
     parser.add_argument(
         "--all", action="store_true", help="also simulate ways that a lower bound excludes"
@@ -44,7 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save_cluster is not None:
         cluster.to_json(arguments.save_cluster)
     recommendations = recommend(
-        model, cluster, _lengths(arguments.lengths), simulate_all=arguments.all
+        model,
+        cluster,
+        _lengths(arguments.lengths),
+        parallelism=arguments.parallelism or ("all" if cluster.overlaps else "context"),
+        simulate_all=arguments.all,
     )
     fits = bool(recommendations[0].seconds < np.inf)
     if arguments.json:
@@ -101,7 +110,16 @@ def _as_dicts(recommendations: Recommendations) -> list[dict[str, object]]:
     for x in recommendations:
         figures = {"seconds": x.seconds, "error": x.error, "memory": x.memory}
         finite = {name: v if np.isfinite(v) else None for name, v in figures.items()}
-        names = ["strategy", "options", "layout_name", "checkpointing", "offload", "longest"]
+        names = [
+            "name",
+            "strategy",
+            "options",
+            "layout_name",
+            "checkpointing",
+            "offload",
+            "longest",
+        ]
         names += ["bytes", "limit", "why_not", "excluded"]
-        rows.append({name: getattr(x, name) for name in names} | finite)
+        divided = {"parallelism": x.parallelism._asdict(), "batches": x.batches}
+        rows.append(divided | {name: getattr(x, name) for name in names} | finite)
     return rows

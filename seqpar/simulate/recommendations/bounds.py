@@ -20,10 +20,18 @@ def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
     if way.servers:
         yield least_trainer_seconds(way.layout, costs)
         return
+    division = way.division
     try:
         busy = _busy_ranks(way.layout)
         for ranks in dict.fromkeys((busy[:1], busy)):
-            yield least_step_seconds(way.strategy, way.layout, costs, ranks, **way.options)
+            if division is None:
+                yield least_step_seconds(way.strategy, way.layout, costs, ranks, **way.options)
+            else:
+                context = division.divided.context
+                micro_batch = least_step_seconds(
+                    way.strategy, way.layout, context, ranks, **way.options
+                )
+                yield division.least_seconds_with(micro_batch)
     except ValueError:  # simulating the way gives the reason
         yield 0.0
 

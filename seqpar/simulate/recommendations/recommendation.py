@@ -11,6 +11,9 @@ import numpy as np
 
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import table
+from seqpar.simulate.recommendations.divisions import Batches, Division
+from seqpar.simulate.recommendations.search_space import LAYOUTS, NamedLayout, layouts
+from seqpar.simulate.steps.divided import Parallelism
 from seqpar.simulate.steps.served_layers import nano_batches
 from seqpar.simulate.steps.steps import Step
 
@@ -30,7 +33,10 @@ class Recommendation:
         options: further arguments of `simulate.step`: "mesh" as (rows, ranks per row), "transport"
             of linear layers, and with attention servers "servers" (their number) and "tasks" (per
             call). Empty if none applies.
-        layout: which rank holds which tokens; its documents are in the order of `documents`.
+        division: how devices and documents are divided; None if all devices are context ranks, or
+            some are attention servers.
+        layout: which context rank holds which tokens; its documents are in the order of
+            `documents`. With a `division` it is the layout of the micro-batch with most work.
         layout_name: "zigzag", "contiguous" or a method of `balance.plan`. With servers it is
             "whole": the ranks are trainers of whole documents.
         device: the type of the devices, "cuda" or "cpu".
@@ -70,10 +76,33 @@ class Recommendation:
     step: Step | None = field(default=None, repr=False)
     recurrence: str | None = None
     excluded: bool = False
+    division: Division | None = field(default=None, repr=False)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The numbers of data, pipeline, tensor and context ranks, without servers."""
+        if self.division is None:
+            return Parallelism(context=self.layout.ranks)
+        return self.division.parallelism
+
+    @property
+    def batches(self) -> Batches:
+        """By data group and micro-batch, the indices of its documents in the given lengths."""
+        return ((self.documents,),) if self.division is None else self.division.batches
 
     @property
     def name(self) -> str:
-        """Strategy and layout, for example "usp 4x2, zigzag"."""
+        """Strategy, layout and division, for example "usp 4x2, zigzag, data 2, context 8"."""
+        if self.division is not None:
+            count = self.division.micro_batches
+            parts = [str(self.parallelism), f"{count} micro-batches" if count > 1 else None]
+            if self.parallelism.context == 1:
+                return ", ".join(filter(None, parts))
+            return ", ".join(filter(None, [self._name, *parts]))
+        return self._name
+
+    @property
+    def _name(self) -> str:
         mesh, transport = self.options.get("mesh"), self.options.get("transport")
         shape = "" if mesh is None else f" {mesh[0]}x{mesh[1]}"
         if self.servers:
@@ -104,6 +133,10 @@ class Recommendation:
         if self.servers:
             standard_library = "from itertools import accumulate", "from pathlib import Path", ""
             return self._text(self._served_lines(), standard_library)
+        if self.division is not None:
+            device_mesh = ["from torch.distributed.device_mesh import init_device_mesh"]
+            accumulate = ["from itertools import accumulate", ""]
+            return self._text(self._divided_lines(self.division), accumulate, device_mesh)
         imports: list[str] = []
         group = "dist.group.WORLD"
         lines: list[str] = []
@@ -118,14 +151,59 @@ class Recommendation:
             made = f"seqpar.Layout.{self.layout_name}({[*map(int, edges)]}, {ranks})"
         else:
             lines.append(f"documents = {[*self.documents]}  # in this order")
-            spans = [
-                [(int(x.document), int(x.start), int(x.stop)) for x in self.layout.spans(rank)]
-                for rank in range(ranks)
-            ]
-            lines.append(f"spans = {spans}")
+            lines.append(f"spans = {_spans(self.layout)}")
             made = f"seqpar.Layout.from_spans(spans, {[*map(int, edges)]})"
         lines.append(f"layout = {made}")
         return self._text(lines, imports=imports)
+
+    def _divided_lines(self, division: Division) -> list[str]:
+        """Lines for one device of a division; it has a mesh of all devices."""
+        data, pipeline, tensor, context = self.parallelism
+        mesh = self.options.get("mesh") or (context,)
+        names = ("rows", "columns") if len(mesh) == 2 else ("context",)
+        shape = pipeline, data, *mesh, tensor
+        dimensions = "pipeline", "data", *names, "tensor"
+        group = 'mesh["context"].get_group()' if len(mesh) == 1 else 'mesh["rows", "columns"]'
+        lines = [
+            f"names = {dimensions}",
+            f'mesh = init_device_mesh("{self.device}", {shape}, mesh_dim_names=names)',
+            f'attn = seqpar.make_attention("{self.strategy}", {group})',
+            *self._recurrent_lines(group),
+            f"lengths = {division.lengths.tolist()}",
+        ]
+        if self.layout_name in LAYOUTS:
+            batches = [[[*x] for x in micro] for micro in division.batches]
+            lines += [
+                "# the documents of each micro-batch",
+                f'batches = {batches}[mesh.get_local_rank("data")]',
+                "edges = [[0, *accumulate(lengths[i] for i in batch)] for batch in batches]",
+                f"layouts = [seqpar.Layout.{self.layout_name}(x, {context}) for x in edges]",
+            ]
+        else:
+            named = [[self._laid_out(x) for x in micro] for micro in division.batches]
+            batches = [[list(x.documents) for x in micro] for micro in named]
+            spans = [[_spans(x.layout) for x in micro] for micro in named]
+            lines += [
+                "# the documents of each micro-batch, in the layout's order, and each rank's spans",
+                f'batches = {batches}[mesh.get_local_rank("data")]',
+                f'spans = {spans}[mesh.get_local_rank("data")]',
+                "edges = [[0, *accumulate(lengths[i] for i in batch)] for batch in batches]",
+                "layouts = [seqpar.Layout.from_spans(*x) for x in zip(spans, edges)]",
+            ]
+        if tensor > 1:
+            lines.append(f'# mesh["tensor"]: each rank has 1/{tensor} of the heads and matrices')
+        if pipeline > 1:
+            lines.append(f'# mesh["pipeline"] has {pipeline} stages, in 1F1B order')
+            lines.append('# mesh["data"] and the context ranks shard Adam\'s state (ZeRO 1)')
+        elif data * context > 1:
+            lines.append('# mesh["data"] and the context ranks shard the parameters (FSDP)')
+        return lines
+
+    def _laid_out(self, documents: tuple[int, ...]) -> NamedLayout:
+        """Return the layout of a micro-batch, by the same method as `layout`."""
+        assert self.division is not None
+        named = layouts(self.division.lengths, self.division.divided.context, documents)
+        return next(x for x in named if x.name == self.layout_name)
 
     def _text(
         self, lines: list[str], standard_library: Sequence[str] = (), imports: Sequence[str] = ()
@@ -198,6 +276,13 @@ class Recommendations(list[Recommendation]):
             return table(rows)
         counted = f"{len(simulated)} of {len(self)} ways to train were simulated"
         return f"{table(rows)}\npartial, because it was interrupted: {counted}"
+
+
+def _spans(layout: Layout) -> list[list[tuple[int, int, int]]]:
+    return [
+        [(int(x.document), int(x.start), int(x.stop)) for x in layout.spans(rank)]
+        for rank in range(layout.ranks)
+    ]
 
 
 def as_gb(nbytes: float) -> str:

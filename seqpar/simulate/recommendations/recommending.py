@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import count
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.memory import CHECKPOINTING
 from seqpar.costs.model import Model
-from seqpar.simulate.candidates import candidates
+from seqpar.simulate.candidates import STRATEGIES, candidates
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, limit_of, slower_by, slower_for
 from seqpar.simulate.recommendations.bounds import lower_bounds
+from seqpar.simulate.recommendations.divisions import MAX_CONTEXT_RANKS, Division, divisions
 from seqpar.simulate.recommendations.interrupts import stop_on_interrupt
 from seqpar.simulate.recommendations.recommendation import (
     NOT_SIMULATED,
@@ -33,19 +35,34 @@ from seqpar.simulate.recommendations.search_space import (
     tasks_of,
     transport_of,
 )
+from seqpar.simulate.steps.divided import divided_step
 from seqpar.simulate.steps.steps import Step, step
+
+# The strategies that are tried with each division; others only with the best one.
+_FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
 
 
 def recommend(
-    model: Model, cluster: Cluster, lengths: CuSeqlens, *, simulate_all: bool = False
+    model: Model,
+    cluster: Cluster,
+    lengths: CuSeqlens,
+    *,
+    parallelism: str = "context",
+    simulate_all: bool = False,
 ) -> Recommendations:
     """Return the ways to train a model on these documents, fastest first, with reasons.
 
     Each strategy that the model's heads allow is simulated with three layouts: zigzag, contiguous,
-    and the layout of `balance.plan`. All documents form one packed batch over all ranks.
+    and the layout of `balance.plan`. By default all documents form one packed batch over all ranks.
     Parameters are sharded over all ranks and updated by Adam. Linear layers use the fastest
     transport for the layout. With attention servers, the remaining devices are trainers of whole
     documents; the number of servers follows from attention's share of the work.
+
+    With `parallelism="all"`, devices are also divided into data, pipeline, tensor and context
+    ranks, as `Recommendation.parallelism` says, and documents into data groups and micro-batches of
+    similar work. Attention of the micro-batch with most work is simulated on its context ranks, at
+    most 128; `simulate.steps.divided` says what is added. Divisions whose work alone, shared evenly
+    by their context ranks, takes longer than the fastest step are left out.
 
     Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
     the messages of one of them take longer than the fastest step, by more than the error, the way
@@ -65,10 +82,12 @@ def recommend(
         model: the model.
         cluster: the number and the speed of the ranks.
         lengths: (documents,) the tokens of each document.
-        simulate_all: whether to simulate also the ways that would be excluded.
+        parallelism: "context", or "all" to choose data, pipeline, tensor and context parallelism.
+        simulate_all: whether to simulate also the ways that would be excluded or left out.
 
     Raises:
-        ValueError: if `lengths` has no tokens.
+        ValueError: if `lengths` has no tokens; if `parallelism` is "all" and the devices are cores
+            that move messages themselves.
     """
     if not isinstance(model, Model):
         raise TypeError(f"model must be a Model, got {shown(model)}")
@@ -77,8 +96,18 @@ def recommend(
     lengths, simulate_all = as_lengths("lengths", lengths), as_bool("simulate_all", simulate_all)
     if not lengths.sum():
         raise ValueError("lengths must have a token")
+    if parallelism not in ("context", "all"):
+        raise ValueError(f'parallelism must be "context" or "all", got {shown(parallelism)}')
+    if parallelism == "all" and not cluster.overlaps:
+        raise ValueError(f'parallelism must be "context" on the cores of {cluster.name}, got "all"')
     costs = Costs(cluster, model)
-    ways = _simulated_or_excluded(list(_ways(lengths, costs)), costs, simulate_all)
+    divided = list(divisions(lengths, costs)) if parallelism == "all" else []
+    # With too many devices to simulate as one group, divisions have smaller ones if any fits.
+    as_one = cluster.ranks <= MAX_CONTEXT_RANKS or not divided
+    # Among divisions, only the fastest counts. Otherwise, so do ways within the error.
+    search = _Search(costs, simulate_all, 1.0 if divided else 1.0 + error_of(cluster))
+    search.run(_ways(lengths, costs) if as_one else [], divided)
+    ways = search.results()
     # Equally fast ways keep their order.
     ways.sort(
         key=lambda x: (x.why_not == NOT_SIMULATED, x.seconds == np.inf, x.excluded, x.seconds)
@@ -87,82 +116,163 @@ def recommend(
     return Recommendations([best, *(_compared(way, best) for way in ways[1:])])
 
 
-def _simulated_or_excluded(
-    ways: list[Recommendation], costs: Costs, simulate_all: bool
-) -> list[Recommendation]:
-    """Return the ways with their predictions, or with the reason why they have none.
+class _Search:
+    """Simulates the ways to train, the one with the least lower bound first.
 
-    The way with the least lower bound comes first. Its bound is tightened before it is simulated.
-    Once the least bound is too high, all remaining ways are excluded. An interrupt ends this once a
-    way fits; if none does, the interrupt is raised.
+    A way's bound is tightened before it is simulated. The ways of a division are added when its
+    bound is the least. At first these are ways of few strategies. The fastest way's division gets
+    all others, too. The search ends when all bounds are above the fastest step.
+
+    Attributes:
+        ways: all ways so far.
+        simulated: by their numbers, those with predictions.
     """
-    simulated: dict[int, Recommendation] = {}
-    best = ways[0]  # until one is simulated: its seconds are infinite
-    bounds = [0.0] * len(ways)
-    queue = [(0.0, number) for number in range(len(ways))]  # a heap
-    progress = Progress(f"recommend looks for the best of {len(ways)} ways to train")
-    with stop_on_interrupt("recommend") as interrupted:
-        tighter = [iter(()) if simulate_all else lower_bounds(way, costs) for way in ways]
-        stopped = False
-        try:
-            while queue and queue[0][0] <= best.seconds * (1 + best.error):
-                if interrupted() and best.seconds < np.inf:
-                    raise KeyboardInterrupt
-                _, number = heappop(queue)
-                # After an interrupt, the first way that fits is enough.
-                bound = None if interrupted() else next(tighter[number], None)
-                if bound is not None:
-                    bounds[number] = bound
-                    heappush(queue, (bound, number))
-                else:
-                    simulated[number] = _simulated(ways[number], costs)
-                    best = min(simulated.values(), key=lambda x: x.seconds)
-                    done = f"recommend has simulated {len(simulated)} of {len(ways)} ways to train"
-                    fastest = f", fastest {best.name!r}" if best.seconds < np.inf else ""
-                    progress.doing = done + fastest
-                progress.tick()
-        except KeyboardInterrupt:
-            if not any(way.seconds < np.inf for way in simulated.values()):
-                raise
-            stopped = True
-    return [
-        simulated.get(number)
-        or (
-            replace(way, why_not=NOT_SIMULATED)
-            if stopped
-            else replace(way, excluded=True, seconds=bounds[number])
-        )
-        for number, way in enumerate(ways)
-    ]
+
+    def __init__(self, costs: Costs, simulate_all: bool, close: float) -> None:
+        self.ways: list[Recommendation] = []
+        self.simulated: dict[int, Recommendation] = {}
+        self.interrupted = False
+        self._costs, self._simulate_all, self._close = costs, simulate_all, close
+        self._bounds: list[float] = []
+        self._tighter: list[Iterator[float]] = []
+        self._queue: list[tuple[float, int, int | Division]] = []  # a heap of bounds
+        self._order = count()
+        self._best: Recommendation | None = None
+        self._completed: set[int] = set()  # divisions whose ways are all known, by id
+
+    def run(self, ways: Iterable[Recommendation], divided: Iterable[Division]) -> None:
+        """Search until the best is known, or until an interrupt once a way fits.
+
+        Raise the KeyboardInterrupt if none fits.
+        """
+        with stop_on_interrupt("recommend") as interrupted:
+            self._add(ways)
+            for division in divided:
+                self._put(0.0 if self._simulate_all else division.least_seconds, division)
+            progress = Progress(f"recommend looks for the best of {len(self._queue)} ways to train")
+            try:
+                while (following := self._next()) is not None:
+                    if interrupted() and self._fastest < np.inf:
+                        raise KeyboardInterrupt
+                    # After an interrupt, the first way that fits is enough.
+                    self._take(*following, tighten=not interrupted())
+                    if self.simulated:
+                        progress.doing = self._progress()
+                    progress.tick()
+            except KeyboardInterrupt:
+                if self._fastest == np.inf:
+                    raise
+                self.interrupted = True
+
+    def results(self) -> list[Recommendation]:
+        """Return the ways with their predictions, or with the reason why they have none."""
+        return [
+            self.simulated.get(number)
+            or (
+                replace(way, why_not=NOT_SIMULATED)
+                if self.interrupted
+                else replace(way, excluded=True, seconds=self._bounds[number])
+            )
+            for number, way in enumerate(self.ways)
+        ]
+
+    @property
+    def _fastest(self) -> float:
+        return np.inf if self._best is None else self._best.seconds
+
+    def _add(self, ways: Iterable[Recommendation], bound: float = 0.0) -> None:
+        for way in ways:
+            self._put(bound, len(self.ways))
+            self.ways.append(way)
+            self._bounds.append(bound)
+            bounds = iter(()) if self._simulate_all else lower_bounds(way, self._costs)
+            self._tighter.append(bounds)
+
+    def _put(self, bound: float, item: int | Division) -> None:
+        heappush(self._queue, (bound, next(self._order), item))
+
+    def _next(self) -> tuple[float, int | Division] | None:
+        if not self._queue or self._queue[0][0] > self._fastest * self._close:
+            division = None if self._best is None else self._best.division
+            if division is None or id(division) in self._completed:
+                return None
+            self._completed.add(id(division))
+            self._add(_ways_of(division, self._costs, others=True), division.least_seconds)
+            return self._next()
+        bound, _, item = heappop(self._queue)
+        return bound, item
+
+    def _take(self, bound: float, item: int | Division, tighten: bool) -> None:
+        if isinstance(item, Division):
+            self._add(_ways_of(item, self._costs), bound)
+            return
+        tighter = next(self._tighter[item], None) if tighten else None
+        if tighter is not None:
+            self._bounds[item] = max(bound, tighter)
+            self._put(self._bounds[item], item)
+            return
+        self.simulated[item] = found = _simulated(self.ways[item], self._costs)
+        if found.seconds < self._fastest:
+            self._best = found
+
+    def _progress(self) -> str:
+        done = f"recommend has simulated {len(self.simulated)} of {len(self.ways)} ways to train"
+        return done if self._best is None else f"{done}, fastest {self._best.name!r}"
 
 
 def _ways(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
     """Yield the ways to simulate; equally fast ways keep this order."""
-    cluster, error = costs.cluster, error_of(costs.cluster)
-    recurrence = None if costs.model.recurrence is None else costs.model.recurrence.kind
-
-    def way(strategy: str, options: dict[str, object], named: NamedLayout) -> Recommendation:
-        return Recommendation(
-            strategy,
-            options,
-            named.layout,
-            named.name,
-            device="cuda" if cluster.overlaps else "cpu",
-            documents=named.documents,
-            error=error,
-            recurrence=recurrence,
-        )
-
+    cluster = costs.cluster
     for named in layouts(lengths, costs):
         transport = transport_of(named.layout, costs)
         for strategy, mesh in candidates(cluster, cluster.ranks):
             options: dict[str, object] = {"transport": transport, "mesh": mesh}
             options = {name: option for name, option in options.items() if option is not None}
-            yield way(strategy, options, named)
+            yield _way(strategy, options, named, costs)
     for servers in numbers_of_servers(lengths, costs):
         named = on_trainers(lengths, cluster.ranks - servers)
         tasks = tasks_of(named.layout, servers)
-        yield way("disaggregated", {"servers": servers, "tasks": tasks}, named)
+        yield _way("disaggregated", {"servers": servers, "tasks": tasks}, named, costs)
+
+
+def _way(
+    strategy: str,
+    options: dict[str, object],
+    named: NamedLayout,
+    costs: Costs,
+    division: Division | None = None,
+) -> Recommendation:
+    recurrence = costs.model.recurrence
+    return Recommendation(
+        strategy,
+        options,
+        named.layout,
+        named.name,
+        device="cuda" if costs.cluster.overlaps else "cpu",
+        documents=named.documents,
+        error=error_of(costs.cluster),
+        recurrence=None if recurrence is None else recurrence.kind,
+        division=division,
+    )
+
+
+def _ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
+    """Yield the ways of a division, by the strategies of most use or by all others."""
+    context, ranks = division.divided.context, division.parallelism.context
+    strategies = [x for x in STRATEGIES if (x in _FIRST_STRATEGIES) != others]
+    if ranks == 1:
+        strategies = [] if others else strategies[:1]
+    found = candidates(context.cluster, ranks, strategies)
+    if costs.model.recurrence is not None:  # whose layers need one group of the context ranks
+        found = [x for x in found if x.mesh is None]
+    for named in layouts(division.lengths, context, division.largest) if found else ():
+        transport = transport_of(named.layout, context)
+        for strategy, mesh in found:
+            options: dict[str, object] = {"transport": transport, "mesh": mesh}
+            options = {name: option for name, option in options.items() if option is not None}
+            yield _way(strategy, options, named, costs, division)
+        if ranks == 1:
+            return
 
 
 def _simulated(way: Recommendation, costs: Costs) -> Recommendation:
@@ -202,18 +312,29 @@ def _least(way: Recommendation, costs: Costs) -> float:
 def _stepped(
     way: Recommendation, costs: Costs, checkpointing: str, offload: float = 0.0
 ) -> Recommendation:
-    simulated = step(
-        *(way.strategy, way.layout, costs.cluster, costs.model),
-        checkpointing=checkpointing,
-        sharding="full",
-        offload=offload,
-        optimizer=True,
-        **way.options,
-    )
+    division = way.division
+    if division is None:
+        simulated = step(
+            *(way.strategy, way.layout, costs.cluster, costs.model),
+            checkpointing=checkpointing,
+            sharding="full",
+            offload=offload,
+            optimizer=True,
+            **way.options,
+        )
+        fixed, tokens = costs.parameter_bytes(way.layout.ranks), way.layout.tokens
+    else:
+        simulated = divided_step(
+            *(way.strategy, way.layout, division.divided, division.shares),
+            most_tokens=division.most_tokens,
+            checkpointing=checkpointing,
+            offload=offload,
+            **way.options,
+        )
+        fixed, tokens = division.divided.parameter_bytes(), int(division.lengths.sum())
     memory = float(simulated.memory.max())
-    fixed = costs.parameter_bytes(way.layout.ranks)
     free = costs.cluster.device.memory - fixed  # memory other than `fixed` grows with the tokens
-    longest = int(way.layout.tokens * max(0.0, free) / max(memory - fixed, 1.0))
+    longest = int(tokens * max(0.0, free) / max(memory - fixed, 1.0))
     return replace(
         way,
         checkpointing=checkpointing,
@@ -221,7 +342,7 @@ def _stepped(
         memory=memory,
         longest=longest,
         bytes=int(simulated.bytes.max()),
-        limit=_limit(simulated),
+        limit=_limit(simulated, way.parallelism.pipeline > 1),
         step=simulated,
     )
 
@@ -231,12 +352,17 @@ def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
 
     The activations of all layers but two can move: they are copied out during forward and back
     during backward. With checkpointing, the remaining activations are few or in use. With servers,
-    host memory already carries the tasks.
+    host memory already carries the tasks; with stages, several micro-batches are in use.
     """
     cluster, layers = costs.cluster, len(costs.model.layers)
-    if not cluster.overlaps or way.servers or way.checkpointing != "none":
+    division, tokens = way.division, max(way.layout.tokens_per_rank)
+    has_stages = way.parallelism.pipeline > 1
+    if not cluster.overlaps or way.servers or has_stages or way.checkpointing != "none":
         return None
-    kept = float(costs.kept_bytes(max(way.layout.tokens_per_rank)))
+    if division is None:
+        kept = float(costs.kept_bytes(tokens))
+    else:
+        kept = division.divided.activation_bytes(tokens, "none", 1)
     movable = kept * max(0, layers - 2) / layers
     short = way.memory - cluster.device.memory
     if short > movable:
@@ -251,11 +377,14 @@ def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     return replace(simulated, offload=float(ratio), memory=memory, longest=longest, limit=limit)
 
 
-def _limit(simulated: Step) -> str:
+def _limit(simulated: Step, has_stages: bool) -> str:
     busy = simulated.spent("busy")
     layers = simulated.seconds - simulated.head - simulated.optimizer
     mean = float(busy.mean())
-    return limit_of(mean, float(busy.max()) - mean, layers - float(busy.max()))
+    idle = layers - float(busy.max())
+    if has_stages:  # which wait for each other more than for messages
+        return limit_of(mean, float(busy.max()) - mean + idle, 0.0)
+    return limit_of(mean, float(busy.max()) - mean, idle)
 
 
 def _compared(x: Recommendation, best: Recommendation) -> Recommendation:

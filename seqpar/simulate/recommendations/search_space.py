@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,10 +30,17 @@ class NamedLayout(NamedTuple):
     documents: tuple[int, ...]
 
 
-def layouts(lengths: Ints, costs: Costs) -> Iterator[NamedLayout]:
-    """Yield layouts over all ranks: zigzag, contiguous, and a plan's if it differs from both."""
+def layouts(
+    lengths: Ints, costs: Costs, documents: Sequence[int] | None = None
+) -> Iterator[NamedLayout]:
+    """Yield layouts over all ranks: zigzag, contiguous, and a plan's if it differs from both.
+
+    They have all documents, or these, in order.
+    """
     cluster = costs.cluster
-    edges, order = np.r_[0, np.cumsum(lengths)], tuple(range(lengths.size))
+    order = tuple(range(lengths.size) if documents is None else documents)
+    lengths = lengths[[*order]]
+    edges = np.r_[0, np.cumsum(lengths)]
     seen = set()
     for name in LAYOUTS:
         layout: Layout = getattr(Layout, name)(edges, cluster.ranks)
@@ -48,7 +55,8 @@ def layouts(lengths: Ints, costs: Costs) -> Iterator[NamedLayout]:
         return
     (batch,) = planned.micro_batches
     if batch.layout.geometry.digest not in seen:
-        yield NamedLayout(planned.method, batch.layout, tuple(batch.documents.tolist()))
+        in_order = tuple(order[i] for i in batch.documents.tolist())
+        yield NamedLayout(planned.method, batch.layout, in_order)
 
 
 def transport_of(layout: Layout, costs: Costs) -> str | None:

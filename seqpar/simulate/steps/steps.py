@@ -35,6 +35,7 @@ from seqpar.simulate.recording.program import (
 )
 from seqpar.simulate.recording.recording import record
 from seqpar.simulate.steps.attending import Attending, Products
+from seqpar.simulate.steps.rank_classes import as_rank, ranks_alike
 from seqpar.simulate.steps.served_layers import record_layers, whole_documents
 from seqpar.strategies.recurrent import TRANSPORTS
 from seqpar.strategies.registry import SOFTMAX
@@ -367,7 +368,14 @@ def _record_attention(
         out = attn(*operands, layout, **call)
         out.backward(torch.empty_like(out))
 
-    return record(code, layout.ranks, mesh=mesh, only=ranks, ordered=ordered)
+    length = 1 if options else ranks_alike(strategy, mesh, layout, attending.model)
+    firsts = sorted({rank - rank % length for rank in ranks})
+    programs = record(code, layout.ranks, mesh=mesh, only=firsts, ordered=ordered)
+    recorded = dict(zip(firsts, programs, strict=True))
+    return [
+        as_rank(recorded[rank - rank % length], rank - rank % length, rank, length)
+        for rank in ranks
+    ]
 
 
 # Recordings are shared: ways to keep activations differ only outside attention, and all strategies

@@ -1,0 +1,162 @@
+"""Divide devices into data, pipeline, tensor and context ranks, and documents between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from seqpar.balance.planning.divide import to_lightest
+from seqpar.core.arguments import Ints
+from seqpar.costs.costs import Costs
+from seqpar.costs.grid import Floats
+from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_sizes
+
+MAX_CONTEXT_RANKS = 128  # of one group: simulating more takes minutes
+_MICRO_BATCHES_PER_STAGE = (2, 4)
+Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """One way to divide devices and documents.
+
+    Attributes:
+        divided: the costs on the divided cluster.
+        lengths: (documents,) tokens of all documents.
+        batches: the documents of each data group's micro-batches, with similar work.
+        shares: (micro_batches,) the work of the micro-batches of the group that has most, relative
+            to its largest.
+        largest: the documents of that micro-batch.
+        attending: seconds of its attention and matrix products on one device, in all layers.
+    """
+
+    divided: DividedCosts
+    lengths: Ints = field(repr=False)
+    batches: Batches = field(repr=False)
+    shares: Floats = field(repr=False)
+    largest: tuple[int, ...] = field(repr=False)
+    attending: float
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return self.divided.parallelism
+
+    @property
+    def least_seconds(self) -> float:
+        """What a step takes at least: even work, and exchanges of tensors and parameters."""
+        return self.least_seconds_with(self.attending / self.parallelism.context)
+
+    def least_seconds_with(self, micro_batch: float) -> float:
+        """Return the least seconds of a step whose largest micro-batch takes these at least."""
+        costs = self.divided.context
+        model, rate = costs.model, costs.cluster.device.reached_rate
+        tokens = float(self.lengths[[*self.largest]].sum()) / self.parallelism.context
+        head = min(micro_batch, 6 * tokens * model.vocabulary * model.hidden / rate)
+        attending = (micro_batch - head) / len(model.layers)  # of equal layers
+        layers = [self.divided.layer_seconds(attending, x, tokens, "none") for x in model.layers]
+        return self.divided.least_seconds(layers, head, self.shares)
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of the micro-batch that has most, which need not have most work."""
+        return max(int(self.lengths[[*x]].sum()) for micro in self.batches for x in micro)
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of each data group."""
+        return len(self.batches[0])
+
+
+def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
+    """Yield the ways to divide a cluster's devices, except into context ranks alone.
+
+    Tensor ranks share a node and divide the heads. Pipeline ranks divide the layers. A group of
+    context ranks fills nodes or divides them, and has at most 128 ranks. A data group has at least
+    one document per micro-batch. A group has one micro-batch, or two or four for each stage, or as
+    many as fit into memory without recomputing activations.
+    """
+    devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
+
+    @cache
+    def dealt(tensor: int, bins: int) -> list[tuple[float, Ints]]:
+        """Return micro-batches as (work, documents), most work first."""
+        divided = DividedCosts(costs, Parallelism(tensor=tensor))
+        work = _attending(lengths[kept], divided.context)
+        layers = len(costs.model.layers)
+        work += layers * np.array([divided.tensor_seconds(x) for x in lengths[kept].tolist()])
+        order = np.argsort(-work, kind="stable")
+        numbers = to_lightest(lengths[kept][order], work[order], bins, np.inf)
+        assert numbers is not None
+        parts = [order[numbers == number] for number in range(bins)]
+        made = [(float(work[part].sum()), kept[np.sort(part)]) for part in parts]
+        return sorted(made, key=lambda x: -x[0])
+
+    for parallelism in _parallelisms(costs):
+        if parallelism.data > kept.size or parallelism.context == devices:
+            continue
+        divided = DividedCosts(costs, parallelism)
+        for count in _numbers_of_micro_batches(divided, lengths):
+            if parallelism.data * count <= kept.size:
+                bins = dealt(parallelism.tensor, parallelism.data * count)
+                yield _division(divided, lengths, bins)
+
+
+def _parallelisms(costs: Costs) -> Iterator[Parallelism]:
+    cluster, layers = costs.cluster, len(costs.model.layers)
+    devices, per_node = cluster.ranks, cluster.devices_per_node
+    for tensor in tensor_sizes(costs.model, cluster):
+        for stages in _divisors(devices // tensor):
+            if layers % stages or not _aligned(devices // stages, per_node):
+                continue
+            for context in _divisors(devices // tensor // stages):
+                if context <= MAX_CONTEXT_RANKS and _aligned(context * tensor, per_node):
+                    data = devices // (tensor * stages * context)
+                    yield Parallelism(data, stages, tensor, context)
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def _aligned(ranks: int, per_node: int) -> bool:
+    """Return whether groups of this number of devices fill nodes or divide them."""
+    return ranks % per_node == 0 or per_node % ranks == 0
+
+
+def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints) -> list[int]:
+    """Return the numbers to try; none if the parameters alone do not fit."""
+    parallelism = divided.parallelism
+    free = divided.costs.cluster.device.memory - divided.parameter_bytes()
+    if free <= 0:
+        return []
+    per_device = float(lengths.sum()) / (parallelism.data * parallelism.context)
+    kept = divided.activation_bytes(per_device, "none", parallelism.pipeline)
+    fitting = int(np.ceil(1.1 * kept / free))  # with some room for temporary tensors
+    stages = parallelism.pipeline
+    counts = {1, fitting} if stages == 1 else {n * stages for n in _MICRO_BATCHES_PER_STAGE}
+    return sorted({*counts, max(fitting, stages)})
+
+
+def _attending(lengths: Ints, costs: Costs) -> Floats:
+    """Return (documents,) the seconds of each one's attention and products on one device."""
+    starts = np.zeros(lengths.size)
+    attention = sum(costs.span_work(starts, lengths, backward) for backward in (False, True))
+    products = 3 * lengths * costs.model.flops_per_token / costs.cluster.device.reached_rate
+    return np.asarray(attention + products)
+
+
+def _division(divided: DividedCosts, lengths: Ints, bins: list[tuple[float, Ints]]) -> Division:
+    """Deal micro-batches back and forth over the data groups."""
+    groups = divided.parallelism.data
+    turn, place = np.divmod(np.arange(len(bins)), groups)
+    group = np.where(turn % 2 == 0, place, groups - 1 - place)
+    dealt = [[bins[i] for i in np.flatnonzero(group == number)] for number in range(groups)]
+    slowest = max(dealt, key=lambda x: sum(work for work, _ in x))
+    most, largest = slowest[0]
+    shares = np.array([work for work, _ in slowest]) / most
+    batches = tuple(tuple(tuple(x.tolist()) for _, x in micro) for micro in dealt)
+    attending = float(_attending(lengths[largest], divided.context).sum())
+    return Division(divided, lengths, batches, shares, tuple(largest.tolist()), attending)

@@ -1,0 +1,307 @@
+"""Simulate a step on devices that are divided into data, pipeline, tensor and context ranks.
+
+Attention runs its strategy's code on one group of context ranks; all such groups do the same. The
+other exchanges have formulas:
+
+* Tensor ranks share a layer's matrices and heads, and split the activations between them by tokens.
+  Each half of a layer gathers its input and reduces its result, in forward and in backward, and
+  nothing hides it (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+  Models", 2022, section 4.2.2).
+* Without pipeline ranks, parameters are sharded over all data and context ranks, as in FSDP. Each
+  micro-batch gathers a layer's parameters twice and reduces its gradients once, while the layer
+  computes.
+* Pipeline ranks each have an equal number of consecutive layers, in 1F1B order. A rank holds its
+  stage's parameters and gradients; Adam's state is sharded over the data and context ranks, as in
+  ZeRO's stage 1. Gradients are reduced and parameters gathered once, at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.costs.cluster import Cluster
+from seqpar.costs.costs import Costs
+from seqpar.costs.grid import Floats
+from seqpar.costs.layers import Layer
+from seqpar.costs.memory import activation_bytes, parameter_bytes
+from seqpar.costs.model import Model
+from seqpar.layout.layout import Layout
+from seqpar.simulate.steps.pipeline import pipeline
+from seqpar.simulate.steps.steps import Step, step
+
+_TENSOR_EXCHANGES = 8  # of a layer's activations: 2 gathered, 2 reduced, forward and backward
+_RECOMPUTED_TENSOR_EXCHANGES = 4
+_SHARDING_PASSES = 3  # parameters gathered twice, gradients reduced once
+_BACKWARD_SHARE = 2 / 3  # of a stage's time; 1F1B's total depends only on the sum
+
+
+class Parallelism(NamedTuple):
+    """How many ranks the devices are divided into in each dimension.
+
+    Devices are numbered as in Megatron-LM: tensor ranks are next to each other, then come context,
+    data and pipeline ranks.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return prod(self)
+
+    def __str__(self) -> str:
+        sizes = zip(self._fields, self, strict=True)
+        return ", ".join(f"{name} {size}" for name, size in sizes if size > 1) or "context 1"
+
+
+def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
+    """Return the numbers of tensor ranks that divide a node's devices and the model's heads."""
+    heads = [model.kv_heads]
+    if (r := model.recurrence) is not None:
+        heads += [r.key_heads, r.value_heads]
+    devices = cluster.devices_per_node
+    return [n for n in range(1, devices + 1) if not any(x % n for x in (devices, *heads))]
+
+
+@dataclass(frozen=True)
+class DividedCosts:
+    """The costs of a model on a cluster that is divided in this way.
+
+    Attributes:
+        costs: of the model on the whole cluster.
+        parallelism: the division of all devices. Context groups fill nodes, or divide them.
+    """
+
+    costs: Costs
+    parallelism: Parallelism
+
+    @cached_property
+    def context(self) -> Costs:
+        """The costs of one group of context ranks, each with its share of every layer's heads."""
+        return Costs(
+            self._context_cluster, _tensor_share(self.costs.model, self.parallelism.tensor)
+        )
+
+    @property
+    def sharding_ranks(self) -> int:
+        """The number of ranks that parameters, or Adam's state, are sharded over."""
+        return self.parallelism.data * self.parallelism.context
+
+    @cached_property
+    def stages(self) -> list[tuple[Layer, ...]]:
+        """The layers of each stage."""
+        layers, stages = self.context.model.layers, self.parallelism.pipeline
+        each = len(layers) // stages
+        return [layers[i * each : (i + 1) * each] for i in range(stages)]
+
+    def tensor_seconds(self, tokens: float, checkpointing: str = "none") -> float:
+        """Return the seconds in which tensor ranks exchange a layer's activations."""
+        ranks, cluster = self.parallelism.tensor, self.costs.cluster
+        if ranks == 1:
+            return 0.0
+        count = _TENSOR_EXCHANGES
+        count += _RECOMPUTED_TENSOR_EXCHANGES if checkpointing != "none" else 0
+        nbytes = tokens * self.costs.model.hidden * self.costs.itemsize * (ranks - 1) / ranks
+        return count * ((ranks - 1) * cluster.inside.latency + nbytes / cluster.inside.rate)
+
+    def sharded_seconds(self, parameters: float, passes: int) -> float:
+        """Return the seconds to gather or reduce parameters, as NCCL's rings do.
+
+        Each passes over the ports inside a node, and once over the NICs into each other node.
+        `parameters` are those of one tensor rank.
+        """
+        cluster, ranks = self.costs.cluster, self.sharding_ranks
+        nbytes = passes * parameters * self.costs.itemsize
+        nodes = -(-ranks * self.parallelism.tensor // cluster.devices_per_node)
+        inside = nbytes * (ranks - 1) / ranks / cluster.inside.rate
+        if nodes == 1:
+            return inside
+        into_each_node = nbytes * self.parallelism.tensor * (nodes - 1) / nodes
+        return max(inside, into_each_node / (cluster.nics * cluster.between.rate))
+
+    def least_seconds(self, layers: list[float], head: float, shares: Floats) -> float:
+        """Return a step's least seconds, without messages between stages.
+
+        Without stages, and with equal ones, it takes no longer.
+
+        Args:
+            layers: the seconds of each of its layers, forward and backward.
+            head: the seconds of its head.
+            shares: (micro_batches,) the time of each micro-batch, relative to the largest one.
+        """
+        stages = np.array(self._stage_seconds(layers, head))
+        # Before a stage computes its micro-batches, and after, one passes the stages before it.
+        passing = (np.cumsum(stages) - stages) * shares.min()
+        return float((stages * shares.sum() + passing).max()) + self.end_seconds
+
+    def played(
+        self, layers: list[float], head: float, shares: Floats, boundary_bytes: int
+    ) -> float:
+        """Return a step's seconds; stages exchange these bytes of a micro-batch."""
+        if self.parallelism.pipeline == 1:
+            return self.least_seconds(layers, head, shares)
+        seconds = np.outer(self._stage_seconds(layers, head), shares)
+        forward, backward = seconds * (1 - _BACKWARD_SHARE), seconds * _BACKWARD_SHARE
+        stages = self.parallelism.pipeline
+        outcome = pipeline(forward, backward, self._stage_cluster, boundary_bytes, stages=stages)
+        return outcome.seconds + self.end_seconds
+
+    def layer_seconds(self, attending: float, layer: Layer, tokens: float, keeping: str) -> float:
+        """Return the seconds of a layer, from those of its attention and matrix products."""
+        seconds = attending + self.tensor_seconds(tokens, keeping)
+        if self.parallelism.pipeline > 1 or self.sharding_ranks == 1:
+            return seconds
+        parameters = self.context.model.layer_parameters(layer)
+        return max(seconds, self.sharded_seconds(parameters, _SHARDING_PASSES))
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of parameters, gradients and Adam's state on a device."""
+        stage = 3 if self.parallelism.pipeline == 1 else 1
+        itemsize = self.costs.itemsize
+        return parameter_bytes(self._stage_model, itemsize, self.sharding_ranks, stage)
+
+    def activation_bytes(self, tokens: float, checkpointing: str, micro_batches: int) -> float:
+        """Return the bytes of activations on a device of the first stage, which holds most."""
+        each, once = activation_bytes(self.costs.model, self.costs.itemsize, checkpointing)
+        stages = self.parallelism.pipeline
+        held = each * min(stages, micro_batches) / stages
+        return tokens * (held + once) / self.parallelism.tensor
+
+    @cached_property
+    def _context_cluster(self) -> Cluster:
+        cluster, (_, _, tensor, context) = self.costs.cluster, self.parallelism
+        per_node = min(context, cluster.devices_per_node // tensor)
+        part = per_node / cluster.devices_per_node
+        return _with_nics(cluster, cluster.nics * part, context // per_node, per_node)
+
+    @property
+    def _stage_cluster(self) -> Cluster:
+        """One device for each stage."""
+        cluster, stages = self.costs.cluster, self.parallelism.pipeline
+        per_stage = self.parallelism.devices // stages
+        per_node = max(1, cluster.devices_per_node // per_stage)  # stages of a node
+        nics = cluster.nics / cluster.devices_per_node * per_node
+        return _with_nics(cluster, nics, stages // per_node, per_node)
+
+    @property
+    def _stage_model(self) -> Model:
+        """The largest stage; at most one of the embedding and the head is in a stage."""
+        model = self.context.model
+        if len(self.stages) == 1:
+            return model
+        largest = max(self.stages, key=lambda x: sum(map(model.layer_parameters, x)))
+        return replace(model, layers=largest, tied=True)
+
+    @property
+    def end_seconds(self) -> float:
+        """The seconds at the end of a step: Adam, and with stages also gradients and parameters."""
+        model, ranks = self._stage_model, self.sharding_ranks
+        update = Costs(self._context_cluster, model).optimizer_seconds(ranks)
+        if self.parallelism.pipeline == 1 or ranks == 1:
+            return update
+        return update + self.sharded_seconds(model.parameters, 2)
+
+    def _stage_seconds(self, layers: list[float], head: float) -> list[float]:
+        each = len(layers) // self.parallelism.pipeline
+        seconds = [sum(layers[i : i + each]) for i in range(0, len(layers), each)]
+        return [*seconds[:-1], seconds[-1] + head]
+
+
+def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
+    """Return a part of a cluster; less than a NIC per node is a slower one, others are whole."""
+    if nodes == 1:
+        return replace(cluster, nodes=1, devices_per_node=devices)
+    between = replace(cluster.between, rate=cluster.between.rate * min(1.0, nics))
+    whole = max(1, int(nics))
+    return replace(cluster, nodes=nodes, devices_per_node=devices, nics=whole, between=between)
+
+
+def _tensor_share(model: Model, ranks: int) -> Model:
+    """Return the part of a model that one of a number of tensor ranks computes."""
+    layers = tuple(
+        replace(x, ffn=-(-x.ffn // ranks), stored_ffn=-(-x.stored_ffn // ranks))
+        for x in model.layers
+    )
+    recurrence = model.recurrence
+    if recurrence is not None:
+        key_heads, value_heads = recurrence.key_heads // ranks, recurrence.value_heads // ranks
+        recurrence = replace(recurrence, key_heads=key_heads, value_heads=value_heads)
+    return replace(
+        model,
+        layers=layers,
+        heads=model.heads // ranks,
+        kv_heads=model.kv_heads // ranks,
+        vocabulary=-(-model.vocabulary // ranks),
+        recurrence=recurrence,
+    )
+
+
+def divided_step(
+    strategy: str,
+    layout: Layout,
+    divided: DividedCosts,
+    shares: Floats,
+    *,
+    most_tokens: int,
+    checkpointing: str = "none",
+    offload: float = 0.0,
+    mesh: tuple[int, int] | None = None,
+    transport: str = "all_gather",
+) -> Step:
+    """Simulate a step of a group of context ranks, and of all that share its pipeline.
+
+    Args:
+        strategy: as in `step`, for the group's context ranks.
+        layout: which context rank holds which tokens, of the largest micro-batch.
+        divided: the model on the divided cluster.
+        shares: as in `DividedCosts.least_seconds`.
+        most_tokens: of any micro-batch, which counts for memory.
+        checkpointing, offload, mesh, transport: as in `step`; no offloading from stages.
+
+    Returns:
+        A step whose `memory` and `bytes` are of one context group, and whose `seconds` are of all.
+        With stages, `optimizer` includes the exchange of gradients and parameters.
+    """
+    costs, context = divided.costs, divided.context
+    tokens = max(layout.tokens_per_rank)
+    if offload:  # tensor ranks also share what `context` counts on each of them
+        offload *= divided.activation_bytes(tokens, "none", 1) / float(context.kept_bytes(tokens))
+    one = step(
+        *(strategy, layout, context.cluster, context.model),
+        mesh=mesh,
+        checkpointing=checkpointing,
+        offload=offload,
+        transport=transport,
+    )
+    layers = [
+        divided.layer_seconds(one.layers[x.kind, x.window][0].seconds, x, tokens, checkpointing)
+        for x in context.model.layers
+    ]
+    boundary_bytes = tokens * costs.model.hidden * costs.itemsize // divided.parallelism.tensor
+    seconds = divided.played(layers, one.head, shares, boundary_bytes)
+    tokens_of = np.array(layout.tokens_per_rank)
+    counted = context.activation_bytes(tokens_of, checkpointing)
+    temporary = one.memory - counted - context.parameter_bytes(layout.ranks)
+    most = most_tokens / layout.tokens  # in proportion to this layout's
+    activations = np.array(
+        [divided.activation_bytes(most * x, checkpointing, shares.size) for x in tokens_of.tolist()]
+    )
+    per_device = float(shares.sum()) / divided.parallelism.pipeline
+    spent = {name: one.spent(name) * per_device for name in ("busy", "waiting")}
+    return Step(
+        seconds,
+        one.layers,
+        one.head,
+        divided.end_seconds,
+        divided.parameter_bytes() + activations + most * temporary,
+        (one.bytes * per_device).astype(np.int64),
+        spent,
+    )

@@ -1,0 +1,131 @@
+"""Ways to divide devices and documents, and the search for the best of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import seqpar
+from seqpar.balance import Cluster, Costs, Model
+from seqpar.simulate.recommendations import divisions as rooms
+from seqpar.simulate.recommendations.bounds import lower_bounds
+from seqpar.simulate.recommendations.divisions import divisions
+from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, SMALL
+
+LENGTHS = [6000, 500, 0, 400, 300, 200, 100, 500, 192]
+HYBRID = Model.from_config(
+    SMALL
+    | {"model_type": "qwen3_next", "full_attention_interval": 2}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+)
+
+
+@pytest.mark.parametrize("name", ["1x8-h100", "2x4-h100", "3x2-h100"])
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["softmax", "hybrid"])
+def test_divisions_use_all_devices_and_documents(name, model):
+    cluster = Cluster.preset(name)
+    found = list(divisions(np.array(LENGTHS), Costs(cluster, model)))
+    assert len({(x.parallelism, x.micro_batches) for x in found}) == len(found) >= 4
+    for x in found:
+        data, pipeline, tensor, context = x.parallelism
+        assert x.parallelism.devices == cluster.ranks != context
+        assert not (len(model.layers) % pipeline or cluster.devices_per_node % tensor)
+        group, node = context * tensor, cluster.devices_per_node
+        assert group % node == 0 or node % group == 0
+        assert len(x.batches) == data and {len(micro) for micro in x.batches} == {x.micro_batches}
+        documents = [i for micro in x.batches for batch in micro for i in batch]
+        assert sorted(documents) == [i for i, n in enumerate(LENGTHS) if n]
+        assert x.shares.max() == x.shares[0] == 1 and x.largest in {
+            batch for micro in x.batches for batch in micro
+        }
+
+
+def test_context_groups_are_small_enough_to_simulate(monkeypatch):
+    monkeypatch.setattr(rooms, "MAX_CONTEXT_RANKS", 2)
+    found = divisions(np.array(LENGTHS), Costs(Cluster.preset("2x4-h100"), MODEL))
+    assert {x.parallelism.context for x in found} == {1, 2}
+
+
+def test_parameters_that_do_not_fit_are_not_tried():
+    tight = dataclasses.replace(CLUSTER.device, memory=1e6)
+    costs = Costs(dataclasses.replace(CLUSTER, device=tight), MODEL)
+    assert not list(divisions(np.array(LENGTHS), costs))
+
+
+def test_more_micro_batches_are_tried_where_one_does_not_fit():
+    costs = Costs(CLUSTER, MODEL)
+    needed = float(costs.activation_bytes(2048)) + costs.parameter_bytes(4)
+    tight = dataclasses.replace(CLUSTER.device, memory=needed / 2)
+    found = list(divisions(np.full(64, 128), Costs(CLUSTER, MODEL)))
+    assert {x.micro_batches for x in found if x.parallelism.pipeline == 1} == {1}
+    cluster = dataclasses.replace(CLUSTER, device=tight)
+    found = list(divisions(np.full(64, 128), Costs(cluster, MODEL)))
+    assert max(x.micro_batches for x in found if x.parallelism.pipeline == 1) > 1
+
+
+@pytest.fixture(scope="module")
+def searched():
+    """All ways, and those that the search finds."""
+    options = {"parallelism": "all"}
+    return [
+        seqpar.recommend(MODEL, CLUSTER, LENGTHS, simulate_all=x, **options) for x in (True, False)
+    ]
+
+
+def test_the_search_finds_the_fastest_way(searched):
+    complete, found = searched
+    assert found[0].seconds == complete[0].seconds
+    assert len(found) < len(complete) and not any(x.excluded for x in complete)
+    assert {x.parallelism.context for x in complete if not x.servers} == {1, 2, 4}
+    assert {x.parallelism.pipeline for x in complete} >= {1, 2, 4}
+    simulated = {x.name: x.seconds for x in complete}
+    for x in found:
+        if x.excluded:
+            assert found[0].seconds < x.seconds <= (1 + 1e-9) * simulated[x.name]
+    inside = seqpar.recommend(MODEL, CLUSTER, LENGTHS)[0]
+    assert found[0].seconds <= inside.seconds == simulated[inside.name]
+
+
+def test_bounds_do_not_exceed_what_is_simulated(searched):
+    costs = Costs(CLUSTER, MODEL)
+    for x in searched[0]:
+        if x.division is None or x.seconds == np.inf:
+            continue
+        bounds = list(lower_bounds(x, costs))
+        assert bounds == sorted(bounds)
+        assert max(bounds) <= (1 + 1e-9) * x.seconds
+        even = x.division.least_seconds
+        assert even <= 1.02 * x.seconds  # a grid's costs are not exactly proportional
+
+
+def test_names_say_what_is_divided(searched):
+    names = {x.name for x in searched[0]}
+    assert "data 4" in names and "ring, zigzag, tensor 2, context 2" in names
+    assert "ring, zigzag" in names and len(names) == len(searched[0])
+    assert any("pipeline 2" in x and x.endswith("4 micro-batches") for x in names)
+
+
+def test_one_way_has_all_of_its_documents(searched):
+    planned = [
+        x
+        for x in searched[0]
+        if x.division and x.layout_name not in ("zigzag", "contiguous", "whole")
+    ]
+    assert planned
+    for x in searched[0]:
+        documents = [i for micro in x.batches for batch in micro for i in batch]
+        assert {*documents} >= {*x.documents}
+        lengths = np.diff(x.layout.cu_seqlens).tolist()
+        assert [LENGTHS[i] for i in x.documents] == lengths
+
+
+@pytest.mark.parametrize("cluster", ["cores", "gpus"])
+def test_wrong_parallelism_is_named(cluster):
+    if cluster == "cores":
+        cores = dataclasses.replace(CLUSTER, overlaps=False)
+        with pytest.raises(ValueError, match='parallelism must be "context" on the cores'):
+            seqpar.recommend(MODEL, cores, LENGTHS, parallelism="all")
+    else:
+        with pytest.raises(ValueError, match='parallelism must be "context" or "all", got'):
+            seqpar.recommend(MODEL, CLUSTER, LENGTHS, parallelism="data")
