@@ -12,6 +12,7 @@ from seqpar.balance.predict.token_balance import token_balanced
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.device import Device, Link
+from seqpar.costs.fabric import FatTree, Torus
 from seqpar.costs.grid import Tasks
 from seqpar.costs.model import Model
 from seqpar.layout.tasks.tasks import TaskRectangles
@@ -22,6 +23,7 @@ __all__ = [
     "Cluster",
     "Costs",
     "Device",
+    "FatTree",
     "Link",
     "LocalStep",
     "MicroBatch",
@@ -31,6 +33,7 @@ __all__ = [
     "Stage",
     "TaskRectangles",
     "Tasks",
+    "Torus",
     "collate",
     "disaggregate",
     "disaggregate_stages",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from seqpar.costs.cluster import Cluster
+from seqpar.costs.fabric import Torus
 from seqpar.costs.model import Model
 from seqpar.simulate.recommendations.recommendation import Recommendations
 from seqpar.simulate.recommendations.recommending import recommend
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         model,
         cluster,
         _lengths(arguments.lengths),
-        parallelism=arguments.parallelism or ("all" if cluster.overlaps else "context"),
+        parallelism=arguments.parallelism or _parallelism(cluster),
         simulate_all=arguments.all,
     )
     fits = bool(recommendations[0].seconds < np.inf)
@@ -65,6 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     if recommendations.partial:
         return 128 + signal.SIGINT
     return 0 if fits else 1
+
+
+def _parallelism(cluster: Cluster) -> str:
+    """Return "all" where `recommend` supports it."""
+    return "all" if cluster.overlaps and not isinstance(cluster.fabric, Torus) else "context"
 
 
 def _model(name: str) -> Model:

@@ -16,6 +16,7 @@ from pathlib import Path
 from seqpar.core.arguments import as_int
 from seqpar.costs.device import Device, Link, build
 from seqpar.costs.devices import NODES, core, node_like
+from seqpar.costs.fabric import Fabric, Torus, as_dict, from_dict
 from seqpar.costs.fit import SHARED_MEMORY, describe
 from seqpar.costs.profile.samples import Profile
 
@@ -42,6 +43,8 @@ class Cluster:
         host: the link from a device to its host's memory, one for each device.
         overlaps: whether messages travel while devices compute. If not, a core is busy while it
             sends or receives, and communication is never hidden.
+        fabric: a `FatTree` or `Torus` of links that the messages of several nodes share; None if
+            only NICs are shared.
         measured: the profile (hardware, versions, raw samples) that the figures were fitted to, or
             None. JSON files include it; comparisons of clusters ignore it.
     """
@@ -55,6 +58,7 @@ class Cluster:
     between: Link
     host: Link
     overlaps: bool = True
+    fabric: Fabric | None = None
     measured: Profile | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +70,11 @@ class Cluster:
                 raise TypeError(f"{name} must be a {kind.__name__}, got {got!r}")
         if self.nodes > 1 and self.nics == 0:
             raise ValueError(f"nics must be at least 1 where there are {self.nodes} nodes")
+        if not isinstance(self.fabric, Fabric | None):
+            raise TypeError(f"fabric must be a FatTree, a Torus or None, got {self.fabric!r}")
+        if isinstance(self.fabric, Torus) and self.fabric.nodes != self.nodes:
+            shape = self.fabric.shape
+            raise ValueError(f"fabric.shape must have the {self.nodes} nodes, got {shape}")
 
     @property
     def ranks(self) -> int:
@@ -189,7 +198,8 @@ class Cluster:
         values = {name: getattr(self, name) for name in ("name", "nodes", "devices_per_node")}
         values |= {"ranks": self.ranks, "nics": self.nics, "device": self.device.as_dict()}
         values |= {name: asdict(getattr(self, name)) for name in LINKS}
-        values |= {"overlaps": self.overlaps, "measured": self.measured}
+        values |= {"overlaps": self.overlaps, "fabric": as_dict(self.fabric)}
+        values |= {"measured": self.measured}
         text = json.dumps({"format": FORMAT, "version": VERSION} | values, indent=1) + "\n"
         if path is not None:
             written = Path(f"{path}.{os.getpid()}")
@@ -256,6 +266,7 @@ def _from_fields(values: object) -> Cluster:
     for name in LINKS:
         fields[name] = build(Link, name, fields.get(name))
     fields["device"] = Device.from_dict(fields.get("device"))
+    fields["fabric"] = from_dict(fields.get("fabric"))
     cluster = build(Cluster, "cluster", fields)
     if values.get("ranks", cluster.ranks) != cluster.ranks:
         product = f"nodes · devices_per_node = {cluster.ranks}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING
 
 from seqpar.costs.cluster import Cluster
+from seqpar.costs.fabric import FatTree, Torus
 from seqpar.simulate.playback.shares import ActiveJobs, Resource
 from seqpar.simulate.recording.program import Post, ShardExchange
 
@@ -25,8 +26,9 @@ class Hardware:
     """The cores, ports and NICs of a cluster that run a number of ranks.
 
     If messages travel while devices compute, each device has one port to the other devices of its
-    node. Each NIC of a node carries one message at full rate in each direction. Otherwise one core
-    of the sender and one of the receiver are busy for the whole time of a message, latency
+    node. Each NIC of a node carries one message at full rate in each direction, and so does each
+    link of a torus; the uplinks of a leaf switch carry as many as their rate allows. Otherwise one
+    core of the sender and one of the receiver are busy for the whole time of a message, latency
     included, and the ranks of a node share its cores: the operating system moves threads to idle
     cores. Each device has a link to its host's memory, which copies in both directions share.
 
@@ -49,6 +51,7 @@ class Hardware:
         self._hosts = [Resource() for _ in range(ranks)]
         nics = max(1, cluster.nics)
         self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
+        self._fabric_links: dict[Hashable, Resource] = {}
 
     def node(self, rank: int) -> int:
         """Return the number of a rank's node."""
@@ -67,14 +70,44 @@ class Hardware:
     def way(self, source: int, target: int, nbytes: float) -> tuple[float, float, list[Resource]]:
         """Return a message's latency, its further seconds, and the resources it uses."""
         a, b = self._node[source], self._node[target]
-        link = self.cluster.inside if a == b else self.cluster.between
-        through = [self._nics_out[a], self._nics_in[b]] if a != b else []
+        link, latency = self.cluster.inside, self.cluster.inside.latency
+        through = [self._out[source], self._in[target]]
+        if a != b:
+            link = self.cluster.between
+            between = self._between(source, target)
+            through = [self._nics_out[a], self._nics_in[b], *between]
+            torus = isinstance(self.cluster.fabric, Torus)
+            latency = link.latency * (len(between) if torus else 1)
         if not self.cluster.overlaps:
-            through += [self._cores[a], self._cores[b]]
-            return 0.0, link.latency + nbytes / link.rate, through
-        if a == b:
-            through = [self._out[source], self._in[target]]
-        return link.latency, nbytes / link.rate, through
+            shared = through if a != b else []
+            return 0.0, latency + nbytes / link.rate, [*shared, self._cores[a], self._cores[b]]
+        return latency, nbytes / link.rate, through
+
+    def _between(self, source: int, target: int) -> list[Resource]:
+        """Return the links of the fabric on the way between two nodes."""
+        fabric, nodes = self.cluster.fabric, (self._node[source], self._node[target])
+        if isinstance(fabric, Torus):
+            return [self._fabric_link(x, 1.0) for x in fabric.links(*nodes)]
+        if fabric is None:
+            return []
+        leaves = [self._leaf(fabric, rank) for rank in (source, target)]
+        if leaves[0] == leaves[1]:
+            return []
+        nics = fabric.nodes_per_leaf * (1 if fabric.rails else max(1, self.cluster.nics))
+        uplinks = nics / fabric.oversubscription
+        return [self._fabric_link((way, x), uplinks) for way, x in zip("ud", leaves, strict=True)]
+
+    def _leaf(self, fabric: FatTree, rank: int) -> tuple[int, int]:
+        """Return a rank's leaf switch: its group of nodes, and its rail."""
+        devices = self.cluster.devices_per_node
+        rail = rank % devices * max(1, self.cluster.nics) // devices if fabric.rails else 0
+        return self._node[rank] // fabric.nodes_per_leaf, rail
+
+    def _fabric_link(self, key: Hashable, capacity: float) -> Resource:
+        if key not in self._fabric_links:
+            shared = self.cluster.between.shared
+            self._fabric_links[key] = Resource(capacity, shared)
+        return self._fabric_links[key]
 
 
 class Flight:

@@ -13,6 +13,7 @@ from seqpar.comm.waiting import Progress
 from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_lengths, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
+from seqpar.costs.fabric import Torus
 from seqpar.costs.memory import CHECKPOINTING
 from seqpar.costs.model import Model
 from seqpar.simulate.candidates import STRATEGIES, candidates
@@ -87,7 +88,7 @@ def recommend(
 
     Raises:
         ValueError: if `lengths` has no tokens; if `parallelism` is "all" and the devices are cores
-            that move messages themselves.
+            that move messages themselves, or their nodes a torus.
     """
     if not isinstance(model, Model):
         raise TypeError(f"model must be a Model, got {shown(model)}")
@@ -100,6 +101,8 @@ def recommend(
         raise ValueError(f'parallelism must be "context" or "all", got {shown(parallelism)}')
     if parallelism == "all" and not cluster.overlaps:
         raise ValueError(f'parallelism must be "context" on the cores of {cluster.name}, got "all"')
+    if parallelism == "all" and isinstance(cluster.fabric, Torus):
+        raise ValueError('parallelism must be "context" on a torus, got "all"')
     costs = Costs(cluster, model)
     divided = list(divisions(lengths, costs)) if parallelism == "all" else []
     # With too many devices to simulate as one group, divisions have smaller ones if any fits.

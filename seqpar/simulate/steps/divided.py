@@ -189,7 +189,8 @@ class DividedCosts:
         per_stage = self.parallelism.devices // stages
         per_node = max(1, cluster.devices_per_node // per_stage)  # stages of a node
         nics = cluster.nics / cluster.devices_per_node * per_node
-        return _with_nics(cluster, nics, stages // per_node, per_node)
+        flat = replace(cluster, fabric=None)  # stages are far apart and send little
+        return _with_nics(flat, nics, stages // per_node, per_node)
 
     @property
     def _stage_model(self) -> Model:
