@@ -1,8 +1,9 @@
 """The packages of FlashAttention-2, -3 and -4: how each one is called, and whether it can be.
 
 Each package is called through the functions below its autograd functions, which take the lse of all
-keys on all ranks. A package that is missing, broken or of another version gives a reason instead of
-a kernel, so that the next best kernel computes.
+keys on all ranks. A package that is not installed may be in the cache of Hugging Face's package
+`kernels`; nothing is downloaded. One that is missing, broken or of another version gives a reason
+instead of a kernel, so that the next best kernel computes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Package(NamedTuple):
         parameters: the functions that are called, with the names of their arguments.
         majors: the GPUs for which it computes everything that `kernel` says, by the first number of
             their compute capability.
+        repository: the package in Hugging Face's hub of kernels.
         kernel: gets the module and the first number of the compute capability.
     """
 
@@ -40,6 +42,7 @@ class Package(NamedTuple):
     modules: tuple[str, ...]
     parameters: dict[str, str]
     majors: tuple[int, ...]
+    repository: str
     kernel: Callable[[ModuleType, int], VarlenKernel]
 
 
@@ -163,6 +166,7 @@ PACKAGES = {
             "_flash_attn_bwd": f"causal lse dlse {_BACKWARD}",
         },
         (9, 10, 11),
+        "kernels-community/flash-attn4",
         _flash_attention_4,
     ),
     "FlashAttention-3": Package(
@@ -173,6 +177,7 @@ PACKAGES = {
             "_flash_attn_backward": f"is_causal softmax_lse {_BACKWARD}",
         },
         (9,),
+        "kernels-community/flash-attn3",
         _flash_attention_3,
     ),
     "FlashAttention-2": Package(
@@ -183,6 +188,7 @@ PACKAGES = {
             "_flash_attn_varlen_backward": f"causal dropout_p alibi_slopes softmax_lse {_BACKWARD}",
         },
         (8, 9, 10, 12),
+        "kernels-community/flash-attn2",
         _flash_attention_2,
     ),
 }
@@ -197,23 +203,39 @@ def load_package(name: str, major: int) -> VarlenKernel | str:
     package = PACKAGES[name]
     if major not in package.majors:
         return f"{name} does not compute everything on sm_{major}x"
-    module: ModuleType | None = None
-    for path in package.modules:
-        try:
-            module = importlib.import_module(path)
-            break
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-                return f"{path} cannot be imported: {error}"  # something that it needs is missing
-        except Exception as error:  # libraries of another torch or CUDA fail in many ways
-            return f"{path} cannot be imported: {type(error).__name__}: {error}"
-    if module is None:
-        return f"{package.requirement} is not installed"
+    module = _module(package)
+    if isinstance(module, str):
+        return module
     for function, names in package.parameters.items():
         lacking = _lacking(getattr(module, function, None), names.split())
         if lacking is not None:
             return f"{module.__name__} has no {function}{lacking}: install {package.requirement}"
     return package.kernel(module, major)
+
+
+def _module(package: Package) -> ModuleType | str:
+    """Return the module of an installed or cached package, or the reason why there is none."""
+    for path in package.modules:
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+                return f"{path} cannot be imported: {error}"  # something that it needs is missing
+        except Exception as error:  # libraries of another torch or CUDA fail in many ways
+            return f"{path} cannot be imported: {type(error).__name__}: {error}"
+    missing = f"{package.requirement} is not installed"
+    try:
+        kernels = importlib.import_module("kernels")
+    except ImportError:
+        return missing
+    try:
+        # The folder of the build for this torch and GPU is build/NAME of the repository's folder.
+        build = kernels.install_kernel(package.repository, version=1, local_files_only=True)
+        built: ModuleType = kernels.get_local_kernel(build.parent.parent)
+    except Exception as error:  # it is not in the cache, or has no build for this torch
+        return f"{missing}, nor is {package.repository} in the cache of kernels: {error}"
+    # The functions of its module, in one of the hub's names for it.
+    return getattr(built, package.modules[0].rsplit(".", 1)[1], built)
 
 
 def _lacking(function: object, names: list[str]) -> str | None:

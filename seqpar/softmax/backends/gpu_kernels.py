@@ -95,7 +95,7 @@ def aten_kernel(
     q: Tensor, v: Tensor, slices: Slices, options: CallOptions, major: int
 ) -> VarlenKernel:
     """Return cuDNN through ATen where it computes all slices, otherwise ATen's FlashAttention-2."""
-    cudnn = load_cudnn(major)
+    cudnn = _load("cuDNN", major)
     if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
         return aten_cuda.KERNEL
     return cudnn
@@ -122,7 +122,8 @@ def kernel_table() -> dict[str, dict[str, str]]:
 def _load(name: str, major: int) -> VarlenKernel | str:
     """Return a kernel, or the reason why it is not available."""
     if name == "cuDNN":
-        return load_cudnn(major)
+        enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        return load_cudnn(major) if enabled else "torch.backends.cuda.enable_cudnn_sdp(False)"
     return aten_cuda.KERNEL if name == "aten" else load_package(name, major)
 
 

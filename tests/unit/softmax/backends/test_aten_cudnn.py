@@ -150,6 +150,20 @@ def test_other_gpus_do_not_use_it(major):
     assert load_cudnn(major) == f"cuDNN is not used on sm_{major}x"
 
 
+def chosen():
+    """The kernel of the backend "aten" for a document that cuDNN computes."""
+    geometry = Layout.contiguous(128, 1).geometry
+    slices = slices_between(geometry, 0, geometry, 0, CAUSAL)
+    q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device="meta")
+    return aten._cuda_kernel(q, q, slices, CallOptions(1.0, 0.0, "aten", True))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_torchs_switch_turns_it_off(monkeypatch, enabled):
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    assert (chosen() is load_cudnn(9)) == enabled
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [(None, "cuDNN must be 9.10 or newer, got None"), (90800, "9.10 or newer, got 90800")],
@@ -157,11 +171,7 @@ def test_other_gpus_do_not_use_it(major):
 def test_an_old_or_missing_cudnn_gives_its_reason(calls, monkeypatch, version, reason):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     assert reason in load_cudnn(9)
-    geometry = Layout.contiguous(128, 1).geometry
-    slices = slices_between(geometry, 0, geometry, 0, CAUSAL)
-    q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device="meta")
-    options = CallOptions(1.0, 0.0, "aten", True)
-    assert aten._cuda_kernel(q, q, slices, options) is aten_cuda.KERNEL
+    assert chosen() is aten_cuda.KERNEL
 
 
 def test_a_cudnn_that_torch_refuses_gives_its_reason(monkeypatch):

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,6 +201,71 @@ def test_flash_attention_3_stand_ins_match_their_commit(monkeypatch, name):
     assert set(arguments) == set(PACKAGES["FlashAttention-3"].parameters[name].split())
     results = results if isinstance(results, tuple) else (results,)
     assert [type(x) for x in results] == [torch.Tensor] * tensors
+
+
+def install_kernel(
+    repo_id,
+    *,
+    revision=None,
+    version=None,
+    backend=None,
+    local_files_only=False,
+    user_agent=None,
+    trust_remote_code=False,
+):
+    """The function of the package `kernels`, with FlashAttention-3 in its cache."""
+    assert local_files_only and version == 1
+    if repo_id != "kernels-community/flash-attn3":
+        raise FileNotFoundError(f"{repo_id} is not cached")
+    return Path("/cache/snapshot/build/torch211-cxx11-cu130-x86_64-linux")
+
+
+def get_local_kernel(repo_path, *, backend=None, trust_remote_code=False, user_agent=None):
+    assert repo_path == Path("/cache/snapshot")
+    interface = types.SimpleNamespace(__name__="interface", **MODULES["FlashAttention-3"])
+    return types.SimpleNamespace(flash_attn_interface=interface)
+
+
+KERNELS = {"install_kernel": install_kernel, "get_local_kernel": get_local_kernel}
+
+
+def test_a_package_is_found_in_the_cache_of_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", types.SimpleNamespace(**KERNELS))
+    kernel = load_package("FlashAttention-3", 9)
+    assert not isinstance(kernel, str) and not kernel.deterministic
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+    not_deterministic = (("deterministic", False),)
+    options = {"dtype": torch.bfloat16, "backend": "flash_attn"}
+    case = Case("ring", Layout.zigzag([0, 40, 41, 90], 3), causal=True,
+                module_options=not_deterministic, **options)  # fmt: skip
+    assert_right(virtual(3, run, case)[0], oracle(case), case.dtype, roundings=4)
+    reason = "is not installed, nor is kernels-community/flash-attn2 in the cache of kernels: "
+    assert f"{reason}kernels-community/flash-attn2 is not cached" in load_package(
+        "FlashAttention-2", 9
+    )
+
+
+def test_an_installed_package_comes_before_the_cache(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", types.SimpleNamespace())  # which has nothing
+    install(monkeypatch, "FlashAttention-3", MODULES["FlashAttention-3"])
+    assert not isinstance(load_package("FlashAttention-3", 9), str)
+
+
+@pytest.mark.network
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "file"), [("install_kernel", "install"), ("get_local_kernel", "load")]
+)
+def test_kernels_has_the_functions_signatures(name, file, tmp_path):
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "kernels==0.17.2"]
+    subprocess.run([*command, "-d", tmp_path], check=True)
+    (archive,) = tmp_path.iterdir()
+    source = zipfile.ZipFile(archive).read(f"kernels/{file}.py").decode()
+    (found,) = (x for x in ast.parse(source).body if getattr(x, "name", None) == name)
+    for argument in (*found.args.args, *found.args.kwonlyargs):
+        argument.annotation = None
+    parsed = ast.parse(inspect.getsource(KERNELS[name])).body[0]
+    assert ast.unparse(found.args) == ast.unparse(parsed.args)
 
 
 def broken(path):
