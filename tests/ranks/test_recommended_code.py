@@ -6,8 +6,8 @@ import pytest
 import seqpar
 from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
-from seqpar.simulate.recommendations import recommending
 from seqpar.simulate.recommendations.divisions import divisions
+from seqpar.simulate.recommendations.ways import ways_of
 from tests.support.calls import local
 from tests.unit.simulate.recommendations.test_divisions import LENGTHS
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL
@@ -31,7 +31,7 @@ def ways():
     """One way for each division of four devices, of different strategies and layouts."""
     costs, found = seqpar.balance.Costs(CLUSTER, MODEL), []
     for i, division in enumerate(divisions(np.array(LENGTHS), costs)):
-        first, others = (recommending._ways_of(division, costs, x) for x in (False, True))
+        first, others = (ways_of(division, costs, x) for x in (False, True))
         made = [*first, *others]
         found.append(made[(7 * i) % len(made)])
     return found

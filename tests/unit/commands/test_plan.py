@@ -9,7 +9,7 @@ import pytest
 from seqpar import simulate
 from seqpar.__main__ import main
 from seqpar.balance import Cluster
-from seqpar.simulate.recommendations import recommending
+from seqpar.simulate.recommendations import predicting
 from tests.unit.simulate.steps.test_steps import SMALL
 
 
@@ -72,7 +72,7 @@ def test_an_interrupted_plan_is_printed_as_partial(files, capsys, monkeypatch):
             raise KeyboardInterrupt
         return simulate.step(*arguments, **options)
 
-    monkeypatch.setattr(recommending, "step", interrupted)
+    monkeypatch.setattr(predicting, "step", interrupted)
     words = [x for name in ("model", "cluster", "lengths") for x in (f"--{name}", files[name])]
     code, out, _ = plan(capsys, *words)
     assert code == 130 and "seqpar.make_attention(" in out

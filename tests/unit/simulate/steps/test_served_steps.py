@@ -13,7 +13,7 @@ from seqpar import Layout, simulate
 from seqpar.__main__ import main
 from seqpar.balance import Cluster, Costs, Link, Model
 from seqpar.simulate.candidates import Candidate
-from seqpar.simulate.recommendations import recommending, search_space
+from seqpar.simulate.recommendations import search_space, ways
 from seqpar.simulate.recording.serving import RecordedPool
 from seqpar.simulate.steps.attending import Attending, Products
 from seqpar.simulate.steps.served_layers import nano_batches, record_layers
@@ -30,7 +30,7 @@ ONE = Layout.contiguous(4096, 1)
 @pytest.fixture
 def quick(monkeypatch):
     """Of the strategies in place recommend knows one."""
-    monkeypatch.setattr(recommending, "candidates", lambda *_: [Candidate("ring")])
+    monkeypatch.setattr(ways, "candidates", lambda *_: [Candidate("ring")])
 
 
 def of_layers(layers):

@@ -17,7 +17,7 @@ from seqpar.costs.fit import describe
 from seqpar.simulate import error_model
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.error_model import error_of
-from seqpar.simulate.recommendations import recommending
+from seqpar.simulate.recommendations import predicting, searching, ways
 from seqpar.simulate.recommendations.bounds import lower_bounds
 from tests.support.synthetic_device import made_profile
 
@@ -226,7 +226,7 @@ def test_a_way_is_excluded_by_its_first_bound(monkeypatch):
             bounds.append(bound)
             yield bound
 
-    monkeypatch.setattr(recommending, "lower_bounds", counted)
+    monkeypatch.setattr(searching, "lower_bounds", counted)
     found = seqpar.recommend(MODEL, CLUSTER, [30000, 2768])
     assert all(bounds == sorted(bounds) for bounds in yielded.values())
     counts = {x.name: len(yielded[x.name]) for x in found if not x.servers}
@@ -246,7 +246,7 @@ def test_an_interrupt_before_simulations_gives_one(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return lower_bounds(*arguments)
 
-    monkeypatch.setattr(recommending, "lower_bounds", interrupted)
+    monkeypatch.setattr(searching, "lower_bounds", interrupted)
     found = seqpar.recommend(MODEL, PAIR, [300])
     assert found.partial and found[0].seconds < np.inf
     assert {x.why_not for x in found[1:]} == {"not simulated: interrupted"}
@@ -288,7 +288,7 @@ def test_offload_sharding_or_recomputing_make_it_fit(rate, keeping):
 
 @pytest.mark.parametrize("scale", [pytest.param(0.5, marks=pytest.mark.exhaustive), 2.0])
 def test_the_longest_batch_is_what_fits(monkeypatch, scale):
-    monkeypatch.setattr(recommending, "candidates", lambda *_: [Candidate("ulysses")])
+    monkeypatch.setattr(ways, "candidates", lambda *_: [Candidate("ulysses")])
     best = seqpar.recommend(MODEL, CLUSTER, [3000, 5192])[0]
     capacity = CLUSTER.device.memory / 1e4  # lengths of a size that is quick to simulate
     small = dataclasses.replace(CLUSTER.device, memory=max(capacity, scale * best.memory))
@@ -334,7 +334,7 @@ def test_what_a_strategy_cannot_is_its_reason(monkeypatch):
             raise ValueError("not today")
         return simulate.step(strategy, *arguments, **options)
 
-    monkeypatch.setattr(recommending, "step", refuse)
+    monkeypatch.setattr(predicting, "step", refuse)
     found = seqpar.recommend(MODEL, Cluster.preset("1x1-h100"), [0, 1])
     refused = {x.strategy: x.why_not for x in found if x.seconds == np.inf}
     assert refused == {"ring": "not today"}
@@ -359,7 +359,7 @@ def interrupt_after(monkeypatch, steps, times=1):
                 signal.raise_signal(signal.SIGINT)
         return simulate.step(*arguments, **options)
 
-    monkeypatch.setattr(recommending, "step", interrupted)
+    monkeypatch.setattr(predicting, "step", interrupted)
 
 
 @pytest.mark.usefixtures("_python_handles_interrupts")

@@ -1,0 +1,123 @@
+"""The search for the fastest way to train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from seqpar.comm.waiting import Progress
+from seqpar.costs.costs import Costs
+from seqpar.simulate.recommendations.bounds import lower_bounds
+from seqpar.simulate.recommendations.divisions import Division
+from seqpar.simulate.recommendations.interrupts import stop_on_interrupt
+from seqpar.simulate.recommendations.predicting import predicted
+from seqpar.simulate.recommendations.recommendation import NOT_SIMULATED, Recommendation
+from seqpar.simulate.recommendations.ways import ways_of
+
+
+class Search:
+    """Simulates the ways to train, the one with the least lower bound first.
+
+    A way's bound is tightened before it is simulated. The ways of a division are added when its
+    bound is the least. At first these are ways of few strategies. The fastest way's division gets
+    all others, too. The search ends when all bounds are above the fastest step.
+
+    Attributes:
+        ways: all ways so far.
+        simulated: by their numbers, those with predictions.
+    """
+
+    def __init__(self, costs: Costs, simulate_all: bool, close: float) -> None:
+        self.ways: list[Recommendation] = []
+        self.simulated: dict[int, Recommendation] = {}
+        self.interrupted = False
+        self._costs, self._simulate_all, self._close = costs, simulate_all, close
+        self._bounds: list[float] = []
+        self._tighter: list[Iterator[float]] = []
+        self._queue: list[tuple[float, int, int | Division]] = []  # a heap of bounds
+        self._order = count()
+        self._best: Recommendation | None = None
+        self._completed: set[int] = set()  # divisions whose ways are all known, by id
+
+    def run(self, ways: Iterable[Recommendation], divided: Iterable[Division]) -> None:
+        """Search until the best is known, or until an interrupt once a way fits.
+
+        Raise the KeyboardInterrupt if none fits.
+        """
+        with stop_on_interrupt("recommend") as interrupted:
+            self._add(ways)
+            for division in divided:
+                self._put(0.0 if self._simulate_all else division.least_seconds, division)
+            progress = Progress(f"recommend looks for the best of {len(self._queue)} ways to train")
+            try:
+                while (following := self._next()) is not None:
+                    if interrupted() and self._fastest < np.inf:
+                        raise KeyboardInterrupt
+                    # After an interrupt, the first way that fits is enough.
+                    self._take(*following, tighten=not interrupted())
+                    if self.simulated:
+                        progress.doing = self._progress()
+                    progress.tick()
+            except KeyboardInterrupt:
+                if self._fastest == np.inf:
+                    raise
+                self.interrupted = True
+
+    def results(self) -> list[Recommendation]:
+        """Return the ways with their predictions, or with the reason why they have none."""
+        return [
+            self.simulated.get(number)
+            or (
+                replace(way, why_not=NOT_SIMULATED)
+                if self.interrupted
+                else replace(way, excluded=True, seconds=self._bounds[number])
+            )
+            for number, way in enumerate(self.ways)
+        ]
+
+    @property
+    def _fastest(self) -> float:
+        return np.inf if self._best is None else self._best.seconds
+
+    def _add(self, ways: Iterable[Recommendation], bound: float = 0.0) -> None:
+        for way in ways:
+            self._put(bound, len(self.ways))
+            self.ways.append(way)
+            self._bounds.append(bound)
+            bounds = iter(()) if self._simulate_all else lower_bounds(way, self._costs)
+            self._tighter.append(bounds)
+
+    def _put(self, bound: float, item: int | Division) -> None:
+        heappush(self._queue, (bound, next(self._order), item))
+
+    def _next(self) -> tuple[float, int | Division] | None:
+        if not self._queue or self._queue[0][0] > self._fastest * self._close:
+            division = None if self._best is None else self._best.division
+            if division is None or id(division) in self._completed:
+                return None
+            self._completed.add(id(division))
+            self._add(ways_of(division, self._costs, others=True), division.least_seconds)
+            return self._next()
+        bound, _, item = heappop(self._queue)
+        return bound, item
+
+    def _take(self, bound: float, item: int | Division, tighten: bool) -> None:
+        if isinstance(item, Division):
+            self._add(ways_of(item, self._costs), bound)
+            return
+        tighter = next(self._tighter[item], None) if tighten else None
+        if tighter is not None:
+            self._bounds[item] = max(bound, tighter)
+            self._put(self._bounds[item], item)
+            return
+        self.simulated[item] = found = predicted(self.ways[item], self._costs)
+        if found.seconds < self._fastest:
+            self._best = found
+
+    def _progress(self) -> str:
+        done = f"recommend has simulated {len(self.simulated)} of {len(self.ways)} ways to train"
+        return done if self._best is None else f"{done}, fastest {self._best.name!r}"
