@@ -269,9 +269,10 @@ class KernelsOf:
 def stand_ins() -> None:
     """Replace threads, kernels and other ranks, for the rest of the process."""
     triton.knobs.runtime.interpret = False  # kernels are made as for a GPU …
-    import seqpar.linear.states.backends.triton
     import seqpar.softmax.backends.triton  # noqa: F401
 
+    linear = "seqpar.linear.states" if importlib.util.find_spec("seqpar.linear.states") else ""
+    importlib.import_module(f"{linear or 'seqpar.linear'}.backends.triton")  # where it once was
     triton.knobs.runtime.interpret = True  # … and the backend takes tensors on a CPU
     JITFunction.run = launch
     ThreadPoolExecutor.submit = run_at_once  # type: ignore[method-assign]
