@@ -37,7 +37,10 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
     """Yield the ways of a division, by the strategies of most use or by all others."""
     context, ranks = division.divided.context, division.parallelism.context
-    strategies = [x for x in STRATEGIES if (x in _FIRST_STRATEGIES) != others]
+    first = set(_FIRST_STRATEGIES)
+    if context.model.kv_heads % ranks:  # ranks then send equal heads, or parts of documents
+        first.discard("ulysses")
+    strategies = [x for x in STRATEGIES if (x in first) != others]
     if ranks == 1:
         strategies = [] if others else strategies[:1]
     found = candidates(context.cluster, ranks, strategies)
