@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parallelism",
         choices=["all", "context"],
-        help="whether devices may also be data, pipeline and tensor ranks (the default on GPUs)",
+        help="all: devices may also be data, pipeline and tensor ranks (the default, except on "
+        "cores and on a torus)",
     )
     parser.add_argument("--save-cluster", metavar="FILE", help="also write the cluster to FILE")
     parser.add_argument(

@@ -12,6 +12,7 @@ from seqpar.balance.planning.divide import to_lightest
 from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
+from seqpar.costs.memory import CHECKPOINTING
 from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_sizes
 
 MAX_CONTEXT_RANKS = 128  # of one group: simulating more takes minutes
@@ -55,9 +56,9 @@ class Division:
         model, rate = costs.model, costs.cluster.device.reached_rate
         tokens = float(self.lengths[[*self.largest]].sum()) / self.parallelism.context
         head = min(micro_batch, 6 * tokens * model.vocabulary * model.hidden / rate)
-        attending = (micro_batch - head) / len(model.layers)  # of equal layers
-        layers = [self.divided.layer_seconds(attending, x, tokens, "none") for x in model.layers]
-        return self.divided.least_seconds(layers, head, self.shares)
+        computing = micro_batch - head + len(model.layers) * self.divided.tensor_seconds(tokens)
+        exchanging = sum(self.divided.layer_seconds(0, x, tokens, "none") for x in model.layers)
+        return self.divided.least_seconds(max(computing, exchanging) + head, self.shares)
 
     @property
     def most_tokens(self) -> int:
@@ -71,37 +72,41 @@ class Division:
 
 
 def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
-    """Yield the ways to divide a cluster's devices, except into context ranks alone.
+    """Yield the ways to divide a cluster's devices, except one batch on context ranks alone.
 
     Tensor ranks share a node and divide the heads. Pipeline ranks divide the layers. A group of
-    context ranks fills nodes or divides them, and has at most 128 ranks. A data group has at least
-    one document per micro-batch. A group has one micro-batch, or two or four for each stage, or as
-    many as fit into memory without recomputing activations.
+    context ranks fills nodes or divides them, and has at most 128 ranks. A data group has one
+    micro-batch, or two or four for each stage, or the fewest that fit into memory in one of the
+    ways to keep activations; and at least one document for each.
     """
     devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
+    layers = len(costs.model.layers)
 
     @cache
     def dealt(tensor: int, bins: int) -> list[tuple[float, Ints]]:
         """Return micro-batches as (work, documents), most work first."""
         divided = DividedCosts(costs, Parallelism(tensor=tensor))
-        work = _attending(lengths[kept], divided.context)
-        layers = len(costs.model.layers)
-        work += layers * np.array([divided.tensor_seconds(x) for x in lengths[kept].tolist()])
+        latency = divided.tensor_seconds(0)
+        sent = np.array([divided.tensor_seconds(x) - latency for x in lengths[kept].tolist()])
+        work = _attending(lengths[kept], divided.context) + layers * sent
         order = np.argsort(-work, kind="stable")
         numbers = to_lightest(lengths[kept][order], work[order], bins, np.inf)
         assert numbers is not None
         parts = [order[numbers == number] for number in range(bins)]
-        made = [(float(work[part].sum()), kept[np.sort(part)]) for part in parts]
+        once = layers * latency
+        made = [(once + float(work[part].sum()), kept[np.sort(part)]) for part in parts]
         return sorted(made, key=lambda x: -x[0])
 
     for parallelism in _parallelisms(costs):
-        if parallelism.data > kept.size or parallelism.context == devices:
+        if parallelism.data > kept.size:
             continue
         divided = DividedCosts(costs, parallelism)
-        for count in _numbers_of_micro_batches(divided, lengths):
-            if parallelism.data * count <= kept.size:
-                bins = dealt(parallelism.tensor, parallelism.data * count)
-                yield _division(divided, lengths, bins)
+        most = kept.size // parallelism.data
+        for count in _numbers_of_micro_batches(divided, lengths, most):
+            if parallelism.context == devices and count == 1:
+                continue
+            bins = dealt(parallelism.tensor, parallelism.data * count)
+            yield _division(divided, lengths, bins)
 
 
 def _parallelisms(costs: Costs) -> Iterator[Parallelism]:
@@ -126,18 +131,19 @@ def _aligned(ranks: int, per_node: int) -> bool:
     return ranks % per_node == 0 or per_node % ranks == 0
 
 
-def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints) -> list[int]:
-    """Return the numbers to try; none if the parameters alone do not fit."""
+def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -> list[int]:
+    """Return the numbers to try, at most `most`; none if the parameters alone do not fit."""
     parallelism = divided.parallelism
     free = divided.costs.cluster.device.memory - divided.parameter_bytes()
     if free <= 0:
         return []
     per_device = float(lengths.sum()) / (parallelism.data * parallelism.context)
-    kept = divided.activation_bytes(per_device, "none", parallelism.pipeline)
-    fitting = int(np.ceil(1.1 * kept / free))  # with some room for temporary tensors
     stages = parallelism.pipeline
-    counts = {1, fitting} if stages == 1 else {n * stages for n in _MICRO_BATCHES_PER_STAGE}
-    return sorted({*counts, max(fitting, stages)})
+    counts = {1} if stages == 1 else {n * stages for n in _MICRO_BATCHES_PER_STAGE}
+    for checkpointing in CHECKPOINTING:
+        kept = divided.activation_bytes(per_device, checkpointing, stages)
+        counts.add(int(np.ceil(1.1 * kept / free)))  # with some room for temporary tensors
+    return sorted({min(x, most) for x in counts})
 
 
 def _attending(lengths: Ints, costs: Costs) -> Floats:

@@ -61,7 +61,6 @@ def _stepped(
             optimizer=True,
             **way.options,
         )
-        fixed, tokens = costs.parameter_bytes(way.layout.ranks), way.layout.tokens
     else:
         simulated = divided_step(
             *(way.strategy, way.layout, division.divided, division.shares),
@@ -70,20 +69,27 @@ def _stepped(
             offload=offload,
             **way.options,
         )
-        fixed, tokens = division.divided.parameter_bytes(), int(division.lengths.sum())
     memory = float(simulated.memory.max())
-    free = costs.cluster.device.memory - fixed  # memory other than `fixed` grows with the tokens
-    longest = int(tokens * max(0.0, free) / max(memory - fixed, 1.0))
     return replace(
         way,
         checkpointing=checkpointing,
         seconds=simulated.seconds,
         memory=memory,
-        longest=longest,
+        longest=_longest(way, costs, memory),
         bytes=int(simulated.bytes.max()),
         limit=_limit(simulated, way.parallelism.pipeline > 1),
         step=simulated,
     )
+
+
+def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
+    """Return the tokens that fit: memory other than the parameters grows with them."""
+    if way.division is None:
+        fixed, tokens = costs.parameter_bytes(way.layout.ranks), way.layout.tokens
+    else:
+        fixed = way.division.divided.parameter_bytes()
+        tokens = int(way.division.lengths.sum())
+    return int(tokens * max(0.0, costs.cluster.device.memory - fixed) / max(memory - fixed, 1.0))
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
@@ -107,10 +113,10 @@ def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     if short > movable:
         return None
     ratio = np.ceil(100 * short / movable) / 100  # rounded up to the printed digits
-    longest = int(way.longest * way.memory / (way.memory - movable))
     memory = way.memory - ratio * movable
     # `step` copies the same share in every layer, so the share is spread over all of them.
     simulated = _stepped(way, costs, "none", float(ratio) * max(0, layers - 2) / layers)
+    longest = _longest(way, costs, way.memory - movable)  # with all of them in host memory
     exposed = simulated.seconds - way.seconds
     limit = "communication" if exposed > way.seconds / 2 else way.limit
     return replace(simulated, offload=float(ratio), memory=memory, longest=longest, limit=limit)

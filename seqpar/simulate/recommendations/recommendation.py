@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
@@ -12,7 +12,12 @@ import numpy as np
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import table
 from seqpar.simulate.recommendations.divisions import Batches, Division
-from seqpar.simulate.recommendations.search_space import LAYOUTS, NamedLayout, layouts
+from seqpar.simulate.recommendations.search_space import (
+    LAYOUTS,
+    NamedLayout,
+    layouts,
+    planned,
+)
 from seqpar.simulate.steps.divided import Parallelism
 from seqpar.simulate.steps.served_layers import nano_batches
 from seqpar.simulate.steps.steps import Step
@@ -44,9 +49,8 @@ class Recommendation:
         checkpointing: "none", "attention" or "full".
         offload: the share of activations that waits in host memory, for `seqpar.offload`.
         seconds: the time of a step; ∞ if it is impossible.
-        excluded: whether the way was not simulated, because one rank's computation or messages take
-            longer than the best step and its error. `seconds` is then a lower bound, and memory is
-            unknown.
+        excluded: whether the way was not simulated, because a lower bound of its time is above the
+            best step's. `seconds` is then this bound, and memory is unknown.
         error: the relative error of `seconds`, one standard deviation.
         memory: the bytes of the rank that needs most.
         longest: tokens of the longest batch that fits, with documents in the same proportions.
@@ -200,10 +204,10 @@ class Recommendation:
         return lines
 
     def _laid_out(self, documents: tuple[int, ...]) -> NamedLayout:
-        """Return the layout of a micro-batch, by the same method as `layout`."""
+        """Return the planned layout of a micro-batch, or the first of `layouts` if it has none."""
         assert self.division is not None
-        named = layouts(self.division.lengths, self.division.divided.context, documents)
-        return next(x for x in named if x.name == self.layout_name)
+        batch = self.division.lengths, self.division.divided.context, documents
+        return planned(*batch) or next(layouts(*batch))
 
     def _text(
         self, lines: list[str], standard_library: Sequence[str] = (), imports: Sequence[str] = ()
@@ -251,12 +255,15 @@ class Recommendation:
 
 
 class Recommendations(list[Recommendation]):
-    """A ranked list, printed as a table."""
+    """A ranked list, printed as a table.
 
-    @property
-    def partial(self) -> bool:
-        """Whether `recommend` was interrupted before it had simulated all ways."""
-        return any(x.why_not == NOT_SIMULATED for x in self)
+    Attributes:
+        partial: whether `recommend` was interrupted before it had simulated all ways.
+    """
+
+    def __init__(self, ways: Iterable[Recommendation] = (), partial: bool = False) -> None:
+        super().__init__(ways)
+        self.partial = partial
 
     def __str__(self) -> str:
         simulated = [x for x in self if x.why_not != NOT_SIMULATED]

@@ -46,9 +46,9 @@ def recommend(
     by their context ranks, takes longer than the fastest step are left out.
 
     Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
-    the messages of one of them take longer than the fastest step, by more than the error, the way
-    is `excluded`: it is not simulated. With servers, the bound is the matrix products of the
-    trainer with the most tokens.
+    the messages of one of them take longer than the fastest step, the way is `excluded`: it is not
+    simulated. Without divisions, it must take longer by more than the error. With servers, the
+    bound is the matrix products of the trainer with the most tokens.
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
@@ -68,7 +68,8 @@ def recommend(
 
     Raises:
         ValueError: if `lengths` has no tokens; if `parallelism` is "all" and the devices are cores
-            that move messages themselves, or their nodes a torus.
+            that move messages themselves, or their nodes a torus, or if no division of more than
+            128 devices holds the parameters.
     """
     if not isinstance(model, Model):
         raise TypeError(f"model must be a Model, got {shown(model)}")
@@ -85,8 +86,14 @@ def recommend(
         raise ValueError('parallelism must be "context" on a torus, got "all"')
     costs = Costs(cluster, model)
     divided = list(divisions(lengths, costs)) if parallelism == "all" else []
-    # With too many devices to simulate as one group, divisions have smaller ones if any fits.
-    as_one = cluster.ranks <= MAX_CONTEXT_RANKS or not divided
+    # Divisions have groups that are small enough to simulate.
+    as_one = parallelism == "context" or cluster.ranks <= MAX_CONTEXT_RANKS
+    if not as_one and not divided:
+        raise ValueError(
+            f"cluster: {model.name} and {np.count_nonzero(lengths)} documents cannot be divided "
+            f"over {cluster.ranks} devices with at most {MAX_CONTEXT_RANKS} context ranks; "
+            'parallelism="context" simulates one group'
+        )
     # Among divisions, only the fastest counts. Otherwise, so do ways within the error.
     search = Search(costs, simulate_all, 1.0 if divided else 1.0 + error_of(cluster))
     search.run(ways_in_one_group(lengths, costs) if as_one else [], divided)
@@ -96,14 +103,15 @@ def recommend(
         key=lambda x: (x.why_not == NOT_SIMULATED, x.seconds == np.inf, x.excluded, x.seconds)
     )
     best = ways[0]
-    return Recommendations([best, *(_compared(way, best) for way in ways[1:])])
+    ranked = [best, *(_compared(way, best) for way in ways[1:])]
+    return Recommendations(ranked, search.interrupted)
 
 
 def _compared(x: Recommendation, best: Recommendation) -> Recommendation:
     """Return a recommendation with the reason why it is not the best."""
     if x.excluded:
         slower = slower_by(x.seconds, best.seconds)
-        return replace(x, why_not=f"not simulated: one rank alone makes it {slower}")
+        return replace(x, why_not=f"not simulated: at best {slower}")
     if x.step is None or best.step is None or x.seconds == np.inf:
         return x
     slower = slower_by(x.seconds, best.seconds)
@@ -116,4 +124,6 @@ def _compared(x: Recommendation, best: Recommendation) -> Recommendation:
     )
     if slower == AS_FAST:
         return replace(x, why_not=slower)
+    if waiting > busy and x.parallelism.pipeline > best.parallelism.pipeline:
+        return replace(x, why_not=f"{slower}: its stages wait for each other{close}")
     return replace(x, why_not=f"{slower}: {slower_for(waiting, busy)}{close}")

@@ -37,26 +37,31 @@ def layouts(
 
     They have all documents, or these, in order.
     """
-    cluster = costs.cluster
     order = tuple(range(lengths.size) if documents is None else documents)
-    lengths = lengths[[*order]]
-    edges = np.r_[0, np.cumsum(lengths)]
+    edges = np.r_[0, np.cumsum(lengths[[*order]])]
     seen = set()
     for name in LAYOUTS:
-        layout: Layout = getattr(Layout, name)(edges, cluster.ranks)
+        layout: Layout = getattr(Layout, name)(edges, costs.cluster.ranks)
         seen.add(layout.geometry.digest)
         yield NamedLayout(name, layout, order)
+    named = planned(lengths, costs, order)
+    if named is not None and named.layout.geometry.digest not in seen:
+        yield named
+
+
+def planned(lengths: Ints, costs: Costs, documents: Sequence[int]) -> NamedLayout | None:
+    """Return the layout of `balance.plan` for these documents; None if there is none."""
+    cluster, lengths = costs.cluster, lengths[[*documents]]
     if cluster.ranks == 1:
-        return
+        return None
     try:
         capacity = int(lengths.sum())
-        planned = plan(lengths, cluster, costs.model, capacity=capacity, micro_batches=1)
+        found = plan(lengths, cluster, costs.model, capacity=capacity, micro_batches=1)
     except ValueError:  # planning does not support, for example, this number of ranks
-        return
-    (batch,) = planned.micro_batches
-    if batch.layout.geometry.digest not in seen:
-        in_order = tuple(order[i] for i in batch.documents.tolist())
-        yield NamedLayout(planned.method, batch.layout, in_order)
+        return None
+    (batch,) = found.micro_batches
+    in_order = tuple(documents[i] for i in batch.documents.tolist())
+    return NamedLayout(found.method, batch.layout, in_order)
 
 
 def transport_of(layout: Layout, costs: Costs) -> str | None:

@@ -18,12 +18,16 @@ from seqpar.strategies.registry import make_attention
 
 
 class Products(NamedTuple):
-    """The weights that each token is multiplied with in a layer, and the cost of its backward.
+    """The weights of a layer, and the cost of its matrix products' backward.
 
-    `backward` is the number of forwards that backward costs.
+    Attributes:
+        weights: those that each token is multiplied with.
+        stored: all of them, of all experts.
+        backward: the number of forwards that backward costs.
     """
 
     weights: float
+    stored: float
     backward: int
 
     def flops(self, tokens: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ import numpy as np
 
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
+from seqpar.costs.fabric import FatTree
 from seqpar.costs.grid import Floats
 from seqpar.costs.layers import Layer
 from seqpar.costs.memory import activation_bytes, parameter_bytes
@@ -125,29 +126,43 @@ class DividedCosts:
         if nodes == 1:
             return inside
         into_each_node = nbytes * self.parallelism.tensor * (nodes - 1) / nodes
-        return max(inside, into_each_node / (cluster.nics * cluster.between.rate))
+        seconds = max(inside, into_each_node / (cluster.nics * cluster.between.rate))
+        if isinstance(tree := cluster.fabric, FatTree) and nodes > tree.nodes_per_leaf:
+            leaves = -(-nodes // tree.nodes_per_leaf)
+            into_its_nodes = nbytes * self.parallelism.tensor * (leaves - 1) / leaves
+            uplinks = cluster.nics * cluster.between.rate / tree.oversubscription
+            seconds = max(seconds, into_its_nodes / uplinks)
+        return seconds
 
-    def least_seconds(self, layers: list[float], head: float, shares: Floats) -> float:
-        """Return a step's least seconds, without messages between stages.
+    def least_seconds(self, micro_batch: float, shares: Floats) -> float:
+        """Return a step's least seconds, however layers and head are divided into stages.
 
-        Without stages, and with equal ones, it takes no longer.
+        With stages of w₁, w₂, … seconds for the largest micro-batch, shares of sum a and least b, a
+        step takes at least a·wₛ + b·(w₁ + … + wₛ₋₁) for each stage s: its own work, before and
+        after which the first stages pass one micro-batch. If no such time exceeds t, the sum of the
+        stages is at most t/b·(1 − (1 − b/a)^S).
 
         Args:
-            layers: the seconds of each of its layers, forward and backward.
-            head: the seconds of its head.
+            micro_batch: the seconds of the largest micro-batch in all layers and the head.
             shares: (micro_batches,) the time of each micro-batch, relative to the largest one.
         """
-        stages = np.array(self._stage_seconds(layers, head))
-        # Before a stage computes its micro-batches, and after, one passes the stages before it.
-        passing = (np.cumsum(stages) - stages) * shares.min()
-        return float((stages * shares.sum() + passing).max()) + self.end_seconds
+        total, least = float(shares.sum()), float(shares.min())
+        part = 1 - (1 - least / total) ** self.parallelism.pipeline
+        return least * micro_batch / part + self.end_seconds
 
     def played(
         self, layers: list[float], head: float, shares: Floats, boundary_bytes: int
     ) -> float:
-        """Return a step's seconds; stages exchange these bytes of a micro-batch."""
+        """Return a step's seconds.
+
+        Args:
+            layers: the seconds of each layer for the largest micro-batch, forward and backward.
+            head: the seconds of its head.
+            shares: as in `least_seconds`.
+            boundary_bytes: what stages send of a micro-batch.
+        """
         if self.parallelism.pipeline == 1:
-            return self.least_seconds(layers, head, shares)
+            return self.least_seconds(sum(layers) + head, shares)
         seconds = np.outer(self._stage_seconds(layers, head), shares)
         forward, backward = seconds * (1 - _BACKWARD_SHARE), seconds * _BACKWARD_SHARE
         stages = self.parallelism.pipeline
@@ -217,11 +232,11 @@ class DividedCosts:
 
 
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
-    """Return a part of a cluster; less than a NIC per node is a slower one, others are whole."""
+    """Return a part of a cluster; NICs are whole, and faster or slower by what is left."""
     if nodes == 1:
         return replace(cluster, nodes=1, devices_per_node=devices)
-    between = replace(cluster.between, rate=cluster.between.rate * min(1.0, nics))
     whole = max(1, int(nics))
+    between = replace(cluster.between, rate=cluster.between.rate * nics / whole)
     return replace(cluster, nodes=nodes, devices_per_node=devices, nics=whole, between=between)
 
 
@@ -269,7 +284,8 @@ def divided_step(
 
     Returns:
         A step whose `memory` and `bytes` are of one context group, and whose `seconds` are of all.
-        With stages, `optimizer` includes the exchange of gradients and parameters.
+        Ranks also wait for tensor ranks, parameters and other stages. With stages, `optimizer`
+        includes the exchange of gradients and parameters.
     """
     costs, context = divided.costs, divided.context
     tokens = max(layout.tokens_per_rank)
@@ -282,9 +298,10 @@ def divided_step(
         offload=offload,
         transport=transport,
     )
+    attending = [one.layers[x.kind, x.window][0].seconds for x in context.model.layers]
     layers = [
-        divided.layer_seconds(one.layers[x.kind, x.window][0].seconds, x, tokens, checkpointing)
-        for x in context.model.layers
+        divided.layer_seconds(seconds, x, tokens, checkpointing)
+        for seconds, x in zip(attending, context.model.layers, strict=True)
     ]
     boundary_bytes = tokens * costs.model.hidden * costs.itemsize // divided.parallelism.tensor
     seconds = divided.played(layers, one.head, shares, boundary_bytes)
@@ -295,12 +312,20 @@ def divided_step(
     activations = np.array(
         [divided.activation_bytes(most * x, checkpointing, shares.size) for x in tokens_of.tolist()]
     )
-    per_device = float(shares.sum()) / divided.parallelism.pipeline
-    spent = {name: one.spent(name) * per_device for name in ("busy", "waiting")}
+    stages = divided.parallelism.pipeline
+    per_device = float(shares.sum()) / stages
+    head = one.head * float(shares.sum())
+    exchanged = (sum(layers) - sum(attending)) * per_device
+    working = sum(layers) * per_device + head / stages
+    between_stages = max(0.0, seconds - divided.end_seconds - working) if stages > 1 else 0.0
+    spent = {
+        "busy": one.spent("busy") * per_device,
+        "waiting": one.spent("waiting") * per_device + exchanged + between_stages,
+    }
     return Step(
         seconds,
         one.layers,
-        one.head,
+        head,
         divided.end_seconds,
         divided.parameter_bytes() + activations + most * temporary,
         (one.bytes * per_device).astype(np.int64),

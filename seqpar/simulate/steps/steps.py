@@ -247,7 +247,9 @@ def _kinds_of_layers(
         alike.setdefault((layer.kind, layer.window), []).append(layer)
     for layers in alike.values():
         weights = np.mean([model.attention_weights(x) + model.ffn_weights(x) for x in layers])
-        products = Products(float(weights), 3 if checkpointing != "none" else 2)
+        stored = np.mean([model.layer_parameters(x) for x in layers])
+        backward = 3 if checkpointing != "none" else 2
+        products = Products(float(weights), float(stored), backward)
         yield Attending(model, layers[0], dtype, transport), products, len(layers)
 
 
@@ -291,7 +293,7 @@ class _LayerSimulator:
         sent_bytes = np.array([program.sent_bytes for program in programs])
         trainers = programs[: layout.ranks]
         if self.sharding != "none" and layout.ranks > 1:
-            parameters = count * int(products.weights * self.costs.itemsize)
+            parameters = count * int(products.stored * self.costs.itemsize)
             _exchange_parameters(trainers, parameters, 3 if self.sharding == "full" else 2)
         if self.offload:
             model = self.costs.model

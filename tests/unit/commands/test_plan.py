@@ -53,7 +53,8 @@ def test_a_cluster_is_saved_and_contradictions_are_named(files, capsys, tmp_path
         assert code == 2 and message in err
     slow = described | {"inside": {"latency": 1e-3, "rate": 1e6}}
     saved.write_text(json.dumps(slow))
-    code, out, _ = plan(capsys, *words[:4], "--cluster", str(saved), "--json")
+    in_one_group = "--parallelism", "context", "--json"
+    code, out, _ = plan(capsys, *words[:4], "--cluster", str(saved), *in_one_group)
     assert code == 0 and json.loads(out)[-1]["limit"] == "communication"
 
 

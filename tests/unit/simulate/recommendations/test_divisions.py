@@ -10,6 +10,7 @@ from seqpar.balance import Cluster, Costs, Model
 from seqpar.simulate.recommendations import divisions as rooms
 from seqpar.simulate.recommendations.bounds import lower_bounds
 from seqpar.simulate.recommendations.divisions import divisions
+from seqpar.simulate.recommendations.ways import ways_of
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, SMALL
 
 LENGTHS = [6000, 500, 0, 400, 300, 200, 100, 500, 192]
@@ -29,7 +30,8 @@ def test_divisions_use_all_devices_and_documents(name, model):
     assert len({(x.parallelism, x.micro_batches) for x in found}) == len(found) >= 4
     for x in found:
         data, pipeline, tensor, context = x.parallelism
-        assert x.parallelism.devices == cluster.ranks != context
+        assert x.parallelism.devices == cluster.ranks
+        assert context < cluster.ranks or x.micro_batches > 1
         assert not (len(model.layers) % pipeline or cluster.devices_per_node % tensor)
         group, node = context * tensor, cluster.devices_per_node
         assert group % node == 0 or node % group == 0
@@ -97,6 +99,69 @@ def test_bounds_do_not_exceed_what_is_simulated(searched):
         assert max(bounds) <= (1 + 1e-9) * x.seconds
         even = x.division.least_seconds
         assert even <= 1.02 * x.seconds  # a grid's costs are not exactly proportional
+
+
+WINDOWS = Model.from_config(
+    SMALL
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 128}
+    | {"max_window_layers": 2, "vocab_size": 100000}
+    | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}
+)
+
+
+def test_bounds_hold_for_unequal_stages():
+    """The last stage is the cheap one, and has the head."""
+    pair = Cluster.preset("1x2-h100")
+    costs = Costs(pair, WINDOWS)
+    found = seqpar.recommend(WINDOWS, pair, [4096] * 8, parallelism="all", simulate_all=True)
+    staged = [x for x in found if x.parallelism.pipeline == 2]
+    assert len({x.division.micro_batches for x in staged}) > 1
+    for x in staged:
+        assert max(lower_bounds(x, costs)) <= (1 + 1e-9) * x.seconds
+
+
+@pytest.mark.parametrize("name", ["1x1-h100", "1x2-h100"])
+def test_a_batch_that_does_not_fit_is_computed_in_parts(name):
+    costs = Costs(CLUSTER, MODEL)
+    one_document = 1.5 * float(costs.activation_bytes(4096)) + costs.parameter_bytes(1)
+    tight = dataclasses.replace(CLUSTER.device, memory=one_document)
+    cluster = dataclasses.replace(Cluster.preset(name), device=tight)
+    assert seqpar.recommend(MODEL, cluster, [4096] * 24)[0].seconds == np.inf
+    best = seqpar.recommend(MODEL, cluster, [4096] * 24, parallelism="all")[0]
+    assert best.memory <= one_document and best.division.micro_batches > 1
+
+
+def test_one_document_is_divided_over_thousands_of_devices():
+    costs = Costs(Cluster.preset("2048x8-h100"), Model.preset("llama-8b"))
+    found = list(divisions(np.array([2**20]), costs))
+    assert found and all(x.parallelism.devices == 16384 for x in found)
+    alone = Model.from_config(SMALL | {"num_attention_heads": 1, "num_key_value_heads": 1})
+    with pytest.raises(ValueError, match="cannot be divided over 16384 devices"):
+        seqpar.recommend(alone, Cluster.preset("2048x8-h100"), [5], parallelism="all")
+
+
+def test_micro_batches_are_dealt_by_work():
+    """Many short documents cost tensor ranks no more latency than one."""
+    costs = Costs(Cluster.preset("2x8-h100"), Model.preset("llama-8b"))
+    lengths = np.array([16000] + [64] * 2000)
+    (found,) = (
+        x
+        for x in divisions(lengths, costs)
+        if x.parallelism[:3] == (2, 1, 8) and x.micro_batches == 1
+    )
+    tokens = [lengths[[*batch]].sum() for (batch,) in found.batches]
+    assert max(tokens) <= 1.3 * min(tokens)
+
+
+def test_micro_batches_of_a_way_may_be_planned_differently():
+    lengths = [349, 3705, 3434, 604, 1226, 2714, 872, 2623, 3374, 3122, 1543, 6450, 9494]
+    costs, ways = Costs(CLUSTER, MODEL), 0
+    for division in divisions(np.array(lengths), costs):
+        for way in ways_of(division, costs):
+            if way.layout_name not in ("zigzag", "contiguous"):
+                ways += 1
+                assert way.code.count("spans") >= 2
+    assert ways
 
 
 def test_names_say_what_is_divided(searched):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqpar import Layout, simulate
-from seqpar.balance import Cluster, Costs, Link, Model
+from seqpar.balance import Cluster, Costs, FatTree, Link, Model
 from seqpar.costs.memory import activation_bytes
 from seqpar.simulate.steps.divided import DividedCosts, Parallelism, divided_step, tensor_sizes
 from tests.unit.simulate.steps.test_steps import CLUSTER, LAYOUT, MODEL, SMALL
@@ -68,6 +68,31 @@ def test_parameters_cross_into_each_node_once():
     assert shares == pytest.approx(3 * 2e9 * 3 / 4 / (NODES.nics * 1e8))
 
 
+def test_parameters_take_the_uplinks_into_each_node():
+    """Of two leaves of two nodes, with an eighth of their NICs' rate."""
+    slow = dataclasses.replace(NODES, between=Link(0.0, 1e8), fabric=FatTree(2, 8.0))
+    into_two_nodes = 2 * 3 * 2e9 / 2
+    uplinks = 2 * NODES.nics * 1e8 / 8
+    for sizes in ({"data": 4, "context": 8}, {"data": 4, "tensor": 2, "context": 4}):
+        parameters = 1e9 / sizes.get("tensor", 1)
+        seconds = costs_of(slow, **sizes).sharded_seconds(parameters, 3)
+        assert seconds == pytest.approx(into_two_nodes / uplinks)
+    within_a_leaf = costs_of(slow, pipeline=2, data=2, context=8).sharded_seconds(1e9, 3)
+    assert within_a_leaf == pytest.approx(3 * 2e9 / 2 / (NODES.nics * 1e8))
+
+
+def test_all_experts_are_exchanged():
+    experts = Model.preset("mixtral-8x7b")
+    nodes = Cluster.preset("2x8-h100")
+    layout = Layout.zigzag(16384, 16)
+    one = simulate.step("ring", layout, nodes, experts, sharding="full", optimizer=True)
+    same = stepped(costs_of(nodes, experts, context=16), layout)
+    assert one.seconds == pytest.approx(same.seconds, rel=0.3)
+    ((outcome, _),) = one.layers.values()
+    stored = 3 * 2 * experts.layer_parameters(experts.layers[0])
+    assert outcome.sent_bytes.min() >= stored * 15 / 16
+
+
 def test_an_exchange_that_is_not_hidden_takes_its_time():
     slow = dataclasses.replace(EIGHT, inside=Link(0.0, 1e6))
     divided = costs_of(slow, data=8)
@@ -87,24 +112,35 @@ def test_stages_follow_1f1b():
     """Two stages and equal micro-batches take (m + S − 1) times a stage's time."""
     fast = dataclasses.replace(CLUSTER, inside=Link(0.0, 1e18))
     divided = costs_of(fast, pipeline=2, context=2)
-    layers = [1.0, 1.0, 1.0, 1.0]
     for count in (1, 4):
-        seconds = divided.played(layers, 0.0, np.ones(count), 100)
+        seconds = divided.played([1.0] * 4, 0.0, np.ones(count), 100)
         end = divided.played([0.0] * 4, 0.0, np.ones(count), 100)
         assert seconds - end == pytest.approx(2 * (count + 1))
-        assert divided.least_seconds(layers, 0.0, np.ones(count)) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("head", [0.0, 3.0])
-def test_a_pipeline_takes_at_least_its_formula(head):
+def test_no_pipeline_is_faster_than_its_bound(head):
     rng = np.random.default_rng(0)
-    for stages in (2, 4):
+    for stages in (1, 2, 4):
         divided = costs_of(EIGHT, pipeline=stages, context=2, data=4 // stages)
-        for _ in range(20):
+        for _ in range(40):
             shares = rng.uniform(0.2, 1.0, rng.integers(1, 9))
-            layers = rng.uniform(0.5, 2.0, 4).tolist()
-            least = divided.least_seconds(layers, head, shares)
-            assert least <= (1 + 1e-9) * divided.played(layers, head, shares, 0)
+            layers = rng.uniform(0.5, 2.0, 4) * rng.choice([1, 0.1, 10], 4)
+            least = divided.least_seconds(layers.sum() + head, shares)
+            played = divided.played(layers.tolist(), head, shares, 0)
+            assert least <= (1 + 1e-9) * played
+            if stages == 1:
+                assert least == pytest.approx(played)
+
+
+def test_ranks_wait_for_tensor_ranks_and_other_stages():
+    plain = stepped(costs_of(data=2, context=2), shares=np.ones(2))
+    tensor = stepped(costs_of(tensor=2, context=2), shares=np.ones(2))
+    staged = stepped(costs_of(pipeline=2, context=2), shares=np.ones(2))
+    moved = 2 * 4 * costs_of(tensor=2, context=2).tensor_seconds(max(PAIR.tokens_per_rank))
+    assert (tensor.spent("waiting") >= moved * (1 - 1e-9)).all()
+    assert staged.spent("waiting").min() > plain.spent("waiting").max()
+    assert plain.head == 2 * stepped(costs_of(data=2, context=2)).head
 
 
 def test_a_stage_has_its_part_of_the_memory():
@@ -127,7 +163,13 @@ def test_tensor_ranks_divide_heads_and_nodes():
 
 @pytest.mark.parametrize(
     ("tensor", "nics", "expected"),
-    [(1, 8, (8, 8, 1.0)), (2, 8, (4, 4, 1.0)), (8, 8, (1, 1, 1.0)), (8, 4, (1, 1, 0.5))],
+    [
+        (1, 8, (8, 8, 1.0)),
+        (2, 8, (4, 4, 1.0)),
+        (8, 8, (1, 1, 1.0)),
+        (8, 4, (1, 1, 0.5)),
+        (4, 7, (2, 1, 1.75)),
+    ],
 )
 def test_context_groups_share_the_nics(tensor, nics, expected):
     cluster = dataclasses.replace(NODES, nics=nics)

@@ -67,7 +67,7 @@ def test_it_is_as_if_all_layers_were_played():
     """Three of them, against what the first two predict."""
     found = served(TWO, model=of_layers(3))
     layer = MODEL.layers[0]
-    products = Products(float(MODEL.attention_weights(layer) + MODEL.ffn_weights(layer)), 2)
+    products = Products(*2 * [float(MODEL.attention_weights(layer) + MODEL.ffn_weights(layer))], 2)
     attending = Attending(MODEL, layer, getattr(torch, FREE.device.dtype))
     programs = record_layers(TWO, 1, attending, products, 3, copies=True, tasks=4)
     played = simulate.play(programs, FREE).seconds
