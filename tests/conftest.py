@@ -53,3 +53,14 @@ def threads_end():
     while left := [x.name for x in threading.enumerate() if x.name.startswith("seqpar-")]:
         assert time.monotonic() < end, f"threads that nobody ended: {left}"
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_is_collected_once():
+    """Hide what a file leaves, imported modules above all, from the garbage collector too.
+
+    Otherwise a collection takes longer from file to file, and some tests ask for many.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
