@@ -75,7 +75,13 @@ def test_choice_depends_on_cluster_mask_and_heads():
     assert attn.choice.ranked[1].why_not == "as fast"
 
 
-@pytest.mark.parametrize("call", [{}, {"window_size": (255, 0)}], ids=["dense", "window"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param({}, id="dense"),
+        pytest.param({"window_size": (255, 0)}, id="window", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_four_ranks_give_the_choice_of_all(call, monkeypatch):
     layout, shape = Layout.zigzag(16384, 8), OperandShape(torch.bfloat16, 1, 8, 4, 64, 64)
     cluster = replace(Cluster.preset("2x4-h100"), between=DISTANT.between)

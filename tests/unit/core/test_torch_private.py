@@ -27,9 +27,14 @@ def private(name):
     return name.startswith("_") and not name.endswith("__")
 
 
-def definitions(tree):
+def nodes_of(source):
+    """All nodes of a source text's syntax tree."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def definitions(source):
     """The private names that a file defines: functions, classes, attributes, fields, variables."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -52,8 +57,8 @@ def dotted(node):
 
 def foreign(source, ours):
     """The private names in a source text that it takes from elsewhere than `ours`."""
-    tree, roots = ast.parse(source), {"torch": "torch", "triton": "triton"}
-    for node in ast.walk(tree):
+    nodes, roots = nodes_of(source), {"torch": "torch", "triton": "triton"}
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
             for alias in node.names:
@@ -63,7 +68,7 @@ def foreign(source, ours):
                         roots[alias.asname or alias.name] = name
                     if any(map(private, name.split("."))):
                         yield name
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             root, *names = dotted(node).split(".")
             if root in roots and private(node.attr):
@@ -146,7 +151,7 @@ def test_no_other_file_uses_a_private_name(ours):
 @pytest.fixture(scope="module")
 def ours():
     """The private names that seqpar defines, or that are of other packages than torch."""
-    defined = {name for file in OTHERS for name in definitions(ast.parse(file.read_text()))}
+    defined = {name for file in OTHERS for name in definitions(file.read_text())}
     return defined | OF_NAMEDTUPLE | OF_ACCELERATE | OF_FLASH_ATTN | OF_TRANSFORMERS
 
 

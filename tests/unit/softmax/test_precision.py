@@ -103,6 +103,7 @@ def test_partials_in_bf16_at_most_double_the_variance(causal):
     assert exact < rounded <= 2**0.5 * exact
 
 
+@few_rows()
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("strategy", ["ring", "token_ring"])
 def test_gradients_in_bf16_at_most_double_the_variance(strategy, causal):

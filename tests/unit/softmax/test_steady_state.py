@@ -27,6 +27,7 @@ MASKS = {
 }
 BACKENDS = ["stub", "triton", "aten", "reference"]
 CHEAP = ["stub", "triton"]  # of which kernels are stubbed
+EXHAUSTIVE = pytest.mark.exhaustive
 SEEN = (0, RANKS // 2, RANKS - 1)
 
 
@@ -98,10 +99,10 @@ def rows():
         }
         for backend in backends:
             if backend in quick or backend not in CHEAP:
-                marks = () if backend in quick else pytest.mark.exhaustive
+                marks = () if backend in quick else EXHAUSTIVE
                 yield pytest.param(strategy, backend, in_turn, marks=marks)
             if backend in CHEAP:
-                yield pytest.param(strategy, backend, on_all, marks=pytest.mark.exhaustive)
+                yield pytest.param(strategy, backend, on_all, marks=EXHAUSTIVE)
 
 
 @pytest.mark.parametrize(("strategy", "backend", "ranks"), list(rows()))
@@ -126,7 +127,10 @@ def test_nor_does_it_where_tokens_are_kept(strategy, backend):
 
 
 @few_rows()
-@pytest.mark.parametrize("strategy", SAME_BITS)
+@pytest.mark.parametrize(
+    "strategy",
+    [x if x in ("ring", "usp") else pytest.param(x, marks=EXHAUSTIVE) for x in SAME_BITS],
+)
 @pytest.mark.parametrize("backend", CHEAP)
 def test_invariant_bits_need_no_copies_either(strategy, backend, monkeypatch):
     monkeypatch.setattr(invariant_tiles, "TILE", 32)

@@ -9,12 +9,18 @@ from torch.utils.data import IterableDataset
 
 from seqpar.integrations.huggingface.train.groups import Groups
 from tests.support import huggingface as hf
-from tests.support.tiers import few_rows
+from tests.support.tiers import few_rows, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-SAMPLES, ROWS = range(1, 14), range(1, 5)
+
+
+def sizes():
+    """(numbers of samples, rows of a batch); `make test` has some of them."""
+    return (range(1, 14), range(1, 5)) if thorough() else ((1, 2, 3, 4, 7, 12), (1, 2, 3))
+
+
 OPTIONS = {
     "as they are": {},
     "drop_last": {"dataloader_drop_last": True},
@@ -93,11 +99,12 @@ def of_training(trainer, dataset):
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_group_trains_on_one_processs_batches(model, tmp_path, kind, options):
-    for rows in ROWS:
+    counts, batch_rows = sizes()
+    for rows in batch_rows:
         expected = make_trainer(model, str(tmp_path), rows, OPTIONS[options])
         trainer = make_trainer(model, str(tmp_path), rows, OPTIONS[options])
         Groups(trainer.accelerator, [0], 0)
-        for count in SAMPLES:
+        for count in counts:
             dataset = DATASETS[kind](count)
             assert of_training(trainer, dataset) == of_training(expected, dataset), (count, rows)
 
@@ -107,11 +114,12 @@ def test_one_group_trains_on_one_processs_batches(model, tmp_path, kind, options
 @pytest.mark.parametrize("groups", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_groups_train_on_the_batches_of_processes(model, tmp_path, options, groups):
     """Those of accelerate, told how many processes there are; it deals samples to them."""
-    for rows in ROWS:
+    counts, batch_rows = sizes()
+    for rows in batch_rows:
         if options == "split" and rows % groups:
             continue
         trainers = [make_trainer(model, str(tmp_path), rows, OPTIONS[options]) for _ in range(2)]
-        for index, count in itertools.product(range(groups), SAMPLES):
+        for index, count in itertools.product(range(groups), counts):
             trainer, expected = trainers
             Groups(trainer.accelerator, list(range(groups)), index)
             accelerator = expected.accelerator
@@ -146,13 +154,14 @@ def gathered(batch, gather, rows):
 def test_groups_evaluate_one_processs_batches(model, tmp_path, kind, options, count_of_groups):
     """Their rows and their weights in the mean loss, in the order of one process."""
     state = accelerate.state.GradientState()
-    for rows in ROWS:
+    counts, batch_rows = sizes()
+    for rows in batch_rows:
         alone = make_trainer(model, str(tmp_path), rows, OPTIONS[options])
         trainers = [
             make_trainer(model, str(tmp_path), rows, OPTIONS[options])
             for _ in range(count_of_groups)
         ]
-        for count in SAMPLES:
+        for count in counts:
             dataset = DATASETS[kind](count)
             loader = alone.get_eval_dataloader(dataset)
             gather = alone.accelerator.gather_for_metrics
