@@ -47,7 +47,7 @@ class Division:
 
     @property
     def least_seconds(self) -> float:
-        """What a step takes at least: even work, and exchanges of tensors and parameters."""
+        """A lower bound of a step: even work, and exchanges of tensors and parameters."""
         return self.least_seconds_with(self.attending / self.parallelism.context)
 
     def least_seconds_with(self, micro_batch: float) -> float:
@@ -72,7 +72,7 @@ class Division:
 
 
 def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
-    """Yield the ways to divide a cluster's devices, except one batch on context ranks alone.
+    """Yield the ways to divide a cluster's devices, except one batch for one context group.
 
     Tensor ranks share a node and divide the heads. Pipeline ranks divide the layers. A group of
     context ranks fills nodes or divides them, and has at most 128 ranks. A data group has one

@@ -42,8 +42,8 @@ def recommend(
     With `parallelism="all"`, devices are also divided into data, pipeline, tensor and context
     ranks, as `Recommendation.parallelism` says, and documents into data groups and micro-batches of
     similar work. Attention of the micro-batch with most work is simulated on its context ranks, at
-    most 128; `simulate.steps.divided` says what is added. Divisions whose work alone, shared evenly
-    by their context ranks, takes longer than the fastest step are left out.
+    most 128; formulas add the rest (`simulate.steps.divided`). A division is left out if its work
+    takes longer than the fastest step even when its context ranks share it evenly.
 
     Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
     the messages of one of them take longer than the fastest step, the way is `excluded`: it is not

@@ -117,7 +117,7 @@ class DividedCosts:
         """Return the seconds to gather or reduce parameters, as NCCL's rings do.
 
         Each passes over the ports inside a node, and once over the NICs into each other node.
-        `parameters` are those of one tensor rank.
+        `parameters` is the number on one tensor rank.
         """
         cluster, ranks = self.costs.cluster, self.sharding_ranks
         nbytes = passes * parameters * self.costs.itemsize
