@@ -76,8 +76,8 @@ def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
 
     Tensor ranks share a node and divide the heads. Pipeline ranks divide the layers. A group of
     context ranks fills nodes or divides them, and has at most 128 ranks. A data group has one
-    micro-batch, or two or four for each stage, or the fewest that fit into memory in one of the
-    ways to keep activations; and at least one document for each.
+    micro-batch, or two or four for each stage, or the fewest that fit into memory, with as little
+    recomputation as possible; and at least one document for each.
     """
     devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
     layers = len(costs.model.layers)
@@ -142,7 +142,10 @@ def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -
     counts = {1} if stages == 1 else {n * stages for n in _MICRO_BATCHES_PER_STAGE}
     for checkpointing in CHECKPOINTING:
         kept = divided.activation_bytes(per_device, checkpointing, stages)
-        counts.add(int(np.ceil(1.1 * kept / free)))  # with some room for temporary tensors
+        fewest = int(np.ceil(1.1 * kept / free))  # with some room for temporary tensors
+        counts.add(fewest)
+        if fewest <= most:
+            break
     return sorted({min(x, most) for x in counts})
 
 
