@@ -14,6 +14,7 @@ from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.costs.memory import CHECKPOINTING
 from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_sizes
+from seqpar.simulate.steps.steps import head_seconds
 
 MAX_CONTEXT_RANKS = 128  # of one group: simulating more takes minutes
 _MICRO_BATCHES_PER_STAGE = (2, 4)
@@ -53,11 +54,11 @@ class Division:
     def least_seconds_with(self, micro_batch: float) -> float:
         """Return the least seconds of a step whose largest micro-batch takes these at least."""
         costs = self.divided.context
-        model, rate = costs.model, costs.cluster.device.reached_rate
+        layers = costs.model.layers
         tokens = float(self.lengths[[*self.largest]].sum()) / self.parallelism.context
-        head = min(micro_batch, 6 * tokens * model.vocabulary * model.hidden / rate)
-        computing = micro_batch - head + len(model.layers) * self.divided.tensor_seconds(tokens)
-        exchanging = sum(self.divided.layer_seconds(0, x, tokens, "none") for x in model.layers)
+        head = min(micro_batch, head_seconds(costs, tokens))
+        computing = micro_batch - head + len(layers) * self.divided.tensor_seconds(tokens)
+        exchanging = sum(self.divided.layer_seconds(0, x, tokens, "none") for x in layers)
         return self.divided.least_seconds(max(computing, exchanging) + head, self.shares)
 
     @property

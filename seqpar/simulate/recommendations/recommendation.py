@@ -151,7 +151,7 @@ class Recommendation:
         lines.append(f'attn = seqpar.make_attention("{self.strategy}", {group})')
         lines += self._recurrent_lines("dist.group.WORLD")
         ranks, edges = self.layout.ranks, self.layout.cu_seqlens
-        if self.layout_name in ("zigzag", "contiguous"):
+        if self.layout_name in LAYOUTS:
             made = f"seqpar.Layout.{self.layout_name}({[*map(int, edges)]}, {ranks})"
         else:
             lines.append(f"documents = {[*self.documents]}  # in this order")
@@ -175,23 +175,23 @@ class Recommendation:
             *self._recurrent_lines(group),
             f"lengths = {division.lengths.tolist()}",
         ]
+        own = '[mesh.get_local_rank("data")]'
+        edges = "edges = [[0, *accumulate(lengths[i] for i in batch)] for batch in batches]"
         if self.layout_name in LAYOUTS:
             batches = [[[*x] for x in micro] for micro in division.batches]
             lines += [
                 "# the documents of each micro-batch",
-                f'batches = {batches}[mesh.get_local_rank("data")]',
-                "edges = [[0, *accumulate(lengths[i] for i in batch)] for batch in batches]",
+                f"batches = {batches}{own}",
+                edges,
                 f"layouts = [seqpar.Layout.{self.layout_name}(x, {context}) for x in edges]",
             ]
         else:
             named = [[self._laid_out(x) for x in micro] for micro in division.batches]
-            batches = [[list(x.documents) for x in micro] for micro in named]
-            spans = [[_spans(x.layout) for x in micro] for micro in named]
             lines += [
                 "# the documents of each micro-batch, in the layout's order, and each rank's spans",
-                f'batches = {batches}[mesh.get_local_rank("data")]',
-                f'spans = {spans}[mesh.get_local_rank("data")]',
-                "edges = [[0, *accumulate(lengths[i] for i in batch)] for batch in batches]",
+                f"batches = {[[[*x.documents] for x in micro] for micro in named]}{own}",
+                f"spans = {[[_spans(x.layout) for x in micro] for micro in named]}{own}",
+                edges,
                 "layouts = [seqpar.Layout.from_spans(*x) for x in zip(spans, edges)]",
             ]
         if tensor > 1:

@@ -50,7 +50,7 @@ def _with_peers(program: Program, peer_of: Callable[[int], int]) -> Program:
                 for part in (action.sends, action.recvs)
             )
             return replace(action, sends=sends, recvs=recvs)
-        assert not isinstance(action, Serve | Begin)  # these strategies compute nothing beside
+        assert not isinstance(action, Serve | Begin)  # these strategies run one program
         return action
 
     return replace(program, actions=[changed(x) for x in program.actions])

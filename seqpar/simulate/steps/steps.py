@@ -192,14 +192,14 @@ def step(
         )
         sent_bytes += count * sent_by_one
         outcomes[attending.layer.kind, attending.layer.window] = one, count
-    head_seconds = _head_seconds(costs, layout)
+    of_head = head_seconds(costs, max(layout.tokens_per_rank))
     stage = 0 if sharding == "gradients" else 3
     held_bytes = costs.activation_bytes(tokens, checkpointing) + costs.parameter_bytes(ranks, stage)
     optimizer_seconds = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
     return Step(
-        seconds + head_seconds + optimizer_seconds,
+        seconds + of_head + optimizer_seconds,
         outcomes,
-        head_seconds,
+        of_head,
         optimizer_seconds,
         np.r_[held_bytes, no_servers] + temporary_bytes,
         sent_bytes,
@@ -221,7 +221,7 @@ def least_step_seconds(
     It holds for every checkpointing, sharding and offload, without servers. Nothing is played.
     """
     simulator = _LayerSimulator(costs, layout, strategy, mesh, "none", "none", 0.0, 0, {})
-    seconds = _head_seconds(costs, layout)
+    seconds = head_seconds(costs, max(layout.tokens_per_rank))
     for attending, products, count in _kinds_of_layers(costs, "none", transport):
         programs = simulator.record_in_place(attending, products, ranks)
         recorded = dict(zip(ranks, programs, strict=True))
@@ -234,7 +234,9 @@ def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
     tokens = max(layout.tokens_per_rank)
     kinds = _kinds_of_layers(costs, "none", "all_gather")
     flops = sum(count * sum(products.flops(tokens)) for _, products, count in kinds)
-    return _head_seconds(costs, layout) + flops / costs.cluster.device.reached_rate
+    return (
+        head_seconds(costs, max(layout.tokens_per_rank)) + flops / costs.cluster.device.reached_rate
+    )
 
 
 def _kinds_of_layers(
@@ -253,10 +255,10 @@ def _kinds_of_layers(
         yield Attending(model, layers[0], dtype, transport), products, len(layers)
 
 
-def _head_seconds(costs: Costs, layout: Layout) -> float:
-    """Return the seconds of the model's head on the rank with the most tokens."""
+def head_seconds(costs: Costs, tokens: float) -> float:
+    """Return the seconds of the model's head, forward and backward, on a rank with these tokens."""
     model = costs.model
-    flops = 6 * max(layout.tokens_per_rank) * model.vocabulary * model.hidden
+    flops = 6 * tokens * model.vocabulary * model.hidden
     return flops / costs.cluster.device.reached_rate
 
 

@@ -2,7 +2,7 @@
 
 Each package is called through the functions below its autograd functions, which take the lse of all
 keys on all ranks. A package that is not installed may be in the cache of Hugging Face's package
-`kernels`; nothing is downloaded. One that is missing, broken or of another version gives a reason
+`kernels`; seqpar downloads none. One that is missing, broken or of another version gives a reason
 instead of a kernel, so that the next best kernel computes.
 """
 
