@@ -1,7 +1,7 @@
 """Measure the latency of an honest client while other keys keep a server busy.
 
 An honest client sends one task after another to a server with keys. Its latency is measured while
-the server is otherwise idle, while a hostile key has many connections with many requests each,
+the server is otherwise idle, while a hostile key has many connections that use all their credits,
 while a hostile key has tasks with 16 times the work, and while other keys, with one connection
 each, always have tasks of the same size in flight. The latency should be at most three times the
 idle one next to a hostile key, and n + 1 times next to n busy keys. Answers are checked first, bit
@@ -9,15 +9,16 @@ for bit. All states alternate in each round.
 
 A second server is flooded: a hostile key sends payloads over several connections and never waits
 for replies. The server ends its connections when they exceed their credits, and then refuses the
-key for a while. So each flood takes another key. Real attackers run on other machines. Here they
-may use one of the cores: once with the lowest priority, so that they take little time from the
-server and the honest client, and once with the usual one.
+key for a while. A flood lasts longer than the first refusal, and each flood takes a new key. Real
+attackers run on other machines; here they may use one of two cores.
+
+Each state is measured from its begin. A round's latency is the mean of its tasks, and `slow` the
+seconds of tasks that took more than three times the client's own latency.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import socket as system
 import statistics
@@ -27,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,13 @@ from seqpar.servers.wire.protocol import library_version
 Row = dict[str, Any]
 TOKENS, DEPTH = 512, 4  # of a task; tasks that a busy key has in flight
 CONNECTIONS = 120  # of the hostile key, each with DEPTH tasks; it gets no more leases
-# The hostile key's tasks: tokens, connections, and tasks per connection.
-MANY_TASKS = TOKENS, CONNECTIONS, DEPTH
+# The hostile key's tasks: tokens, connections, and most tasks per connection.
+MANY_TASKS = TOKENS, CONNECTIONS, 1024
 LARGE_TASKS = 4 * TOKENS, 8, 1
 BUSY = (1, 2, 4)  # keys
 FLOODS = (1, 8, 40, 120)  # connections that never wait for replies
-PRIORITIES = {"lowest": 19, "usual": 0}  # of the flood's process
-_SETTLING = 0.2  # seconds until latencies count
-_FLOODING_KEYS = 8  # of each flooding process
-_FLOODING = 1.0  # seconds from a flood's begin until latencies are measured
+_SLOW = 3.0  # times as long as alone
+FLOOD_SECONDS = 15.0  # the server refuses a key for 10 s
 
 
 def keys_for(path: Path, clients: int) -> tuple[Path, list[Path]]:
@@ -80,11 +80,10 @@ def honest(pipe: Any, address: str, keys: Path) -> None:
         while True:
             start, stop = pipe.recv()
             time.sleep(max(0.0, start - time.monotonic()))
-            found = []
+            found: list[float] = []
             while (before := time.monotonic()) < stop or not found:
                 pool.submit(request).result(LIMIT)
-                if before > start + _SETTLING:
-                    found.append(time.monotonic() - before)
+                found.append(time.monotonic() - before)
             pipe.send(found)
 
 
@@ -125,6 +124,7 @@ class Connection:
             time.sleep(0.1)  # the server still ends leases of an earlier flood
             self.socket.send(protocol.encode(hello))
         self._generation, self._secret = welcome.generation, welcome.secret
+        self.credits = welcome.credits
 
     def ask(self, packed: Packed) -> None:
         """Send a task, and bytes that are not a message."""
@@ -172,7 +172,7 @@ def hostile(pipe: Any, address: str, keys: Path) -> None:
                 packed = tasks[tokens]
                 time.sleep(max(0.0, start - time.monotonic()))
                 for connection in list(connections.values())[:number]:
-                    for _ in range(depth):
+                    for _ in range(min(depth, connection.credits)):
                         connection.ask(packed)
                         flying += 1
                 count = 0
@@ -191,17 +191,15 @@ def hostile(pipe: Any, address: str, keys: Path) -> None:
                         pipe.send(count)
 
 
-def flood(pipe: Any, address: str, keys: Sequence[Path], priority: int) -> None:
+def flood(pipe: Any, address: str, keys: Sequence[Path]) -> None:
     """Send payloads over new connections between two times, without waiting for replies.
 
-    Each flood takes the next key. The server refuses a key after a flood, for less time than all
-    others take.
+    Each flood takes the next key.
     """
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    os.nice(priority)
     packed = pack(task(TOKENS))
     pipe.send("ready")
-    for own in itertools.cycle(keys):
+    for own in keys:
         count, context = 0, zmq.Context()
         poller, connections = zmq.Poller(), {}
         for _ in range(pipe.recv()):
@@ -267,20 +265,15 @@ def busy_keys(stack: ExitStack) -> tuple[Peer, list[State]]:
     return measured, states
 
 
-def floods(stack: ExitStack) -> tuple[Peer, list[State]]:
+def floods(stack: ExitStack, rounds: int) -> tuple[Peer, list[State]]:
     """Start a server, its honest client and floods; return the client and the states."""
-    address, (own, *others) = keyed_server(stack, 1 + len(PRIORITIES) * _FLOODING_KEYS)
+    address, (own, *others) = keyed_server(stack, 1 + rounds * len(FLOODS))
     measured = stack.enter_context(Peer(honest, address, own))
-    measured.hear()
-    states = [State("alone", 1.0)]
-    for i, (name, priority) in enumerate(PRIORITIES.items()):
-        keys = others[i :: len(PRIORITIES)]
-        attacker = stack.enter_context(Peer(flood, address, keys, priority))
-        attacker.hear()
-        states += [
-            State(f"flood of {n}, {name} priority", 3.0, [(attacker, ())], n) for n in FLOODS
-        ]
-    return measured, states
+    attacker = stack.enter_context(Peer(flood, address, others))
+    for peer in (measured, attacker):
+        peer.hear()
+    states = [State(f"flood of {n}", 3.0, [(attacker, ())], n) for n in FLOODS]
+    return measured, [State("alone", 1.0), *states]
 
 
 def measure(
@@ -289,13 +282,13 @@ def measure(
     seconds: float,
     begin: Callable[[str], None],
 ) -> list[Row]:
-    """Return the honest client's median latency in each state, over its own in the same round.
+    """Return the honest client's mean latency in each state, over its own in the same round.
 
     Its own latency is that of the first state.
     """
     with ExitStack() as stack:
         measured, states = start_all(stack)
-        found: list[list[float]] = [[] for _ in states]
+        found: list[list[list[float]]] = [[] for _ in states]
         served: list[list[int]] = [[] for _ in states]
         for turn in range(rounds):
             for i in range(len(states)):
@@ -305,29 +298,38 @@ def measure(
                 if state.flood:
                     state.peers[0][0].pipe.send(state.flood)
                     state.peers[0][0].hear()
-                first = time.monotonic() + 0.1
-                start = first + (_FLOODING if state.flood else 0.0)
-                measured.pipe.send((start, start + seconds))
+                start = time.monotonic() + 0.1
+                times = start, start + (FLOOD_SECONDS if state.flood else seconds)
+                measured.pipe.send(times)
                 for peer, told in state.peers:
-                    peer.pipe.send((first, start + seconds, *told))
-                found[at].append(statistics.median(measured.hear()))
+                    peer.pipe.send((*times, *told))
+                found[at].append(measured.hear())
                 served[at].append(sum(peer.hear() for peer, _ in state.peers))
+    own = [statistics.fmean(tasks) for tasks in found[0]]
     rows = []
-    for state, latencies, tasks in zip(states, found, served, strict=True):
-        ratios = [x / own for x, own in zip(latencies, found[0], strict=True)]
+    for state, all_tasks, tasks_of_peers in zip(states, found, served, strict=True):
+        latencies = [statistics.fmean(tasks) for tasks in all_tasks]
+        ratios = [x / alone for x, alone in zip(latencies, own, strict=True)]
+        slow = [
+            sum(x for x in tasks if x > _SLOW * alone)
+            for tasks, alone in zip(all_tasks, own, strict=True)
+        ]
         row = {"state": state.name, "bound": state.bound, "ratio": statistics.median(ratios)}
-        rows.append(row | {"latencies": latencies, "ratios": ratios, "tasks": tasks})
+        row |= {"latencies": latencies, "ratios": ratios, "slow": slow, "tasks": tasks_of_peers}
+        rows.append(row)
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the latencies as a table."""
-    lines = ["| others | latency, ms | over its own | at most | met |", "|---|---|---|---|---|"]
+    columns = "others", "latency, ms", "over its own", "at most", "met", "slow, s"
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         latency = 1000 * statistics.median(row["latencies"])
         met = "yes" if row["ratio"] <= row["bound"] else "no"
+        slow = statistics.median(row["slow"])
         cells = row["state"], f"{latency:.2f}", f"{row['ratio']:.2f}", f"{row['bound']:.0f}", met
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} | {slow:.1f} |")
     return "\n".join(lines)
 
 
@@ -336,18 +338,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="seconds of each state in a round"
+        "--seconds",
+        type=float,
+        default=5.0,
+        help="seconds of each state in a round, without floods",
     )
     parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = harness.canary()
-    states = 3 + len(BUSY), 1 + len(PRIORITIES) * len(FLOODS)
+    states = 3 + len(BUSY), 1 + len(FLOODS)
     with harness.progress(options.rounds * sum(states)) as begin:
         rows = measure(busy_keys, options.rounds, options.seconds, begin)
-        rows += measure(floods, options.rounds, options.seconds, begin)
+        rows += measure(
+            partial(floods, rounds=options.rounds), options.rounds, options.seconds, begin
+        )
     after = harness.canary()
     print(table(rows))
     drift = harness.check_canary(before, after)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hmac import compare_digest
@@ -39,6 +40,7 @@ from seqpar.servers.wire.protocol import (
 AUDIT = logging.getLogger("seqpar.servers.audit")
 _MAX_LOG_LINES, _LOG_SECONDS = 100, 10.0  # a flood of clients must not fill a disk
 _MAX_ARENA_BYTES = 2**26  # per client, for requests that it writes directly
+_DEPTH_OF_POOLS = 4  # requests that a pool sends to a server at a time, by default
 _MAX_OVERTAKING = 1024  # requests that may arrive before an earlier one
 
 
@@ -49,6 +51,7 @@ class ClientConnection:
     Attributes:
         peer: the connection, and the key that authenticated it.
         transport: carries its payloads.
+        credits: requests that it may have in flight.
         generation: of the lease; every message must carry it.
         secret: 128 random bits that every message must carry.
         seen: when its last message arrived, on the monotonic clock.
@@ -64,6 +67,7 @@ class ClientConnection:
 
     peer: Peer
     transport: Transport
+    credits: int
     generation: int = field(default_factory=lambda: 1 + secrets.randbelow(2**62 - 1))
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
     seen: float = field(default_factory=time.monotonic)
@@ -167,6 +171,7 @@ class Clients:
         self._clients: dict[Peer, ClientConnection] = {}
         self._pulses: dict[Peer, ClientConnection] = {}
         self._gone: set[Peer] = set()
+        self._beyond: Counter[str] = Counter()  # payloads beyond credit, by key
         self._audit = _Audit()
 
     def __len__(self) -> int:
@@ -222,7 +227,7 @@ class Clients:
             self.refuse(peer, reason)
             return
         transport, reach = open_channel(peer, hello, self._transports)
-        client = ClientConnection(peer, transport)
+        client = ClientConnection(peer, transport, self._credits(peer.key))
         self._clients[peer] = client
         self._audit.write(logging.INFO, "lease", peer, f"{hello.client} by {transport.name}")
         limits = self._limits
@@ -233,7 +238,7 @@ class Clients:
             device=device,
             dtypes=list(DTYPES),
             transport=transport.name,
-            credits=limits.requests,
+            credits=client.credits,
             tokens=limits.tokens,
             bytes=limits.bytes,
             idle=self._deadlines.idle,
@@ -250,8 +255,20 @@ class Clients:
         self.send(peer, protocol.Refused(reason[:200]))
 
     def _has_place(self, key: str) -> bool:
-        own = sum(client.peer.key == key for client in self)
-        return fits(1, own, len(self), self._limits.clients, self._socket.shared)
+        return fits(1, self._leases(key), len(self), self._limits.clients, self._socket.shared)
+
+    def _credits(self, key: str) -> int:
+        """Return the credits of a key's next client: the n-th one gets the n-th part of all.
+
+        With all credits for each, the payloads of a key with many connections would delay those of
+        other keys.
+        """
+        if not self._socket.shared:
+            return self._limits.requests
+        return max(1, self._limits.requests // (1 + self._leases(key)))
+
+    def _leases(self, key: str) -> int:
+        return sum(client.peer.key == key for client in self)
 
     def fits(self, key: str, size: int) -> bool:
         """Return whether a key's requests may take `size` more bytes; kept slices are dropped."""
@@ -283,11 +300,37 @@ class Clients:
             self._gone.add(peer)
         return trackers or []
 
-    def count_uncredited(self, peer: Peer) -> None:
-        """Count a payload without credit; end the peer that sends too many of them."""
-        if self._socket.count_uncredited(peer):
-            self._audit.write(logging.WARNING, "evicted", peer, "it sends payloads without credit")
-            self.end(peer)
+    def forgive_uncredited(self, peer: Peer) -> None:
+        """Count one payload without credit less, because the peer sent a request with credit."""
+        self._socket.forgive_uncredited(peer)
+        if self._beyond[peer.key] > 0:
+            self._beyond[peer.key] -= 1
+
+    def count_uncredited(self, peer: Peer, beyond: bool) -> None:
+        """Count a payload without credit. After too many, connections end.
+
+        A client that reads its answers sends at most as many as it has credits, after its lease has
+        ended, before it gets another lease. A connection that sends more than that ends. A client
+        with a lease never sends a request `beyond` its credits, so these count for all leases of a
+        key together, which all end. The key then gets no new connection for some time.
+        """
+        most, ending = self._limits.requests, [peer]
+        count = self._socket.count_uncredited(peer)
+        if self._socket.shared and beyond:
+            self._beyond[peer.key] += 1
+            count = self._beyond[peer.key]
+            ending = [client.peer for client in self if client.peer.key == peer.key]
+        elif self._socket.shared:
+            share = most // max(1, self._socket.connections_of(peer.key))
+            most = min(most, max(_DEPTH_OF_POOLS, share))
+        if count <= most:
+            return
+        self._beyond.pop(peer.key, None)
+        self._socket.ban(peer)
+        for each in ending:
+            self._audit.write(logging.WARNING, "evicted", each, "it sends payloads without credit")
+            self.end(each)
+            self._socket.cut(each)
 
     def give_up(self, client: ClientConnection) -> None:
         """End a lease whose results do not arrive. The client is told and may greet again."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from hmac import compare_digest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import zmq
@@ -40,6 +40,7 @@ from seqpar.servers.wire.protocol import Message, decode, library_version, sessi
 from seqpar.servers.wire.request import Request
 
 AnyTask = protocol.Task | protocol.StepRequest
+Credit = Literal["in credit", "beyond credit", "no request"]
 _BEAT_SECONDS = 0.25  # between two signs of life
 # Rows of one fused call. A CPU computes one slice after another: compared with one call per task, a
 # fused call of tasks of 512 tokens takes a tenth longer, and of 128 tokens half as long again.
@@ -215,15 +216,17 @@ class Server:
         self, peer: Peer, frames: list[Frame], written_to: ClientConnection | None = None
     ) -> None:
         """Handle a message, and count a payload that its sender had no credit for."""
-        has_credit = self._answer(peer, frames, written_to)
+        credit = self._answer(peer, frames, written_to)
         has_payload = len(frames) != 1 or len(frames[0]) > MAX_CONTROL_BYTES
-        if has_credit:
-            self._socket.forget_uncredited(peer)
+        if credit == "in credit":
+            self._clients.forgive_uncredited(peer)
         elif has_payload:
-            self._clients.count_uncredited(peer)
+            self._clients.count_uncredited(peer, beyond=credit == "beyond credit")
 
-    def _answer(self, peer: Peer, frames: list[Frame], written_to: ClientConnection | None) -> bool:
-        """Handle a message; return whether it is a request for which its sender had credit.
+    def _answer(
+        self, peer: Peer, frames: list[Frame], written_to: ClientConnection | None
+    ) -> Credit:
+        """Handle a message; return whether it is a request that its sender's lease allows now.
 
         A message that was written to an earlier lease's memory is dropped.
         """
@@ -236,13 +239,13 @@ class Server:
                 raise protocol.ProtocolError("message: a server takes no such message")
         except protocol.VersionMismatch as error:
             self._clients.refuse(peer, str(error))
-            return False
+            return "no request"
         except protocol.ProtocolError as error:
             self._clients.send(peer, protocol.Malformed(str(error)))
-            return False
+            return "no request"
         generation, client = getattr(message, "generation", None), self._clients.get(peer)
         if written_to is not None and generation != written_to.generation:
-            return False
+            return "no request"
         secret = b"" if client is None else client.secret
         session = session_of(frames[0])
         if client is None and isinstance(message, protocol.Ping):
@@ -251,17 +254,12 @@ class Server:
             else:
                 self._clients.send(peer, protocol.Stale(message.generation))
         elif generation is None or compare_digest(secret, session):
-            has_credit = (
-                isinstance(message, AnyTask)
-                and client is not None
-                and client.generation == generation
-                and client.unanswered < self.limits.requests
-            )
+            credit = _credit_of(message, client)
             handler(peer, message, frames[1:])
-            return has_credit
+            return credit
         else:
             self._clients.send(peer, protocol.Stale(generation))
-        return False
+        return "no request"
 
     # --- Handlers of messages, by type ---
 
@@ -336,7 +334,7 @@ class Server:
         size = form.request.room + form.result.room
         self._check_memory(size)
         client.settle()
-        if client.in_flight >= self.limits.requests:
+        if client.in_flight >= client.credits:
             return None
         if not self._clients.fits(client.peer.key, size):
             return None
@@ -431,3 +429,12 @@ class Server:
         self._worker.withdraw(lambda job: job.client == client.peer)
         self._reader.drop(client.peer)
         self._caches.end(client.peer)
+
+
+def _credit_of(message: Message, client: ClientConnection | None) -> Credit:
+    """Return whether a client may send a request now, or "no request" if no lease allows any."""
+    if client is None or not isinstance(message, AnyTask):
+        return "no request"
+    if client.generation != message.generation:
+        return "no request"
+    return "in credit" if client.unanswered < client.credits else "beyond credit"

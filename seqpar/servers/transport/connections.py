@@ -78,7 +78,7 @@ class _Connection:
         sending: when it was last seen to receive more than 8 KiB between two looks.
         buffer: bytes of its receive buffer, or 0 if the system chooses them.
         peer: its route and key, once a message was read.
-        uncredited: payloads that it has sent without credit since its last one with credit.
+        uncredited: how many more payloads it has sent without credit than, later, with credit.
         ended: whether the server has ended it.
     """
 
@@ -152,18 +152,22 @@ class Connections:
         connection.heard = time.monotonic()
         connection.first_unread, connection.unread = None, 0
 
-    def forget_uncredited(self, route: bytes) -> None:
-        """Start to count a connection's payloads without credit again."""
+    def forgive_uncredited(self, route: bytes) -> None:
+        """Count one payload without credit less."""
         if (connection := self._by_route.get(route)) is not None:
-            connection.uncredited = 0
+            connection.uncredited = max(0, connection.uncredited - 1)
 
     def count_uncredited(self, route: bytes) -> int:
-        """Count a payload without credit; return how many the connection has sent."""
+        """Count a payload without credit; return the connection's count."""
         connection = self._by_route.get(route)
         if connection is None:
             return 0
         connection.uncredited += 1
         return connection.uncredited
+
+    def number_of(self, key: str) -> int:
+        """Return how many open connections a key has."""
+        return len(self._open_by_key()[key])
 
     def ended(self, route: bytes) -> bool:
         """Return whether the server has ended a connection that is still known."""

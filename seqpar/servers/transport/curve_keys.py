@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import stat
 import time
@@ -29,6 +30,8 @@ _CHARACTERS = set(b"0123456789" + ascii_letters.encode() + b".-:+=^!/*?&<>()[]{}
 _MOST = 1024  # bytes read from a file
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _MOST_REFUSED = 128  # refused keys kept until they are logged
+_MAX_BANS = 64  # times as long as the first one
+_FORGIVEN_SECONDS = 3600.0  # since the last ban
 
 
 class CurveKeys(NamedTuple):
@@ -97,7 +100,7 @@ class Trusted:
     def __init__(self, folder: Path) -> None:
         self._folder, self.keys = folder, frozenset[bytes]()
         self._refused: deque[bytes] = deque(maxlen=_MOST_REFUSED)
-        self._banned: dict[bytes, float] = {}  # until when, on the monotonic clock
+        self._banned: dict[bytes, tuple[float, float]] = {}  # until when, and for how long
         self._seen: object = None
         self.look()
 
@@ -131,12 +134,21 @@ class Trusted:
         self.keys = frozenset(keys)
 
     def ban(self, key: str, seconds: float) -> None:
-        """Refuse new connections of a key for some seconds."""
-        self._banned[key.encode()] = time.monotonic() + seconds
+        """Refuse new connections of a key for some seconds, and for twice as long each next time.
+
+        After an hour without a ban, the next one counts as the first.
+        """
+        now = time.monotonic()
+        until, last = self._banned.get(key.encode(), (-math.inf, 0.0))
+        if now < until:
+            return
+        if now < until + _FORGIVEN_SECONDS:
+            seconds = min(max(seconds, 2 * last), _MAX_BANS * seconds)
+        self._banned[key.encode()] = now + seconds, seconds
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's key may connect now; ZeroMQ's thread calls this."""
-        if time.monotonic() < self._banned.get(key, 0.0):
+        if time.monotonic() < self._banned.get(key, (-math.inf, 0.0))[0]:
             return False
         if trusted := trusts(self._folder, key):
             return trusted

@@ -50,7 +50,7 @@ class ServerSocket:
         self._skips = False  # whether the remaining frames of a message are being dropped
         self._authenticator: ThreadAuthenticator | None = None
         self._trusted: Trusted | None = None
-        self._credits, self._ban_seconds = limits.requests, deadlines.idle
+        self._ban_seconds = deadlines.idle
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
@@ -142,23 +142,22 @@ class ServerSocket:
         """End a peer's connection: no message is read from it or sent to it from now on."""
         self._connections.end(peer.route)
 
-    def forget_uncredited(self, peer: Peer) -> None:
-        """Start to count again, because a peer has sent a request with credit."""
-        self._connections.forget_uncredited(peer.route)
+    def forgive_uncredited(self, peer: Peer) -> None:
+        """Count one payload less, because a peer has sent a request with credit."""
+        self._connections.forgive_uncredited(peer.route)
 
-    def count_uncredited(self, peer: Peer) -> bool:
-        """Count a payload that a peer sent without credit; return whether that ends its connection.
+    def count_uncredited(self, peer: Peer) -> int:
+        """Count a payload that a peer sent without credit; return its connection's count."""
+        return self._connections.count_uncredited(peer.route)
 
-        A client that reads its answers sends at most as many as it has credits, after its lease has
-        ended, before it gets another lease. After more than that, its key also gets no new
-        connection for `idle` seconds.
-        """
-        if self._connections.count_uncredited(peer.route) <= self._credits:
-            return False
-        self.cut(peer)
+    def connections_of(self, key: str) -> int:
+        """Return how many open connections a key has."""
+        return self._connections.number_of(key)
+
+    def ban(self, peer: Peer) -> None:
+        """Give a peer's key no new connection for `idle` seconds; later bans are longer."""
         if self._trusted is not None:
             self._trusted.ban(peer.key, self._ban_seconds)
-        return True
 
     @property
     def shared(self) -> bool:

@@ -26,7 +26,8 @@ class Limits:
         tokens: query rows, and key rows, of one request.
         bytes: of one request's payload, and of its result.
         queued_bytes: of all requests and results that a server holds.
-        requests: requests that one client may have in flight (its credits).
+        requests: requests that one client may have in flight (its credits). If several keys are
+            trusted, the n-th client of a key gets the n-th part of them, at least one.
         clients: clients with a lease.
         cache_bytes: of all keys and values that a server holds for clients.
     """

@@ -10,7 +10,7 @@ import zmq
 
 from seqpar.servers.server import worker
 from seqpar.servers.server.server import Server
-from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
+from seqpar.servers.transport.curve_keys import Trusted, client_keys, generate, server_keys
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack
@@ -116,14 +116,118 @@ def test_payloads_without_credit_end_a_connection(tmp_path, monkeypatch, caplog,
 
 
 def test_a_client_may_lose_its_lease_often(tmp_path):
-    """Its requests were on their way each time."""
+    """Its requests were on their way each time, and it is served in between."""
     with running(f"ipc://{tmp_path}/s", limits=SMALL) as server, watched(server.address) as client:
         for _ in range(3):
             for _ in range(SMALL.requests):
                 without_lease(client)
                 assert isinstance(client.hear()[0], Stale)
-            assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
+            for _ in range(SMALL.requests):
+                assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
         assert not has_ended(client)
+
+
+def test_few_requests_forgive_few_payloads(tmp_path):
+    """A flood that is served now and then ends too."""
+    with running(f"ipc://{tmp_path}/s", limits=SMALL) as server, watched(server.address) as client:
+        for _ in range(SMALL.requests):
+            without_lease(client)
+            assert isinstance(client.hear()[0], Stale)
+        assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
+        without_lease(client)
+        assert isinstance(client.hear()[0], Stale)
+        without_lease(client)
+        wait_until(lambda: has_ended(client))
+
+
+@pytest.fixture
+def two_keys(tmp_path):
+    """The keys of a server, and of two clients that it trusts."""
+    folder = generate(tmp_path / "keys")[0].parent
+    other = client_folder(folder, "b")
+    return server_keys(folder), client_keys(folder), client_keys(other)
+
+
+def test_connections_of_a_key_share_credits(two_keys):
+    keys, own, other = two_keys
+    with (
+        running("tcp://127.0.0.1:*", keys=keys, limits=Limits(requests=16)) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        clients = [stack.enter_context(Client(server.address, other)) for _ in range(20)]
+        first = stack.enter_context(Client(server.address, own))
+        credits = [x.welcome.credits for x in clients]
+        assert credits[:8] == [16, 8, 5, 4, 3, 2, 2, 2] and set(credits[8:]) == {1}
+        assert first.welcome.credits == 16
+        clients[1].close()
+        wait_until(lambda: len(server._clients) == 20)
+        assert stack.enter_context(Client(server.address, other)).welcome.credits == 1
+
+
+def test_payloads_beyond_credit_end_all_leases_of_a_key(two_keys, monkeypatch):
+    """They count together, however few each connection sends."""
+    gate = Gate(monkeypatch)
+    keys, own, other = two_keys
+    limits = Limits(tokens=4096, bytes=2**20, queued_bytes=2**24, requests=4, clients=8)
+    with (
+        running("tcp://127.0.0.1:*", keys=keys, limits=limits) as server,
+        Client(server.address, own) as honest,
+        watched(server.address, other) as first,
+        watched(server.address, other) as second,
+        watched(server.address, other) as idle,
+    ):
+        assert [x.welcome.credits for x in (first, second, idle)] == [4, 2, 1]
+        for client in (first, first, first, first, second, second):
+            beyond_credit(client)  # the credits are used up from now on
+        wait_until(lambda: sum(x.unanswered for x in server._clients) == 6)
+        for client in (first, second, first, second):
+            beyond_credit(client)
+            assert isinstance(client.hear()[0], Busy)
+        assert not any(map(has_ended, (first, second, idle)))
+        beyond_credit(second)
+        for client in (first, second, idle):
+            wait_until(lambda client=client: has_ended(client))
+        assert not server._socket._trusted.callback("*", other.public)
+        gate.open.set()
+        assert right_answer(*honest.ask(pack(REQUEST)), REQUEST)
+
+
+def test_connections_without_lease_share_their_payloads(two_keys):
+    """Each of n may send the n-th part of all that one may send, but at least four."""
+    keys, _, other = two_keys
+    with (
+        running("tcp://127.0.0.1:*", keys=keys, limits=Limits(requests=16)) as server,
+        watched(server.address, other) as first,
+        watched(server.address, other) as second,
+    ):
+        for _ in range(8):
+            without_lease(first)
+            assert isinstance(first.hear()[0], Stale)
+        assert not has_ended(first)
+        without_lease(first)
+        wait_until(lambda: has_ended(first))
+        assert not has_ended(second)
+
+
+def test_each_ban_lasts_twice_as_long(two_keys, monkeypatch):
+    keys, _, other = two_keys
+    trusted = Trusted(keys.trusted)
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def refused_seconds():
+        """How long the key is refused from now on."""
+        start = now[0]
+        trusted.ban(other.public.decode(), 10.0)
+        trusted.ban(other.public.decode(), 10.0)  # by another connection of the same flood
+        while not trusted.callback("*", other.public):
+            now[0] += 1.0
+        return now[0] - start
+
+    lasted = [refused_seconds() for _ in range(9)]
+    assert lasted == [10, 20, 40, 80, 160, 320, 640, 640, 640]
+    now[0] += 3600
+    assert refused_seconds() == 10
 
 
 def test_a_key_that_floods_gets_no_connection(tmp_path, monkeypatch):
