@@ -103,6 +103,9 @@ def run(
     losses, last = [], dict[int, Line]()
     with two_servers() as servers, tempfile.TemporaryFile("w+") as errors:
         command.append(f"--servers=file://{servers.file}")
+        joins = list(servers.says)[-1]
+        if disturbed:
+            command.append(f"--joins={joins}")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         for text in process.stdout:
@@ -120,8 +123,7 @@ def run(
             raise SystemExit(f"{' '.join(command)} failed:\n{errors.read()}")
         if not disturbed:
             return losses, ""
-        joined = list(servers.says)[-1]
-        tasks = sum(line["tasks"].get(joined, 0) for line in last.values())
+        tasks = sum(line["tasks"].get(joins, 0) for line in last.values())
         return (
             losses,
             "" if tasks else "the server that joined got no task, because it was too late",

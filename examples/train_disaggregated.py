@@ -64,10 +64,21 @@ def train(options: argparse.Namespace) -> None:
             line = {"trainer": rank, "step": step, "loss": sums[0].item(), "seconds": seconds}
             text = json.dumps(line | {"tasks": tasks})
             print(f"{text}\n", end="", flush=True)  # one write, because trainers share the output
+            if step == options.steps // 2 and options.joins:
+                wait_for(pool, options.joins)
             if step == options.steps:
                 break
     dist.barrier()  # leave together: gloo may abort a process after its peers have left
     dist.destroy_process_group()
+
+
+def wait_for(pool: seqpar.ServerPool, address: str, seconds: float = 60.0) -> None:
+    """Wait until a server is ready, so that it takes part in a short training too."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if any(x.address == address and x.state == "ready" for x in pool.report().servers):
+            return
+        time.sleep(0.05)
 
 
 def main() -> None:
@@ -75,6 +86,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--servers", help="addresses for ServerPool.connect")
+    parser.add_argument("--joins", help="a server to wait for after half of the steps")
     parser.add_argument("--steps", type=int, default=40, help="training steps")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens per trainer and step")
     parser.add_argument(
