@@ -140,15 +140,15 @@ class DividedCosts:
         With stages of w₁, w₂, … seconds for the largest micro-batch, shares of sum a and least b, a
         step takes at least a·wₛ + b·(w₁ + … + wₛ₋₁) for each stage s: its own work, before and
         after which the first stages pass one micro-batch. If no such time exceeds t, the sum of the
-        stages is at most t/b·(1 − (1 − b/a)^S).
+        stages is at most t/b·(1 − (1 − b/a)^S). The largest micro-batch passes all stages in turn.
 
         Args:
             micro_batch: the seconds of the largest micro-batch in all layers and the head.
             shares: (micro_batches,) the time of each micro-batch, relative to the largest one.
         """
-        total, least = float(shares.sum()), float(shares.min())
+        total, least, most = float(shares.sum()), float(shares.min()), float(shares.max())
         part = 1 - (1 - least / total) ** self.parallelism.pipeline
-        return least * micro_batch / part + self.end_seconds
+        return max(least / part, most) * micro_batch + self.end_seconds
 
     def played(
         self, layers: list[float], head: float, shares: Floats, boundary_bytes: int

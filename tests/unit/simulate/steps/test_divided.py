@@ -133,6 +133,15 @@ def test_no_pipeline_is_faster_than_its_bound(head):
                 assert least == pytest.approx(played)
 
 
+def test_the_largest_micro_batch_passes_all_stages():
+    """Next to short ones, it alone determines the bound."""
+    divided = costs_of(pipeline=4)
+    shares = np.array([1.0, 0.01, 0.01])
+    least = divided.least_seconds(4.0, shares)
+    assert least == 4.0 + divided.end_seconds
+    assert least <= divided.played([1.0] * 4, 0.0, shares, 0) <= 1.02 * least
+
+
 def test_ranks_wait_for_tensor_ranks_and_other_stages():
     plain = stepped(costs_of(data=2, context=2), shares=np.ones(2))
     tensor = stepped(costs_of(tensor=2, context=2), shares=np.ones(2))
