@@ -127,7 +127,7 @@ def test_a_client_may_lose_its_lease_often(tmp_path):
         assert not has_ended(client)
 
 
-def test_few_requests_forgive_few_payloads(tmp_path):
+def test_few_requests_forgive_few_payloads(tmp_path, caplog):
     """A flood that is served now and then ends too."""
     with running(f"ipc://{tmp_path}/s", limits=SMALL) as server, watched(server.address) as client:
         for _ in range(SMALL.requests):
@@ -138,6 +138,7 @@ def test_few_requests_forgive_few_payloads(tmp_path):
         assert isinstance(client.hear()[0], Stale)
         without_lease(client)
         wait_until(lambda: has_ended(client))
+        assert "it sends payloads without credit" in caplog.text  # and is not just silent
 
 
 @pytest.fixture
