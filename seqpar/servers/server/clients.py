@@ -309,22 +309,22 @@ class Clients:
     def count_uncredited(self, peer: Peer, beyond: bool) -> None:
         """Count a payload without credit. After too many, connections end.
 
-        A client that reads its answers sends at most as many as it has credits, after its lease has
-        ended, before it gets another lease. A connection that sends more than that ends. A client
-        with a lease never sends a request `beyond` its credits, so these count for all leases of a
-        key together, which all end. The key then gets no new connection for some time.
+        After its lease has ended, a client that reads its answers uses up its credits at most, and
+        then waits for another lease. A connection that sends more than that ends. A client with a
+        lease never sends a request `beyond` its credits, so these count for all leases of a key
+        together, which all end. The key then gets no new connection for some time.
         """
-        most, ending = self._limits.requests, [peer]
-        count = self._socket.count_uncredited(peer)
-        if self._socket.shared and beyond:
+        most, count = self._limits.requests, self._socket.count_uncredited(peer)
+        for_key = beyond and self._socket.shared
+        if for_key:
             self._beyond[peer.key] += 1
             count = self._beyond[peer.key]
-            ending = [client.peer for client in self if client.peer.key == peer.key]
-        elif self._socket.shared:
+        elif self._socket.shared and count > _DEPTH_OF_POOLS:
             share = most // max(1, self._socket.connections_of(peer.key))
             most = min(most, max(_DEPTH_OF_POOLS, share))
         if count <= most:
             return
+        ending = [x.peer for x in self if x.peer.key == peer.key] if for_key else [peer]
         self._beyond.pop(peer.key, None)
         self._socket.ban(peer)
         for each in ending:

@@ -32,6 +32,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _MOST_REFUSED = 128  # refused keys kept until they are logged
 _MAX_BANS = 64  # times as long as the first one
 _FORGIVEN_SECONDS = 3600.0  # since the last ban
+_NEVER_BANNED = -math.inf, 0.0
 
 
 class CurveKeys(NamedTuple):
@@ -139,16 +140,17 @@ class Trusted:
         After an hour without a ban, the next one counts as the first.
         """
         now = time.monotonic()
-        until, last = self._banned.get(key.encode(), (-math.inf, 0.0))
+        until, last = self._banned.get(key.encode(), _NEVER_BANNED)
         if now < until:
             return
         if now < until + _FORGIVEN_SECONDS:
-            seconds = min(max(seconds, 2 * last), _MAX_BANS * seconds)
+            seconds = min(2 * last, _MAX_BANS * seconds)
         self._banned[key.encode()] = now + seconds, seconds
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's key may connect now; ZeroMQ's thread calls this."""
-        if time.monotonic() < self._banned.get(key, (-math.inf, 0.0))[0]:
+        until, _ = self._banned.get(key, _NEVER_BANNED)
+        if time.monotonic() < until:
             return False
         if trusted := trusts(self._folder, key):
             return trusted
