@@ -12,7 +12,7 @@ for replies. The server ends its connections when they exceed their credits, and
 key for a while. A flood lasts longer than the first refusal, and each flood takes a new key. Real
 attackers run on other machines; here they may use one of two cores.
 
-Each state is measured from its begin. A round's latency is the mean of its tasks, and `slow` the
+Each state is measured from its start. A round's latency is the mean of its tasks, and `slow` the
 seconds of tasks that took more than three times the client's own latency.
 """
 
@@ -284,7 +284,7 @@ def measure(
 ) -> list[Row]:
     """Return the honest client's mean latency in each state, over its own in the same round.
 
-    Its own latency is that of the first state.
+    The first state gives its own latency.
     """
     with ExitStack() as stack:
         measured, states = start_all(stack)

@@ -344,7 +344,7 @@ class Connections:
         self._by_descriptor[descriptor] = connection
 
     def _shorten_segments(self, listener: int) -> None:
-        """Let clients at a loopback address send segments that fit into small receive buffers."""
+        """Limit the segments of clients at a loopback address, for small receive buffers."""
         with suppress(OSError), self._socket_of(listener) as socket:
             if socket.family != system.AF_UNIX and ip_address(socket.getsockname()[0]).is_loopback:
                 socket.setsockopt(system.IPPROTO_TCP, system.TCP_MAXSEG, _MAX_SEGMENT_BYTES)

@@ -232,7 +232,7 @@ class DividedCosts:
 
 
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
-    """Return a part of a cluster; NICs are whole, and faster or slower by what is left."""
+    """Return a part of a cluster; NICs are whole, and their rate makes up for the rounding."""
     if nodes == 1:
         return replace(cluster, nodes=1, devices_per_node=devices)
     whole = max(1, int(nics))
