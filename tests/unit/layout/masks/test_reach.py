@@ -96,7 +96,11 @@ def test_groups_reach_what_their_merged_ranks_reach(data):
 
 @pytest.mark.parametrize("kind", ["zigzag", "zigzag in parts", "contiguous", "spans"])
 def test_time_does_not_grow_with_documents_elsewhere(kind):
-    """4,096 ranks and 8,000 documents; a rank of a contiguous layout has two of them."""
+    """4,096 ranks and 8,000 documents; a rank of a contiguous layout has two of them.
+
+    A rank of a zigzag layout shares documents with others 18 million times. The limits, next to the
+    time of as many additions on this machine, are 1 s and 0.05 s where these take 0.027 s.
+    """
     lengths = np.random.default_rng(0).integers(64, 20_000, 8000)
     cu = np.r_[0, np.cumsum(lengths)]
     if kind == "spans":
@@ -109,7 +113,17 @@ def test_time_does_not_grow_with_documents_elsewhere(kind):
     geometry, mask = layout.geometry, Mask(UNLIMITED, 0)
     side, own = Side.of_keys(geometry, geometry, mask), geometry.holdings[1000]
     side.own_rows(own)
-    start = time.process_time()
-    side.own_rows(own)
-    side.their_rows(own)
-    assert time.process_time() - start < (1.0 if kind == "zigzag" else 0.05)
+    ones = np.ones(18_000_000, int)
+    additions = least_seconds(lambda: ones.cumsum())
+    seconds = least_seconds(lambda: (side.own_rows(own), side.their_rows(own)))
+    assert seconds < additions * (37 if kind == "zigzag" else 1.8)
+
+
+def least_seconds(call):
+    """Return the CPU time of the fastest of three calls."""
+    took = []
+    for _ in range(3):
+        start = time.process_time()
+        call()
+        took.append(time.process_time() - start)
+    return min(took)
