@@ -5,13 +5,13 @@ import argparse
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import seqpar
 from benchmarks.ranks import decoding
 from seqpar import Layout
 from tests.support.cases import module
+from tests.support.ranks import device_mesh
 
 
 def drawn(tokens):
@@ -61,7 +61,7 @@ def test_a_cache_grows_on_real_ranks(pool, ranks):
 
 
 def error_with_sharded_heads(group):
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("tokens", "heads"))
+    mesh = device_mesh(2, 2, names=("tokens", "heads"))
     attn = seqpar.RingAttention(mesh["tokens"])
     layout, (q, k, v) = Layout.zigzag(40, 2), drawn(40)
     parts = q[:, -2:], *(layout.shard(x, attn.rank, dim=1) for x in (k, v))

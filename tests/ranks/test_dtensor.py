@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import seqpar
 from seqpar import LASP2Attention, Layout
 from tests.support.calls import local
 from tests.support.cases import module
+from tests.support.ranks import device_mesh
 from tests.support.tiers import few_rows
 
 LAYOUT = Layout.zigzag([0, 30, 70], 2)
@@ -16,7 +16,7 @@ LAYOUT = Layout.zigzag([0, 30, 70], 2)
 
 def meshes(group):
     """The ranks that share tokens, and those that share heads."""
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("tokens", "heads"))
+    mesh = device_mesh(2, 2, names=("tokens", "heads"))
     return mesh["tokens"], mesh["heads"]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +13,7 @@ from tests.support import huggingface as hf
 from tests.support import images
 from tests.support.examples import example
 from tests.support.generation import CASES, MORE, generated, prompts
+from tests.support.ranks import device_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 
@@ -101,7 +102,7 @@ def test_image_model_gradients_are_right_under_averaging(ready, how):
 
 def on_mesh(group):
     model = hf.tiny("LlamaForCausalLM")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = device_mesh(2, 2, names=("outer", "inner"))
     return hf.on_rank(mesh, model, hf.batch("packed"), "usp")
 
 
@@ -153,7 +154,7 @@ def train(base, folder, rows, accumulate, resume=False, smoothing=0.0):
     """(losses by step, evaluation, weights) of a training of three steps."""
     model = hf.tiny("LlamaForCausalLM")
     if base is not transformers.Trainer:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        mesh = device_mesh(2, 2, names=("dp", "sp"))
         huggingface.enable(model, mesh["sp"])
     arguments = transformers.TrainingArguments(
         output_dir=folder,
@@ -504,7 +505,7 @@ def with_last_batch(base, folder, case, trains=True, group=None):
 
 def last_batch_on_ranks(group, folder, case, trains, ranks):
     hf.launched(group)
-    mesh = init_device_mesh("cpu", (group.size() // ranks, ranks), mesh_dim_names=("dp", "sp"))
+    mesh = device_mesh(group.size() // ranks, ranks, names=("dp", "sp"))
     base = transformers.Trainer
     return with_last_batch(base, folder, case, trains, mesh["sp"])
 

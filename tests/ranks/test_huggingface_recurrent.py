@@ -1,12 +1,13 @@
 """Models with recurrent layers on real ranks: under DDP and FSDP2, and on a mesh."""
 
 import pytest
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.ranks import device_mesh
 from tests.support.tiers import few_rows
 from tests.unit.integrations.huggingface.test_families import build
 
@@ -44,7 +45,7 @@ def test_gradients_are_right_whatever_averages_them(pool, how, before):
 
 
 def on_mesh(group):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = device_mesh(2, 2, names=("outer", "inner"))
     return hf.on_rank(mesh, build(FAMILY), hf.batch("packed"), "usp")
 
 

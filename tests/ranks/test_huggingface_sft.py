@@ -5,11 +5,11 @@ import os
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.examples import example
+from tests.support.ranks import device_mesh
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -69,7 +69,7 @@ def train(base, folder, rows, options, metrics=None, resume=False, groups=2, sam
     """(what was logged, the evaluation, the weights) of three steps."""
     model = hf.tiny("LlamaForCausalLM")
     if base is not trl.SFTTrainer:
-        mesh = init_device_mesh("cpu", (groups, 4 // groups), mesh_dim_names=("dp", "sp"))
+        mesh = device_mesh(groups, 4 // groups, names=("dp", "sp"))
         huggingface.enable(model, mesh["sp"])
     settings = {
         "output_dir": folder,

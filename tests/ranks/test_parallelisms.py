@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from tests.support.cases import STRATEGIES
 from tests.support.examples import example
+from tests.support.ranks import device_mesh
 
 
 def error(group, kind, strategy):
@@ -41,7 +41,7 @@ def test_the_kinds_are_the_examples():
 def saved(group, folder):
     """Save a model that is sharded over four ranks."""
     kinds = example("parallelisms")
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "sp", "tp"))
+    mesh = device_mesh(2, 2, 1, names=("dp", "sp", "tp"))
     model = kinds.sharded_model(mesh)
     checkpoints.save(get_model_state_dict(model), checkpoint_id=folder)
 
@@ -49,7 +49,7 @@ def saved(group, folder):
 def loaded(group, folder):
     """Load it on two ranks, twice, into a model of other values; return the loss of both."""
     kinds = example("parallelisms")
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pairs", "sp"))["sp"]
+    mesh = device_mesh(2, 2, names=("pairs", "sp"))["sp"]
     model = kinds.Model()
     with torch.no_grad():
         for p in model.parameters():
@@ -82,12 +82,12 @@ def test_a_checkpoint_of_four_ranks_loads_on_fewer(pool):
 
 def on_a_slice(group):
     """How far USP, on a slice of two dimensions of a mesh of three, is from one process."""
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "nodes", "gpus"))
+    mesh = device_mesh(1, 2, 2, names=("dp", "nodes", "gpus"))
     attn = seqpar.USPAttention(mesh["nodes", "gpus"])
     layout, alone = seqpar.Layout.zigzag([0, 9, 40], 4), seqpar.Layout.zigzag([0, 9, 40], 1)
     q = torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(0))
     out = attn(*[layout.shard(q, attn.rank)] * 3, layout, causal=True)
-    one = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("all", "one"))["one"]
+    one = device_mesh(4, 1, names=("all", "one"))["one"]
     whole = seqpar.RingAttention(one)(q, q, q, alone, causal=True)
     return float((out - layout.shard(whole, attn.rank)).abs().max())
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import seqpar
 from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
 from tests.support.calls import local
+from tests.support.ranks import device_mesh
 
 
 def on_a_mesh(group, outer):
@@ -16,7 +17,7 @@ def on_a_mesh(group, outer):
     layout = Layout.zigzag([0, 30, 31, 90], 4)
     results = []
     for attn in (
-        seqpar.USPAttention(init_device_mesh("cpu", (2, 2)), outer),
+        seqpar.USPAttention(device_mesh(2, 2), outer),
         seqpar.UlyssesAttention(group),
     ):
         comm = attn._bound.comm

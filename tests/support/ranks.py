@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import tempfile
 import threading
 import traceback
@@ -10,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from seqpar import use_backend
 from seqpar.attention import backend
@@ -49,10 +51,18 @@ def _serve(rank, ranks, store_file, pipe, timeout):
 def _destroy_groups_except(kept):
     """Destroy the groups of earlier tasks, which all ranks have finished.
 
-    Each would keep a heartbeat, and a thread of gloo that wakes 100 times a second.
+    Each would keep a heartbeat, and a thread of gloo that wakes 100 times a second. Groups of
+    meshes stay, because DTensor's plans for a mesh serve every equal mesh.
     """
     for group in set(dist.distributed_c10d._world.pg_map) - kept:
-        dist.destroy_process_group(group)
+        if not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
+
+
+@functools.cache
+def device_mesh(*shape, names=None):
+    """Return a mesh of the pool's processes: the same one each time, so groups do not pile up."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class Pool:
