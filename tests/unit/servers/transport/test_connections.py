@@ -24,6 +24,7 @@ from tests.support.tiers import few_rows
 from tests.unit.servers.server.test_identity import client_folder
 
 IDLE = 0.3  # seconds
+SEGMENT_BYTES = 2**16  # that Linux passes on at most as one, between processes of a machine
 # ZMTP 3.0 without keys: the greeting, and the command READY of a DEALER.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32)
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -314,7 +315,9 @@ def test_a_flood_waits_in_small_buffers(tmp_path, monkeypatch):
         while bound.socket.poll(300):  # what waited in large buffers
             bound.receive()
         wait_until(lambda: not flood())  # the server reads nothing now
-        assert waiting_bytes(bound, key) <= 2 * connections_module._SHARED_BUFFER_BYTES
+        # Linux doubles a buffer's size, and takes a whole segment while there is any room.
+        allowed = 2 * connections_module._SHARED_BUFFER_BYTES + 16 * SEGMENT_BYTES
+        assert waiting_bytes(bound, key) <= allowed
         assert own.public.decode() not in connections._buffers
         monkeypatch.setattr(connections_module, "_SENDING_SECONDS", 0.0)  # the flood is over
         bound.beat()
