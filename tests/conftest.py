@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 
 import tests.support.interpreter  # noqa: F401
+from tests.support import processes
 from tests.support.ranks import Pool
 from tests.support.tiers import (
     pytest_collection_modifyitems,
@@ -26,8 +27,10 @@ def pytest_collection_finish():
     """Hide imported and collected objects from the garbage collector: all of them stay.
 
     A full collection took 0.3 s with them, 50 of 500 s of CPU time in all, and takes milliseconds
-    without. The server of processes, from which all others are forked, does the same.
+    without. The server of processes, from which all others are forked, does the same. It has not
+    started, and gets its list of imports after those of all test files.
     """
+    processes.preload()
     gc.collect()
     gc.freeze()
 

@@ -3,4 +3,11 @@
 import multiprocessing
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.support.preloaded"])
+
+
+def preload():
+    """Let the server import what is slow, whatever an imported benchmark has asked of it."""
+    PROCESSES.set_forkserver_preload(["tests.support.preloaded"])
+
+
+preload()

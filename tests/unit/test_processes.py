@@ -1,0 +1,20 @@
+"""The processes that tests fork (`tests/support/processes.py`)."""
+
+import sys
+
+import benchmarks.servers.processes  # noqa: F401  # it has its own list of what to import first
+from tests.support.processes import PROCESSES
+
+
+def imported(connection, names):
+    connection.send([name in sys.modules for name in names])
+
+
+def test_a_process_need_not_import_what_is_slow():
+    here, there = PROCESSES.Pipe()
+    names = ("tests.support.preloaded", "torch._dynamo")
+    process = PROCESSES.Process(target=imported, args=(there, names))
+    process.start()
+    there.close()
+    assert here.recv() == [True, True]
+    process.join()
