@@ -31,6 +31,7 @@ from tests.support.servers import (
     same,
     wait_until,
 )
+from tests.support.zmtp import dealer
 from tests.tools.churn import churn
 
 pytestmark = pytest.mark.alone
@@ -237,18 +238,14 @@ def status(address):
     return ask(address, None, 10.0)
 
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
-READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-
-
 @pytest.mark.parametrize("where", ["greeting", "frame"])
 def test_a_client_that_trickles_bytes_is_cut_off(where):
     deadlines = ServerDeadlines(idle=1.0, handshake=1.0)
     with running("tcp://127.0.0.1:*", deadlines=deadlines) as server:
         port = int(server.address.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as slow:
+        at_greeting = lambda port: socket.create_connection(("127.0.0.1", port))  # noqa: E731
+        with (at_greeting if where == "greeting" else dealer)(port) as slow:
             if where == "frame":
-                slow.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
                 slow.sendall(b"\x02" + struct.pack(">Q", 2**20))
             start = time.monotonic()
             assert cut_off(slow), "it is still connected"
@@ -275,9 +272,8 @@ def cut_off(connection, seconds=10.0):
 
 def test_a_terabyte_that_is_announced_takes_no_memory():
     with running("tcp://127.0.0.1:*") as server:
-        port, before = int(server.address.rpartition(":")[2]), rss(os.getpid())
-        with socket.create_connection(("127.0.0.1", port)) as huge:
-            huge.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+        before = rss(os.getpid())
+        with dealer(int(server.address.rpartition(":")[2])) as huge:
             huge.sendall(b"\x02" + struct.pack(">Q", 2**40) + bytes(1000))
             assert cut_off(huge)
         assert rss(os.getpid()) < before + 2**24

@@ -37,6 +37,7 @@ from tests.support.servers import (
     wait_until,
 )
 from tests.support.slow_link import slow_link
+from tests.support.zmtp import dealer, frame
 from tests.unit.servers.server.test_identity import client_folder
 
 RATE = 4e6  # bytes per second
@@ -299,19 +300,10 @@ def test_connections_to_different_servers_share_signs_of_life(tmp_path):
 @pytest.mark.parametrize("server", [ServerDeadlines(idle=4.0)], indirect=True, ids=[""])
 def test_a_trickled_message_is_cut_despite_pings(server):
     """The message's frame does not end within `idle`; the lease ends with the connection."""
-    port = int(server.address.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as raw:
-        raw.settimeout(20)
-        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32))
-        data = raw.recv(2**16)
-        ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-        raw.sendall(bytes([4, len(ready)]) + ready)
+    with dealer(int(server.address.rpartition(":")[2])) as raw:
         hello = encode(protocol.Hello("0.1.0", "trickler", ["zmq"], []))
         raw.sendall(bytes([0, len(hello)]) + hello)
-        while (welcome := _first_message(data)) is None:
-            received = raw.recv(2**16)
-            assert received, "the server ends the connection"
-            data += received
+        welcome = decode(frame(raw))
         raw.sendall(b"\x02" + struct.pack(">Q", PIECE_BYTES))
         raw.settimeout(0.02)
         ended, end = False, time.monotonic() + 20
@@ -329,13 +321,6 @@ def test_a_trickled_message_is_cut_despite_pings(server):
             wait_until(lambda: _answer(beats, welcome) == Stale(welcome.generation))
         with Client(server.address) as honest:
             assert right_answer(*honest.ask(pack(SMALL)), SMALL)
-
-
-def _first_message(data):
-    """The first message that a ZMTP connection has received, or None; its length is before it."""
-    at = data.find(b"SQPR")
-    size = int.from_bytes(data[at - 2 : at], "big")
-    return decode(data[at : at + size]) if 0 < at <= len(data) - size else None
 
 
 def _answer(socket, welcome):

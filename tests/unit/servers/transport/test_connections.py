@@ -21,13 +21,11 @@ from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire.limits import PIECE_BYTES, Limits, ServerDeadlines
 from tests.support.servers import wait_until
 from tests.support.tiers import few_rows
+from tests.support.zmtp import dealer
 from tests.unit.servers.server.test_identity import client_folder
 
 IDLE = 0.3  # seconds
 SEGMENT_BYTES = 2**16  # that Linux passes on at most as one, between processes of a machine
-# ZMTP 3.0 without keys: the greeting, and the command READY of a DEALER.
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32)
-READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 USER_ID = b"\x07User-Id" + struct.pack(">I", 2) + b"\xc3\x28"  # not UTF-8
 MESSAGE = b"\x00\x01x"  # of one byte
 # A client leaves while its last message has no room in the server's queue.
@@ -102,12 +100,8 @@ def small():
 @contextlib.contextmanager
 def client(bound, properties=b""):
     """A connection by hand, of which the server has read a message."""
-    port = int(bound.address.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as made:
-        made.sendall(GREETING)
-        made.recv(64, socket.MSG_WAITALL)  # the server's
-        ready = READY + properties
-        made.sendall(bytes([4, len(ready)]) + ready + MESSAGE)
+    with dealer(int(bound.address.rpartition(":")[2]), properties) as made:
+        made.sendall(MESSAGE)
         assert bound.socket.poll(20_000)
         assert bound.receive() is not None
         yield made
