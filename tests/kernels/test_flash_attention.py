@@ -41,7 +41,7 @@ def test_random_slice_tables(slices, dtype, heads, dims, options, config):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=40)
+@settings(max_examples=20)
 @drawn(50)
 def test_more_random_slice_tables(slices, dtype, heads, dims, options, config):
     x = Operands.draw(

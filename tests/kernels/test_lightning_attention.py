@@ -41,7 +41,7 @@ def test_random_spans(spans, dtype, rows, config, local, options):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=40)
+@settings(max_examples=16)
 @drawn
 def test_more_random_spans(spans, dtype, rows, config, local, options):
     x = Operands.draw(spans, dtype, **options)

@@ -11,14 +11,18 @@ from seqpar.softmax.keys import invariant_tiles
 from tests.support.ranks import virtual
 from tests.support.same_bits import bits, drawn_cases
 
-SEEDS = 503, 504, 505, 506, 508, 509
-QUICK = 503  # others take longer
+QUICK, IN_CI, OTHERS = (503,), (504, 505, 506), (508, 509)  # that take longer and longer
+EXHAUSTIVE, EVERY_ROW = pytest.mark.exhaustive, pytest.mark.every_row
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of bf16 in Triton's interpreter
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(i, marks=() if i == QUICK else pytest.mark.exhaustive) for i in SEEDS],
+    [
+        *QUICK,
+        *(pytest.param(seed, marks=EXHAUSTIVE) for seed in IN_CI),
+        *(pytest.param(seed, marks=(EXHAUSTIVE, EVERY_ROW)) for seed in OTHERS),
+    ],
 )
 def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
     turns = threading.Lock()

@@ -11,6 +11,7 @@ from seqpar.servers.server.clients import Clients
 from seqpar.servers.transport import server_socket
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.server_socket import ServerSocket
+from tests.support.tiers import exhaustive_seeds
 from tests.tools import fuzz_sequences
 from tests.tools.fuzz_sequences import Violation, fuzz_sequence
 
@@ -20,8 +21,7 @@ def test_no_client_reaches_another_clients_session(number):
     assert fuzz_sequence(7, number, hostile=200) > 250
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", exhaustive_seeds(0, 7, 20))
 def test_longer_sequences(number):
     fuzz_sequence(8, number)
 
