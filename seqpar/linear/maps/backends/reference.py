@@ -138,33 +138,44 @@ class Backward(Forward):
 
         Each state's gradient is taken from the last token to the first.
         """
-        states = list(self.states(span, self.states_in))
-        dstate = self.entering(dstates_out, span.state_out)
-        for i in reversed(range(span.k.shape[0])):
-            k, v, decay = span.k[i], span.v[i], span.decay[i]
-            dout = self.dout[:, span.rows.start + i].unflatten(1, (k.shape[1], -1))
-            dq = self.options.scale * dout @ states[i + 1].mT
-            dstate = dstate + span.q[i].mT @ dout
-            decayed = decay[..., None] * states[i]
-            dv = read(dstate, k)  # of the value that k added to the state
-            dbeta, ddecayed = None, dstate
-            if span.beta is None:
-                dk = (dstate * v[..., None, :]).sum(-1)
-            else:
-                error, beta = v - read(decayed, k), span.beta[i]
-                dk = (dstate * (beta * error)[..., None, :]).sum(-1)
-                dbeta = (dv * error).sum(-1, keepdim=True)
-                dv = beta * dv
-                dk = dk - (decayed * dv[..., None, :]).sum(-1)
-                ddecayed = dstate - k[..., :, None] * dv[..., None, :]
-            dstate = decay[..., None] * ddecayed
-            if gradients is None:
-                continue
-            dlog_decay = (ddecayed * decayed).sum(-1)
-            row = span.rows.start + i
-            parts = dq.flatten(1, 2), dk, dv, dlog_decay, dbeta
-            for gradient, part in zip(gradients, parts, strict=True):
-                if gradient is not None and part is not None:
-                    wide = gradient.shape[-1] == part.shape[-1]
-                    gradient[:, row] = part if wide else part.sum(-1, keepdim=True)
+        dstate, dstates = self.entering(dstates_out, span.state_out), []
+        dout = self.dout[:, span.rows].transpose(0, 1).unflatten(2, (span.k.shape[2], -1))
+        beta = [None] * len(span.k) if span.beta is None else span.beta
+        rows = list(zip(span.q, span.k, span.decay, beta, dout, strict=True))
+        for q_row, k_row, decay_row, beta_row, dout_row in reversed(rows):
+            dstate = dstate + q_row.mT @ dout_row
+            dstates.append(dstate)
+            if beta_row is not None:
+                written = beta_row * read(dstate, k_row)
+                dstate = dstate - k_row[..., :, None] * written[..., None, :]
+            dstate = decay_row[..., None] * dstate
+        if gradients is not None and rows:
+            states = torch.stack(list(self.states(span, self.states_in)))
+            self.add(span, states, torch.stack(dstates[::-1]), dout, gradients)
         return dstate
+
+    def add(
+        self, span: _Span, states: Tensor, dstates: Tensor, dout: Tensor, gradients: Gradients
+    ) -> None:
+        """Add the gradients of a span's rows, given the gradient of the state after each."""
+        k, v, decay, beta = span.k, span.v, span.decay, span.beta
+        dq = self.options.scale * dout @ states[1:].mT
+        decayed = decay[..., None] * states[:-1]
+        dv = read(dstates, k)  # of the value that k added to the state
+        dbeta, ddecayed = None, dstates
+        if beta is None:
+            dk = (dstates * v[..., None, :]).sum(-1)
+        else:
+            error = v - read(decayed, k)
+            dk = (dstates * (beta * error)[..., None, :]).sum(-1)
+            dbeta = (dv * error).sum(-1, keepdim=True)
+            dv = beta * dv
+            dk = dk - (decayed * dv[..., None, :]).sum(-1)
+            ddecayed = dstates - k[..., :, None] * dv[..., None, :]
+        dlog_decay = (ddecayed * decayed).sum(-1)
+        parts = dq.flatten(2, 3), dk, dv, dlog_decay, dbeta
+        for gradient, part in zip(gradients, parts, strict=True):
+            if gradient is not None and part is not None:
+                wide = gradient.shape[-1] == part.shape[-1]
+                part = part if wide else part.sum(-1, keepdim=True)
+                gradient[:, span.rows] = part.transpose(0, 1)

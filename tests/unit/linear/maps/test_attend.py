@@ -209,14 +209,16 @@ def test_without_rows_or_spans_or_batch(name, backend):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("tokens", [25_000, pytest.param(100_000, marks=pytest.mark.every_row)])
 @pytest.mark.parametrize("name", ["gated_delta", "vector_decay"])
-def test_a_document_of_100_000_tokens(name):
-    """Its fp32 errors are at most twice the plain recurrence's; decays are near 1.
+def test_fp32_errors_of_a_long_document(name, tokens):
+    """They are at most twice the plain recurrence's; decays are near 1.
 
-    What is exact is the same backend in fp64, which other tests hold to the formula.
+    A state forgets half in 14,000 tokens: over more than 25,000 the errors hardly grow. What is
+    exact is the same backend in fp64, which other tests hold to the formula.
     """
     case = RecurrentCase(
-        name, edges=(0, 100_000), batch=1, q_heads=1, k_heads=1, v_heads=1, dim=4, value_dim=3,
+        name, edges=(0, tokens), batch=1, q_heads=1, k_heads=1, v_heads=1, dim=4, value_dim=3,
         log_decay=-1e-4, beta=(0.0, 0.01), dtype=torch.float32,
     )  # fmt: skip
     inputs, dout, entering, dleaving = case.tensors()
