@@ -3,9 +3,11 @@
 import contextlib
 import fcntl
 import math
+import os
+import resource
+import signal
 import socket
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -19,6 +21,7 @@ from seqpar.servers.transport.curve_keys import client_keys, generate, server_ke
 from seqpar.servers.transport.server_socket import ServerSocket
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire.limits import PIECE_BYTES, Limits, ServerDeadlines
+from tests.support.processes import PROCESSES
 from tests.support.servers import wait_until
 from tests.support.tiers import few_rows
 from tests.support.zmtp import dealer
@@ -28,57 +31,58 @@ IDLE = 0.3  # seconds
 SEGMENT_BYTES = 2**16  # that Linux passes on at most as one, between processes of a machine
 USER_ID = b"\x07User-Id" + struct.pack(">I", 2) + b"\xc3\x28"  # not UTF-8
 MESSAGE = b"\x00\x01x"  # of one byte
-# A client leaves while its last message has no room in the server's queue.
-LEAVE = """
-import sys, time, zmq
-from seqpar.servers.transport.server_socket import ServerSocket
-from seqpar.servers.wire.limits import Limits, ServerDeadlines
-bound = ServerSocket(sys.argv[1], None, Limits(), ServerDeadlines(idle=0.3))
-context = zmq.Context()
-client = context.socket(zmq.DEALER)
-client.linger = client.sndhwm = 0
-client.connect(bound.address)
-if sys.argv[2] == "cut":
-    client.send(b"x")
-    bound.socket.poll(20_000)
-    peer, _ = bound.receive()
-    bound.cut(peer)
-else:
-    for _ in range(5_000):
+
+
+def let_a_client_leave(address, leaves):
+    """A client leaves while its last message has no room in the server's queue."""
+    bound = ServerSocket(address, None, Limits(), ServerDeadlines(idle=IDLE))
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    client.linger = client.sndhwm = 0
+    client.connect(bound.address)
+    if leaves == "cut":
         client.send(b"x")
-time.sleep(0.1)
-client.send(b"x")
-time.sleep(0.1)
-client.close()
-time.sleep(0.5)
-"""
-
-
-# Silent connections take all descriptors that a server's process may have.
-EXHAUST = """
-import os, resource, signal, socket, sys, time
-from seqpar.servers.transport.server_socket import ServerSocket
-from seqpar.servers.wire.limits import Limits, ServerDeadlines
-from tests.unit.servers.transport.test_connections import client
-bound = ServerSocket("tcp://127.0.0.1:*", None, Limits(), ServerDeadlines(idle=0.5))
-port = int(bound.address.rpartition(":")[2])
-used = len(os.listdir("/proc/self/fd"))
-read, write = os.pipe()
-child = os.fork()
-if not child:
-    flood = [socket.create_connection(("127.0.0.1", port)) for _ in range(used + 60)]
-    os.write(write, b"x")
-    time.sleep(60)
-    os._exit(0)
-resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, used + 40))
-os.read(read, 1)
-for _ in range(30):
-    bound.beat()
+        bound.socket.poll(20_000)
+        peer, _ = bound.receive()
+        bound.cut(peer)
+    else:
+        for _ in range(5_000):
+            client.send(b"x")
     time.sleep(0.1)
-with client(bound):
-    print("it answers")
-os.kill(child, signal.SIGKILL)
-"""
+    client.send(b"x")
+    time.sleep(0.1)
+    client.close()
+    time.sleep(0.5)
+
+
+def exhaust():
+    """Silent connections take all descriptors that a server's process may have."""
+    bound = ServerSocket("tcp://127.0.0.1:*", None, Limits(), ServerDeadlines(idle=0.5))
+    port = int(bound.address.rpartition(":")[2])
+    used = len(os.listdir("/proc/self/fd"))
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        flood = [socket.create_connection(("127.0.0.1", port)) for _ in range(used + 60)]
+        os.write(write, b"x")
+        time.sleep(60)
+        os._exit(len(flood))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, used + 40))
+    os.read(read, 1)
+    for _ in range(30):
+        bound.beat()
+        time.sleep(0.1)
+    with client(bound):
+        pass  # it answers
+    os.kill(child, signal.SIGKILL)
+
+
+def exit_code_of(function, *arguments):
+    """Run a function in a process of its own."""
+    process = PROCESSES.Process(target=function, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
 
 
 @pytest.fixture
@@ -126,10 +130,7 @@ def closed(connection):
 def test_a_leaving_client_does_not_abort_the_server(tmp_path, transport, leaves):
     """With ZeroMQ's heartbeats it does; the process ends by a signal."""
     address = f"ipc://{tmp_path}/s" if transport == "ipc" else "tcp://127.0.0.1:*"
-    ran = subprocess.run(
-        [sys.executable, "-c", LEAVE, address, leaves], capture_output=True, timeout=60
-    )
-    assert ran.returncode == 0, ran.stderr
+    assert exit_code_of(let_a_client_leave, address, leaves) == 0
 
 
 def test_a_silent_connection_is_ended(bound):
@@ -319,5 +320,4 @@ def test_a_flood_waits_in_small_buffers(tmp_path, monkeypatch):
 
 
 def test_a_flood_does_not_take_all_descriptors():
-    ran = subprocess.run([sys.executable, "-c", EXHAUST], capture_output=True, timeout=60)
-    assert ran.stdout == b"it answers\n", ran.stderr
+    assert exit_code_of(exhaust) == 0
