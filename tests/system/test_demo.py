@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from seqpar import balance
+from tests.support.commands import fork_commands
 from tests.support.faults import free_port
 from tests.support.processes import PROCESSES
 from tests.support.servers import running
@@ -27,14 +28,30 @@ HANG = 850  # seconds after which a training hangs, on a busy machine too
 pytestmark = pytest.mark.timeout(900)
 
 
-def demo(folder, *arguments, example="train_lm"):
-    """Run an example in `folder`, on this tree's seqpar wherever that is installed."""
-    command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), *arguments]
+def demo(folder, *arguments):
+    """Run `train_lm` in `folder`, on this tree's seqpar wherever that is installed."""
+    command = [sys.executable, str(ROOT / "examples/train_lm.py"), *arguments]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": path}, "timeout": HANG}
     return subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
     )
+
+
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """Call an example in a process, which forks all that it starts: its exit status and output."""
+
+    def call(example, *arguments):
+        fork_commands(monkeypatch)
+        command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), *arguments]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, **options, cwd=tmp_path)
+        with process.stdout as output:
+            shown = output.read()
+        return process.wait(HANG), shown
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +65,20 @@ def text(tmp_path_factory):
 
 @pytest.mark.exhaustive
 def test_two_processes_train_as_one_does(text, tmp_path):
-    training = ("--attention=ulysses", "--layout=striped", "--steps=3", "--seq-len=300")
+    """As a user starts it, by torchrun and without. Others fork their processes."""
+    training = ("--attention=ulysses", "--layout=striped", "--steps=3", "--seq-len=100")
     done = demo(tmp_path, "--compare", *training, f"--text={text}", f"--out={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ulysses, 2 processes" in done.stdout
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
-HYBRID = ("--layers=3", "--softmax-every=2", "--norm=none", "--gate=off")
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("example", "model"), [("train_lm", ()), ("train_hybrid", HYBRID)])
-def test_one_training_without_torchrun(text, tmp_path, example, model):
-    training = ("--attention=all_gather", "--steps=2", "--seq-len=100")
-    done = demo(tmp_path, *training, f"--text={text / 'token.py'}", *model, example=example)
-    assert done.returncode == 0 and done.stdout.count('"loss"') == 2, done.stderr
-
-
-@pytest.mark.exhaustive
-def test_a_planted_fault_of_linear_attention_is_noticed(text, tmp_path):
+def test_a_planted_fault_of_linear_attention_is_noticed(text, forked):
     training = ("--steps=2", "--seq-len=300", f"--text={text}")
     fault = ("--compare", "--inject-fault=state-dropped")
-    done = demo(tmp_path, *fault, *training, example="train_hybrid")
-    shown = done.stdout + done.stderr
-    assert done.returncode == 1 and "differs from one process's" in done.stdout, shown
+    code, shown = forked("train_hybrid", *fault, *training)
+    assert code == 1 and "differs from one process's" in shown, shown
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +209,12 @@ def test_every_balancing_method_trains_like_one_process(uneven, alone, tmp_path,
 
 
 @pytest.mark.exhaustive
-def test_the_hybrid_is_compared_on_balanced_documents(uneven, tmp_path):
+def test_the_hybrid_is_compared_on_balanced_documents(uneven, forked, tmp_path):
     options = ("--compare", "--balance=auto", "--steps=2", "--processes=3", *uneven)
     options += ("--attention=token_ring", "--seq-len=300", f"--out={tmp_path}")
-    done = demo(tmp_path, *options, example="train_hybrid")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "balanced by auto" in done.stdout
-    assert "token_ring, 1 process " in done.stdout and "token_ring, 3 processes" in done.stdout
+    code, shown = forked("train_hybrid", *options)
+    assert code == 0 and "balanced by auto" in shown, shown
+    assert "token_ring, 1 process " in shown and "token_ring, 3 processes" in shown
 
 
 @pytest.fixture
@@ -246,6 +251,9 @@ def test_bad_arguments_are_refused(here, capsys, arguments, message):
     assert message in f"{refusal.value}{capsys.readouterr().err}"
 
 
+HYBRID = ("--layers=3", "--softmax-every=2", "--norm=none", "--gate=off")
+
+
 @pytest.mark.parametrize(("example", "model"), [("train_lm", ()), ("train_hybrid", HYBRID)])
 def test_one_training_in_this_process(here, capsys, text, example, model):
     """The cheaper row of all that trains: a few steps, and the loss falls."""
@@ -268,12 +276,11 @@ def test_one_training_with_a_server(here, capsys, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_a_killed_server_changes_no_bit_of_training(text, tmp_path):
-    training = ("--compare", "--trainers=1", "--steps=100", "--tokens=100", f"--text={text}")
-    done = demo(tmp_path, *training, f"--out={tmp_path}", example="train_disaggregated")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the losses of all 100 steps are the same, bit for bit" in done.stdout
-    assert "killed" in done.stdout and (tmp_path / "loss_servers.png").stat().st_size > 1000
+def test_a_killed_server_changes_no_bit_of_training(text, forked, tmp_path):
+    training = ("--compare", "--trainers=1", "--steps=40", "--tokens=100", f"--text={text}")
+    code, shown = forked("train_disaggregated", *training, f"--out={tmp_path}")
+    assert code == 0 and "the losses of all 40 steps are the same, bit for bit" in shown, shown
+    assert "killed" in shown and (tmp_path / "loss_servers.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("example", ["train_lm", "train_hybrid", "train_disaggregated"])

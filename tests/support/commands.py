@@ -1,0 +1,129 @@
+"""Commands that run Python, in forks of the server of processes: they need not import anew."""
+
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from tests.support.faults import free_port
+from tests.support.processes import PROCESSES
+
+_start = subprocess.Popen
+_TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+
+
+def fork_commands(monkeypatch):
+    """Let `subprocess.Popen` fork what runs Python, in this process and in what it forks.
+
+    What a test says of a fresh process or of torchrun itself needs a real command.
+    """
+    monkeypatch.setattr(subprocess, "Popen", _fork_or_start)
+
+
+def _fork_or_start(command, *arguments, **options):
+    known = not arguments and set(options) <= {"stdin", "stdout", "stderr", "text", "env", "cwd"}
+    if known and command[0] == sys.executable and command[1] != "-c":
+        return Forked(command[1:], **options)
+    return _start(command, *arguments, **options)
+
+
+class Forked:
+    """What `subprocess.Popen` is, for a module or the path of a script, maybe behind torchrun."""
+
+    def __init__(self, words, stdin=None, stdout=None, stderr=None, text=False, env=None, cwd=None):
+        environment, ranks = dict(os.environ if env is None else env), [{}]
+        if words[:3] == _TORCHRUN:
+            name, _, count = words[3].partition("=")
+            assert name == "--nproc-per-node", words
+            words, ranks = words[4:], _environments(int(count))
+        self.args, self.returncode = words, None
+        self.stdout, out = _output(stdout, text)
+        self.stderr, errors = (None, out) if stderr == subprocess.STDOUT else _output(stderr, text)
+        place = cwd or os.getcwd(), os.getpid()
+        self._processes = [
+            PROCESSES.Process(target=_run, args=(words, environment | x, *place, out, errors))
+            for x in ranks
+        ]
+        for process in self._processes:
+            process.start()
+        self.pid = self._processes[0].pid
+        for connection in {out, errors} - {None}:
+            connection.close()
+
+    def poll(self):
+        codes = [process.exitcode for process in self._processes]
+        if None not in codes:
+            self.returncode = next(filter(None, codes), 0)
+        return self.returncode
+
+    def wait(self, timeout=None):
+        end = None if timeout is None else time.monotonic() + timeout
+        for process in self._processes:
+            process.join(None if end is None else max(0.0, end - time.monotonic()))
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+
+def _environments(ranks):
+    """Return what torchrun tells each rank."""
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+        "OMP_NUM_THREADS": "1",
+    }
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _output(kind, text):
+    """Return the file that the caller reads, if any, and what the process gets, or None."""
+    if kind is None:
+        return None, None
+    if kind == subprocess.PIPE:
+        read, write = os.pipe()
+        return open(read, "r" if text else "rb"), Connection(write, readable=False)
+    file = os.open(os.devnull, os.O_WRONLY) if kind == subprocess.DEVNULL else os.dup(kind.fileno())
+    return None, Connection(file, readable=False)
+
+
+def _run(words, environment, folder, parent, out, errors):
+    for number, connection in ((1, out), (2, errors)):
+        if connection is not None:
+            os.dup2(connection.fileno(), number)
+    for connection in {out, errors} - {None}:
+        connection.close()
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(folder)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
+    # What this process starts is forked from the same server.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None
+    os.getppid = lambda: parent
+    subprocess.Popen = _fork_or_start
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, folder)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, os.path.dirname(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
