@@ -14,6 +14,7 @@ from tests.support import images
 from tests.support.examples import example
 from tests.support.generation import CASES, MORE, generated, prompts
 from tests.support.ranks import device_mesh
+from tests.unit.integrations.huggingface.attention.test_buckets import T5
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 
@@ -541,13 +542,13 @@ def test_two_groups_evaluate_short_last_batches(ready, tmp_path, case):
 
 def of_an_encoder(base, folder, group=None):
     """(losses, weights) of a model with an encoder, of which the last batch is short."""
-    model = hf.tiny("T5ForConditionalGeneration", dropout_rate=0.0)
+    model = hf.tiny("T5ForConditionalGeneration", **T5)
     model.config.decoder_start_token_id = 0
     if group is not None:
         huggingface.enable(model, group)
         base = huggingface.trainer(base)
     arguments = arguments_for(folder, transformers.Seq2SeqTrainingArguments, num_train_epochs=1)
-    samples = labelled(10)
+    samples = labelled(6)
     trainer = base(
         model=model,
         args=arguments,

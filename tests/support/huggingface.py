@@ -43,7 +43,10 @@ def tiny(name, **options):
 
 
 def batch(kind="padded", rows=2, columns=22):
-    """A batch as transformers' collators make them: whole, padded left or right, or packed."""
+    """A batch as transformers' collators make them: whole, padded left or right, or packed.
+
+    With "sides", its first row is padded left and its last one right.
+    """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(
         3, VOCABULARY, (1 if kind == "packed" else rows, columns), generator=generator
@@ -54,13 +57,14 @@ def batch(kind="padded", rows=2, columns=22):
         labels[positions == 0] = -100
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
     mask = torch.ones_like(ids)
-    if kind == "padded":
+    if kind in ("padded", "sides"):
         mask[-1, -7:] = 0
-    elif kind == "left":
-        mask[-1, :7] = 0
+    if kind in ("left", "sides"):
+        row = -1 if kind == "left" else 0
+        mask[row, :7] = 0
     labels = ids.masked_fill(mask == 0, -100)
-    if kind == "left":  # the first token's label would be that of a token of padding
-        labels[-1, 7] = -100
+    if kind in ("left", "sides"):  # the first token's label would be that of a token of padding
+        labels[row, 7] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 

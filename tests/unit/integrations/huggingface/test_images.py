@@ -18,12 +18,13 @@ from tests.support.image_families import (
     REFUSED_IN_CALLS,
 )
 from tests.support.ranks import virtual
+from tests.unit.integrations.huggingface.test_families import on_ranks
 
 
-def compare(family, *kinds_and_ranks):
+def compare(family, ranks, *kinds):
     pixels, tokens, options = EXACT[family]
     model = images.build(family, **options)
-    for kind, ranks in kinds_and_ranks:
+    for kind in kinds:
         hf.compare(model, images.batch(kind, pixels, tokens), ranks)
 
 
@@ -36,15 +37,12 @@ def test_every_family_of_images_is_in_one_table():
 @pytest.mark.parametrize("family", ["gemma3", "paligemma", "qwen3_vl"])
 def test_an_image_model_matches_one_process(family):
     """Images that see themselves, also in windows; text that does; features in later layers."""
-    compare(family, ("left", 2))
+    compare(family, 2, "left")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", EXACT)
-def test_every_image_family_matches_one_process(family):
-    """Each meets every kind of batch and number of ranks, and these meet each other."""
-    first, other = (2, 4) if [*EXACT].index(family) % 2 else (4, 2)
-    compare(family, ("whole", first), ("padded", other), ("left", first))
+@pytest.mark.parametrize(("family", "ranks"), on_ranks(EXACT))
+def test_every_image_family_matches_one_process(family, ranks):
+    compare(family, ranks, "whole", "sides")
 
 
 @pytest.mark.exhaustive

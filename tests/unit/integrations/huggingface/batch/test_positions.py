@@ -152,9 +152,3 @@ def test_counted_positions_follow_the_mask_like_the_models(family):
             of["attention_mask"][1] = 0
             of["labels"][1] = -100
         hf.compare(model, of, 2)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", families.exact())
-def test_every_family_is_right_with_left_padding(family):
-    hf.compare(families.build(family), hf.batch("left"), 2)
