@@ -14,13 +14,27 @@ from seqpar.simulate.steps.divided import divided_step
 from seqpar.simulate.steps.steps import Step, step
 
 
+def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
+    """Return a way with the memory that it lacks at least, or None if it may fit.
+
+    Attention's temporary tensors, which only a simulation knows, are not counted.
+    """
+    least = min(_least_memory(way, costs, x) for x in _manners(way))
+    if least <= costs.cluster.device.memory:
+        return None
+    return _unfit(replace(way, memory=least), costs, least, "needs at least")
+
+
 def predicted(way: Recommendation, costs: Costs) -> Recommendation:
-    """Return a way with its predictions, keeping activations in the fastest manner that fits."""
+    """Return a way with its predictions, keeping activations in the fastest manner that fits.
+
+    If it is too large in each manner, the predictions are of the manner that needs least.
+    """
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
-    manners = CHECKPOINTING[:-1] if way.servers else CHECKPOINTING
+    manners = _manners(way)
     for checkpointing in manners:
-        if way.servers and checkpointing != manners[-1] and _least(way, costs) > capacity:
-            continue  # it cannot fit, because servers exclude offloading
+        if checkpointing != manners[-1] and _least_memory(way, costs, checkpointing) > capacity:
+            continue
         try:
             simulated = _stepped(way, costs, checkpointing)
         except ValueError as refusal:
@@ -38,14 +52,54 @@ def predicted(way: Recommendation, costs: Costs) -> Recommendation:
                 break  # computation hides all copies
     if fitting:
         return min(fitting, key=lambda x: x.seconds)
-    needs = f"needs {as_gb(least)} GB of {as_gb(capacity)}"
-    short = f"{needs}: {as_gb(least - capacity)} GB too much"
-    return replace(way, checkpointing=manners[-1], limit="memory", why_not=short)
+    return _unfit(way, costs, least, "needs")
 
 
-def _least(way: Recommendation, costs: Costs) -> float:
-    tokens, trainers = max(way.layout.tokens_per_rank), way.layout.ranks
-    return float(costs.activation_bytes(tokens)) + costs.parameter_bytes(trainers)
+def _manners(way: Recommendation) -> tuple[str, ...]:
+    return CHECKPOINTING[:-1] if way.servers else CHECKPOINTING
+
+
+def _unfit(way: Recommendation, costs: Costs, least: float, needs: str) -> Recommendation:
+    capacity = costs.cluster.device.memory
+    lacks = f"{as_gb(capacity)}: {as_gb(least - capacity)} GB too much"
+    return replace(
+        way,
+        checkpointing=_manners(way)[-1],
+        limit="memory",
+        why_not=f"{needs} {as_gb(least)} GB of {lacks}",
+    )
+
+
+def _least_memory(way: Recommendation, costs: Costs, checkpointing: str) -> float:
+    """Return the bytes of parameters and of the activations that cannot be offloaded."""
+    division, tokens = way.division, max(way.layout.tokens_per_rank)
+    if division is None:
+        activations = float(costs.activation_bytes(tokens, checkpointing))
+        parameters = costs.parameter_bytes(way.layout.ranks)
+    else:
+        divided, micro_batches = division.divided, division.shares.size
+        tokens = tokens * division.most_tokens / way.layout.tokens
+        activations = divided.activation_bytes(tokens, checkpointing, micro_batches)
+        parameters = divided.parameter_bytes()
+    return activations + parameters - _movable(way, costs, checkpointing)
+
+
+def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
+    """Return the bytes of activations that can be offloaded: of all layers but two.
+
+    With checkpointing, the remaining activations are few or in use. With servers, host memory
+    already carries the tasks; with stages, several micro-batches are in use.
+    """
+    division, layers = way.division, len(costs.model.layers)
+    has_stages = way.parallelism.pipeline > 1
+    if not costs.cluster.overlaps or way.servers or has_stages or checkpointing != "none":
+        return 0.0
+    tokens = max(way.layout.tokens_per_rank)
+    if division is None:
+        kept = float(costs.kept_bytes(tokens))
+    else:
+        kept = division.divided.activation_bytes(tokens, "none", 1)
+    return kept * max(0, layers - 2) / layers
 
 
 def _stepped(
@@ -95,21 +149,10 @@ def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
     """Return a way that fits by keeping activations in host memory; None if it still does not fit.
 
-    The activations of all layers but two can move: they are copied out during forward and back
-    during backward. With checkpointing, the remaining activations are few or in use. With servers,
-    host memory already carries the tasks; with stages, several micro-batches are in use.
+    They are copied out during forward and back during backward.
     """
-    cluster, layers = costs.cluster, len(costs.model.layers)
-    division, tokens = way.division, max(way.layout.tokens_per_rank)
-    has_stages = way.parallelism.pipeline > 1
-    if not cluster.overlaps or way.servers or has_stages or way.checkpointing != "none":
-        return None
-    if division is None:
-        kept = float(costs.kept_bytes(tokens))
-    else:
-        kept = division.divided.activation_bytes(tokens, "none", 1)
-    movable = kept * max(0, layers - 2) / layers
-    short = way.memory - cluster.device.memory
+    layers, movable = len(costs.model.layers), _movable(way, costs, way.checkpointing)
+    short = way.memory - costs.cluster.device.memory
     if short > movable:
         return None
     ratio = np.ceil(100 * short / movable) / 100  # rounded up to the printed digits

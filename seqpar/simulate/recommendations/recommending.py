@@ -53,7 +53,8 @@ def recommend(
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
-    come last, with the missing memory in `why_not`.
+    come last, with the missing memory in `why_not`, least first. They are not simulated if their
+    parameters and activations alone are too large; `memory` is then that of these.
 
     After 3 seconds, and then about every 10 seconds, the log gets a line with the number of
     simulated ways and the fastest of them. Ctrl-C ends the simulations after the current way, or
@@ -101,13 +102,21 @@ def recommend(
     search = Search(costs, simulate_all, 1.0 if divided else 1.0 + error_of(cluster))
     search.run(ways_in_one_group(lengths, costs) if as_one else [], divided)
     ways = search.results()
-    # Equally fast ways keep their order.
-    ways.sort(
-        key=lambda x: (x.why_not == NOT_SIMULATED, x.seconds == np.inf, x.excluded, x.seconds)
-    )
+    ways.sort(key=_rank)  # equally good ways keep their order
     best = ways[0]
     ranked = [best, *(_compared(way, best) for way in ways[1:])]
     return Recommendations(ranked, search.interrupted)
+
+
+def _rank(x: Recommendation) -> tuple[bool, bool, bool, float, bool, float]:
+    """Return the key by which ways are sorted.
+
+    The fastest are first. Of those that do not fit, these are the ones that were simulated, which
+    have a longest batch, and then those that lack least memory.
+    """
+    impossible = x.seconds == np.inf
+    lacking = x.memory if impossible and not np.isnan(x.memory) else np.inf
+    return x.why_not == NOT_SIMULATED, impossible, x.excluded, x.seconds, not x.longest, lacking
 
 
 def _compared(x: Recommendation, best: Recommendation) -> Recommendation:

@@ -14,7 +14,7 @@ from seqpar.costs.costs import Costs
 from seqpar.simulate.recommendations.bounds import lower_bounds
 from seqpar.simulate.recommendations.divisions import Division
 from seqpar.simulate.recommendations.interrupts import stop_on_interrupt
-from seqpar.simulate.recommendations.predicting import predicted
+from seqpar.simulate.recommendations.predicting import predicted, too_large
 from seqpar.simulate.recommendations.recommendation import NOT_SIMULATED, Recommendation
 from seqpar.simulate.recommendations.ways import ways_of
 
@@ -24,16 +24,20 @@ class Search:
 
     A way's bound is tightened before it is simulated. The ways of a division are added when its
     bound is the least. At first these are ways of few strategies. The fastest way's division gets
-    all others, too. The search ends when all bounds are above the fastest step.
+    all others, too. The search ends when all bounds are above the fastest step. Ways whose
+    parameters and activations cannot fit are not simulated, except the one that lacks least memory
+    if nothing fits.
 
     Attributes:
         ways: all ways so far.
         simulated: by their numbers, those with predictions.
+        too_large: by their numbers, those that cannot fit.
     """
 
     def __init__(self, costs: Costs, simulate_all: bool, close: float) -> None:
         self.ways: list[Recommendation] = []
         self.simulated: dict[int, Recommendation] = {}
+        self.too_large: dict[int, Recommendation] = {}
         self.interrupted = False
         self._costs, self._simulate_all, self._close = costs, simulate_all, close
         self._bounds: list[float] = []
@@ -62,6 +66,9 @@ class Search:
                     if self.simulated:
                         progress.doing = self._progress()
                     progress.tick()
+                if not self.simulated and self.too_large:
+                    least = min(self.too_large, key=lambda number: self.too_large[number].memory)
+                    self.simulated[least] = predicted(self.ways[least], self._costs)
             except KeyboardInterrupt:
                 if self._fastest == np.inf:
                     raise
@@ -71,6 +78,7 @@ class Search:
         """Return the ways with their predictions, or with the reason why they have none."""
         return [
             self.simulated.get(number)
+            or self.too_large.get(number)
             or (
                 replace(way, why_not=NOT_SIMULATED)
                 if self.interrupted
@@ -85,11 +93,16 @@ class Search:
 
     def _add(self, ways: Iterable[Recommendation], bound: float = 0.0) -> None:
         for way in ways:
-            self._put(bound, len(self.ways))
+            number = len(self.ways)
             self.ways.append(way)
             self._bounds.append(bound)
             bounds = iter(()) if self._simulate_all else lower_bounds(way, self._costs)
             self._tighter.append(bounds)
+            unfit = None if self._simulate_all else too_large(way, self._costs)
+            if unfit is None:
+                self._put(bound, number)
+            else:
+                self.too_large[number] = unfit
 
     def _put(self, bound: float, item: int | Division) -> None:
         heappush(self._queue, (bound, next(self._order), item))

@@ -268,6 +268,27 @@ def test_a_lack_of_memory_is_quantified():
     found = seqpar.recommend(MODEL, dataclasses.replace(PAIR, device=tight), [300, 519])
     assert {x.limit for x in found} == {"memory"} and {x.seconds for x in found} == {np.inf}
     assert all("needs " in x.why_not and "GB too much" in x.why_not for x in found)
+    assert [x.memory for x in found[1:]] == sorted(x.memory for x in found[1:])
+
+
+def test_ways_that_cannot_fit_are_not_simulated(monkeypatch):
+    """If nothing fits, the one that lacks least is, so that it has the length that fits."""
+    memory = seqpar.balance.Costs(PAIR, MODEL).parameter_bytes() + 1e5
+    tight = dataclasses.replace(PAIR, device=dataclasses.replace(CLUSTER.device, memory=memory))
+    every = seqpar.recommend(MODEL, tight, [300, 519], simulate_all=True)
+    memory = {x.name: x.memory for x in every}
+    simulated, original = [], predicting.step
+
+    def counted(*arguments, **options):
+        simulated.append(arguments[0])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(predicting, "step", counted)
+    found = seqpar.recommend(MODEL, tight, [300, 519])
+    assert len(simulated) == 1 and len(found) == len(every)
+    assert found[0].memory == memory[found[0].name] and found[0].longest > 0
+    for x in found[1:]:
+        assert x.why_not.startswith("needs at least") and x.memory <= memory[x.name]
 
 
 @pytest.mark.parametrize(("rate", "keeping"), [(1e15, "offload"), (1e3, "checkpoint attention")])
@@ -293,7 +314,8 @@ def test_the_longest_batch_is_what_fits(monkeypatch, scale):
     capacity = CLUSTER.device.memory / 1e4  # lengths of a size that is quick to simulate
     small = dataclasses.replace(CLUSTER.device, memory=max(capacity, scale * best.memory))
     cluster = dataclasses.replace(CLUSTER, device=small, host=Link(0.0, 1e3))
-    found = seqpar.recommend(MODEL, cluster, [3000, 5192])[0]
+    every = seqpar.recommend(MODEL, cluster, [3000, 5192], simulate_all=True)
+    found = next(x for x in every if x.layout_name == "zigzag")
     n = found.longest
     lengths = [n * 3000 // 8192, n - n * 3000 // 8192]
     again = simulate.step(
