@@ -1,5 +1,6 @@
 """Commands that run Python, in forks of the server of processes: they need not import anew."""
 
+import importlib
 import multiprocessing.forkserver
 import os
 import runpy
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import torch
@@ -70,6 +73,20 @@ class Forked:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
+    def communicate(self, timeout=None):
+        """Return all that it printed."""
+        with ThreadPoolExecutor(2) as threads:
+            reading = [x and threads.submit(x.read) for x in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+            texts = [x and x.result() for x in reading]
+        for file in filter(None, (self.stdout, self.stderr)):
+            file.close()
+        return texts
+
     def send_signal(self, number):
         for process in self._processes:
             if process.is_alive():
@@ -115,6 +132,7 @@ def _run(words, environment, folder, parent, out, errors):
     os.environ |= environment
     os.chdir(folder)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # What this process starts is forked from the same server.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None
     os.getppid = lambda: parent
@@ -127,3 +145,33 @@ def _run(words, environment, folder, parent, out, errors):
         sys.argv = words
         sys.path.insert(0, os.path.dirname(words[0]))
         runpy.run_path(words[0], run_name="__main__")
+
+
+class _AsSpawned:
+    """A context that forks, for what a benchmark spawns."""
+
+    Pipe = staticmethod(PROCESSES.Pipe)
+
+    def __init__(self, changes):
+        self._changes = changes
+
+    def Process(self, target, args, daemon):
+        before = os.getpid(), self._changes, target
+        return PROCESSES.Process(target=_as_spawned, args=(*before, *args), daemon=daemon)
+
+
+def _as_spawned(parent, changes, target, *arguments):
+    os.getppid = lambda: parent
+    for name, value in changes.items():
+        module, _, constant = name.rpartition(".")
+        setattr(importlib.import_module(module), constant, value)
+    target(*arguments)
+
+
+def fork_spawned(monkeypatch, module, changes=()):
+    """Let a benchmark's module fork the ranks that it spawns, with changes to named constants.
+
+    That ranks end with their parent needs spawned ones.
+    """
+    found = types.SimpleNamespace(get_context=lambda _: _AsSpawned(dict(changes)))
+    monkeypatch.setattr(module, "multiprocessing", found)

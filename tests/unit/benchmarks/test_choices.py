@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.network import emulated
 from benchmarks.simulate import choices
 from benchmarks.simulate.settings import PAIRS, RATES, ROW_BYTES, drawn
 from seqpar.costs.fit import describe
 from seqpar.costs.profile import harness
+from tests.support.commands import fork_spawned
 from tests.support.synthetic_device import made_profile
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +86,9 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     profiled = choices.Cluster(**describe(made_profile()))
     monkeypatch.setattr(choices, "profiled", lambda *_: profiled)
     monkeypatch.setattr(choices.harness, "canary", lambda: 1.0)
+    module = "benchmarks.simulate"  # less time to measure candidates, and less beside a message
+    changes = {f"{module}.settings.SECONDS": 0.2, f"{module}.ranks._BESIDE": 2**18}
+    fork_spawned(monkeypatch, emulated, changes)
     words = ["choices", "--no-links", "--rounds", "2", "--tokens", "64", "256"]
     words += ["--folder", str(tmp_path)]
 

@@ -2,13 +2,15 @@
 
 import pytest
 
-from benchmarks.network.emulated import Network
+from benchmarks.network import emulated
 from benchmarks.recurrent import links
+from tests.support.commands import fork_spawned
 
 
 @pytest.mark.exhaustive  # two processes start
-def test_it_checks_and_times_all_transports():
-    with Network("loopback", links.RANKS) as network:
+def test_it_checks_and_times_all_transports(monkeypatch):
+    fork_spawned(monkeypatch, emulated)
+    with emulated.Network("loopback", links.RANKS) as network:
         rows = links.measure(network, [(128, 2, 8)], rounds=1)
     assert [row["transport"] for row in rows] == [*links.LAYOUTS] * 2
     state = 2 * 8 * 8 * 4  # bytes

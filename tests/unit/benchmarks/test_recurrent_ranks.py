@@ -3,10 +3,12 @@
 import pytest
 
 from benchmarks.recurrent import ranks
+from tests.support.commands import fork_spawned
 
 
 @pytest.mark.exhaustive  # three processes start
-def test_it_checks_and_times_both(tmp_path):
+def test_it_checks_and_times_both(tmp_path, monkeypatch):
+    fork_spawned(monkeypatch, ranks)
     contenders = ranks.Contenders(str(tmp_path))
     rows = ranks.measure(contenders, "gated_delta", "tree", (96, 2, 8), rounds=1)
     contenders.end()

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.ranks import same_bits
+from tests.support.commands import fork_spawned
 
 
 @pytest.mark.exhaustive
@@ -10,6 +11,7 @@ def test_it_checks_and_times_all_contenders(monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", ["same_bits", "--tokens", "1280", "--rounds", "1", "--no-write"]
     )
+    fork_spawned(monkeypatch, same_bits)
     monkeypatch.setattr(same_bits.harness, "canary", lambda: 1.0)
     assert same_bits.main() == 0
     lines = capsys.readouterr().out.splitlines()
