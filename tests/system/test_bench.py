@@ -10,6 +10,7 @@ import pytest
 
 from seqpar.bench.workers.ranks import PointError, RankProcesses
 from seqpar.comm.launch import place
+from tests.support.commands import fork_commands
 from tests.support.faults import LIMIT
 from tests.support.sweeps import options
 
@@ -22,13 +23,13 @@ def command(*words, launcher=()):
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "seqpar", *WORDS, *words], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job's is ignored
     )  # fmt: skip
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-def test_an_interrupted_sweep_goes_on_and_is_whole(tmp_path):
+def test_an_interrupted_sweep_goes_on_and_is_whole(tmp_path, monkeypatch):
+    fork_commands(monkeypatch)
     words = ["--folder", str(tmp_path), "--rounds", "50"]  # some must be left to interrupt
     first = command(*words)
     for line in first.stderr:
@@ -68,8 +69,9 @@ def test_a_sweep_under_torchrun(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-def test_ranks_that_die_hang_or_refuse_are_replaced():
+def test_ranks_that_die_hang_or_refuse_are_replaced(monkeypatch):
     assert place() is None
+    fork_commands(monkeypatch)
     small, large = (
         options(lengths=[tokens], ranks=["2"], peers=["all-to-all-by-hand"]).workloads()[0]
         for tokens in ("32", "65536")

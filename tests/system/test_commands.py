@@ -17,6 +17,7 @@ from seqpar.__main__ import main
 from seqpar.commands import status
 from seqpar.servers.check import payload
 from seqpar.servers.transport.one_sided import available
+from tests.support.commands import fork_commands
 from tests.support.faults import LIMIT, free_port
 from tests.support.servers import connect
 
@@ -164,7 +165,8 @@ def test_keys_are_not_made_over_others(keys, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [1, 2])
-def test_one_interrupt_drains_and_a_second_one_ends(tmp_path, times):
+def test_one_interrupt_drains_and_a_second_one_ends(tmp_path, monkeypatch, times):
+    fork_commands(monkeypatch)
     server = command("serve", "--bind", f"ipc://{tmp_path}/s", stdin=subprocess.DEVNULL)
     try:
         assert server.stdout.readline()
