@@ -2,6 +2,9 @@
 
 A communicator runs its exchanges one after another, in the order in which they are posted. Messages
 that must not wait for each other, such as messages in two directions, use separate communicators.
+
+NCCL's messages are small kernels. A kernel of attention fills the GPU, and whatever becomes ready
+with it would have to wait until it ends, so messages travel on streams of high priority.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class Communicators:
 
     def __init__(self) -> None:
         self._devices: dict[str, torch.device] = {}  # by type, with the group's own communicators
+        self._urgent: ProcessGroup | None = None  # None: the group's own carries its messages
         self._channels: dict[str, ProcessGroup | None] = {}
         self._coalesces: dict[str, bool] = {}  # by type of device
 
@@ -51,11 +55,22 @@ class Communicators:
         return None
 
     def join(self, group: ProcessGroup, device: torch.device) -> None:
-        """Make the group's own communicator for a device, the first time, with all ranks."""
+        """Make the communicator of messages from a device, the first time, with all ranks.
+
+        It is the group's own, or another one if the stream of the group's own has no high priority.
+        """
         if device.type not in self._devices:
             self._devices[device.type] = device
-            if group.size() > 1:
+            if group.size() == 1:
+                return
+            if device.type == "cuda" and not _is_urgent(backend_of(group, device)):
+                self._urgent = _open(group, "messages", device)
+            if self._urgent is None:
                 _use(group, device)
+
+    def carrier(self, group: ProcessGroup, device: torch.device) -> ProcessGroup:
+        """Return the group whose communicator carries messages from a device."""
+        return self._urgent if self._urgent is not None and device.type == "cuda" else group
 
     def coalesces(self, group: ProcessGroup, device: torch.device) -> bool:
         """Return whether messages from a device can be one operation."""
@@ -66,7 +81,8 @@ class Communicators:
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
         """Return the further communicator of this name, made the first time, with all ranks.
 
-        None means the group's own: no GPU has joined, or the group is not on NCCL.
+        None means the one that carries other messages: no GPU has joined, or the group is not on
+        NCCL.
         """
         device = self._devices.get("cuda")
         if device is None or group.size() == 1:
@@ -97,6 +113,11 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     _use(channel, device)
     weakref.finalize(group, channel.shutdown)
     return channel
+
+
+def _is_urgent(backend: Any) -> bool:
+    """Return whether an NCCL backend's stream has high priority."""
+    return bool(getattr(backend.options, "is_high_priority_stream", False))
 
 
 def _use(group: ProcessGroup, device: torch.device) -> None:

@@ -49,7 +49,7 @@ class Comm:
     numbers = OUTSIDE
     digest = NO_DIGEST
     _heartbeat: Heartbeat | None = None
-    _channel: ProcessGroup | None = None  # carries the messages; None: the group itself
+    _channel: ProcessGroup | None = None  # carries the messages; None: what carries the group's
     _router: Router | None = None  # relays messages (`relays.py`); None: they go straight
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
@@ -209,7 +209,7 @@ class Comm:
         group, device = self.process_group, (sends or recvs)[0][1].device
         if (heartbeat := self._heartbeat_for(device)) is None:
             coalesced = self._communicators.coalesces(group, device)
-            through = self._channel or group
+            through = self._channel or self._communicators.carrier(group, device)
             error_of = partial(self._watchdog_error, exchange)
             try:
                 works = channels.post(through, device, sends, recvs, self._order, coalesced)

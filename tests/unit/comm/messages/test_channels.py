@@ -55,12 +55,12 @@ class FakeNccl:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """Torch's fake groups, as if their backend were NCCL: `made` has theirs and those of channels,
-    `used` the groups whose communicators were made."""
+    """Torch's fake groups, as if their backend were NCCL, with streams of high priority: `made` has
+    theirs and those of channels, `used` the groups whose communicators were made."""
     monkeypatch.setattr(FakeNccl, "made", [], raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    options = Options()
+    options = Options(is_high_priority_stream=True)
     options.config, options._timeout, used = "users'", timedelta(seconds=7), []
     own = FakeNccl(None, 0, 4, options)
     monkeypatch.setattr(channels, "_use", lambda group, _: used.append(group))
@@ -84,6 +84,24 @@ def test_a_channel_is_made_once_with_group_options(nccl):
         assert (options.config, options._timeout) == ("users'", timedelta(seconds=7))
         assert options.global_ranks_in_group == [0, 1, 2, 3]
         assert comm.channel("other")._channel is nccl.made[2]
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_messages_travel_with_high_priority(nccl, monkeypatch, priority):
+    """Through the group's own communicator if it has that, and otherwise through one that has."""
+    carriers = []
+    monkeypatch.setattr(channels, "post", lambda through, *_: carriers.append(through) or [])
+    nccl.made[0].options.is_high_priority_stream = priority
+    with fake_group(rank=1, ranks=4) as group:
+        comm = Comm.of(group).call()
+        comm.join(GPU)
+        for device in (GPU, CPU):
+            x = SimpleNamespace(device=device, numel=lambda: 3, nbytes=12)
+            comm.exchange([(2, x)], [(0, x)], label="test")
+        urgent = group if priority else nccl.made[1]
+        assert carriers == [urgent, group] and nccl.used == [urgent]
+        assert priority or urgent.options.is_high_priority_stream
+        assert comm.channel("results")._channel is nccl.made[-1] is not urgent
 
 
 def test_channel_messages_count_for_the_group(nccl):

@@ -22,6 +22,7 @@ from seqpar.simulate.recording.program import (
     Operators,
     Post,
     SoftmaxCompute,
+    Wait,
 )
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.steady import SilentComm
@@ -346,3 +347,22 @@ def test_casts_below_autograd_are_counted():
 
     (program,) = simulate.record(step, 1)
     assert [x.work for x in program.actions] == [Operators(0, 6000, 6000, 2)]
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather", "token_ring", "mesh", "usp"])
+def test_messages_are_posted_before_what_hides_them(name):
+    """Under NCCL's rules a message begins no sooner than the last compute before its post ends.
+
+    So each wait has a compute between it and its post, or both are before the first compute. Only
+    USP's exchange of heads, of which are operands and results, hides behind nothing.
+    """
+    for program in recorded(name, LAYOUTS["zigzag"], operators=False):
+        computes, posted = 0, {}
+        for action in program.actions:
+            if isinstance(action, Compute):
+                computes += isinstance(action.work, SoftmaxCompute)
+            elif isinstance(action, Post):
+                posted[action.number] = computes, action.what
+            elif isinstance(action, Wait):
+                before, what = posted[action.number]
+                assert before < computes or computes == 0 or what.endswith("heads"), what
