@@ -18,6 +18,7 @@ from seqpar.costs.profile import machine
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.calls import local
 from tests.support.cases import module
+from tests.support.ranks import groups_end
 
 NODES = Cluster.preset("2x2-h100")
 DISTANT = replace(NODES, between=replace(NODES.between, rate=1e8))
@@ -164,10 +165,11 @@ def pasted(group, codes):
     found = []
     for code in codes:
         names = {}
-        exec(code, names)
-        attn, layout = names["attn"], names["layout"]
-        q, k, v = local(layout, attn.rank)
-        attn(q, k, v, layout, causal=True).sum().backward()
+        with groups_end(group):
+            exec(code, names)
+            attn, layout = names["attn"], names["layout"]
+            q, k, v = local(layout, attn.rank)
+            attn(q, k, v, layout, causal=True).sum().backward()
         found.append((attn.strategy.name, layout.ranks))
     return found
 

@@ -13,11 +13,11 @@ from seqpar import LASP2Attention, Layout, Mask
 from tests.support import ping_pong
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
-from tests.support.checkpointing import assert_nothing_is_repeated, compared
+from tests.support.checkpointing import KINDS, assert_nothing_is_repeated, compared
 from tests.support.linear_cases import LinearCase
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-EXHAUSTIVE = pytest.mark.exhaustive
+EXHAUSTIVE, EVERY_ROW = pytest.mark.exhaustive, pytest.mark.every_row
 KEPT = "disaggregated+at keys+server"  # of which the layout says how much is kept
 
 
@@ -278,14 +278,28 @@ def test_linear_attention_compiles_whole_once_for_all_batches(pool):
 
 @EXHAUSTIVE
 @pytest.mark.parametrize(
-    ("strategy", "blocks"), [("ring", 1), *((strategy, 2) for strategy in STRATEGIES)]
+    ("strategy", "blocks", "kinds"),
+    [
+        ("ring", 2, tuple(KINDS)),
+        *((strategy, 1, ("ours",)) for strategy in STRATEGIES),
+        *(pytest.param(x, 2, tuple(KINDS), marks=EVERY_ROW) for x in STRATEGIES[1:]),
+    ],
 )
-def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(pool, strategy, blocks):
-    assert_nothing_is_repeated(pool(2, compared, strategy, True, blocks))
+def test_compiled_checkpoints_repeat_neither_attention_nor_its_messages(
+    pool, strategy, blocks, kinds
+):
+    assert_nothing_is_repeated(pool(2, compared, strategy, True, blocks, kinds))
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize(("blocks", "kinds"), [(1, ("ours",)), (2, tuple(ping_pong.KINDS))])
+@pytest.mark.parametrize(
+    ("blocks", "kinds"),
+    [
+        (1, tuple(ping_pong.KINDS)),
+        (2, ("ours",)),
+        pytest.param(2, tuple(ping_pong.KINDS), marks=EVERY_ROW),
+    ],
+)
 def test_compiles_calls_in_two_parts_and_their_checkpoints(pool, blocks, kinds):
     ping_pong.assert_nothing_is_repeated(pool(2, ping_pong.compared, True, blocks, kinds))
 

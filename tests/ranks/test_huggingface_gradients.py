@@ -244,11 +244,6 @@ WAYS = [
 ALIKE = ["backward", "two backwards", "a loss with total", "checkpoints"]  # in every wrapper
 
 
-@pytest.mark.exhaustive
-def test_gradients_are_right_however_they_are_read(pool):
-    assert_right(pool, 2, [("llama", "none", way) for way in WAYS])
-
-
 @pytest.mark.parametrize("ways", [ALIKE[:1], pytest.param(ALIKE[1:], marks=pytest.mark.exhaustive)])
 def test_gradients_are_right_whoever_averages(pool, ways):
     assert_right(pool, 2, [("llama", wrapper, way) for wrapper in WRAPPERS for way in ways])
@@ -262,7 +257,7 @@ def test_shared_weights_and_unused_experts_are_right(pool):
         for wrapper in ("none", "DDP", "FSDP2 on layers")
         for way in ("backward", "a frozen base", "hooks after accumulation")
     ]
-    assert_right(pool, 4, cells)
+    assert_right(pool, 2, cells)
 
 
 def test_penalties_count_once_whoever_averages(pool):

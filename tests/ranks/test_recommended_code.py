@@ -1,7 +1,10 @@
 """The code of recommendations that divide devices runs on real processes."""
 
+import functools
+
 import numpy as np
 import pytest
+import torch
 
 import seqpar
 from seqpar import Layout
@@ -9,20 +12,33 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.simulate.recommendations.divisions import divisions
 from seqpar.simulate.recommendations.ways import ways_of
 from tests.support.calls import local
+from tests.support.ranks import groups_end
 from tests.unit.simulate.recommendations.test_divisions import LENGTHS
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL
 
 
 def run(group, code):
     """Return this rank's data group, its documents, and the largest error of its attention."""
+    with groups_end(group):
+        return run_code(group, code)
+
+
+@functools.cache
+def alone(cu_seqlens):
+    """The attention of one process."""
+    layout = Layout.contiguous(cu_seqlens, 1)
+    with torch.no_grad():
+        return seqpar.RingAttention(Comm("one", 0, 1))(*local(layout, 0), layout, causal=True)
+
+
+def run_code(group, code):
     names = {}
     exec(code.replace('"cuda"', '"cpu"'), names)
-    errors = []
+    attn, errors = names["attn"], []
     for layout in names["layouts"]:
-        attn = names["attn"]
-        alone = Layout.contiguous(layout.cu_seqlens, 1)
-        expected = seqpar.RingAttention(Comm("one", 0, 1))(*local(alone, 0), alone, causal=True)
-        out = attn(*local(layout, attn.rank), layout, causal=True)
+        expected = alone(tuple(map(int, layout.cu_seqlens)))
+        with torch.no_grad():
+            out = attn(*local(layout, attn.rank), layout, causal=True)
         errors.append(float((out - layout.shard(expected, attn.rank)).abs().max()))
     return names["mesh"].get_local_rank("data"), names["batches"], max(errors)
 
