@@ -81,7 +81,7 @@ def test_training_resumes_at_any_step_and_rank_count(step, epoch, seed, deferral
 RESUMES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=3)
 
 
-@examples(quick=5, all_of_them=100)
+@examples(quick=5, all_of_them=35)
 @given(RESUMES, st.booleans())
 def test_each_token_is_read_once_per_epoch(runs, equal):
     """A run is on so many ranks, stops after so many steps, and leaves its state as JSON."""

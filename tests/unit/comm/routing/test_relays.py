@@ -67,7 +67,7 @@ def test_every_layout_has_the_same_bits(strategy, layout, crowded, causal, routi
     assert_as_without(case, routing, one_at_a_time=crowded)
 
 
-@examples(5, 80)
+@examples(5, 30)
 @given(st.data())
 def test_any_layout_has_the_same_bits(data):
     ranks, size = data.draw(st.sampled_from([(4, 2), (4, 4), (6, 2), (6, 3), (8, 4)]))

@@ -36,7 +36,7 @@ def masked(draw):
     return *layout, disjoint_ranges(draw(seeds), cu, kv_cu)
 
 
-@examples(20, 400)
+@examples(20, 150)
 @given(masked(), st.booleans())
 def test_slices_are_exactly_the_pairs_of_the_ranges(made, queries_travel):
     layout, kv_layout, ranges = made
@@ -47,7 +47,7 @@ def test_slices_are_exactly_the_pairs_of_the_ranges(made, queries_travel):
     np.testing.assert_array_equal(found, expected)
 
 
-@examples(20, 400)
+@examples(20, 150)
 @given(masked(), seeds)
 def test_tasks_and_parts_cover_exactly_the_ranges_pairs(made, seed):
     layout, kv_layout, ranges = made
@@ -59,7 +59,7 @@ def test_tasks_and_parts_cover_exactly_the_ranges_pairs(made, seed):
         check_tasks("plan", tasks, *geometries, mask)
 
 
-@examples(100, 2000)
+@examples(100, 700)
 @given(seeds, st.integers(1, 12))
 def test_ranges_that_share_a_pair_are_refused(seed, count):
     random = np.random.default_rng(seed)

@@ -46,7 +46,7 @@ def masks(draw, queries, keys):
 
 
 @pytest.mark.parametrize(("spans", "edges"), [(2**17, 2**16), (3, 3)])
-@examples(30, 1000)
+@examples(30, 300)
 @given(st.data())
 def test_counts_are_those_of_pairwise_tables(spans, edges, data):
     queries, keys = data.draw(geometries())
@@ -79,7 +79,7 @@ def test_counts_are_those_of_pairwise_tables(spans, edges, data):
         assert rows.tolist() == to_peer.sent_rows.tolist()
 
 
-@examples(15, 500)
+@examples(15, 150)
 @given(st.data())
 def test_groups_reach_what_their_merged_ranks_reach(data):
     cu, size = data.draw(cu_seqlens(60)), data.draw(st.integers(1, 3))

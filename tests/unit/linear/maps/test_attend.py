@@ -78,7 +78,7 @@ def cases(draw):
     )
 
 
-@examples(15, 300)
+@examples(15, 150)
 @given(cases(), st.sampled_from([1, 4, 16]), st.booleans())
 def test_any_spans_in_chunks_of_any_size(case, chunk, local):
     before, aten.CHUNK = aten.CHUNK, chunk

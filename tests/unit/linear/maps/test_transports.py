@@ -48,7 +48,7 @@ def assert_equals_the_formula(call, ranks):
         assert_right(got, expected, call.dtype)
 
 
-@examples(12, 300)
+@examples(12, 100)
 @given(drawn=recurrent_calls(torch.float64))
 def test_equals_the_recurrence(drawn):
     """Any kind, layout, ranks, transport, number of blocks and heads, with and without initial and
