@@ -7,7 +7,6 @@ Waiting for one makes the current stream wait. What is computed is the real thin
 takes is given.
 """
 
-import concurrent.futures
 import contextlib
 import copy
 import threading
@@ -19,7 +18,7 @@ from seqpar.core import background
 from seqpar.core.hooks import hooks
 from seqpar.tracing.trace import Event
 from tests.support.nccl_exchanges import Message, Posted, Speeds
-from tests.support.ranks import Mail, VirtualComm, backend_of
+from tests.support.ranks import Mail, VirtualComm, backend_of, threads_of_a_core
 
 _INSTANT = Speeds()
 _TIMEOUT = 60.0  # seconds that a rank may compute while all others wait
@@ -72,7 +71,7 @@ class World:
                     self._changed.notify_all()
 
         scan = mock.patch.object(background, "threads", partial(_Fork, self))
-        threads = concurrent.futures.ThreadPoolExecutor(len(ranks))
+        threads = threads_of_a_core(len(ranks))
         with backend_of(arguments), hooks.set(trace=self), scan, threads:
             futures = [threads.submit(on_rank, rank) for rank in ranks]
         errors = [future.exception() for future in futures if future.exception() is not None]
