@@ -72,13 +72,13 @@ def _unfit(way: Recommendation, costs: Costs, least: float, needs: str) -> Recom
 
 def _least_memory(way: Recommendation, costs: Costs, checkpointing: str) -> float:
     """Return the bytes of parameters and of the activations that cannot be offloaded."""
-    division, tokens = way.division, max(way.layout.tokens_per_rank)
+    division, tokens = way.division, float(max(way.layout.tokens_per_rank))
     if division is None:
         activations = float(costs.activation_bytes(tokens, checkpointing))
         parameters = costs.parameter_bytes(way.layout.ranks)
     else:
         divided, micro_batches = division.divided, division.shares.size
-        tokens = tokens * division.most_tokens / way.layout.tokens
+        tokens *= division.most_tokens / way.layout.tokens
         activations = divided.activation_bytes(tokens, checkpointing, micro_batches)
         parameters = divided.parameter_bytes()
     return activations + parameters - _movable(way, costs, checkpointing)
