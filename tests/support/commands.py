@@ -18,6 +18,7 @@ from tests.support.faults import free_port
 from tests.support.processes import PROCESSES
 
 _start = subprocess.Popen
+KNOWN = {"stdin", "stdout", "stderr", "text", "env", "cwd", "process_group"}
 _TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
@@ -30,16 +31,26 @@ def fork_commands(monkeypatch):
 
 
 def _fork_or_start(command, *arguments, **options):
-    known = not arguments and set(options) <= {"stdin", "stdout", "stderr", "text", "env", "cwd"}
+    known = not arguments and set(options) <= KNOWN
     if known and command[0] == sys.executable and command[1] != "-c":
-        return Forked(command[1:], **options)
+        return Forked(list(command[1:]), **options)
     return _start(command, *arguments, **options)
 
 
 class Forked:
     """What `subprocess.Popen` is, for a module or the path of a script, maybe behind torchrun."""
 
-    def __init__(self, words, stdin=None, stdout=None, stderr=None, text=False, env=None, cwd=None):
+    def __init__(
+        self,
+        words,
+        stdin=None,
+        stdout=None,
+        stderr=None,
+        text=False,
+        env=None,
+        cwd=None,
+        process_group=None,
+    ):
         environment, ranks = dict(os.environ if env is None else env), [{}]
         if words[:3] == _TORCHRUN:
             name, _, count = words[3].partition("=")
@@ -48,7 +59,7 @@ class Forked:
         self.args, self.returncode = words, None
         self.stdout, out = _output(stdout, text)
         self.stderr, errors = (None, out) if stderr == subprocess.STDOUT else _output(stderr, text)
-        place = cwd or os.getcwd(), os.getpid()
+        place = cwd or os.getcwd(), os.getpid(), process_group
         self._processes = [
             PROCESSES.Process(target=_run, args=(words, environment | x, *place, out, errors))
             for x in ranks
@@ -73,7 +84,15 @@ class Forked:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
-    def communicate(self, timeout=None):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for file in filter(None, (self.stdout, self.stderr)):
+            file.close()
+        self.wait()
+
+    def communicate(self, _=None, timeout=None):
         """Return all that it printed."""
         with ThreadPoolExecutor(2) as threads:
             reading = [x and threads.submit(x.read) for x in (self.stdout, self.stderr)]
@@ -122,7 +141,9 @@ def _output(kind, text):
     return None, Connection(file, readable=False)
 
 
-def _run(words, environment, folder, parent, out, errors):
+def _run(words, environment, folder, parent, group, out, errors):
+    if group is not None:
+        os.setpgid(0, group)
     for number, connection in ((1, out), (2, errors)):
         if connection is not None:
             os.dup2(connection.fileno(), number)

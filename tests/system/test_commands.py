@@ -190,25 +190,3 @@ def test_an_interrupt_of_a_client_shows_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(status, "ask", interrupted)
     assert main(["status", "ipc:///tmp/nobody"]) == 130
     assert not any(capsys.readouterr())
-
-
-WITHOUT = """
-import sys
-import seqpar
-from seqpar.__main__ import main
-extra = {"zmq", "msgspec", "nixl", "prometheus_client"}
-assert not extra & set(sys.modules), extra & set(sys.modules)
-sys.modules["zmq"] = None
-assert main(["serve", "--bind", "ipc:///tmp/s"]) == 2
-try:
-    seqpar.ServerPool.connect("ipc:///tmp/s")
-except ImportError as error:
-    assert str(error) == "attention servers need zmq: pip install 'seqpar[serve]'"
-"""
-
-
-@pytest.mark.exhaustive
-def test_without_the_extra_all_else_works():
-    ended = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "pip install 'seqpar[serve]'" in ended.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import fork_commands
 from tests.tools import gpu
 from tests.tools.steps import STEP_SECONDS
 
@@ -19,6 +20,13 @@ def start(folder, *arguments, **environment):
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
     )
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """`start`, but the command and its steps are forked."""
+    fork_commands(monkeypatch)
+    return start
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -51,8 +59,8 @@ def test_only_chooses_steps_by_name(tmp_path):
 @pytest.mark.parametrize(
     "name", ["kernels", pytest.param("backends", marks=pytest.mark.exhaustive)]
 )
-def test_a_speed_step_prints_its_table(tmp_path, name):
-    found = start(tmp_path, "--device", "cpu", "--only", f"speed: {name}")
+def test_a_speed_step_prints_its_table(tmp_path, forked, name):
+    found = forked(tmp_path, "--device", "cpu", "--only", f"speed: {name}")
     assert found.returncode == 0, found.stdout + found.stderr
     assert "relative errors against fp64" in found.stdout
     for way in ("forward", "backward"):
@@ -141,11 +149,11 @@ def test_workers_leave_them_out_too(some_tests, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_all_steps_in_miniature(tmp_path):
-    """On the CPU, stopped and started again."""
-    found = start(tmp_path, "--device", "cpu", "--seconds", "40")
+def test_all_steps_in_miniature(tmp_path, forked):
+    """On the CPU, stopped after a second, before the next step, and started again."""
+    found = forked(tmp_path, "--device", "cpu", "--seconds", "31")
     assert found.returncode == 3, found.stdout + found.stderr
-    found = start(tmp_path, "--device", "cpu")
+    found = forked(tmp_path, "--device", "cpu")
     assert found.returncode == 0, found.stdout + found.stderr
     state = json.loads((tmp_path / "state.json").read_text())
     assert {step["status"] for step in state.values()} == {"done"}

@@ -13,11 +13,12 @@ NAMES = (
 )
 EXTRAS = "transformers", "accelerate", "trl", "zmq", "simpy", "matplotlib", "rich"
 PROGRAM = f"""
-import sys, seqpar
+import sys, seqpar, seqpar.costs.profile.harness
 assert not set({EXTRAS!r}) & set(sys.modules)
 {"; ".join(f"seqpar.{name}" for name in NAMES)}
 """
 
 
 def test_import_seqpar_makes_public_packages_available_without_extras():
+    """The harness of profiles and benchmarks needs none either."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
