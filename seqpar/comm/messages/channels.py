@@ -31,8 +31,8 @@ class Communicators:
     """The communicators of a process group on NCCL; all Comms of the group share them."""
 
     def __init__(self) -> None:
-        self._devices: dict[str, torch.device] = {}  # by type, with the group's own communicators
-        self._urgent: ProcessGroup | None = None  # None: the group's own carries its messages
+        self._devices: dict[str, torch.device] = {}  # by type: those that have joined
+        self._urgent: ProcessGroup | None = None  # in the place of the group's own on a GPU
         self._channels: dict[str, ProcessGroup | None] = {}
         self._coalesces: dict[str, bool] = {}  # by type of device
 
@@ -63,9 +63,10 @@ class Communicators:
             self._devices[device.type] = device
             if group.size() == 1:
                 return
-            if device.type == "cuda" and not _is_urgent(backend_of(group, device)):
+            own = _nccl_of(group, device)
+            if own is not None and not own.options.is_high_priority_stream:
                 self._urgent = _open(group, "messages", device)
-            if self._urgent is None:
+            if self.carrier(group, device) is group:
                 _use(group, device)
 
     def carrier(self, group: ProcessGroup, device: torch.device) -> ProcessGroup:
@@ -99,8 +100,8 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     communicator, and needs all ranks of the default group. torch does
     not know this communicator.
     """
-    own = backend_of(group, device)
-    if not dist.is_nccl_available() or not isinstance(own, dist.ProcessGroupNCCL):
+    own = _nccl_of(group, device)
+    if own is None:
         return None
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     copy_options(own, options)
@@ -115,9 +116,12 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     return channel
 
 
-def _is_urgent(backend: Any) -> bool:
-    """Return whether an NCCL backend's stream has high priority."""
-    return bool(getattr(backend.options, "is_high_priority_stream", False))
+def _nccl_of(group: ProcessGroup, device: torch.device) -> dist.ProcessGroupNCCL | None:
+    """Return the group's backend for a device if it is NCCL."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return None
+    own = backend_of(group, device)
+    return own if isinstance(own, dist.ProcessGroupNCCL) else None
 
 
 def _use(group: ProcessGroup, device: torch.device) -> None:
