@@ -10,6 +10,7 @@ from seqpar.balance import Cluster, Costs, Model
 from seqpar.simulate.recommendations import divisions as rooms
 from seqpar.simulate.recommendations.bounds import lower_bounds
 from seqpar.simulate.recommendations.divisions import divisions
+from seqpar.simulate.recommendations.predicting import too_large
 from seqpar.simulate.recommendations.ways import ways_of
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, SMALL
 
@@ -99,6 +100,14 @@ def test_bounds_do_not_exceed_what_is_simulated(searched):
         assert max(bounds) <= (1 + 1e-9) * x.seconds
         even = x.division.least_seconds
         assert even <= 1.02 * x.seconds  # a grid's costs are not exactly proportional
+
+
+def test_no_way_is_too_large_for_what_it_needs(searched):
+    for x in searched[0]:
+        if x.seconds < np.inf:
+            device = dataclasses.replace(CLUSTER.device, memory=x.memory)
+            costs = Costs(dataclasses.replace(CLUSTER, device=device), MODEL)
+            assert too_large(x, costs) is None, x.name
 
 
 WINDOWS = Model.from_config(
