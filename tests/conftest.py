@@ -67,3 +67,10 @@ def garbage_is_collected_once():
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_those_of_tests():
+    """A benchmark that a test has imported may have set what the server of processes imports."""
+    yield
+    processes.preload()
