@@ -19,7 +19,7 @@ from seqpar.strategies.mesh import row_bytes, sent_bytes
 from tests.support import cases
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
-from tests.support.tiers import few_rows
+from tests.support.tiers import covering
 
 CU = [0, 41, 42, 42, 50, 121]
 SHAPES = [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
@@ -32,6 +32,17 @@ CALLS = {
 }
 
 
+def shapes_and_calls():
+    """Shapes, calls and layouts: any two meet in CI, and each is in `make test`."""
+    factors = SHAPES, [*CALLS], ["contiguous", "zigzag", "striped"]
+    quick, in_ci = covering(*factors, together=1), covering(*factors)
+    for row in itertools.product(*factors):
+        marks = [] if row in quick else [pytest.mark.exhaustive]
+        if row not in [*quick, *in_ci]:
+            marks.append(pytest.mark.every_row)
+        yield pytest.param(*row, marks=marks)
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
@@ -39,12 +50,7 @@ def small(monkeypatch):
     monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
 
 
-@few_rows()
-@pytest.mark.parametrize(("shape", "options"), [
-    pytest.param(shape, options, marks=() if (i + j) % 5 < 1 else pytest.mark.exhaustive)
-    for (i, shape), (j, options) in itertools.product(enumerate(SHAPES), enumerate(CALLS))
-])  # fmt: skip
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize(("shape", "options", "kind"), list(shapes_and_calls()))
 def test_a_mesh_of_any_shape_is_right(monkeypatch, small, shape, kind, options):
     monkeypatch.setattr(cases, "square", lambda group: as_mesh(Comm.of(group), *shape))
     ranks, options = (

@@ -17,7 +17,7 @@ from tests.support.cases import rms
 from tests.support.linear_cases import assert_right
 from tests.support.ranks import virtual
 from tests.support.recurrent_calls import RecurrentCall, oracle, recurrent_calls, run
-from tests.support.tiers import examples, few_rows
+from tests.support.tiers import examples, exhaustive_rows, few_rows
 from tests.unit.linear.test_final_states import DOCUMENTS, LAYOUTS
 
 KINDS_OF = sorted(KINDS)
@@ -94,18 +94,19 @@ def on_one_device(kind, dtype):
 
 
 QUICK = "gated_delta", "scan", 16
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@few_rows()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "transport", "ranks"),
-    [
-        pytest.param(*row, marks=() if row == QUICK else pytest.mark.exhaustive)
-        for row in itertools.product(("gated_delta", "vector_decay"), TRANSPORTS, (2, 16))
+    ("kind", "transport", "ranks", "dtype"),
+    [(*QUICK, dtype) for dtype in DTYPES]
+    + [
+        row
+        for row in exhaustive_rows(("gated_delta", "vector_decay"), TRANSPORTS, (2, 16), DTYPES)
+        if row.values[:3] != QUICK
     ],
 )
-def test_error_is_within_1_35_of_one_device(kind, transport, dtype, ranks):
+def test_error_is_within_1_35_of_one_device(kind, transport, ranks, dtype):
     call, expected, errors = on_one_device(kind, dtype)
     layout = Layout.zigzag([0, 700, 1024], ranks)
     got = virtual(ranks, run, dataclasses.replace(call, layout=layout, transport=transport))[0]
