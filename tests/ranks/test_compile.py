@@ -15,6 +15,7 @@ from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.checkpointing import KINDS, assert_nothing_is_repeated, compared
 from tests.support.linear_cases import LinearCase
+from tests.support.ranks import hide_from_collector
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXHAUSTIVE, EVERY_ROW = pytest.mark.exhaustive, pytest.mark.every_row
@@ -31,7 +32,8 @@ def warm_up(group):
 def pool(pool):
     """The pool, whose processes have the compiler imported, so that no test has to wait for it."""
     pool(2, warm_up)
-    return pool
+    yield pool
+    pool(2, hide_from_collector)
 
 
 def compiled(group, strategy, **options):

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from seqpar.integrations import huggingface
 from tests.support import generation
 from tests.support import huggingface as hf
-from tests.support.ranks import virtual
+from tests.support.ranks import hide_from_collector, virtual
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -27,6 +27,14 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+
+
+@pytest.fixture(scope="module")
+def pool(pool):
+    yield pool
+    pool(2, hide_from_collector)
+
+
 MODELS = [
     ("LlamaForCausalLM", {}, True),
     ("MistralForCausalLM", ONE | {"sliding_window": 6}, True),

@@ -9,7 +9,7 @@ import torch
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
 from tests.support.examples import example
-from tests.support.ranks import device_mesh
+from tests.support.ranks import device_mesh, hide_from_collector
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -36,6 +36,7 @@ def imported(group):
 def ready(pool):
     """The pool, of which all ranks have imported what they need."""
     pool(4, imported)
+    pool(4, hide_from_collector)
     return pool
 
 

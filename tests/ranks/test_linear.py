@@ -43,7 +43,7 @@ def assert_equals_the_oracle(pool, ranks, case):
         assert_right(got, expected, case.dtype)
 
 
-@examples(12, 150)
+@examples(12, 100)
 @given(drawn=linear_cases(torch.float64))
 def test_equals_the_recurrence(pool, drawn):
     """Any layout, ranks, chunk size and number of blocks, with and without decay, initial and final
@@ -51,7 +51,7 @@ def test_equals_the_recurrence(pool, drawn):
     assert_equals_the_oracle(pool, *drawn)
 
 
-@examples(6, 50)
+@examples(6, 25)
 @given(drawn=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]).flatmap(linear_cases))
 def test_short_precisions_stay_near_it(pool, drawn):
     assert_equals_the_oracle(pool, *drawn)
