@@ -14,17 +14,15 @@ from tests.support.tiers import few_rows
 @few_rows()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", [Layout.zigzag, Layout.striped, Layout.contiguous])
-def test_long_documents_in_tiles(strategy, layout):
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (-1, -1)), (True, (300, 0)), (False, (40, 900))]
+)
+def test_long_documents_in_tiles(strategy, layout, causal, window):
     """Long enough for the tiles, steps and joined pieces that the property tests' short documents
     do not reach."""
-    cu = [0, 1500, 1530, 2600]
-    for options in [
-        {"causal": True},
-        {"causal": True, "window": (300, 0)},
-        {"causal": False, "window": (40, 900)},
-    ]:
-        case = Case(strategy, layout(cu, 3), heads=1, dim=4, value_dim=4, dlse=True, **options)
-        assert_right(virtual(3, run, case)[0], oracle(case), case.dtype)
+    options = {"heads": 1, "dim": 4, "value_dim": 4, "dlse": True, "window": window}
+    case = Case(strategy, layout([0, 1500, 1530, 2600], 3), causal=causal, **options)
+    assert_right(virtual(3, run, case)[0], oracle(case), case.dtype)
 
 
 @few_rows()

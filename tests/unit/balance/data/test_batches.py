@@ -62,6 +62,7 @@ def test_steps_respect_token_limits_and_name_their_documents():
             assert (LENGTHS[batch.documents] == batch.lengths).all()
 
 
+@examples(12, 50)
 @given(st.integers(0, 30), st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 3))
 def test_training_resumes_at_any_step_and_rank_count(step, epoch, seed, deferral):
     options = INLINE | {"seed": seed, "deferral": deferral}

@@ -103,6 +103,7 @@ class _KeepsNothing(dict):
         pass
 
 
+@few_rows()
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_kept_forms_of_results_change_no_program(name, layout, monkeypatch):
