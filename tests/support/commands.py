@@ -1,4 +1,7 @@
-"""Commands that run Python, in forks of the server of processes: they need not import anew."""
+"""Run Python commands of tests as forks of the forkserver, which has already imported torch.
+
+A new Python process imports torch and seqpar in 2 seconds of CPU time; a fork needs none of them.
+"""
 
 import importlib
 import multiprocessing.forkserver
@@ -23,9 +26,9 @@ _TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def fork_commands(monkeypatch):
-    """Let `subprocess.Popen` fork what runs Python, in this process and in what it forks.
+    """Replace `subprocess.Popen` in this process and its forks: Python commands are forked.
 
-    What a test says of a fresh process or of torchrun itself needs a real command.
+    Tests of a new process, or of torchrun itself, must not use this.
     """
     monkeypatch.setattr(subprocess, "Popen", _fork_or_start)
 
@@ -38,7 +41,10 @@ def _fork_or_start(command, *arguments, **options):
 
 
 class Forked:
-    """What `subprocess.Popen` is, for a module or the path of a script, maybe behind torchrun."""
+    """Takes the place of `subprocess.Popen` for a module or a script.
+
+    If the command is torchrun's, the ranks are forked and torchrun is left out.
+    """
 
     def __init__(
         self,
@@ -93,7 +99,7 @@ class Forked:
         self.wait()
 
     def communicate(self, _=None, timeout=None):
-        """Return all that it printed."""
+        """Wait for the end; return the output, as `subprocess.Popen.communicate` does."""
         with ThreadPoolExecutor(2) as threads:
             reading = [x and threads.submit(x.read) for x in (self.stdout, self.stderr)]
             try:
@@ -119,7 +125,7 @@ class Forked:
 
 
 def _environments(ranks):
-    """Return what torchrun tells each rank."""
+    """Return the variables that torchrun sets for each rank."""
     shared = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -131,7 +137,7 @@ def _environments(ranks):
 
 
 def _output(kind, text):
-    """Return the file that the caller reads, if any, and what the process gets, or None."""
+    """Return the caller's end of an output, or None, and the process's end, or None."""
     if kind is None:
         return None, None
     if kind == subprocess.PIPE:
@@ -169,7 +175,7 @@ def _run(words, environment, folder, parent, group, out, errors):
 
 
 class _AsSpawned:
-    """A context that forks, for what a benchmark spawns."""
+    """Takes the place of multiprocessing's "spawn" context in a benchmark, and forks."""
 
     Pipe = staticmethod(PROCESSES.Pipe)
 
@@ -190,9 +196,10 @@ def _as_spawned(parent, changes, target, *arguments):
 
 
 def fork_spawned(monkeypatch, module, changes=()):
-    """Let a benchmark's module fork the ranks that it spawns, with changes to named constants.
+    """Make a benchmark's module fork its ranks instead of spawning them.
 
-    That ranks end with their parent needs spawned ones.
+    `changes` maps names of constants, with their modules, to values for the ranks. Tests that ranks
+    end together with their parent must not use this.
     """
     found = types.SimpleNamespace(get_context=lambda _: _AsSpawned(dict(changes)))
     monkeypatch.setattr(module, "multiprocessing", found)

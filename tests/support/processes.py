@@ -6,7 +6,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 
 def preload():
-    """Let the server import what is slow, whatever an imported benchmark has asked of it."""
+    """Set the modules that the server imports first; a benchmark may have set others."""
     PROCESSES.set_forkserver_preload(["tests.support.preloaded"])
 
 

@@ -53,8 +53,8 @@ def _serve(rank, ranks, store_file, pipe, timeout):
 def _destroy_groups_except(kept, meshes=False):
     """Destroy the groups of earlier tasks, which all ranks have finished.
 
-    Each would keep a heartbeat, and a thread of gloo that wakes 100 times a second. Groups of
-    meshes stay, because DTensor's plans for a mesh serve every equal mesh.
+    Each group has a heartbeat and a thread of gloo that wakes 100 times a second. Groups of meshes
+    are kept: DTensor reuses its plans for equal meshes, and the plans name the groups.
     """
     for group in set(dist.distributed_c10d._world.pg_map) - kept:
         if meshes or not group.group_desc.startswith("mesh_"):
@@ -63,7 +63,7 @@ def _destroy_groups_except(kept, meshes=False):
 
 @contextlib.contextmanager
 def groups_end(group):
-    """Destroy all groups made within, also those of meshes, of which there may be no DTensors."""
+    """Destroy all groups made in this context, including groups of meshes without DTensors."""
     kept = set(dist.distributed_c10d._world.pg_map)
     yield
     dist.barrier(group)
@@ -71,9 +71,9 @@ def groups_end(group):
 
 
 def hide_from_collector(group):
-    """Forget what a process has compiled, and hide what it has imported from the collector.
+    """Drop compiled code, and hide imported modules from the garbage collector.
 
-    The collections that trainers ask for would take a quarter of their tests' time.
+    Trainers request collections, which would take a quarter of the time of their tests.
     """
     torch.compiler.reset()
     gc.collect()
@@ -82,7 +82,7 @@ def hide_from_collector(group):
 
 @functools.cache
 def device_mesh(*shape, names=None):
-    """Return a mesh of the pool's processes: the same one each time, so groups do not pile up."""
+    """Return the mesh of this shape on the pool's processes, made once: each has its groups."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -214,10 +214,10 @@ _worlds = iter(range(10**9))
 
 
 def threads_of_a_core(count):
-    """Return so many threads that take turns on one core, a different one for each pytest worker.
+    """Return an executor of this number of threads, which share one core.
 
-    Nearly all they do needs the interpreter's lock; handing it from core to core took a quarter of
-    their CPU time.
+    Each pytest worker uses another core. The threads hold the interpreter's lock most of the time,
+    and passing it from core to core took a quarter of their CPU time.
     """
     cores = sorted(os.sched_getaffinity(0))
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
