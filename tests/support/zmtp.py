@@ -31,6 +31,9 @@ def frame(connection):
 
 
 def _received(connection, size):
-    data = connection.recv(size, socket.MSG_WAITALL)
-    assert len(data) == size, "the server ends the connection"
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        assert more, "the server ends the connection"
+        data += more
     return data
