@@ -22,7 +22,7 @@ from tests.support.processes import PROCESSES
 
 _start = subprocess.Popen
 KNOWN = {"stdin", "stdout", "stderr", "text", "env", "cwd", "process_group"}
-_TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def fork_commands(monkeypatch):
@@ -58,7 +58,7 @@ class Forked:
         process_group=None,
     ):
         environment, ranks = dict(os.environ if env is None else env), [{}]
-        if words[:3] == _TORCHRUN:
+        if words[:3] == TORCHRUN:
             name, _, count = words[3].partition("=")
             assert name == "--nproc-per-node", words
             words, ranks = words[4:], _environments(int(count))

@@ -5,7 +5,6 @@ import bisect
 import dataclasses
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -18,9 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from seqpar import balance
-from tests.support.commands import fork_commands
+from tests.support.commands import TORCHRUN, Forked, fork_commands
 from tests.support.faults import free_port
-from tests.support.processes import PROCESSES
 from tests.support.servers import running
 
 ROOT = Path(__file__).parents[2]
@@ -95,34 +93,11 @@ def cluster(tmp_path_factory):
 
 
 def trained(ranks, folder, *arguments, example="train_lm"):
-    """Train on so many processes, quicker than torchrun starts them; return each rank's report."""
-    report = folder / "report.json"
-    environment = {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    processes = [
-        PROCESSES.Process(
-            target=_train, args=(rank, environment, example, [*arguments, f"--report={report}"])
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(HANG)
-    assert [process.exitcode for process in processes] == [0] * ranks
+    """Train on this number of forked processes; return each rank's report."""
+    report, torchrun = folder / "report.json", [*TORCHRUN, f"--nproc-per-node={ranks}"]
+    script = str(ROOT / "examples" / f"{example}.py")
+    assert Forked([*torchrun, script, *arguments, f"--report={report}"]).wait(HANG) == 0
     return json.loads(report.read_text())
-
-
-def _train(rank, environment, example, arguments):
-    multiprocessing.set_start_method("fork", force=True)  # another server would import all anew
-    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    sys.path.insert(0, str(ROOT / "examples"))
-    sys.argv = [f"{example}.py", *arguments]
-    importlib.import_module(example).main()
 
 
 @pytest.mark.exhaustive
