@@ -243,9 +243,9 @@ def test_a_client_that_trickles_bytes_is_cut_off(where):
     deadlines = ServerDeadlines(idle=1.0, handshake=1.0)
     with running("tcp://127.0.0.1:*", deadlines=deadlines) as server:
         port = int(server.address.rpartition(":")[2])
-        at_greeting = lambda port: socket.create_connection(("127.0.0.1", port))  # noqa: E731
-        with (at_greeting if where == "greeting" else dealer)(port) as slow:
-            if where == "frame":
+        at_greeting, address = where == "greeting", ("127.0.0.1", port)
+        with socket.create_connection(address) if at_greeting else dealer(port) as slow:
+            if not at_greeting:
                 slow.sendall(b"\x02" + struct.pack(">Q", 2**20))
             start = time.monotonic()
             assert cut_off(slow), "it is still connected"
