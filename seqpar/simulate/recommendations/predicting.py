@@ -75,13 +75,17 @@ def _least_memory(way: Recommendation, costs: Costs, checkpointing: str) -> floa
     division, tokens = way.division, float(max(way.layout.tokens_per_rank))
     if division is None:
         activations = float(costs.activation_bytes(tokens, checkpointing))
-        parameters = costs.parameter_bytes(way.layout.ranks)
     else:
         divided, micro_batches = division.divided, division.shares.size
         tokens *= division.most_tokens / way.layout.tokens
         activations = divided.activation_bytes(tokens, checkpointing, micro_batches)
-        parameters = divided.parameter_bytes()
-    return activations + parameters - _movable(way, costs, checkpointing)
+    return activations + _parameter_bytes(way, costs) - _movable(way, costs, checkpointing)
+
+
+def _parameter_bytes(way: Recommendation, costs: Costs) -> int:
+    if way.division is None:
+        return costs.parameter_bytes(way.layout.ranks)
+    return way.division.divided.parameter_bytes()
 
 
 def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
@@ -138,11 +142,8 @@ def _stepped(
 
 def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
     """Return the tokens that fit: memory other than the parameters grows with them."""
-    if way.division is None:
-        fixed, tokens = costs.parameter_bytes(way.layout.ranks), way.layout.tokens
-    else:
-        fixed = way.division.divided.parameter_bytes()
-        tokens = int(way.division.lengths.sum())
+    fixed, division = _parameter_bytes(way, costs), way.division
+    tokens = way.layout.tokens if division is None else int(division.lengths.sum())
     return int(tokens * max(0.0, costs.cluster.device.memory - fixed) / max(memory - fixed, 1.0))
 
 
