@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.balance.documents import draw
 from benchmarks.balance.published_rule import published
 from benchmarks.balance.simulated_steps import summary, tables
 from benchmarks.balance.task_figures import bound, loads, received
 from seqpar.balance import Cluster, Costs, Model, RowBytes, disaggregate, place_homes
-from seqpar.costs.profile import harness
 from seqpar.costs.spans import causal_pairs
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask

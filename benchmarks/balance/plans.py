@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.balance.documents import DISTRIBUTIONS, draw
 from seqpar import balance
 from seqpar.core.arguments import Ints
-from seqpar.costs.profile import harness
 from seqpar.costs.spans import causal_pairs
 
 CONTEXTS = {"128K": 2**17, "512K": 2**19, "2M": 2**21}

@@ -22,14 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.balance.documents import draw
 from benchmarks.balance.rank import MODEL, checked, expected, step
 from benchmarks.network.emulated import Network
 from seqpar import balance
 from seqpar.core.arguments import Ints
 from seqpar.costs.fit import describe
-from seqpar.costs.profile import harness, machine
+from seqpar.costs.profile import machine
 
 Row = dict[str, Any]
 METHODS = ("auto", "zigzag", "contiguous")

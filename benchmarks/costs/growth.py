@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import Layout
 from seqpar.attention.backend import use_backend
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.model import Model
-from seqpar.costs.profile import harness
 from seqpar.costs.spans import span_tasks
 from seqpar.simulate import Comm, Program, play, record
 from seqpar.simulate.playback.one_rank import seconds_in_step

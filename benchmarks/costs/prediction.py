@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.kernels.softmax_workloads import pretrain_documents
 from seqpar import Layout
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import describe, sample_tasks, seconds
 from seqpar.costs.grid import Tasks
-from seqpar.costs.profile import harness
 from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, SoftmaxCalls
 from seqpar.costs.profile.machine import core_seconds, one_thread, profile
 from seqpar.costs.profile.samples import PASSES

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.kernels.device import DEVICE, GPU, HEAD_START, START_AGAIN, refusal, usable
 from seqpar import Layout, USPAttention, make_attention, use_backend
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Message
 from seqpar.core.hooks import Moment, TracedWork, hooks
-from seqpar.costs.profile import harness
 from seqpar.softmax.call import Operands
 
 STRATEGIES = ("ring", "all_gather", "token_ring", "ulysses", "usp")

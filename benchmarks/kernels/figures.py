@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from seqpar.costs.profile import harness
+from benchmarks import harness
 
 Result = dict[str, Any]
 FACTORS = {"forward": 1.0, "backward": 2.5}  # FLOPs, in forwards

@@ -29,7 +29,7 @@ from seqpar.kernels.flash_attention.configs import VARIANTS
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.kernels import figures
 from benchmarks.kernels import softmax_contenders as contenders
 from benchmarks.kernels.device import (
@@ -43,7 +43,6 @@ from benchmarks.kernels.device import (
 )
 from benchmarks.kernels.linear import Lightning
 from benchmarks.kernels.softmax_workloads import Workload
-from seqpar.costs.profile import harness
 
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20

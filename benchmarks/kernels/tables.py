@@ -25,10 +25,9 @@ import numpy as np
 import torch
 from seqpar.kernels import flash_attention
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.ranks.overhead import sources_at
 from seqpar import Layout
-from seqpar.costs.profile import harness
 from seqpar.layout.masks.mask import Mask, Slices, slices_between, slices_over
 
 BEFORE = "3e29990"  # the last commit in which each tile had its own list of full blocks

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.kernels.device import DEVICE, GPU, START_AGAIN, device_rates, refusal, usable
 from benchmarks.kernels.efficiency import BACKEND, PASSES, Alone, Sizes, measure
 from seqpar import Layout, make_attention, simulate, use_backend
@@ -33,7 +33,6 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.model import Model
-from seqpar.costs.profile import harness
 
 KERNELS = {"ring": "zigzag", "ulysses": "zigzag"}
 STRATEGIES = ("ring", "ulysses", "all_gather", "token_ring")

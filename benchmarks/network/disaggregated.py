@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import seqpar
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.balance.documents import draw
 from benchmarks.network.emulated import Network
 from seqpar import Layout, balance
 from seqpar.core.hooks import hooks
-from seqpar.costs.profile import harness, machine
+from seqpar.costs.profile import machine
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.tasks import TaskRectangles

@@ -25,11 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.network.emulated import Network, address
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
-from seqpar.costs.profile import harness
 
 RANKS, MIB, CHUNK, PORT = 4, 1 << 20, 1 << 20, 7000
 SEAM, SOCKETS, CHUNKS = "seam", "plain sockets", "1 MiB chunks"  # SEAM is Comm.exchange itself

@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.network.emulated import BURST, Network
 from benchmarks.network.linear_contenders import CONTENDERS
 from benchmarks.papers import linear_cost
 from benchmarks.papers.linear_cost import Machine
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.profile import harness
 
 HEADS, DIM = 16, 128  # as in the paper: 1 MiB per state, 8 KiB for a token's keys and values
 LOG_DECAY = -torch.logspace(-10, -3, HEADS, base=2, dtype=torch.float64)

@@ -26,12 +26,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.network.emulated import Network
 from benchmarks.network.softmax import DIM, HEADS, PASSES, UNIT, Row, operands
 from seqpar import Layout
 from seqpar.core.hooks import hooks
-from seqpar.costs.profile import harness
 
 BF16 = {"partial_dtype": torch.bfloat16}
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {

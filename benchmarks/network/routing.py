@@ -31,11 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import seqpar
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.network.nics import Hosts, sent_bytes
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.routing.relays import Relays
-from seqpar.costs.profile import harness
 
 HOSTS, NICS, MIB = 2, 2, 1 << 20
 ROUTING = seqpar.Routing(node_size=NICS, least_bytes=1, chunk_bytes=MIB)

@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqpar
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.network.emulated import Network
 from seqpar import Layout
 from seqpar.core.hooks import hooks
-from seqpar.costs.profile import harness
 
 RANKS, HEADS, DIM = 4, 8, 64
 UNIT = HEADS * DIM * 2  # bytes of q, k or v per token

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.papers.notes import NOTES
-from seqpar.costs.profile import harness
 
 FOLDER = RESULTS / "papers"
 

@@ -25,10 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import Layout, ShardedCache, make_attention
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.profile import harness
 
 LARGEST_ERROR = 1e-5  # of out in fp32, RMS over RMS
 Step = Callable[[], object]

@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import LASP2Attention, Layout, RecurrentAttention, causal_conv1d, make_attention
 from seqpar.comm.messages import header
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.profile import harness
 
 RANKS, TOKENS, HEADS, KV_HEADS, DIM = 2, 256, 8, 4, 16
 CASES = "ring", "all_gather", "ulysses", "ring with sinks", "decode", "lasp2", "recurrent", "conv1d"

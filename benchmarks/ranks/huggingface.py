@@ -24,9 +24,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import Layout, RingAttention
-from seqpar.costs.profile import harness
 from seqpar.integrations import huggingface
 
 HAND, ENABLED, UNCHECKED = "by hand", "enable", "enable, check_ranks=False"

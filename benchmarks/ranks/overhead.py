@@ -23,8 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
-from seqpar.costs.profile import harness
+from benchmarks import RESULTS, harness
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = (

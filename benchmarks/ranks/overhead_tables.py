@@ -25,9 +25,8 @@ import numpy as np
 import torch
 import triton
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import Layout, make_attention, use_backend
-from seqpar.costs.profile import harness
 from seqpar.softmax.rehearsal import SilentComm, upload_tables
 
 STRATEGIES = "ring", "all_gather", "token_ring", "ulysses"

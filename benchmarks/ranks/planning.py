@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import Layout, make_attention
-from seqpar.costs.profile import harness
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.simulate import Comm
 

@@ -29,10 +29,9 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import LASP2Attention, Layout, RecurrentAttention, make_attention
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.profile import harness
 
 RANKS, HEADS, DIM, MAX_TOKENS = 4, 4, 8, 512
 SOFTMAX = "ring", "all_gather", "ulysses", "token_ring", "disaggregated", "mesh", "usp"

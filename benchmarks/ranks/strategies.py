@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from seqpar import Layout, make_attention
 from seqpar.bench.workloads import peers
-from seqpar.costs.profile import harness
 
 HEADS, DIM, RANKS = 8, 64, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

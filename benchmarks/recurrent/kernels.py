@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.costs.profile.harness import canary, check_canary, worst_error, write
+from benchmarks.harness import canary, check_canary, worst_error, write
 from seqpar.costs.profile.machine import core_seconds
 from seqpar.linear.decode import decode_step
 from seqpar.linear.inputs import Inputs

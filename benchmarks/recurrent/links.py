@@ -17,12 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.network.emulated import Network
 from benchmarks.recurrent.kernels import LIMIT
 from benchmarks.recurrent.ranks import LAYOUTS, PASSES, RANKS, Call
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.profile import harness
 
 KIND, CHECKED = "gated_delta", (96, 2, 8)  # and the shape of the check
 Shape = tuple[int, int, int]  # tokens of all ranks, heads, and their size

@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.recurrent.kernels import LIMIT, inputs_of
 from seqpar import Layout, RecurrentAttention
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.profile import harness
 from seqpar.linear.kinds import KINDS
 
 RANKS, NAMES = 2, ("q", "k", "v", "log_decay", "beta")

@@ -35,9 +35,8 @@ from typing import Any
 import torch
 import zmq
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.servers.processes import LIMIT, Peer, Server, check, connect, folder, task
-from seqpar.costs.profile import harness
 from seqpar.servers.transport.curve_keys import client_keys, generate
 from seqpar.servers.transport.sockets import secure
 from seqpar.servers.wire import protocol

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.servers import bandwidth, decoding, faults, latency, load
-from seqpar.costs.profile import harness
 from seqpar.servers.transport.one_sided import available
 
 Row = dict[str, Any]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.kernels.device import START_AGAIN
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.simulate.settings import Setting, drawn, errors, seconds, tuned
@@ -32,7 +32,7 @@ from seqpar.bench.results.results import SAME, check_same
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Link
 from seqpar.costs.fit import describe
-from seqpar.costs.profile import harness, machine
+from seqpar.costs.profile import machine
 from seqpar.simulate.candidates import Candidate, candidates
 from seqpar.simulate.error_model import error_of
 

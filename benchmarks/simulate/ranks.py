@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
+from benchmarks import harness
 from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.hooks import hooks
-from seqpar.costs.profile import harness
 
 DIM = 64
 _BEYOND_CACHES = 2**26  # bytes

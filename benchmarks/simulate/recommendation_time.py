@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS
-from seqpar.costs.profile import harness
+from benchmarks import RESULTS, harness
 
 MODEL = "llama-8b"
 

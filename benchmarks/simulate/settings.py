@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import harness
 from seqpar.attention.operands import OperandShape
 from seqpar.auto.choosing import Choice
 from seqpar.auto.measuring import measured
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.hooks import hooks
-from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import Candidate
 from seqpar.softmax.module import Attention

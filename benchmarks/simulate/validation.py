@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.simulate.ranks import Cell, code, error, exchanges, seconds
 from seqpar import simulate
@@ -26,7 +26,7 @@ from seqpar.auto.launch_overhead import operator_seconds
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Device, Link
 from seqpar.costs.fit import describe
-from seqpar.costs.profile import harness, machine
+from seqpar.costs.profile import machine
 from seqpar.simulate import error_model
 from seqpar.simulate.playback.op_costs import price
 from seqpar.simulate.recording.program import Compute, Operators

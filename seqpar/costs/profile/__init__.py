@@ -1,5 +1,5 @@
 """Measure this machine; costs are fitted to the result.
 
-`machine.py` measures, `calls.py` has the calls that are timed, and `harness.py` is the protocol
-that all benchmarks share.
+`machine.py` measures, `calls.py` has the calls that are timed, and `harness.py` is shared with
+benchmarks.
 """

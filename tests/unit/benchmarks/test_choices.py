@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import harness
 from benchmarks.network import emulated
 from benchmarks.simulate import choices
 from benchmarks.simulate.settings import PAIRS, RATES, ROW_BYTES, drawn
 from seqpar.costs.fit import describe
-from seqpar.costs.profile import harness
 from tests.support.commands import fork_spawned
 from tests.support.synthetic_device import made_profile
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from benchmarks import harness
 from benchmarks.kernels import virtual_ranks
-from seqpar.costs.profile import harness
 
 
 def test_it_measures_kernels_memory_and_a_training_step(tmp_path, monkeypatch):
