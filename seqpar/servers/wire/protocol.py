@@ -57,6 +57,21 @@ class Message(Struct, tag=True, forbid_unknown_fields=True, frozen=True, gc=Fals
     """The base of all control messages."""
 
 
+class LeaseMessage(Message, frozen=True):
+    """The base of messages that belong to a lease."""
+
+    generation: Count
+
+
+class RequestMessage(LeaseMessage, frozen=True):
+    """The base of messages about one request; its number is used once per generation.
+
+    A repeated message is therefore refused.
+    """
+
+    request: Count
+
+
 class Hello(Message, frozen=True):
     """A client asks for a lease and lists what it supports, preferred transports first."""
 
@@ -94,35 +109,29 @@ class Refused(Message, frozen=True):
     reason: Name
 
 
-class Ping(Message, frozen=True):
+class Ping(LeaseMessage, frozen=True):
     """A client is alive.
 
     It may arrive on a second connection of the same key, where no payload delays it or its answer.
     """
 
-    generation: Count
 
-
-class Pong(Message, frozen=True):
+class Pong(LeaseMessage, frozen=True):
     """A server is alive, has this many waiting requests and this many free bytes for caches."""
 
-    generation: Count
     waiting: Count
     cache_room: Count
 
 
-class Task(Message, frozen=True):
+class Task(RequestMessage, frozen=True):
     """A client asks for attention of query rows over key rows, or for its backward pass.
 
     Attributes:
-        request: a number that is used once per generation, so a repeated message is refused.
         place: the payload's offset in the server's arena; None if the payload follows in frames.
         result_place: the offset in the client's arena for the result, or None.
         watching: seconds for which the client looks for direct writes; later it needs a Knock.
     """
 
-    generation: Count
-    request: Count
     op: Operation
     dtype: DtypeName
     batch: Count
@@ -144,7 +153,7 @@ class Task(Message, frozen=True):
     watching: float = 0.0
 
 
-class StepRequest(Message, tag="Step", frozen=True):
+class StepRequest(RequestMessage, tag="Step", frozen=True):
     """A client appends rows to a cache and asks for attention over all of its rows.
 
     The server keeps the first `start` rows and appends the payload's `k_rows` rows. A query at
@@ -157,8 +166,6 @@ class StepRequest(Message, tag="Step", frozen=True):
         offset: the position of the first query; the cache's first row has position 0.
     """
 
-    generation: Count
-    request: Count
     cache: Count
     writes: Count
     start: Count
@@ -181,25 +188,19 @@ class StepRequest(Message, tag="Step", frozen=True):
     watching: float = 0.0
 
 
-class Lost(Message, frozen=True):
+class Lost(RequestMessage, frozen=True):
     """A server does not have the cache that a step continues; it must be built again."""
 
-    generation: Count
-    request: Count
 
-
-class Free(Message, frozen=True):
+class Free(LeaseMessage, frozen=True):
     """A client no longer needs a cache."""
 
-    generation: Count
     cache: Count
 
 
-class Result(Message, frozen=True):
+class Result(RequestMessage, frozen=True):
     """A server has computed a request in `seconds`; `watching` means the same as in a Task."""
 
-    generation: Count
-    request: Count
     checksum: Count
     seconds: float
     watching: float = 0.0
@@ -211,33 +212,24 @@ class Knock(Message, frozen=True):
     under_way: bool = False
 
 
-class Failed(Message, frozen=True):
+class Failed(RequestMessage, frozen=True):
     """A server could not compute a request; another server might."""
 
-    generation: Count
-    request: Count
     reason: Name
 
 
-class Busy(Message, frozen=True):
+class Busy(RequestMessage, frozen=True):
     """A server is full; the client may ask again after `after` seconds."""
 
-    generation: Count
-    request: Count
     after: float
 
 
-class Cancel(Message, frozen=True):
+class Cancel(RequestMessage, frozen=True):
     """A client no longer needs a request."""
 
-    generation: Count
-    request: Count
 
-
-class Stale(Message, frozen=True):
+class Stale(LeaseMessage, frozen=True):
     """A server does not know this lease; the client may ask for another one."""
-
-    generation: Count
 
 
 class Malformed(Message, frozen=True):
@@ -246,16 +238,12 @@ class Malformed(Message, frozen=True):
     reason: Name
 
 
-class Draining(Message, frozen=True):
+class Draining(LeaseMessage, frozen=True):
     """A server is about to leave: it answers accepted requests and accepts no others."""
 
-    generation: Count
 
-
-class Goodbye(Message, frozen=True):
+class Goodbye(LeaseMessage, frozen=True):
     """A client leaves."""
-
-    generation: Count
 
 
 class StatusRequest(Message, frozen=True):
