@@ -23,7 +23,7 @@ import torch
 from seqpar.servers.server.caches import Caches
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.wire.codec import pack, pack_step, unpack
-from seqpar.servers.wire.header import check_header
+from seqpar.servers.wire.header import form_of
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.pages import Seen
 from seqpar.servers.wire.payload import RequestError
@@ -122,7 +122,7 @@ def read(frames):
     message = decode(frames[0].tobytes())
     if not isinstance(message, Task | StepRequest):
         return None
-    check_header(message, LIMITS)
+    form_of(message).check(LIMITS)
     return message, tensors(message, [x.tobytes() for x in frames[1:]])
 
 

@@ -339,7 +339,11 @@ class ServerConnection:
         watching = WATCHING if session.last_was_brief else 0.0
         session.look_until = attempt.started + watching
         header = work.packed.numbered(
-            session.generation, attempt.number, attempt.place, attempt.result_place, watching
+            session.generation,
+            attempt.number,
+            place=attempt.place,
+            result_place=attempt.result_place,
+            watching=watching,
         )
         message = encode(header, session.secret)
         deadline = attempt.started + self._endpoint.connect_seconds + self.allowance

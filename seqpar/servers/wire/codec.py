@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,74 +15,49 @@ from torch import Tensor
 from seqpar.layout.masks.mask import Slices
 from seqpar.servers.wire.header import DTYPES, Form, check_tables, form_of
 from seqpar.servers.wire.limits import Limits
-from seqpar.servers.wire.pages import RowShape, Seen
+from seqpar.servers.wire.pages import Seen
 from seqpar.servers.wire.payload import Buffer, Bytes, Payload, bytes_of, checksum
 from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient
 
 _NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_CAPS = Limits(tokens=2**40, bytes=2**40)  # that a server may have
 _TABLES = 3  # the first parts of a request: slices, and positions of queries and of keys
 _MAX_KEPT_TABLE_BYTES = 2**16  # a larger task computes for much longer than it reads tables
-_PIECE_ROWS, _PIECE_BYTES = (
-    64,
-    512,
-)  # of the data that backends derive from a slice and keep with it
+_PIECE_ROWS, _PIECE_BYTES = 64, 512  # of the data that backends derive from slices and keep
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A request that can be sent to any server any number of times.
+    """A request that can be sent to any server any number of times."""
 
-    Attributes:
-        header: with generation and number 0.
-        parts: the payload's buffers, which share memory with the request's tensors.
-        form: the sizes that the header promises.
-    """
+    header: Task | StepRequest  # with generation and number 0
+    parts: list[Bytes]  # the payload's buffers, which share memory with the request's tensors
+    form: Form  # the sizes that the header promises
 
-    header: Task | StepRequest
-    parts: list[Bytes]
-    form: Form
+    def numbered(self, generation: int, number: int, **places: Any) -> Task | StepRequest:
+        """Return the header for one attempt; `places` are other fields to set."""
+        fields = {"generation": generation, "request": number, **places}
+        return msgspec.structs.replace(self.header, **fields)
 
-    def numbered(
-        self,
-        generation: int,
-        number: int,
-        place: int | None = None,
-        result_place: int | None = None,
-        watching: float = 0.0,
-    ) -> Task | StepRequest:
-        """Return the header for one attempt."""
-        return msgspec.structs.replace(
-            self.header,
-            generation=generation,
-            request=number,
-            place=place,
-            result_place=result_place,
-            watching=watching,
-        )
+
+def _common_fields(q: Tensor, v: Tensor, options: CallOptions) -> dict[str, Any]:
+    """Return the fields that headers of tasks and of steps share; v has the rows and heads of k."""
+    fields: dict[str, Any] = {"generation": 0, "request": 0, "dtype": _NAMES[q.dtype]}
+    fields |= zip(("batch", "q_rows", "heads", "dim"), q.shape, strict=True)
+    fields |= zip(("k_rows", "kv_heads", "value_dim"), v.shape[1:], strict=True)
+    return fields | {"scale": options.scale, "softcap": options.softcap}
 
 
 def pack(request: Request) -> Packed:
     """Pack a request; raise a RequestError if no server could accept it."""
-    q, k, v, options = request.q, request.k, request.v, request.options
     header = Task(
-        generation=0,
-        request=0,
+        **_common_fields(request.q, request.v, request.options),
         op=request.operation,
-        dtype=_NAMES[q.dtype],
-        batch=q.shape[0],
-        q_rows=q.shape[1],
-        k_rows=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        dim=q.shape[3],
-        value_dim=v.shape[3],
         slices=len(request.slices),
-        scale=options.scale,
-        softcap=options.softcap,
-        deterministic=options.deterministic,
+        deterministic=request.options.deterministic,
         exact_out=request.exact_out,
         has_dlse=request.output is not None and request.output.dlse is not None,
         checksum=0,
@@ -106,28 +82,13 @@ def pack_step(
 
     `operands` are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
     """
-    q, k, v = operands
-    shape = RowShape.of(k, v)
     parts = [bytes_of(x) for x in operands]
     header = StepRequest(
-        generation=0,
-        request=0,
+        **_common_fields(operands[0], operands[2], scores),
+        **seen._asdict(),
         cache=cache,
         writes=writes,
         start=start,
-        offset=seen.offset,
-        left=seen.left,
-        right=seen.right,
-        dtype=_NAMES[shape.dtype],
-        batch=shape.batch,
-        q_rows=q.shape[1],
-        k_rows=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=shape.kv_heads,
-        dim=shape.dim,
-        value_dim=shape.value_dim,
-        scale=scores.scale,
-        softcap=scores.softcap,
         checksum=checksum(parts),
     )
     return Packed(header, parts, form_of(header))
@@ -140,15 +101,10 @@ def _tables(request: Request) -> tuple[list[Bytes], int]:
 
 
 class KeptSlices:
-    """Keeps the slices of a client's last tasks, with the data that backends derived from them.
-
-    Attributes:
-        nbytes: an upper bound of the bytes that they take.
-    """
+    """Keeps the slices of a client's last tasks, with the data that backends derived from them."""
 
     def __init__(self, most: int = 2**22) -> None:
-        """Keep at most `most` bytes."""
-        self.nbytes, self._most = 0, most
+        self.nbytes, self._most = 0, most  # an upper bound of the bytes that they take, and its cap
         self._slices: OrderedDict[tuple[bytes, ...], tuple[Slices, int]] = OrderedDict()
 
     def clear(self) -> None:
@@ -191,8 +147,12 @@ def unpack(
     tables = tuple(bytes(buffer) for buffer in buffers[:_TABLES])
     slices = (kept or _OWN_SLICES).read(tables)
     options = CallOptions(task.scale, task.softcap, backend, task.deterministic)
-    operands = payload.tensors(buffers, _TABLES)
-    return Request.of(slices, operands, options, task.op == "backward", task.exact_out)
+    q, k, v, *gradients = payload.tensors(buffers, _TABLES)
+    output = None
+    if task.op == "backward":
+        dout, lse, delta, *dlse = gradients
+        output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
+    return Request(q, k, v, slices, options, task.exact_out, output)
 
 
 def _read_slices(*tables: bytes) -> Slices:

@@ -30,11 +30,7 @@ _MAX_KEPT_FORMS = 256
 
 
 class Form:
-    """The shape of requests that differ only in their numbers, places and data.
-
-    Attributes:
-        request, result: the layouts of their payloads.
-    """
+    """The shape of requests that differ only in their numbers, places and data."""
 
     def __init__(self, task: Task | StepRequest) -> None:
         self._task = task
@@ -42,6 +38,7 @@ class Form:
 
     @cached_property
     def request(self) -> Payload:
+        """The layout of a request's payload."""
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
         operands = [
             PayloadTensor("q", dtype, (*rows, task.dim)),
@@ -64,15 +61,12 @@ class Form:
 
     @cached_property
     def result(self) -> Payload:
+        """The layout of a result's payload."""
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
         if isinstance(task, StepRequest) or task.op == "forward":
             out = exact if isinstance(task, StepRequest) or task.exact_out else dtype
-            return Payload(
-                [
-                    PayloadTensor("out", out, (*rows, task.value_dim)),
-                    PayloadTensor("lse", exact, rows),
-                ]
-            )
+            outputs = ("out", out, (*rows, task.value_dim)), ("lse", exact, rows)
+            return Payload([PayloadTensor(*output) for output in outputs])
         dk, dv = (*keys, task.dim), (*keys, task.value_dim)
         shapes = {"dq": (*rows, task.dim), "dk": dk, "dv": dv}
         return Payload([PayloadTensor(name, exact, shape) for name, shape in shapes.items()])
@@ -138,15 +132,7 @@ _NUMBERS: dict[str, float | None] = {
 }
 _NUMBERS_OF_STEP = _NUMBERS | dict.fromkeys(["cache", "writes", "start", "offset"], 0)
 
-
-@lru_cache(_MAX_KEPT_FORMS)
-def _form(task: Task | StepRequest) -> Form:
-    return Form(task)
-
-
-def check_header(task: Task | StepRequest, limits: Limits) -> None:
-    """Raise a RequestError if a field of a header is wrong or above a cap."""
-    form_of(task).check(limits)
+_form = lru_cache(_MAX_KEPT_FORMS)(Form)
 
 
 def check_tables(

@@ -6,8 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,32 +30,21 @@ class RequestError(ValueError):
     """A request is malformed or above a cap."""
 
 
-@dataclass(frozen=True)
-class PayloadTensor:
+class PayloadTensor(NamedTuple):
     """The name, dtype and shape of one tensor of a payload."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @cached_property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 class Payload:
-    """The layout of a request's or a result's tensors, each of which travels as one buffer.
-
-    Attributes:
-        parts: the tensors in order.
-        sizes: bytes of each tensor.
-        room: bytes that all of them take in an arena.
-    """
+    """The layout of a request's or a result's tensors, each of which travels as one buffer."""
 
     def __init__(self, parts: Sequence[PayloadTensor]) -> None:
         self.parts = parts
-        self.sizes = [part.nbytes for part in parts]
-        self.room = placed(self.sizes)[1]
+        self.sizes = [math.prod(part.shape) * part.dtype.itemsize for part in parts]
+        self.room = placed(self.sizes)[1]  # bytes that all of them take in an arena
 
     def check(self, buffers: Sequence[Buffer], expected: int) -> None:
         """Raise a RequestError unless the buffers have the right sizes and this checksum."""

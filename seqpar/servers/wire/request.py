@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,23 +115,6 @@ class Request:
         table = np.concatenate([slices.q_rows, slices.k_rows, slices.bands], axis=1)
         arrays = (table.astype(np.int64), slices.q_positions, slices.k_positions)
         return [torch.from_numpy(np.array(array, order="C")) for array in arrays]
-
-    @classmethod
-    def of(
-        cls,
-        slices: Slices,
-        operands: Sequence[Tensor],
-        options: CallOptions,
-        backward: bool,
-        exact_out: bool,
-    ) -> Request:
-        """Make a request from its slices and the tensors that follow the tables in `tensors`."""
-        q, k, v, *gradients = operands
-        output = None
-        if backward:
-            dout, lse, delta, *dlse = gradients
-            output = OutputGradient(dout, None, lse, dlse[0] if dlse else None, delta)
-        return cls(q, k, v, slices, options, exact_out, output)
 
 
 def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

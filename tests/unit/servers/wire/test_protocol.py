@@ -15,7 +15,7 @@ from seqpar.servers.server.compute import compute
 from seqpar.servers.transport.zeromq import Frames
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack, unpack, unpack_result
-from seqpar.servers.wire.header import check_header, check_tables
+from seqpar.servers.wire.header import check_tables, form_of
 from seqpar.servers.wire.limits import Deadlines, Limits, ServerDeadlines
 from seqpar.servers.wire.payload import RequestError, bytes_of, checksum
 from seqpar.servers.wire.protocol import Ping, ProtocolError, VersionMismatch, decode, encode
@@ -98,7 +98,7 @@ def task(**changes):
 ])  # fmt: skip
 def test_headers_above_a_cap_are_refused_by_name(changes, said):
     with pytest.raises(RequestError, match=said):
-        check_header(task(**changes), Limits(tokens=4096, bytes=2**24))
+        form_of(task(**changes)).check(Limits(tokens=4096, bytes=2**24))
 
 
 def tables(**changes):
