@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import RESULTS, harness
 from seqpar import Layout, make_attention
-from seqpar.bench.workloads import peers
+from seqpar.bench.workloads import contenders
 from seqpar.softmax.module import Attention
 
 HEADS, DIM, RANKS = 8, 64, 2
@@ -92,7 +92,7 @@ def sdpa(whole: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     *operands, dout = (x.to(dtype) for x in whole)
     for x in operands:
         x.requires_grad_()
-    out = peers.sdpa(*operands, causal=True)
+    out = contenders.sdpa(*operands, causal=True)
     return [out.detach(), *torch.autograd.grad(out, operands, dout)]
 
 

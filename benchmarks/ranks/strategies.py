@@ -27,19 +27,19 @@ from torch import Tensor
 
 from benchmarks import RESULTS, harness
 from seqpar import Layout, make_attention
-from seqpar.bench.workloads import peers
+from seqpar.bench.workloads import contenders
 
 HEADS, DIM, RANKS = 8, 64, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS = {"ring": Layout.zigzag, "all_gather": Layout.zigzag, "ulysses": Layout.contiguous}
 SDPA, HAND, PACKAGE = "SDPA, 1 process × 2 threads", "all-to-all by hand", "ring-attention-pytorch"
-PEERS = {HAND: peers.all_to_all_by_hand, PACKAGE: peers.ring_attention_pytorch}
+PEERS = {HAND: contenders.all_to_all_by_hand, PACKAGE: contenders.ring_attention_pytorch}
 
 
 def contender(name: str, rank: int, tokens: int) -> tuple[Any, Tensor]:
     """Return a function of this rank's q, k and v, and the indices of this rank's tokens."""
     if name == SDPA:
-        return functools.partial(peers.sdpa, causal=True), torch.arange(tokens)
+        return functools.partial(contenders.sdpa, causal=True), torch.arange(tokens)
     if name in PEERS:
         share = torch.arange(tokens).chunk(RANKS)[rank]
         return functools.partial(PEERS[name], causal=True), share

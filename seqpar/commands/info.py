@@ -17,8 +17,8 @@ import torch
 from torch.cuda import nccl
 
 from seqpar.attention.backend import BACKENDS, refusal
-from seqpar.comm.available import available
 from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.plain import available
 from seqpar.core.arguments import as_int
 from seqpar.core.dtypes import DTYPES
 from seqpar.core.torch_private import missing

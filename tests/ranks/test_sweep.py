@@ -7,8 +7,7 @@ import torch
 from seqpar import Layout, make_attention
 from seqpar.bench import sweep
 from seqpar.bench.workers import rank as module
-from seqpar.bench.workers.rank import Rank
-from seqpar.bench.workers.worker import answer_to
+from seqpar.bench.workers.rank import Rank, answer_to
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.comm.messages.exchange import Comm

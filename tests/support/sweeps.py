@@ -5,9 +5,8 @@ import time
 
 import torch
 
-from seqpar.bench.workers.rank import Rank
+from seqpar.bench.workers.rank import Rank, answer_to
 from seqpar.bench.workers.ranks import PointError
-from seqpar.bench.workers.worker import answer_to
 from seqpar.bench.workloads.workloads import Options
 from seqpar.comm.messages.exchange import Comm
 

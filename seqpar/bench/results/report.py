@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from seqpar.bench.results.results import Figures, Row, SweepFile
+from seqpar.bench.workloads.batches import PackedBatch
 from seqpar.bench.workloads.contenders import ONE, divisor
-from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import quartiles
 

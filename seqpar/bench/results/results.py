@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from seqpar.bench.workers.links import LinksReport
-from seqpar.bench.workloads.peers import PEERS
+from seqpar.bench.workloads.contenders import PEERS
 from seqpar.bench.workloads.workloads import Options, Workload, WorkloadFields
 from seqpar.core.arguments import shown
 from seqpar.costs.profile import harness

@@ -1,26 +1,39 @@
-"""One rank of a sweep: it checks and times contenders and measures their costs."""
+"""One rank of a sweep: it checks and times contenders and measures their costs.
+
+`ranks.py` starts it as a process: `-m seqpar.bench.workers.rank`.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from seqpar.bench.workers import links, memory, reference
+from seqpar.bench.workers import links, reference
 from seqpar.bench.workers.ranks import Task
 from seqpar.bench.workloads import contenders
+from seqpar.bench.workloads.batches import PackedBatch
 from seqpar.bench.workloads.contenders import ONE, Contender
-from seqpar.bench.workloads.masks import PackedBatch
 from seqpar.bench.workloads.workloads import DTYPES, MAX_TOKENS_CHECKED, Workload
+from seqpar.comm.launch import connect, join
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.profile import harness
 from seqpar.strategies.registry import attention_modules
 
 EXPOSURE_ROUNDS = 3
 SPOT_CHECK_ROWS = 16  # per rank, where a batch is too large to compare all rows
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ class Rank:
         workload, name = Workload(**task["workload"]), task["contender"]
         if workload != self._workload:
             self._workload, self._steps = workload, {}
-            memory.release()
+            release_memory()
         if task["do"] == "check":
             return self._check(workload, name)
         step = self._step(workload, name)
@@ -79,10 +92,8 @@ class Rank:
             its_indices = other.contender.indices.to(self._device)
             if other.contender.heads == contender.heads and torch.equal(its_indices, indices):
                 return MeasuredStep(contender, other.tensors, workload.backward)
-        heads = contender.heads, contender.kv_heads, contender.kv_heads, contender.heads
-        dim, dtype = workload.head_dim, DTYPES[workload.dtype]
-        drawn = [reference.draw(i, indices, n, dim, dtype) for i, n in enumerate(heads)]
-        return MeasuredStep(contender, tuple(drawn), workload.backward)
+        drawn = _operands(workload, indices, contender.heads, contender.kv_heads)
+        return MeasuredStep(contender, drawn, workload.backward)
 
     def _step(self, workload: Workload, name: str) -> MeasuredStep:
         if name not in self._steps:
@@ -107,7 +118,7 @@ class Rank:
         step()  # the first step also creates lasting objects, such as connections
         self._together()
         before = 0 if sent is None else sent()
-        peak = memory.peak(step, self._device)
+        peak = peak_memory(step, self._device)
         nbytes = None if sent is None else sent() - before
         exposed = None
         if name in attention_modules() and self._comm.size > 1:
@@ -129,11 +140,7 @@ class Rank:
         if name == ONE:  # compute the same heads of the same tokens as the other contenders
             contender = contenders.one_device(batch, len(q), len(kv))
         everything = torch.arange(batch.tokens, device=self._device)
-        heads = workload.heads, workload.kv_heads, workload.kv_heads, workload.heads
-        dtype = DTYPES[workload.dtype]
-        whole = [
-            reference.draw(i, everything, n, workload.head_dim, dtype) for i, n in enumerate(heads)
-        ]
+        whole = _operands(workload, everything, workload.heads, workload.kv_heads)
         mine = [x[:, own] for x, own in zip(whole, (q, kv, kv, q), strict=True)]
         results: list[Tensor] = []
         if name != ONE:
@@ -189,10 +196,8 @@ class Rank:
         """Return the error sums of some rows of the workload's out, and of plain PyTorch."""
         step = self._step(workload, name)
         out = step()[0]
-        local = len(out)
-        spots = torch.linspace(
-            0, local - 1, min(SPOT_CHECK_ROWS, local), device=self._device
-        ).long()
+        count = min(SPOT_CHECK_ROWS, len(out))
+        spots = torch.linspace(0, len(out) - 1, count, device=self._device).long()
         places = step.contender.indices.to(self._device)[spots]
         everything = torch.arange(workload.tokens, device=self._device)
         shape = workload.kv_heads, workload.head_dim, DTYPES[workload.dtype]
@@ -200,7 +205,95 @@ class Rank:
         batch, q = PackedBatch.of(workload.mask, workload.tokens), step.tensors[0][spots]
         exact = reference.attention(batch, q.double(), k, v, places=places)
         eager = reference.attention(batch, q, k, v, places=places)
-        return {
-            "errors": reference.sums([out[spots]], exact),
-            "eager": reference.sums(eager, exact),
-        }
+        errors = reference.sums([out[spots]], exact)
+        return {"errors": errors, "eager": reference.sums(eager, exact)}
+
+
+def _operands(workload: Workload, indices: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Return rows of q, k, v and dout."""
+    shape = workload.head_dim, DTYPES[workload.dtype]
+    counts = heads, kv_heads, kv_heads, heads
+    return tuple(reference.draw(i, indices, n, *shape) for i, n in enumerate(counts))
+
+
+def release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # this C library lacks malloc_trim
+        return
+
+
+def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
+    """Return the bytes by which a step raises the peak memory, results included.
+
+    On a CPU, Linux counts the bytes of the process, within about 100 KiB; otherwise None.
+    """
+    release_memory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = step()
+        del kept
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        _CLEAR.write_text("5")  # reset the peak
+        resident = _kilobytes("VmRSS")
+        kept = step()
+        del kept
+        return max(0, _kilobytes("VmHWM") - resident) * 1024
+    except (OSError, KeyError):
+        return None
+
+
+def _kilobytes(name: str) -> int:
+    lines = (line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return int(dict(lines)[name].split()[0])
+
+
+def serve(host: str, port: int, name: str, rank: int, size: int, device: torch.device) -> None:
+    store = connect(host, port)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    measuring = Rank(join(store, f"{name}/group", rank, size, device), device)
+    store.set(f"{name}/ready/{rank}", "")
+    number = 0
+    while True:
+        task = json.loads(store.get(f"{name}/task/{number}"))
+        answer = answer_to(measuring, task)
+        if "failed" in answer:
+            store.set(f"{name}/failed/{number}", "")
+        store.set(f"{name}/answer/{number}/{rank}", json.dumps(answer))
+        number += 1
+
+
+def answer_to(measuring: Rank, task: Task) -> dict[str, object]:
+    """Return the value of a task, or why it failed and whether the rank can continue."""
+    try:
+        return {"value": measuring.answer(task)}
+    except ValueError as error:
+        return {"failed": f"refused: {error}", "refused": True}
+    except torch.OutOfMemoryError as error:
+        return {"failed": f"out of memory: {error}".splitlines()[0]}
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        out_of_memory = "allocate memory" in first  # the words of torch's CPU allocator
+        prefix = "out of memory: " if out_of_memory else ""
+        return {"failed": f"{prefix}{type(error).__name__}: {first[:500]}"}
+
+
+def main() -> None:
+    host, port, name, rank, size, device, parent = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its ranks
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return  # the parent died before prctl
+    serve(host, int(port), name, int(rank), int(size), torch.device(device))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, Protocol, Required, TypedDict
+from typing import IO, Any, Required, TypedDict
 
 import torch
 
@@ -49,17 +49,6 @@ class Task(TypedDict, total=False):
     contender: str
 
 
-class SweepRequest(Protocol):
-    """The tasks that a sweep asks of ranks."""
-
-    def ready(self, ranks: int) -> None:
-        """Start this number of ranks, if a different number is running; this may take a while."""
-        ...
-
-    def ask(self, ranks: int, task: Task, limit: float) -> list[Any]:
-        """Return the answers of ranks 0 to `ranks` − 1, or raise a PointError."""
-
-
 class _Own:
     def __init__(self, ranks: Iterable[int], device: str, local: int | None) -> None:
         self._ranks = list(ranks)
@@ -79,7 +68,7 @@ class _Own:
             path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
             threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
             process = subprocess.Popen(
-                [sys.executable, "-m", "seqpar.bench.workers.worker", *map(str, words)],
+                [sys.executable, "-m", "seqpar.bench.workers.rank", *map(str, words)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -164,6 +153,7 @@ class RankProcesses:
         return lost
 
     def ready(self, ranks: int) -> None:
+        """Start this number of ranks, if a different number is running; this may take a while."""
         if ranks != self._size:
             self._start(ranks)
 

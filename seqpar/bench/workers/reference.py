@@ -13,7 +13,7 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from seqpar.bench.workloads.masks import PackedBatch
+from seqpar.bench.workloads.batches import PackedBatch
 
 MAX_ERROR_RATIO = 1.35  # to the one-device kernel's RMS error (docs/internals/numerics.md)
 MAX_KERNEL_ERROR_RATIO = 2.0  # of the one-device kernel to plain PyTorch in the same dtype
@@ -90,22 +90,18 @@ def sums(results: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
     return by_tensor
 
 
-def add(parts: Sequence[Sums]) -> dict[str, tuple[float, float]]:
-    """Return the RMS error and the RMS of each tensor, from all ranks' sums."""
-    total: dict[str, tuple[float, float]] = {}
+def add(parts: Sequence[Sums]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the RMS error of each tensor, and its RMS, from all ranks' sums."""
+    errors, sizes = dict[str, float](), dict[str, float]()
     for name in parts[0]:
-        error, square, count = (
-            sum(column) for column in zip(*(x[name] for x in parts), strict=True)
-        )
-        total[name] = math.sqrt(error / count), math.sqrt(square / count)
-    return total
+        error, square, count = map(sum, zip(*(x[name] for x in parts), strict=True))
+        errors[name], sizes[name] = math.sqrt(error / count), math.sqrt(square / count)
+    return errors, sizes
 
 
-def wrong(
-    errors: dict[str, tuple[float, float]], allowed: dict[str, float], factor: float
-) -> str | None:
+def wrong(errors: dict[str, float], allowed: dict[str, float], factor: float) -> str | None:
     """Return a description of the first RMS error above `factor` times the allowed one, or None."""
-    for name, (error, _) in errors.items():
+    for name, error in errors.items():
         if not error <= factor * allowed[name]:
             times = error / allowed[name] if allowed[name] else math.inf
             return (

@@ -1,8 +1,13 @@
-"""The contenders on a workload: one device, our strategies, and other libraries."""
+"""The contenders on a workload: one device, our strategies, and other libraries.
+
+The function of another library is the one that the library documents, on tensors (T_local, H, D),
+and all ranks of the process group take part. The sweep shows its refusals and failures.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -10,17 +15,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.bench.workloads import peers
-from seqpar.bench.workloads.masks import PackedBatch
-from seqpar.bench.workloads.peers import Attend
+from seqpar.bench.workloads.batches import PackedBatch
+from seqpar.comm import plain
 from seqpar.comm.launch import mesh_of_all, on_a_host
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.layout.layout import Layout
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import attention_modules, make_attention
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Context = Callable[[], AbstractContextManager[object]]
 ONE = "one device"
 ON_CONTIGUOUS = ("ulysses",)  # it exchanges tokens for heads, so every layout is balanced
 
@@ -33,7 +40,7 @@ class Contender:
     heads: int  # the number of heads it computes
     kv_heads: int  # the number of KV heads it computes
     attend: Attend  # (q, k, v) -> out, differentiable
-    context: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)  # of a step
+    context: Context = field(default=nullcontext)  # of a step
     sent_bytes: Callable[[], int] | None = None  # sent by this rank so far, if known
 
 
@@ -50,8 +57,8 @@ def make(
         return one_device(batch, heads // part, kv_heads // part)
     if name in attention_modules():
         return _ours(name, comm, batch, heads, kv_heads, device)
-    peer = peers.make(name, batch, device)
-    return Contender(peer.indices, heads, kv_heads, peer.attend, peer.context)
+    indices, attend, context = make_peer(name, batch, device)
+    return Contender(indices, heads, kv_heads, attend, context)
 
 
 def one_device(batch: PackedBatch, heads: int, kv_heads: int) -> Contender:
@@ -93,3 +100,120 @@ def grid(ranks: int) -> tuple[int, int]:
         return ranks // local, local
     inner = next(n for n in range(math.isqrt(ranks - 1) + 1, ranks + 1) if ranks % n == 0)
     return ranks // inner, inner
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
+
+
+def _all_to_all(x: Tensor, to_heads: bool) -> Tensor:
+    """Exchange (T/P, H, D) -> (T, H/P, D), or the reverse."""
+    _, ranks = plain.rank_of_all()
+    if to_heads:
+        sent = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+        return plain.all_to_all(sent).flatten(0, 1)
+    received = plain.all_to_all(x.unflatten(0, (ranks, -1)).contiguous())
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+def all_to_all_by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Return attention by SDPA between two all-to-alls: a short Ulysses without a library."""
+    if k.shape[1] % plain.rank_of_all()[1]:
+        raise ValueError(f"ranks must divide KV heads, got {k.shape[1]}")
+    q, k, v = (_all_to_all(x, True) for x in (q, k, v))
+    return _all_to_all(sdpa(q, k, v, causal), False)
+
+
+def ring_attention_pytorch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    out: Tensor = ring_flash_attn(q[None], k[None], v[None], causal=causal, ring_reduce_col=True)
+    return out[0]
+
+
+def ring_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Return attention by the package ring-flash-attn: zigzag ring if causal, otherwise ring."""
+    import ring_flash_attn as package
+
+    ring = package.zigzag_ring_flash_attn_func if causal else package.ring_flash_attn_func
+    out: Tensor = ring(q[None], k[None], v[None], causal=causal)
+    return out[0]
+
+
+def even_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
+    """Return a rank's tokens if the batch is cut into equal, contiguous parts."""
+    if batch.tokens % ranks:
+        raise ValueError(f"it needs equal tokens on all ranks, got {batch.tokens} on {ranks}")
+    return Layout.contiguous(batch.tokens, ranks).token_indices(rank)
+
+
+def zigzag_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
+    """Return a rank's tokens if a causal batch is cut into two equal chunks per rank."""
+    if not batch.causal:
+        return even_parts(batch, rank, ranks)
+    if batch.tokens % (2 * ranks):
+        raise ValueError(f"it needs {2 * ranks} equal chunks, got {batch.tokens} tokens")
+    return Layout.zigzag(batch.tokens, ranks).token_indices(rank)
+
+
+Peer = tuple[Tensor, Attend, Context]  # of another library: a contender without heads
+MakePeer = Callable[[PackedBatch, torch.device], Peer]
+
+
+def _plainly(
+    attend: Callable[..., Tensor], parts: Callable[[PackedBatch, int, int], Tensor]
+) -> MakePeer:
+    """Return a factory for a library that takes one document, causal or full."""
+
+    def make(batch: PackedBatch, device: torch.device) -> Peer:
+        indices = parts(batch, *plain.rank_of_all())
+        return indices, functools.partial(attend, causal=batch.causal), nullcontext
+
+    return make
+
+
+def torch_context_parallel(batch: PackedBatch, device: torch.device) -> Peer:
+    """Return torch's context parallel, which itself decides the tokens of a rank."""
+    _, ranks = plain.rank_of_all()
+    if batch.tokens % (2 * ranks):
+        raise ValueError(f"it needs {2 * ranks} equal chunks, got {batch.tokens} tokens")
+    indices = torch.arange(batch.tokens, device=device)
+    with plain.context_parallel(indices):
+        pass
+    # The context requires a buffer; this one has one element per chunk.
+    chunks = functools.partial(torch.zeros, 2 * ranks, device=device)
+    attend = functools.partial(sdpa, causal=batch.causal)
+    return indices.cpu(), attend, lambda: plain.context_parallel(chunks())
+
+
+# The factory, the module that it imports (or None), and the packages whose versions are recorded.
+PEERS: dict[str, tuple[MakePeer, str | None, tuple[str, ...]]] = {
+    "all-to-all-by-hand": (_plainly(all_to_all_by_hand, even_parts), None, ()),
+    "torch-context-parallel": (torch_context_parallel, None, ()),
+    "ring-flash-attn": (
+        _plainly(ring_flash_attn, zigzag_parts),
+        "ring_flash_attn",
+        ("ring-flash-attn", "flash-attn"),
+    ),
+    "ring-attention-pytorch": (
+        _plainly(ring_attention_pytorch, even_parts),
+        "ring_attention_pytorch",
+        ("ring-attention-pytorch",),
+    ),
+}
+
+
+def lacking(name: str) -> str | None:
+    package = PEERS[name][1]
+    if package is None or importlib.util.find_spec(package) is not None:
+        return None
+    return package
+
+
+def make_peer(name: str, batch: PackedBatch, device: torch.device) -> Peer:
+    if not batch.plain:
+        raise ValueError("here it computes one document, causal or full, and no other batch")
+    return PEERS[name][0](batch, device)

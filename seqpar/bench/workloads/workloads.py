@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from seqpar.bench.workloads import masks, peers
+from seqpar.bench.workloads import batches, contenders
 from seqpar.comm.launch import LaunchedProcess
 from seqpar.core.arguments import as_int, shown
 from seqpar.costs.profile.machine import devices
@@ -52,7 +52,7 @@ class Workload:
     heads: int
     kv_heads: int
     head_dim: int
-    mask: str  # the name of a batch (`masks.py`)
+    mask: str  # the name of a batch (`batches.py`)
     dtype: str  # a name in `DTYPES`
     passes: str  # "forward" or "forward+backward"
 
@@ -126,7 +126,7 @@ class Options:
         for shape in made.heads:
             heads_of(shape)
         for mask in made.masks:
-            masks.parse(mask)
+            batches.parse(mask)
         made.workloads()
         return made
 
@@ -183,11 +183,11 @@ def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) 
     for name in chosen:
         _one("strategies", name, attention_modules())
     if wanted is None:
-        return (*chosen, *(name for name in peers.PEERS if peers.lacking(name) is None))
+        return (*chosen, *(name for name in contenders.PEERS if contenders.lacking(name) is None))
     if list(wanted) == ["none"]:
         return chosen
     for name in _each("peers", wanted):
-        lacking = peers.lacking(_one("peers", name, peers.PEERS))
+        lacking = contenders.lacking(_one("peers", name, contenders.PEERS))
         if lacking is not None:
             raise ValueError(f"peers: {name} needs {lacking}, which is not installed")
     return (*chosen, *_each("peers", wanted))

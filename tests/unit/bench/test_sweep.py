@@ -192,12 +192,10 @@ def test_a_rank_shares_one_workloads_tensors():
 
 
 def test_memory_is_what_a_step_holds():
-    from seqpar.bench.workers import memory
-
     def step():
         return torch.ones(64 * 2**20, dtype=torch.uint8)
 
-    found = memory.peak(step, torch.device("cpu"))
+    found = rank.peak_memory(step, torch.device("cpu"))
     # Linux counts a thread's pages in lots of 64.
     assert found is None or 63 * 2**20 <= found < 80 * 2**20
 

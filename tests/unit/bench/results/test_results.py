@@ -6,7 +6,7 @@ import json
 import pytest
 
 from seqpar.bench.results.results import NAME, SweepResults, alone
-from seqpar.bench.workloads import peers
+from seqpar.bench.workloads import contenders
 from tests.support.sweeps import options
 
 
@@ -44,7 +44,7 @@ def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
     versions = {"flash-attn": "2.8", "ring-flash-attn": "0.1"}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda x: versions.get(x) or real(x))
-    monkeypatch.setattr(peers, "lacking", lambda name: None)
+    monkeypatch.setattr(contenders, "lacking", lambda name: None)
     with_peer, without = options(peers=["ring-flash-attn"]), options()
     for asked, folder in ((with_peer, tmp_path / "a"), (without, tmp_path / "b")):
         folder.mkdir()

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.bench.workloads import peers
-from seqpar.bench.workloads.masks import PackedBatch
+from seqpar.bench.workloads.batches import PackedBatch
+from seqpar.bench.workloads.contenders import PEERS, make_peer
+from seqpar.comm import plain
 
 CPU = torch.device("cpu")
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def ranks(monkeypatch):
     """This is rank 1 of 2."""
-    monkeypatch.setattr(peers.plain, "rank_of_all", lambda: (1, 2))
+    monkeypatch.setattr(plain, "rank_of_all", lambda: (1, 2))
 
 
 @pytest.fixture
@@ -48,10 +49,10 @@ def called(monkeypatch):
      ("lucidrains", {"causal": True, "ring_reduce_col": True})),
 ])  # fmt: skip
 def test_packages_are_called_as_they_say(called, name, mask, layout, call):
-    peer = peers.make(name, PackedBatch.of(mask, 16), CPU)
-    assert torch.equal(peer.indices, layout(16, 2).token_indices(1))
+    indices, attend, _ = make_peer(name, PackedBatch.of(mask, 16), CPU)
+    assert torch.equal(indices, layout(16, 2).token_indices(1))
     q = torch.randn(8, 2, 4)
-    assert peer.attend(q, q, q).shape == q.shape
+    assert attend(q, q, q).shape == q.shape
     assert called == [(call[0], (1, 8, 2, 4), call[1])]
 
 
@@ -60,16 +61,16 @@ def test_packages_are_called_as_they_say(called, name, mask, layout, call):
     ("ring-flash-attn", "full", 17, "equal tokens on all ranks, got 17 on 2"),
     ("all-to-all-by-hand", "causal", 17, "equal tokens on all ranks"),
     ("torch-context-parallel", "full", 18, "4 equal chunks, got 18"),
-    *((name, "causal-pile", 512, "one document, causal or full") for name in peers.PEERS),
-    *((name, "window:4", 16, "one document, causal or full") for name in peers.PEERS),
+    *((name, "causal-pile", 512, "one document, causal or full") for name in PEERS),
+    *((name, "window:4", 16, "one document, causal or full") for name in PEERS),
 ])  # fmt: skip
 def test_what_a_peer_cannot_is_refused(name, mask, tokens, wrong):
     with pytest.raises(ValueError, match=wrong):
-        peers.make(name, PackedBatch.of(mask, tokens), CPU)
+        make_peer(name, PackedBatch.of(mask, tokens), CPU)
 
 
 def test_heads_that_cannot_be_exchanged_are_refused():
     q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 4)
-    peer = peers.make("all-to-all-by-hand", PackedBatch.of("causal", 16), CPU)
+    _, attend, _ = make_peer("all-to-all-by-hand", PackedBatch.of("causal", 16), CPU)
     with pytest.raises(ValueError, match="ranks must divide KV heads, got 1"):
-        peer.attend(q, k, k)
+        attend(q, k, k)

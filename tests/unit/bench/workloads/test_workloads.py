@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqpar.bench.workloads import peers
+from seqpar.bench.workloads import contenders
 from seqpar.bench.workloads.workloads import PRESETS, Workload, heads_of
 from seqpar.comm.launch import LaunchedProcess
 from seqpar.strategies.registry import SOFTMAX
@@ -24,7 +24,7 @@ def test_lengths_are_per_batch_or_per_rank():
 
 def test_defaults_are_all_strategies_and_installed_libraries():
     made = options(EIGHT, strategies=None, peers=None, ranks=None)
-    here = [name for name in peers.PEERS if peers.lacking(name) is None]
+    here = [name for name in contenders.PEERS if contenders.lacking(name) is None]
     assert made.contenders == (*SOFTMAX, *here) and "all-to-all-by-hand" in here
     assert made.ranks == (1, 2, 4, 8)
     six = LaunchedProcess(0, 6, 0, "host", 1, True)
