@@ -24,9 +24,8 @@ from seqpar.core.dtypes import DTYPES
 from seqpar.core.torch_private import missing
 from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
-from seqpar.softmax.backends import choice
-from seqpar.softmax.backends.aten_cudnn import load_cudnn
-from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
+from seqpar.softmax.backends.aten_cuda import load_cudnn
+from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.gpu_kernels import kernel_table
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.module import Attention
@@ -201,9 +200,7 @@ def backends(kind: str) -> dict[str, dict[str, str | None]]:
         for dtype in DTYPES:
             x = torch.zeros(1, 1, 1, HEAD_DIM, device=place, dtype=dtype)
             for name, row in refusals.items():
-                row[f"{place} {str(dtype).removeprefix('torch.')}"] = (
-                    choice.refusal(name, x, x) if kind == "softmax" else refusal(kind, name, x, x)
-                )
+                row[f"{place} {str(dtype).removeprefix('torch.')}"] = refusal(kind, name, x, x)
     return refusals
 
 

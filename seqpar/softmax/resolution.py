@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention.backend import anchored_refusal
+from seqpar.attention.backend import anchored_refusal, refusal
 from seqpar.attention.operands import check_operands, digest_of_call, naming_rank
 from seqpar.comm.agreement import Described, Fault
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.dtypes import DTYPES
 from seqpar.layout.handle import from_handle, key_of
-from seqpar.softmax.backends.choice import refusal
 from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.alibi import described_slopes
 from seqpar.softmax.strategy import Strategy
@@ -78,7 +77,7 @@ def _check_tensors(call: ResolvedCall, operands: Operands) -> None:
     tokens = call.layout.holdings[call.rank].tokens
     kv_tokens = call.kv_layout.holdings[call.rank].tokens
     check_operands(q, k, v, tokens, kv_tokens)
-    if reason := refusal(call.options.backend, q, v):
+    if reason := refusal("softmax", call.options.backend, q, v):
         raise ValueError(reason)
     heads = q.shape[2]
     if sinks is not None and (tuple(sinks.shape) != (heads,) or sinks.dtype not in DTYPES):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.softmax.backends.flash_attn_packages import PACKAGES, gpu_major, load_package
+from seqpar.softmax.backends.flash_attn import PACKAGES, gpu_major, load_package
 from tests.support import cases, linear_cases
 from tests.support.cases import STRATEGIES, VARIANTS, Case
 from tests.support.linear_cases import LinearCase

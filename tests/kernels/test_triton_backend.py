@@ -9,11 +9,11 @@ import torch
 import triton
 
 from seqpar import Layout, make_attention, use_backend
+from seqpar.attention.backend import load_backend
 from seqpar.softmax import attend
 from seqpar.softmax.backends import triton as fused
-from seqpar.softmax.backends.choice import load_backend
 from seqpar.softmax.backends.varlen_calls import varlen_work
-from seqpar.softmax.keys import head_slices
+from seqpar.softmax.keys import plan
 from tests.kernels.operands import TRITON_REFUSES
 from tests.support.calls import assert_infinite_sinks_are_limits, local
 from tests.support.cases import (
@@ -118,7 +118,7 @@ def run_mixed(group, case):
 
     def backend(q, k, v, slices, options):
         name = "aten" if varlen_work(slices).remaining is None else "triton"
-        return load_backend(name)
+        return load_backend("softmax", name)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(attend, "choose_backend", backend)
@@ -134,7 +134,7 @@ def test_blocks_may_have_different_backends(pool):
 def run_in_head_groups(group, case):
     """The call in groups of one KV head, as on ranks with many rows."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(head_slices, "_ROWS_PER_GROUP", 4)
+        patched.setattr(plan, "_ROWS_PER_GROUP", 4)
         return run(group, case)
 
 

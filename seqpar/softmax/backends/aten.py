@@ -2,8 +2,8 @@
 
 On CPUs the kernel is `_scaled_dot_product_flash_attention_for_cpu`. It also takes half precision,
 but many CPUs compute faster in fp32; inputs are then cast, and results rounded at the end. On CUDA
-the kernel is cuDNN's where it computes a call (`aten_cudnn.py`), otherwise FlashAttention-2
-(`aten_cuda.py`). Plain PyTorch computes a softcap.
+the kernel is cuDNN's where it computes a call, otherwise FlashAttention-2 (`aten_cuda.py`). Plain
+PyTorch computes a softcap.
 
 Legend: B batch, T rows, n query rows and m key rows of a piece (`pieces.py`), H heads (Hq of
 queries, Hkv of keys and values), D head dim (Dv of values).
@@ -27,7 +27,7 @@ from seqpar.core.torch_private import (
 )
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten_cuda, pieces, reference
-from seqpar.softmax.backends.flash_attn_packages import gpu_major
+from seqpar.softmax.backends.aten_cuda import gpu_major
 from seqpar.softmax.backends.gpu_kernels import aten_kernel
 from seqpar.softmax.backends.kernel_operands import (
     joint_head_dim,
@@ -72,10 +72,21 @@ def forward(
     if aten_cuda.computes(q):
         kernel = _cuda_kernel(q, v, slices, options)
         kernel.merge_forward(q, k, v, slices, partial, options)
-    elif is_on_cuda(q) or options.softcap:
+        return
+    if is_on_cuda(q) or options.softcap:
         reference.forward(q, k, v, slices, partial, options)
-    else:
-        _merge_forward(q, k, v, slices, partial, options)
+        return
+    value_dim, width = v.shape[-1], _head_dim(q, v)
+    q, options, _ = positive_scale(q, options)
+    q, k, v = (pad_heads(x, width) for x in (q, k, v))
+    for piece in _pieces_of(q, slices, options):
+        rows, keys = piece.rows, piece.keys
+        partial.sums.release()
+        out, lse = _forward(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
+        out, first = out[..., :value_dim], piece.first and partial.empty
+        is_result = rows == slice(0, q.shape[1]) and out.is_contiguous()
+        if not (is_result and partial.sums.keep(out, lse)):
+            (partial.put if first else partial.merge)(rows, out, lse)
 
 
 def backward(
@@ -91,41 +102,10 @@ def backward(
     if aten_cuda.computes(q):
         kernel = _cuda_kernel(q, v, slices, options)
         kernel.add_gradients(output, q, k, v, slices, gradients, options)
-    elif is_on_cuda(q) or options.softcap:
+        return
+    if is_on_cuda(q) or options.softcap:
         reference.backward(output, q, k, v, slices, gradients, options)
-    else:
-        _add_gradients(output, q, k, v, slices, gradients, options)
-
-
-def _cuda_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
-    return aten_kernel(q, v, slices, options, gpu_major(device_of(q)))
-
-
-def _merge_forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
-) -> None:
-    value_dim, width = v.shape[-1], _head_dim(q, v)
-    q, options, _ = positive_scale(q, options)
-    q, k, v = (pad_heads(x, width) for x in (q, k, v))
-    for piece in _pieces_of(q, slices, options):
-        rows, keys = piece.rows, piece.keys
-        partial.sums.release()
-        out, lse = _forward(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
-        out, first = out[..., :value_dim], piece.first and partial.empty
-        is_result = rows == slice(0, q.shape[1]) and out.is_contiguous()
-        if not (is_result and partial.sums.keep(out, lse)):
-            (partial.put if first else partial.merge)(rows, out, lse)
-
-
-def _add_gradients(
-    output: OutputGradient,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: Slices,
-    gradients: PartialGradients,
-    options: CallOptions,
-) -> None:
+        return
     dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
     if output.dlse is not None:
         v = with_column(v, torch.ones_like(v[..., 0]))
@@ -142,6 +122,10 @@ def _add_gradients(
         gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
         gradients.dk[:, keys] += dk[..., :dim]
         gradients.dv[:, keys] += dv[..., :value_dim]
+
+
+def _cuda_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
+    return aten_kernel(q, v, slices, options, gpu_major(device_of(q)))
 
 
 def _pieces_of(q: Tensor, slices: Slices, options: CallOptions) -> list[Piece]:

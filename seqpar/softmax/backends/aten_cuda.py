@@ -1,4 +1,13 @@
-"""Attention over slices with ATen's FlashAttention-2, on CUDA from sm_80 on."""
+"""Attention on CUDA through ATen: with FlashAttention-2 from sm_80 on, and with cuDNN.
+
+cuDNN computes calls whose segments are equal, on sm_90 and sm_100 to sm_110. It builds a plan for
+each new shape and thread, in 40 ms to 1.2 s. It therefore only computes calls whose shapes seldom
+change from step to step, `VarlenCall.is_dense`, and only with keys that ATen's causal mask, which
+is aligned at the first row and key, masks like ours.
+
+Legend: S segments of L query rows and Lk key rows each, H heads (Hq of queries, Hkv of keys and
+values), D head dim.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,12 @@ import torch
 from torch import Tensor
 
 from seqpar.core.device_tables import device_of, is_on_cuda
-from seqpar.core.torch_private import cuda_attention, cuda_attention_backward
+from seqpar.core.torch_private import (
+    cuda_attention,
+    cuda_attention_backward,
+    cudnn_attention,
+    cudnn_attention_backward,
+)
 from seqpar.kernels.gpus import gpu_of
 from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
@@ -26,7 +40,12 @@ def computes(q: Tensor) -> bool:
 
 def is_recent(device: torch.device) -> bool:
     """Return whether a GPU is an sm_80 or newer."""
-    return gpu_of(device).major >= 8
+    return gpu_major(device) >= 8
+
+
+def gpu_major(device: torch.device) -> int:
+    """Return the first number of a GPU's compute capability."""
+    return gpu_of(device).major
 
 
 def _forward(
@@ -63,11 +82,65 @@ def _no_random_state(device: torch.device) -> Tensor:
 
 # It gives the same bits each time only under torch's switch for all threads of the process, which
 # makes operators of other threads raise.
-KERNEL = VarlenKernel(
-    _forward,
-    _backward,
-    max_head_dim=256,
-    softcap=False,
-    lse_gradient=False,
-    deterministic=False,
-)
+KERNEL = VarlenKernel(_forward, _backward, max_head_dim=256)
+
+_CUDNN_MAJORS = (9, 10, 11)
+_MIN_CUDNN_VERSION = 91000  # 9.10, the first with head dims above 128 (PyTorch, sdp_utils.cpp)
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, options: CallOptions
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (_by_segments(x, tables) for x in (q, k, v))
+    is_causal = tables.window == (-1, 0)
+    out, lse, *_ = cudnn_attention()(
+        q, k, v, None, True, 0.0, is_causal, False, scale=options.scale
+    )
+    return _rows(out), lse[..., 0].transpose(0, 1).flatten(1)
+
+
+def _cudnn_backward(
+    rows: BackwardRows, tables: SegmentTables, options: CallOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Torch finds a plan by the strides of q, k and v. The other strides must therefore be the same
+    # in all calls with these.
+    dout, out = rows.dout.contiguous(), rows.out.contiguous()
+    dout, q, k, v, out = (_by_segments(x, tables) for x in (dout, rows.q, rows.k, rows.v, out))
+    lse = rows.lse.unflatten(1, (len(q), -1)).transpose(0, 1)[..., None].contiguous()
+    no_random_state = _no_random_state(q.device)
+    dq, dk, dv = cudnn_attention_backward()(
+        dout, q, k, v, out, lse, no_random_state, no_random_state, None, None, None,
+        q.shape[2], k.shape[2], 0.0, tables.window == (-1, 0), scale=options.scale,
+    )  # fmt: skip
+    return _rows(dq), _rows(dk), _rows(dv)
+
+
+def _by_segments(x: Tensor, tables: SegmentTables) -> Tensor:
+    """Return rows (S · L, H, D) as a view (S, H, L, D)."""
+    return x.unflatten(0, (len(tables.cu_q) - 1, -1)).transpose(1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x (S, H, L, D) as (S · L, H, D)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+@cache
+def cudnn_kernel(major: int) -> VarlenKernel:
+    """Return the kernel for GPUs with this first number of the compute capability."""
+    max_head_dim = 256 if major == 9 else 128
+    return VarlenKernel(_cudnn_forward, _cudnn_backward, max_head_dim, only_dense=True)
+
+
+@cache
+def load_cudnn(major: int) -> VarlenKernel | str:
+    """Return the kernel for GPUs with this first number, or the reason why there is none."""
+    if torch.version.hip or major not in _CUDNN_MAJORS:
+        return f"cuDNN is not used on {'AMD GPUs' if torch.version.hip else f'sm_{major}x'}"
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as error:  # its version does not fit this torch
+        return f"cuDNN is broken: {error}"
+    if version is None or version < _MIN_CUDNN_VERSION:
+        return f"cuDNN must be 9.10 or newer, got {version}"
+    return cudnn_kernel(major)

@@ -1,4 +1,4 @@
-"""The interface of a softmax backend, and the choice of the backend for a block of keys.
+"""The choice of the softmax backend for a block of keys.
 
 Users may force a backend. Otherwise CPUs use `aten`, and CUDA devices the first kernel of
 `gpu_kernels.py` that computes a block completely.
@@ -6,121 +6,30 @@ Users may force a backend. Otherwise CPUs use `aten`, and CUDA devices the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from typing import Protocol
+from types import ModuleType
 
 from torch import Tensor
 
-from seqpar.attention.backend import DEFAULT, triton_refusal
-from seqpar.core.arguments import shown
+from seqpar.attention.backend import DEFAULT, load_backend
 from seqpar.core.device_tables import device_of, is_on_cuda
-from seqpar.layout.masks.mask import Blocks, Slices
-from seqpar.softmax.backends import aten, aten_cuda
-from seqpar.softmax.backends.flash_attn_packages import gpu_major
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.backends import aten_cuda
+from seqpar.softmax.backends.aten_cuda import gpu_major
 from seqpar.softmax.backends.gpu_kernels import best_backend
 from seqpar.softmax.compute.call_options import CallOptions
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
-
-# (q, blocks, slices of the blocks, options, sinks, tensors to write to or None) -> out, lse
-ForwardBlocks = Callable[
-    [
-        Tensor,
-        Iterable[Sequence[Tensor]],
-        Blocks,
-        CallOptions,
-        Tensor | None,
-        tuple[Tensor, Tensor] | None,
-    ],
-    tuple[Tensor, Tensor],
-]
-
-
-class Backend(Protocol):
-    """A module that computes attention over the keys that a rank has."""
-
-    @property
-    def forward_blocks(self) -> ForwardBlocks | None:
-        """A function that computes all blocks of keys in turn, if the backend has one."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: Slices,
-        partial: Partial,
-        options: CallOptions,
-    ) -> None:
-        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
-
-    def backward(
-        self,
-        output: OutputGradient,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slices: Slices,
-        gradients: PartialGradients,
-        options: CallOptions,
-    ) -> None:
-        """Add to `gradients` what flows through the slices."""
-
-
-def _aten() -> Backend:
-    return aten
-
-
-def _flash_attn() -> Backend:
-    from seqpar.softmax.backends import flash_attn
-
-    return flash_attn
-
-
-def _reference() -> Backend:
-    from seqpar.softmax.backends import reference
-
-    return reference
-
-
-def _triton() -> Backend:
-    from seqpar.softmax.backends import triton
-
-    return triton
-
-
-LOADERS: dict[str, Callable[[], Backend]] = {
-    "aten": _aten,
-    "flash_attn": _flash_attn,
-    "reference": _reference,
-    "triton": _triton,
-}
-
-
-@cache
-def load_backend(name: str) -> Backend:
-    """Return a backend; its module is imported at its first use."""
-    if name not in LOADERS:
-        raise ValueError(f"backend must be one of {list(LOADERS)}, got {shown(name)}")
-    return LOADERS[name]()
-
-
-def refusal(name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return the reason why a backend cannot compute these operands, or None."""
-    if name == "triton":
-        return triton_refusal(q, v)
-    if name == "flash_attn":
-        from seqpar.softmax.backends import flash_attn
-
-        return flash_attn.refusal(q, v)
-    return None
 
 
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
-) -> Backend:
+) -> ModuleType:
+    """Return the backend for a block of keys: a module with the functions of `reference.py`.
+
+    If its `forward_blocks` is not None, this function computes all blocks in turn (`triton.py`).
+    """
     name = options.backend
-    return load_backend(default_backend(q, k, v, slices, options) if name == DEFAULT else name)
+    if name == DEFAULT:
+        name = default_backend(q, k, v, slices, options)
+    return load_backend("softmax", name)
 
 
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:

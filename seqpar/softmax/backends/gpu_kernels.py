@@ -15,9 +15,9 @@ from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, triton_refusal
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import aten_cuda, aten_cudnn
-from seqpar.softmax.backends.aten_cudnn import load_cudnn
-from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
+from seqpar.softmax.backends import aten_cuda
+from seqpar.softmax.backends.aten_cuda import load_cudnn
+from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 
@@ -130,7 +130,7 @@ def _load(name: str, major: int) -> VarlenKernel | str:
 def _kernel(name: str, major: int) -> VarlenKernel:
     """Return a kernel to ask for its limits, whether it is available or not."""
     if name == "cuDNN":
-        return aten_cudnn.kernel(major)
+        return aten_cuda.cudnn_kernel(major)
     if name == "aten":
         return aten_cuda.KERNEL
     return PACKAGES[name].kernel(ModuleType(name), major)

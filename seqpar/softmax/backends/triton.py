@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.attention.backend import triton_refusal
 from seqpar.core.device_tables import device_of, on_device, rehearsing
 from seqpar.core.memo import LOCAL, Memo
 from seqpar.kernels import flash_attention as kernels
@@ -22,6 +23,7 @@ from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _CPU = torch.device("cpu")
+refusal = triton_refusal
 
 
 def forward(

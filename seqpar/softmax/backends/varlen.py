@@ -72,9 +72,9 @@ class VarlenKernel(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor, SegmentTables, CallOptions], tuple[Tensor, Tensor]]
     backward: Callable[[BackwardRows, SegmentTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
     max_head_dim: int
-    softcap: bool
-    lse_gradient: bool
-    deterministic: bool
+    softcap: bool = False
+    lse_gradient: bool = False
+    deterministic: bool = False
     only_dense: bool = False
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:

@@ -13,7 +13,7 @@ import seqpar
 from seqpar.__main__ import main
 from seqpar.attention.backend import BACKENDS
 from seqpar.commands import info
-from seqpar.softmax.backends.flash_attn_packages import PACKAGES
+from seqpar.softmax.backends.flash_attn import PACKAGES
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.strategies.ulysses import UlyssesAttention
 

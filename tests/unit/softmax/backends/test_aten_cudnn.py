@@ -7,8 +7,8 @@ import torch
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
-from seqpar.softmax.backends import aten, aten_cuda, aten_cudnn, choice, triton
-from seqpar.softmax.backends.aten_cudnn import load_cudnn
+from seqpar.softmax.backends import aten, aten_cuda, choice, triton
+from seqpar.softmax.backends.aten_cuda import load_cudnn
 from seqpar.softmax.backends.varlen import BackwardRows
 from seqpar.softmax.backends.varlen_calls import SegmentTables
 from seqpar.softmax.compute.call_options import CallOptions
@@ -45,8 +45,8 @@ def calls(monkeypatch):
 
         return lambda: call
 
-    monkeypatch.setattr(aten_cudnn, "cudnn_attention", recorded("forward", 0))
-    monkeypatch.setattr(aten_cudnn, "cudnn_attention_backward", recorded("backward", 1))
+    monkeypatch.setattr(aten_cuda, "cudnn_attention", recorded("forward", 0))
+    monkeypatch.setattr(aten_cuda, "cudnn_attention_backward", recorded("backward", 1))
     others = {"": varlen_kernels.aten_forward, "_backward": varlen_kernels.aten_backward}
     for way, kernel in others.items():  # of the rows that cuDNN's mask does not fit
         monkeypatch.setattr(aten_cuda, f"cuda_attention{way}", lambda kernel=kernel: kernel)

@@ -9,8 +9,8 @@ import triton
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
-from seqpar.softmax.backends import aten_cuda, aten_cudnn, choice, gpu_kernels
-from seqpar.softmax.backends.flash_attn_packages import PACKAGES
+from seqpar.softmax.backends import aten_cuda, choice, gpu_kernels
+from seqpar.softmax.backends.flash_attn import PACKAGES
 from seqpar.softmax.backends.gpu_kernels import ORDERS, kernel_table
 from seqpar.softmax.call import Operands
 from tests.support.cases import STRATEGIES, module
@@ -40,7 +40,7 @@ def used(monkeypatch):
     """The names of backends that compute each way; nothing is computed."""
     names = {"forward": set(), "backward": set()}
 
-    def loaded(name):
+    def loaded(kind, name):
         def forward_blocks(q, blocks, slices, options, sinks, into):
             names["forward"].add(name)
             values = [v for _, v in blocks]
@@ -172,7 +172,7 @@ def test_the_first_kernel_of_the_order_computes(
 ):
     monkeypatch.setattr(choice, "gpu_major", lambda device: major)
     monkeypatch.setattr(gpu_kernels, "load_package", packages(*installed))
-    cudnn = aten_cudnn.kernel if "cuDNN" in installed else lambda major: "not installed"
+    cudnn = aten_cuda.cudnn_kernel if "cuDNN" in installed else lambda major: "not installed"
     monkeypatch.setattr(gpu_kernels, "load_cudnn", cudnn)
     call("ulysses", EQUAL, **options)
     assert used == {"forward": {expected}, "backward": {expected}}

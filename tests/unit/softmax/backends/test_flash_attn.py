@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.softmax.backends import flash_attn, flash_attn_packages, triton
-from seqpar.softmax.backends.flash_attn_packages import PACKAGES, load_package
+from seqpar.softmax.backends import flash_attn, triton
+from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
@@ -292,7 +292,7 @@ def test_a_package_that_cannot_be_used_gives_its_reason(monkeypatch, case, reaso
                 raise error
             raise ModuleNotFoundError(f"No module named {path!r}", name=path)
 
-        monkeypatch.setattr(flash_attn_packages.importlib, "import_module", imported)
+        monkeypatch.setattr(flash_attn.importlib, "import_module", imported)
 
     if case == "other version":
         forward = lambda q, k, v, causal, softmax_scale: None  # noqa: E731

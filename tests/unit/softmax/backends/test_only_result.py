@@ -10,7 +10,7 @@ from seqpar import Layout, use_backend
 from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.backends import aten, flash_attn
-from seqpar.softmax.backends.flash_attn_packages import load_package
+from seqpar.softmax.backends.flash_attn import load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.call import Operands
 from seqpar.softmax.compute.call_options import CallOptions
