@@ -28,9 +28,9 @@ from seqpar.servers.cache.server_cache import ServerCache
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.wire.errors import ServersError
 from seqpar.simulate.recommendations.recommending import recommend
-from seqpar.softmax.cache.sharded_cache import ShardedCache
 from seqpar.softmax.compute.merge import merge
 from seqpar.softmax.module import Attention
+from seqpar.softmax.sharded_cache import ShardedCache
 from seqpar.strategies import (
     AllGatherAttention,
     DisaggregatedAttention,

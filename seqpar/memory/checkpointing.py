@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 
 import seqpar.linear.operator
 import seqpar.softmax.operator
-import seqpar.softmax.tasks.split_operator  # noqa: F401  defines the operators
+import seqpar.softmax.tasks.split  # noqa: F401  defines the operators
 from seqpar.core.arguments import check_function
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from seqpar.servers.wire.request import Request, received
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.strategy import ForwardResult, Gradients
-from seqpar.softmax.tasks.split_strategy import SplitStrategy
+from seqpar.softmax.tasks.split import SplitStrategy
 
 ANY_SERVER = -1  # as a peer in `Traffic`: the server that computes the task, not known before
 

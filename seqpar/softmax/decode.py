@@ -25,7 +25,7 @@ from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import Partial
 from seqpar.softmax.resolution import resolve_on_ranks
 from seqpar.softmax.strategy import Strategy
-from seqpar.softmax.wire.packing import Packing, RowFormat
+from seqpar.softmax.wire.row_messages import Packing, RowFormat
 
 
 def layout_of_queries(

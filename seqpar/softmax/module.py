@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import seqpar.softmax.flops  # noqa: F401  tells torch how many FLOPs the operators take
 from seqpar.attention.backend import current_backend
 from seqpar.attention.module import BoundModule, make_strategy
 from seqpar.attention.operands import OperandShape, fold_scale, prepare_operands
@@ -44,7 +43,7 @@ from seqpar.softmax.call import (
 from seqpar.softmax.compute.max_logits import max_logits_traffic
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.operator import as_result, attention_op
-from seqpar.softmax.preparation import Preparation, PreparedOptions
+from seqpar.softmax.rehearsal import Preparation, PreparedOptions
 from seqpar.softmax.resolution import resolve
 from seqpar.softmax.strategy import Strategy
 

@@ -3,10 +3,16 @@
 Communication is part of them, so torch.compile and checkpointing treat a call as a single operator.
 A layout enters as a handle (`seqpar.layout.handle`), and a module as a string that is determined by
 its configuration (`seqpar.comm.binding`). Neither specialises a compiled graph on a batch.
+
+FLOPs, for torch's FlopCounterMode, are exact for the pairs that this rank computes. Forward
+multiplies q by k, and the probabilities by v. Backward multiplies q by k again, and has four more
+products. A multiplication with an addition is 2 FLOPs. Like torch, it does not count the softmax
+itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 
 from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import (
+    FLOP_FORMULAS,
     implementation,
     refuse_double_backward,
     refuse_transforms,
@@ -241,3 +248,44 @@ def _differentiate(
 register_autograd("seqpar::attention", 4, _differentiate, _save_for_backward)
 torch.library.register_autograd("seqpar::attention_backward", refuse_double_backward)
 refuse_transforms("seqpar::attention")
+
+
+def forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object, out_val: object = None
+) -> int:
+    shape = OperandShape.of(q, k, v)
+    return 2 * _area(shape, carried, backward=False) * (shape.dim + shape.value_dim)
+
+
+def _backward_flops(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    sink_inputs: list[Tensor],
+    residuals: list[Tensor],
+    numbers: Tensor,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    *carried: object,
+    out_val: object = None,
+) -> int:
+    shape = OperandShape.of_sizes(residuals[0].dtype, q_shape, k_shape, v_shape)
+    return backward_flops(shape, carried)
+
+
+def backward_flops(shape: OperandShape, carried: tuple[object, ...]) -> int:
+    return 2 * _area(shape, carried, backward=True) * (3 * shape.dim + 2 * shape.value_dim)
+
+
+def _area(shape: OperandShape, carried: tuple[object, ...], backward: bool) -> int:
+    """Return the number of pairs that this rank computes, in all heads and batch entries."""
+    arguments = CallArguments._make(carried)
+    bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
+    call = arguments.to_call(bound.comm, shape, has_sinks=False)
+    areas = bound.strategy.backward_areas if backward else bound.strategy.areas
+    return shape.batch * sum(areas(call, bound.comm.rank))
+
+
+FLOP_FORMULAS[torch.ops.seqpar.attention] = forward_flops
+FLOP_FORMULAS[torch.ops.seqpar.attention_backward] = _backward_flops

@@ -34,17 +34,15 @@ from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.exchange import TaskExchange
-from seqpar.softmax.tasks.plan import TaskPlan
+from seqpar.softmax.tasks.plan import TaskPlan, task_traffic
 from seqpar.softmax.tasks.planner import Planner, Plans
-from seqpar.softmax.tasks.split_module import SplitAttention
-from seqpar.softmax.tasks.split_strategy import SplitStrategy
+from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
 from seqpar.softmax.tasks.task_attention import (
     complete_backward,
     complete_forward,
     post_backward,
     post_forward,
 )
-from seqpar.softmax.tasks.traffic import task_traffic
 from seqpar.strategies.registry import register
 
 # A stage has about this many foreign rows, or more if the largest number of stages is reached.

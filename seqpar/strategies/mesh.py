@@ -23,7 +23,7 @@ from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import COMMON_OPTIONS, Attention
 from seqpar.softmax.queries.strategy import TileStrategy, partial_bytes
-from seqpar.softmax.wire.quantize import check_digits, check_message_dtype, encoded_width
+from seqpar.softmax.wire.message_dtypes import check_digits, check_message_dtype, encoded_width
 from seqpar.strategies.registry import register
 
 MAX_COUNT = 2**16  # of ranks, heads and dims: their products fit into 64 bits

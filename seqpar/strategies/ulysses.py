@@ -24,13 +24,14 @@ from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.heads.exchange import (
     HeadExchange,
+    HeadGroups,
     HeadPlan,
     Tensors,
     call_of_heads,
+    divide_heads,
     in_heads,
     merged_call,
 )
-from seqpar.softmax.heads.groups import HeadGroups, divide_heads
 from seqpar.softmax.module import Attention
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.strategies.registry import register

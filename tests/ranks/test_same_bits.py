@@ -2,17 +2,17 @@
 
 import pytest
 
-from seqpar.softmax.keys import invariant_tiles
+from seqpar.softmax.keys import invariant_plan
 from tests.support.same_bits import bits, drawn_cases
 
 
 def bits_of_short_tiles(group, case):
     """`bits`, with tiles of 16 queries."""
-    length, invariant_tiles.TILE = invariant_tiles.TILE, 16
+    length, invariant_plan.TILE = invariant_plan.TILE, 16
     try:
         return bits(group, case)
     finally:
-        invariant_tiles.TILE = length
+        invariant_plan.TILE = length
 
 
 @pytest.mark.parametrize(

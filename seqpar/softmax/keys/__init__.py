@@ -1,6 +1,6 @@
 """Keys and values move and queries stay: the common code of Ring and AllGather.
 
 Start with `strategy.py`, then read `plan.py` (which rows travel in which step) and `exchange.py`
-(the messages). On ranks with many rows, heads travel in groups (`head_slices.py`). The files
-`invariant_*.py` compute the same bits on any number of ranks, for `deterministic="ranks"`.
+(the messages). The files `invariant_*.py` compute the same bits on any number of ranks, for
+`deterministic="ranks"`.
 """

@@ -20,7 +20,7 @@ from seqpar.softmax.call import Operands
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients
 from seqpar.softmax.keys.plan import KeyPlan, KeyStep
-from seqpar.softmax.wire.quantize import decode, encode, encoded_width
+from seqpar.softmax.wire.message_dtypes import decode, encode, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
 
@@ -36,7 +36,7 @@ def travelling_keys(
     """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then k and v of each of these steps.
 
     While the caller computes with them, the exchanges of the next `ahead` steps are under way. Rows
-    travel in their own dtype, or in 8 bits (`wire/quantize.py`).
+    travel in their own dtype, or in 8 bits (`wire/message_dtypes.py`).
 
     Steps without rows may be left out, but they count: each exchange is posted at the same point
     between the numbered steps on all ranks. In backward the exchanges of keys and of gradients

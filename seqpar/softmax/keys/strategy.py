@@ -23,13 +23,23 @@ from seqpar.softmax.keys.exchange import (
     attend_backward_to_all,
     travelling_keys,
 )
-from seqpar.softmax.keys.head_slices import HeadSlices, head_groups
 from seqpar.softmax.keys.invariant_attention import TileCall
 from seqpar.softmax.keys.invariant_plan import tile_areas, tile_traffic
-from seqpar.softmax.keys.plan import Distances, KeyPlan, key_areas, key_traffic
+from seqpar.softmax.keys.plan import (
+    Distances,
+    HeadSlices,
+    KeyPlan,
+    head_groups,
+    key_areas,
+    key_traffic,
+)
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
-from seqpar.softmax.wire.gradient_dtype import check_gradient_digits, check_gradient_dtype
-from seqpar.softmax.wire.quantize import check_digits, check_message_dtype
+from seqpar.softmax.wire.message_dtypes import (
+    check_digits,
+    check_gradient_digits,
+    check_gradient_dtype,
+    check_message_dtype,
+)
 
 
 @dataclass(frozen=True)

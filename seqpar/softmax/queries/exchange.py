@@ -17,9 +17,8 @@ from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import Ints
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.keys.head_slices import HeadSlices, head_groups
-from seqpar.softmax.wire.packing import Packing, RowFormat
-from seqpar.softmax.wire.row_messages import Rows
+from seqpar.softmax.keys.plan import HeadSlices, head_groups
+from seqpar.softmax.wire.row_messages import Packing, RowFormat, Rows
 
 
 class QueryHop:

@@ -31,9 +31,15 @@ from seqpar.softmax.queries.exchange import (
 )
 from seqpar.softmax.queries.tiles import Tile, Tiles
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
-from seqpar.softmax.wire.gradient_dtype import check_gradient_digits, check_gradient_dtype
-from seqpar.softmax.wire.packing import RowFormat
-from seqpar.softmax.wire.quantize import CODES, decode, encode, encoded_width
+from seqpar.softmax.wire.message_dtypes import (
+    CODES,
+    check_gradient_digits,
+    check_gradient_dtype,
+    decode,
+    encode,
+    encoded_width,
+)
+from seqpar.softmax.wire.row_messages import RowFormat
 
 
 @dataclass(frozen=True)

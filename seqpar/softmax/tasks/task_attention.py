@@ -21,8 +21,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
-from seqpar.softmax.compute.sums import Sums
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, Sums
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.exchange import Returning, TaskExchange
 from seqpar.softmax.tasks.plan import TaskPlan, TaskStage

@@ -14,7 +14,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.subgroup import as_mesh
 from seqpar.layout.masks import split_work
 from seqpar.softmax.backends import aten
-from seqpar.softmax.keys import head_slices
+from seqpar.softmax.keys import plan
 from seqpar.strategies.mesh import row_bytes, sent_bytes
 from tests.support import cases
 from tests.support.cases import Case, assert_right, oracle, run
@@ -46,7 +46,7 @@ def shapes_and_calls():
 @pytest.fixture
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
-    monkeypatch.setattr(head_slices, "_ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(plan, "_ROWS_PER_GROUP", 4)
     monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
 
 

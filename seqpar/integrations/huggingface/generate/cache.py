@@ -13,8 +13,8 @@ from torch import Tensor
 from seqpar.core.arguments import Ints, as_int
 from seqpar.integrations.huggingface.batch.sharding import KEY
 from seqpar.layout.layout import Layout
-from seqpar.softmax.cache.sharded_cache import ShardedCache
 from seqpar.softmax.module import Attention
+from seqpar.softmax.sharded_cache import ShardedCache
 
 
 class Cache:

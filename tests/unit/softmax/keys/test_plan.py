@@ -7,7 +7,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.softmax.keys import plan
-from seqpar.softmax.wire.packing import RowFormat
+from seqpar.softmax.wire.row_messages import RowFormat
 from seqpar.strategies.ring import Ring
 from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual

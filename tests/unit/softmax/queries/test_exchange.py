@@ -12,7 +12,7 @@ from seqpar.layout.masks import split_work
 from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
-from seqpar.softmax.keys import head_slices
+from seqpar.softmax.keys import plan
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.fakes import Held
 from tests.support.ranks import virtual
@@ -22,7 +22,7 @@ from tests.support.tiers import few_rows
 @pytest.fixture
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
-    monkeypatch.setattr(head_slices, "_ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(plan, "_ROWS_PER_GROUP", 4)
     monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
 
 

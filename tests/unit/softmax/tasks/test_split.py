@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.softmax.tasks import split_operator
+from seqpar.softmax.tasks import split
 from tests.support.cases import Case, module
 from tests.support.nccl import nccl
 from tests.support.nccl_exchanges import Speeds
@@ -94,7 +94,7 @@ def test_a_call_is_checked_first_and_finished_once():
 
 def test_nothing_is_kept_of_calls_that_are_finished():
     virtual(2, trained, "disaggregated+at random+server", in_turns)
-    assert not split_operator._posted
+    assert not split._posted
 
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -124,7 +124,7 @@ def test_both_halves_pass_opcheck():
     try:
         virtual(1, checked)
     finally:
-        split_operator._posted.clear()  # what began alone
+        split._posted.clear()  # what began alone
 
 
 def in_a_graph(comm):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from seqpar.softmax.wire.packing import Packing, RowFormat
+from seqpar.softmax.wire.row_messages import Packing, RowFormat
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 KINDS = ((5,), HALF), ((), SINGLE), ((3,), DOUBLE)

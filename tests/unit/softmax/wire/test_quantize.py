@@ -6,7 +6,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
-from seqpar.softmax.wire.quantize import CODES, decode, encode, encoded_width
+from seqpar.softmax.wire.message_dtypes import CODES, decode, encode, encoded_width
 from seqpar.strategies.mesh import Mesh
 from tests.support.calls import sent_bytes
 from tests.support.cases import Case, begin, module, visible

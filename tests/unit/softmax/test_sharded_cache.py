@@ -5,7 +5,7 @@ import torch
 
 import seqpar
 from seqpar import Layout, ShardedCache
-from seqpar.softmax.cache.sharded_cache import SPARE
+from seqpar.softmax.sharded_cache import SPARE
 from tests.support.cases import module
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows

@@ -1,9 +1,10 @@
-"""Encode rows in 8 bits for messages, with an fp32 scale for each row and head.
+"""The dtypes in which rows and contributions to gradients travel.
 
-The scale s makes the row's largest absolute value the largest code. Codes are integers or e4m3
-floats of 4 exponent and 3 mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning",
-2022, section 3). An element x becomes the code nearest to x / s. Its error is in the table, plus
-rounding to the dtype that it is decoded to.
+Rows may travel in 8 bits, with an fp32 scale for each row and head. The scale s makes the row's
+largest absolute value the largest code. Codes are integers or e4m3 floats of 4 exponent and 3
+mantissa bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3). An element x
+becomes the code nearest to x / s. Its error is in the table, plus rounding to the dtype that it is
+decoded to.
 
 | code | largest code | error of an element |
 |---|---|---|
@@ -13,6 +14,13 @@ rounding to the dtype that it is decoded to.
 An element's error is smaller with e4m3 if the element is below 1/16 of the largest in its row, and
 with int8 otherwise. e4m3 is better for rows with outliers. A row with an infinite value or a NaN
 decodes to NaN.
+
+Contributions to gradients may travel in bf16. A rank computes a contribution in the accumulator's
+dtype and rounds it once, before it is sent. The owner adds the contributions of other ranks in the
+accumulator's dtype. bf16 has 8 significant bits, so rounding changes an element by at most 1/256 of
+it (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, theorem 2.2). The additional
+error of a gradient is therefore at most 1/256 of the sum of the absolute values of its rounded
+contributions. A rank's own are not rounded.
 
 Legend: D head dim.
 """
@@ -82,3 +90,16 @@ def decode(
 def encoded_width(dims: Sequence[int]) -> int:
     """Return the number of bytes that `encode` returns for a row and head with these dims."""
     return sum(dims) + _SCALE_BYTES * len(dims)
+
+
+def check_gradient_dtype(gradient_dtype: torch.dtype | None) -> None:
+    """Raise a ValueError unless it is bf16 or None, which means the accumulator's dtype."""
+    if gradient_dtype is not None and gradient_dtype is not torch.bfloat16:
+        expected = "None or torch.bfloat16"
+        raise ValueError(f"gradient_dtype must be {expected}, got {shown(gradient_dtype)}")
+
+
+def check_gradient_digits(gradient_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Raise a ValueError for bf16 gradients of fp64 tensors."""
+    if gradient_dtype is not None and dtype == torch.float64:
+        raise ValueError("gradient_dtype must be None with fp64, whose digits bf16 would lose")

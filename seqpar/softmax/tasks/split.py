@@ -1,5 +1,6 @@
-"""The operators of a call in two parts, each with a forward and a backward.
+"""Calls in two parts, posting and computing: their strategies, operators and modules.
 
+Between the two parts, while messages travel, a model can compute another batch. The operator
 `attention_begin` posts messages, and `attention_finish` computes. In backward, the derivative of
 `attention_finish` posts and the derivative of `attention_begin` computes, so that other work can be
 done between them.
@@ -12,14 +13,18 @@ compilers accept no Python objects.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import (
+    FLOP_FORMULAS,
     implementation,
     refuse_double_backward,
     refuse_transforms,
@@ -28,13 +33,93 @@ from seqpar.attention.operators import (
     without_autocast,
 )
 from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.messages.exchange import Comm
-from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall
+from seqpar.core.arguments import shown
+from seqpar.layout.layout import Layout
+from seqpar.softmax.call import SCHEMA, CallArguments, CallKeywords, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, cast_each, sinks_gradient
-from seqpar.softmax.operator import empty_results, results_of, with_max_logits, without_max_logits
+from seqpar.softmax.module import Attention
+from seqpar.softmax.operator import (
+    as_result,
+    backward_flops,
+    empty_results,
+    forward_flops,
+    results_of,
+    with_max_logits,
+    without_max_logits,
+)
 from seqpar.softmax.rehearsal import upload_tables
 from seqpar.softmax.resolution import describe, resolve_on_ranks
-from seqpar.softmax.tasks.split_strategy import SplitStrategy
+from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
+
+P = TypeVar("P")  # the messages of a pass that has begun
+
+
+@dataclass(frozen=True)
+class SplitStrategy(Strategy, Generic[P]):
+    """A strategy that first posts all messages that need no other message, without waiting."""
+
+    keeps_operands: ClassVar[bool] = True
+
+    def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> P:
+        """Post the messages of a forward."""
+        raise NotImplementedError
+
+    def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
+        """Return the result of a forward whose messages are posted."""
+        raise NotImplementedError
+
+    def post_gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> P:
+        """Post the messages of a backward; `residuals` come from forward's result."""
+        raise NotImplementedError
+
+    def complete_gradients(
+        self,
+        posted: P,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: list[Tensor],
+    ) -> Gradients:
+        """Return dq, dk and dv of a backward whose messages are posted."""
+        raise NotImplementedError
+
+    def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
+        return self.complete(self.post(comm, call, operands), call, operands)
+
+    def backward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        dout: Tensor,
+        dlse: Tensor | None,
+        sinks: Tensor | None,
+        residuals: list[Tensor],
+    ) -> Gradients:
+        q, k, v, out, lse, *kept = residuals
+        output = OutputGradient.of(dout, dlse, out, lse, sinks)
+        return self.gradients(comm, call, output, Operands(q, k, v, sinks), kept)
+
+    def gradients(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        residuals: Sequence[Tensor] = (),
+    ) -> Gradients:
+        residuals = list(residuals)
+        posted = self.post_gradients(comm, call, output, operands, residuals)
+        return self.complete_gradients(posted, call, output, operands, residuals)
+
 
 torch.library.define(
     "seqpar::attention_begin",
@@ -236,3 +321,75 @@ register_autograd("seqpar::attention_finish", 2, _differentiate_finish, _save_fi
 for operator in ("attention_begin", "attention_finish"):
     torch.library.register_autograd(f"seqpar::{operator}_backward", refuse_double_backward)
     refuse_transforms(f"seqpar::{operator}")
+
+
+def _finish_flops(
+    ticket: Tensor,
+    sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *carried: object,
+    out_val: object = None,
+) -> int:
+    return forward_flops(q, k, v, sinks, *carried)
+
+
+def _finish_backward_flops(
+    number: int,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    saved: list[Tensor],
+    numbers: Tensor,
+    *carried: object,
+    out_val: object = None,
+) -> int:
+    """Count a backward where it begins, because only this operator gets the layout."""
+    return backward_flops(OperandShape.of(*saved[:3]), carried)
+
+
+FLOP_FORMULAS[torch.ops.seqpar.attention_finish] = _finish_flops
+FLOP_FORMULAS[torch.ops.seqpar.attention_finish_backward] = _finish_backward_flops
+
+
+class BegunCall(NamedTuple):
+    """A call whose messages are under way. Pass it to the module's `finish`."""
+
+    ticket: Tensor
+    operands: Operands
+    arguments: CallArguments
+    heads: HeadPlacement
+    unbatched: bool
+
+
+class SplitAttention(Attention):
+    """Attention whose calls can be made in two parts, with other work between them.
+
+    While the messages of one call travel, the model can compute another batch: two nano-batches
+    alternate. `forward` makes both parts, one after the other.
+    """
+
+    def begin(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
+    ) -> BegunCall:
+        """Post the messages of a call and return immediately.
+
+        Arguments and errors are the same as in a call. Pass the result to `finish`, once. Until
+        then, do not change q, k and v in place. All ranks begin and finish their calls in the same
+        order. Autograd runs the two parts in the opposite order: the backward of `finish` posts,
+        and the backward of `begin` computes, so other work lies between them again.
+        """
+        operands, arguments, heads = self._inputs(q, k, v, layout, **options)
+        (ticket,) = torch.ops.seqpar.attention_begin(*operands, *arguments)
+        return BegunCall(ticket, operands, arguments, heads, q.dim() == 3)
+
+    def finish(self, begun: BegunCall) -> Tensor | tuple[Tensor, ...]:
+        """Return the result of a call that has begun: out, or a tuple that begins with out."""
+        if not isinstance(begun, BegunCall):
+            raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
+        q, k, v, sinks = begun.operands
+        out, lse, _, *more = torch.ops.seqpar.attention_finish(
+            begun.ticket, sinks, q, k, v, *begun.arguments
+        )
+        return as_result(out, lse, begun.arguments, begun.heads, begun.unbatched, *more[:1])
