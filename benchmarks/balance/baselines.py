@@ -21,8 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from seqpar import balance
-from seqpar.balance.predict.batch import WAYS, DocumentBatch, Pieces
-from seqpar.balance.predict.offloading import Offloading
+from seqpar.balance.predict.batch import WAYS, DocumentBatch, Offloading, Pieces
 from seqpar.balance.predict.prediction import predict
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Tasks

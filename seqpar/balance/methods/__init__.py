@@ -1,4 +1,5 @@
-"""Methods that assign documents to ranks, one file for each published method.
+"""Methods that assign documents to ranks.
 
-Start with `zeppelin.py` or `bytescale.py`; `contiguous.py` and `zigzag.py` are the baselines.
+Start with `greedy.py`, which has most of the published methods. `zeppelin.py` has another, and
+`baselines.py` the usual packings.
 """

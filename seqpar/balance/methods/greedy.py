@@ -1,4 +1,4 @@
-"""Greedy assignment: give documents to the ranks with the lowest load so far."""
+"""Methods that give documents to the ranks with the lowest load so far."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ class GreedyAssigner:
         """
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
         weights = batch.weights[documents] / sizes
-        # A rank of a ring has two chunks, and each may have one token more than another chunk.
-        taken = -(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)
-        held, before = taken * batch.kept[documents], self.held.copy()
+        held, before = batch.ring_held(documents, sizes), self.held.copy()
         heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
         late, chosen = np.zeros(sizes.size, bool), []
         while place < documents.size:
@@ -144,8 +142,7 @@ class GreedyAssigner:
         self._add(pieces)
 
     def _add(self, pieces: Pieces) -> None:
-        held = (pieces.stops - pieces.starts) * self.batch.kept[pieces.documents]
-        self.held += np.bincount(pieces.ranks, held, self.batch.ranks)
+        self.held += pieces.held_by_rank(self.batch)
         self.parts.append(pieces)
 
     @property
@@ -156,3 +153,106 @@ class GreedyAssigner:
 def _owners(sizes: Ints) -> Ints:
     index = np.arange(sizes.size)
     return index if (sizes == 1).all() else np.repeat(index, sizes)
+
+
+def wlb(batch: DocumentBatch) -> Pieces:
+    """Give each document, longest first, to the rank that has the least work, if it has room.
+
+    Wang et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training"
+    (2025), section 4, but outliers are not deferred. Only documents longer than a rank's capacity
+    are cut.
+    """
+    ranks, order = GreedyAssigner(batch), batch.longest_first
+    ranks.deal(order, batch.least_ranks[order])
+    return ranks.pieces
+
+
+def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
+    """Cut each document according to its work, and give the parts to the lightest ranks.
+
+    Ge et al., "ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length on More
+    Than 12,000 GPUs" (2025), sections 4 and 5: a document on any number of ranks of one global
+    group. No rank gets more seconds of a document than `part` of the mean, as far as parts of at
+    least `MIN_SHARE_TOKENS` tokens allow. Small parts balance tokens and work together.
+    """
+    ranks, order = GreedyAssigner(batch), batch.longest_first
+    ranks.deal(order, batch.shares_of(batch.mean * part)[order])
+    return ranks.pieces
+
+
+def power_of_two(batch: DocumentBatch) -> Pieces:
+    """Give each document, longest first, to the lightest aligned block of a power of two of ranks.
+
+    So does Megatron Core's dynamic context parallelism (`default_dynamic_cp`), because
+    communicators are created once for such blocks. A block's size follows from the share of all
+    work and from the tokens. Documents that no block has room for are cut to fit the remaining
+    room.
+    """
+    ranks, order = GreedyAssigner(batch), batch.longest_first
+    wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
+    sizes = np.minimum(wanted, 2 ** int(np.log2(batch.ranks)))
+    large = order[sizes[order] > 1]
+    late = []
+    for document, held in zip(large, batch.ring_held(large, sizes[large]), strict=True):
+        size = int(sizes[document])
+        blocks = np.arange(batch.ranks // size * size).reshape(-1, size)
+        open_blocks = blocks[batch.capacity - ranks.held[blocks].max(1) >= held]
+        if not len(open_blocks):
+            late.append(document)
+            continue
+        members = open_blocks[np.argmin(ranks.load[open_blocks].max(1))]
+        ranks.put(np.array([document]), np.array([size]), members)
+    ranks.deal(np.array(late, np.int64))
+    ranks.deal(order[sizes[order] == 1])
+    return ranks.pieces
+
+
+def karmarkar_karp(batch: DocumentBatch) -> Pieces:
+    """Partition the documents into sets of nearly equal work, one per rank.
+
+    Documents longer than a rank's capacity are first cut over the fewest ranks. The sets with the
+    most work then go to the lightest ranks, and documents that do not fit go to others. Trainers
+    for reinforcement learning use this to balance lengths.
+    """
+    ranks, order = GreedyAssigner(batch), batch.longest_first
+    cut = batch.least_ranks[order] > 1
+    ranks.deal(order[cut], batch.least_ranks[order[cut]])
+    late = []
+    sets = partition(batch.weights[order[~cut]], batch.ranks)
+    for rank, chosen in zip(np.argsort(ranks.seconds, kind="stable"), sets, strict=True):
+        documents = order[~cut][chosen]
+        fits = np.cumsum(batch.held[documents]) <= batch.capacity - ranks.held[rank]
+        late.append(documents[~fits])
+        held = documents[fits]
+        ranks.put(held, np.ones_like(held), np.full_like(held, rank))
+    ranks.deal(batch.by_length(np.concatenate(late)))
+    return ranks.pieces
+
+
+def partition(weights: Floats, ranks: int) -> list[Ints]:
+    """Return the indices of `ranks` sets of nearly equal weight, the heaviest set first.
+
+    Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). Each step merges the two
+    partial solutions (lists of sets) whose heaviest and lightest sets differ most: the heaviest
+    sets of one with the lightest sets of the other. It takes P·log P steps per document, so it
+    suits few ranks.
+    """
+    empty: list[list[int]] = [[] for _ in range(ranks)]
+    heap: list[tuple[float, int, Floats, list[list[int]]]] = []
+    for i, weight in enumerate(weights.tolist()):
+        sums = np.r_[weight, np.zeros(ranks - 1)]
+        heap.append((-weight, i, sums, [[i], *empty[1:]]))
+    if not heap:
+        return [np.zeros(0, np.int64)] * ranks
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, one, of_one = heapq.heappop(heap)
+        _, _, two, of_two = heapq.heappop(heap)
+        sums = one + two[::-1]
+        order = np.argsort(-sums, kind="stable")
+        sets = [a + b for a, b in zip(of_one, reversed(of_two), strict=True)]
+        sums, sets = sums[order], [sets[i] for i in order]
+        heapq.heappush(heap, (float(sums[-1] - sums[0]), number, sums, sets))
+        number += 1
+    return [np.array(chosen, np.int64) for chosen in heap[0][3]]

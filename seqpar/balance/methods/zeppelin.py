@@ -111,7 +111,7 @@ def _assign(
 
 def _with_room(batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
     owner = np.repeat(np.arange(documents.size), sizes)
-    share = (-(-batch.lengths[documents] // sizes) + 2 * (sizes > 1)) * batch.kept[documents]
+    share = batch.ring_held(documents, sizes)
     by_rank = np.argsort(members, kind="stable")
     held = np.cumsum(share[owner[by_rank]])
     before = np.r_[0, held][np.searchsorted(members[by_rank], np.arange(batch.ranks))]

@@ -11,19 +11,18 @@ from functools import partial
 
 import numpy as np
 
-from seqpar.balance.methods.bytescale import place as place_bytescale
-from seqpar.balance.methods.contiguous import place as place_contiguous
-from seqpar.balance.methods.karmarkar_karp import place as place_karmarkar_karp
-from seqpar.balance.methods.power_of_two import place as place_power_of_two
-from seqpar.balance.methods.wlb import place as place_wlb
-from seqpar.balance.methods.zeppelin import place as place_zeppelin
-from seqpar.balance.methods.zigzag import place as place_zigzag
+from seqpar.balance.methods import baselines, greedy, zeppelin
 from seqpar.balance.planning.divide import as_few, even, in_order
 from seqpar.balance.planning.local_search import refine
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
-from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, WAYS, DocumentBatch, Pieces
-from seqpar.balance.predict.offloading import Offloading
+from seqpar.balance.predict.batch import (
+    MIN_SHARE_TOKENS,
+    WAYS,
+    DocumentBatch,
+    Offloading,
+    Pieces,
+)
 from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.balance.predict.shared_heads import SharedHeads, spread
 from seqpar.core.arguments import (
@@ -44,12 +43,12 @@ from seqpar.layout.serialize import LayoutCut
 
 # Methods that place pieces. Zigzag is not one of them, since it cuts every document.
 PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
-    "zeppelin": place_zeppelin,
-    "bytescale": place_bytescale,
-    "contiguous": place_contiguous,
-    "wlb": place_wlb,
-    "karmarkar_karp": place_karmarkar_karp,
-    "power_of_two": place_power_of_two,
+    "zeppelin": zeppelin.place,
+    "bytescale": greedy.bytescale,
+    "contiguous": baselines.contiguous,
+    "wlb": greedy.wlb,
+    "karmarkar_karp": greedy.karmarkar_karp,
+    "power_of_two": greedy.power_of_two,
 }
 METHODS = (*PLACES, "zigzag")
 """The names of the methods, without "auto"."""
@@ -213,13 +212,13 @@ def _bound(batch: DocumentBatch) -> float:
 def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
     """ "auto" refines the best of several methods; with `many` documents and ranks, of fewer."""
     if method == "zigzag":
-        return "zigzag", np.arange(batch.lengths.size), *place_zigzag(batch)
+        return "zigzag", np.arange(batch.lengths.size), *baselines.zigzag(batch)
     if method != "auto":
         pieces = PLACES[method](batch)
         return _ordered(method, batch, pieces, predict(batch, pieces))
     parts = CUT_THRESHOLDS_WHEN_LARGE if many else CUT_THRESHOLDS
     ways: list[tuple[str, Callable[[DocumentBatch], Pieces]]] = [
-        ("bytescale", partial(place_bytescale, part=part)) for part in parts
+        ("bytescale", partial(greedy.bytescale, part=part)) for part in parts
     ]
     if not many:
         left_out = {"bytescale", *FINE_CUTTING_METHODS}
@@ -239,7 +238,7 @@ def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
         if _slowest(best) <= DONE_RATIO * batch.ideal:
             break
     if not many and batch.lengths.min() >= MIN_SHARE_TOKENS * batch.ranks:
-        cut, found = place_zigzag(batch)
+        cut, found = baselines.zigzag(batch)
         if found.seconds.max() < _slowest(best):
             return "zigzag", np.arange(batch.lengths.size), cut, found
     name, pieces, found = best

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.balance.predict.offloading import Offloading
 from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
@@ -17,6 +16,51 @@ from seqpar.costs.grid import Floats, Tasks
 MIN_SHARE_TOKENS = 128  # per rank of a cut document: one tile of a kernel
 WAYS = (False, True)  # forward, backward
 COMPUTE_BOUND_TOKENS = 2**20  # enough for FLOPs to take longer than reading the weights
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """Activations that wait in host memory for backward, so that ranks hold more tokens.
+
+    Ge et al., "ByteScale" (2025), section 4. A document of s tokens takes the fewest ranks of
+    capacity C, D(s) = ⌈[2·Act(s) + (1 − r)(l − 2)·Act(s)] / (l·Act(C))⌉, for the largest ratio r
+    whose copy hides under compute, T(s) ≥ r·Act(s)/min(B_d2h, B_h2d). Act and T are per layer, and
+    l is the number of layers.
+
+    `seqpar.offload(r)` around the model keeps that amount on the device: (1 − r)·l layers'
+    activations, and a share r of two more layers' activations on their way out or back.
+    """
+
+    most: float  # largest share of a rank's activations, from 0 to 1
+    capacity: int  # tokens whose activations fit on a device
+    layers: int  # number of the model's layers
+    copy_seconds: float  # seconds to copy everything that a token's forward pass keeps, one way
+
+    @classmethod
+    def of(cls, costs: Costs, capacity: int, most: float, checkpointing: str) -> Offloading:
+        """Return the limits for activations that are kept as `checkpointing` describes."""
+        copied = float(costs.kept_bytes(1, checkpointing)) / costs.cluster.host.rate
+        return cls(most, capacity, len(costs.model.layers), copied)
+
+    @property
+    def free(self) -> float:
+        """The share of activations that leaves the device if all are offloaded: (l − 2)/l."""
+        return max(self.layers - 2, 0) / self.layers
+
+    def hidden(self, tokens: Ints, forward: Floats) -> Floats:
+        """Return the ratios, up to `most`, whose copies hide under forward, and so backward."""
+        return np.minimum(forward / (tokens * self.copy_seconds), self.most)
+
+    def kept(self, ratio: Floats) -> Floats:
+        """Return the shares of activations that stay on the device: [2 + (1 − r)(l − 2)]/l."""
+        return 1 - ratio * self.free
+
+    def needed(self, tokens: Ints) -> Floats:
+        """Return the least ratios that let ranks hold `tokens` tokens, up to `most`."""
+        if not self.free:
+            return np.zeros(tokens.shape)
+        over = 1 - self.capacity / np.maximum(tokens, self.capacity)
+        return np.minimum(over / self.free, self.most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +162,14 @@ class DocumentBatch:
         """(documents,) the number of ranks that it takes to hold each document."""
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
+    def ring_held(self, documents: Ints, sizes: Ints) -> Floats:
+        """Return the most tokens of capacity that documents take of each rank of their rings.
+
+        A rank of a ring has two chunks, and each may have one token more than another chunk.
+        """
+        tokens = -(-self.lengths[documents] // sizes) + 2 * (sizes > 1)
+        return tokens * self.kept[documents]
+
     def shares_of(self, seconds: float) -> Ints:
         """Return the ranks over which to cut each document, into parts of `seconds`."""
         wanted = np.minimum(np.ceil(self.weights / max(seconds, 1e-30)), self.most_ranks)
@@ -173,14 +225,22 @@ class Pieces(NamedTuple):
         single = size == 1
         whole.stops[: size.size][single] = length[single]
         kept = np.r_[np.ones(size.size, bool), ~single] & (whole.stops > whole.starts)
-        return cls(*(column[kept] for column in whole))
+        return whole.take(kept)
 
     def whole(self, batch: DocumentBatch) -> NDArray[np.bool_]:
         return self.stops - self.starts == batch.lengths[self.documents]
 
+    def take(self, chosen: NDArray[np.bool_]) -> Pieces:
+        return Pieces(*(column[chosen] for column in self))
+
+    def held(self, batch: DocumentBatch) -> Floats:
+        """Return the tokens of capacity that each piece takes."""
+        return (self.stops - self.starts) * batch.kept[self.documents]
+
+    def held_by_rank(self, batch: DocumentBatch) -> Floats:
+        return np.bincount(self.ranks, self.held(batch), batch.ranks)
+
     @classmethod
     def joined(cls, parts: list[Pieces]) -> Pieces:
         none = np.zeros(0, np.int64)
-        if not parts:
-            return cls(none, none, none, none)
-        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return cls(*map(np.concatenate, zip(cls(none, none, none, none), *parts, strict=True)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from seqpar.balance.predict.batch import WAYS, DocumentBatch, Pieces
 from seqpar.balance.predict.token_balance import remapping
@@ -20,6 +20,8 @@ from seqpar.costs.grid import Floats, as_amounts
 from seqpar.costs.spans import causal_pairs
 
 GRADIENT_ITEMSIZE = 4  # gradients of keys and values travel in fp32
+Bools = NDArray[np.bool_]
+KeyCounts = dict[int | None, Floats]  # by window, or None for layers without one
 
 
 class DocumentShares(NamedTuple):
@@ -28,14 +30,9 @@ class DocumentShares(NamedTuple):
     ranks: Ints  # the rank of each share
     sizes: Ints  # number of ranks that have a share of the document
     beside: Ints  # how many of these ranks are in the rank's node, including itself
-    tokens: Ints  # tokens of the share
-    seen: dict[int | None, Floats]  # other ranks' keys its queries attend to; by window or None
-    sent: dict[int | None, Floats]  # keys that the rank sends, each time counted; by window or None
+    seen: KeyCounts  # other ranks' keys its queries attend to
+    sent: KeyCounts  # keys that the rank sends, each time counted
     work: Floats  # (2, n) seconds of attention, forward and backward
-
-
-def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
-    return np.bincount(index, values, count).astype(np.float64)
 
 
 class Prediction(NamedTuple):
@@ -58,6 +55,10 @@ def predict(batch: DocumentBatch, pieces: Pieces) -> Prediction:
     return seconds_of(batch, shares_of(batch, cut), tokens, np.stack(local))
 
 
+def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
+    return np.bincount(index, values, count).astype(np.float64)
+
+
 def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
     """Return (2, n) seconds of attention on each piece, forward and backward.
 
@@ -78,31 +79,50 @@ def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
     key = pieces.documents * batch.ranks + pieces.ranks
     found, share = np.unique(key, return_inverse=True)
     documents, ranks = np.divmod(found, batch.ranks)
-
-    def total(values: Floats | Ints) -> Floats:
-        return summed(share, values, found.size)
-
-    length = pieces.stops - pieces.starts
-    tokens, last = total(length), np.zeros(found.size, np.int64)
-    np.maximum.at(last, share, pieces.stops)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
     node = found // batch.costs.cluster.devices_per_node  # ascending, so equal nodes are adjacent
     first = np.flatnonzero(np.diff(node, prepend=-1))
     count = np.diff(first, append=found.size)
     beside = np.repeat(count, count)
     # Each other rank whose last query is after a piece receives it. Last queries are all different.
-    ends = np.sort(sort_keys(documents, last))
-    behind = np.searchsorted(ends, sort_keys(pieces.documents, np.full_like(length, 2**31)))
-    readers = behind - np.searchsorted(ends, sort_keys(pieces.documents, pieces.stops)) - 1
-    seen: dict[int | None, Floats] = {None: last - tokens}
-    sent: dict[int | None, Floats] = {None: total(length * readers)}
+    ends = share_ends(share, pieces, found.size)
+    keys = np.sort(sort_keys(documents, ends))
+    behind = np.searchsorted(keys, sort_keys(pieces.documents, np.full_like(share, 2**31)))
+    readers = behind - np.searchsorted(keys, sort_keys(pieces.documents, pieces.stops)) - 1
+    counted = keys_and_work(batch, pieces, share, ends, readers, readers > 0)
+    return DocumentShares(ranks, sizes, beside, *counted)
+
+
+def keys_and_work(
+    batch: DocumentBatch,
+    pieces: Pieces,
+    share: Ints,
+    ends: Ints,
+    readers: Ints,
+    reached: NDArray[np.bool_],
+) -> tuple[KeyCounts, KeyCounts, Floats]:
+    """Return `seen`, `sent` and `work` of shares: piece i belongs to share `share[i]`.
+
+    The last query of share j is before position `ends[j]`. `readers[i]` ranks receive piece i, and
+    windows reach it if `reached[i]`.
+    """
+
+    def total(values: Floats | Ints) -> Floats:
+        return summed(share, values, ends.size)
+
+    length = pieces.stops - pieces.starts
+    seen: KeyCounts = {None: ends - total(length)}
+    sent: KeyCounts = {None: total(length * readers)}
     for window in batch.windows:
-        before = total(np.minimum(pieces.starts, window - 1))
-        seen[window] = np.minimum(before, last - tokens)
-        reached = np.minimum(length, window - 1) * (readers > 0)
-        sent[window] = np.minimum(total(reached), sent[None])
-    work = np.stack([total(x) for x in work_of(batch, pieces)])
-    return DocumentShares(ranks, sizes, beside, tokens.astype(np.int64), seen, sent, work)
+        seen[window] = np.minimum(total(np.minimum(pieces.starts, window - 1)), seen[None])
+        sent[window] = np.minimum(total(np.minimum(length, window - 1) * reached), sent[None])
+    return seen, sent, np.stack([total(x) for x in work_of(batch, pieces)])
+
+
+def share_ends(share: Ints, pieces: Pieces, count: int) -> Ints:
+    found = np.zeros(count, np.int64)
+    np.maximum.at(found, share, pieces.stops)
+    return found
 
 
 def seconds_of(

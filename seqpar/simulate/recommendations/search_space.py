@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.balance.methods.karmarkar_karp import partition
+from seqpar.balance.methods.greedy import partition
 from seqpar.balance.planning.planner import plan
 from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs

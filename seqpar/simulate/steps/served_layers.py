@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from seqpar.balance.methods.karmarkar_karp import partition
+from seqpar.balance.methods.greedy import partition
 from seqpar.layout.layout import Layout
 from seqpar.simulate.recording.program import Program
 from seqpar.simulate.recording.serving import RecordedPool, record_served

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from seqpar import balance
-from seqpar.balance.methods.karmarkar_karp import partition
-from seqpar.balance.methods.power_of_two import place as power_of_two
+from seqpar.balance.methods.greedy import partition, power_of_two
 from seqpar.balance.methods.zeppelin import place as zeppelin
 from seqpar.balance.predict.batch import DocumentBatch
 

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import balance
-from seqpar.balance.predict.batch import DocumentBatch
-from seqpar.balance.predict.offloading import Offloading
+from seqpar.balance.predict.batch import DocumentBatch, Offloading
 from tests.support.tiers import few_rows
 from tests.unit.balance.test_plan import assert_whole
 
@@ -97,13 +96,13 @@ def test_a_slow_host_link_hides_less():
 
 def test_an_exposed_copy_takes_its_time():
     """A rank that must copy more than its compute hides waits, forward and backward."""
-    from seqpar.balance.methods.wlb import place
+    from seqpar.balance.methods.greedy import wlb
     from seqpar.balance.predict.prediction import predict
 
     costs, lengths = costs_of("1x1-h100"), np.array([20000])
     offloading = Offloading.of(costs, 10000, 1.0, "none")
     batch = DocumentBatch.of(lengths, costs, 10000, offloading)
-    pieces = place(DocumentBatch.of(lengths, costs, 20000))
+    pieces = wlb(DocumentBatch.of(lengths, costs, 20000))
     found, free = predict(batch, pieces), predict(DocumentBatch.of(lengths, costs, 20000), pieces)
     copying = float(found.offload[0]) * 20000 * offloading.copy_seconds
     forward, backward = (

@@ -1,4 +1,4 @@
-"""Zigzag for all: cut every document over all ranks, as usual in context parallelism."""
+"""Baselines that do not balance work: contiguous packing, and zigzag for all documents."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ from seqpar.balance.predict.batch import DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import (
     DocumentShares,
     Prediction,
+    keys_and_work,
     predict,
     seconds_of,
-    summed,
-    work_of,
+    share_ends,
 )
 from seqpar.core.arguments import Ints
-from seqpar.costs.grid import Floats
+from seqpar.layout.cuts.cuts import Contiguous
 from seqpar.layout.cuts.even import EvenZigzag
 
 
-def place(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
-    """Cut every document into 2P chunks, and predict the ranks.
+def contiguous(batch: DocumentBatch) -> Pieces:
+    """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the batch.
+
+    A loader that concatenates documents and cuts them into equal sequences packs in this way.
+    """
+    edges, (documents, starts, stops) = Contiguous(batch.ranks).table(_cu_seqlens(batch))
+    return Pieces(documents, np.repeat(np.arange(batch.ranks), np.diff(edges)), starts, stops)
+
+
+def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
+    """Cut every document into 2P chunks, as usual in context parallelism, and predict the ranks.
 
     Pieces are not listed: there would be documents × ranks of them. The first and the last rank are
     predicted, and the other ranks, which differ little, are interpolated.
@@ -29,7 +38,7 @@ def place(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
         documents = np.arange(batch.lengths.size)
         here = np.zeros_like(documents)
         return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
-    cu = np.r_[0, np.cumsum(batch.lengths)]
+    cu = _cu_seqlens(batch)
     tokens = cut.counts(cu).tokens
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
     pairs = (ends[0].seconds, ends[1].seconds), (ends[0].bytes, ends[1].bytes)
@@ -41,27 +50,17 @@ def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> Docum
     """Return the rank's shares of the documents of which it has any tokens."""
     held, starts, stops = cut.columns(cu, rank)
     pieces = Pieces(held, np.full_like(held, rank), starts, stops)
-    documents, share = np.unique(pieces.documents, return_inverse=True)
-
-    def total(values: Floats | Ints) -> Floats:
-        return summed(share, values, documents.size)
-
-    length = pieces.stops - pieces.starts
-    own, last = total(length), np.zeros(documents.size)
-    np.maximum.at(last, share, pieces.stops)
+    documents, share = np.unique(held, return_inverse=True)
     sizes = np.minimum(batch.lengths[documents], batch.ranks)
+    beside = np.minimum(sizes, batch.costs.cluster.devices_per_node)
     # The low chunk goes to all other ranks. The high chunk goes to the ranks before this one: their
     # own high chunks come after it.
-    high = 2 * pieces.starts >= batch.lengths[pieces.documents]
+    high = 2 * starts >= batch.lengths[held]
     readers = np.where(high, np.minimum(rank, sizes[share] - 1), sizes[share] - 1)
-    seen: dict[int | None, Floats] = {None: last - own}
-    sent: dict[int | None, Floats] = {None: total(length * readers)}
-    for window in batch.windows:
-        seen[window] = np.minimum(total(np.minimum(pieces.starts, window - 1)), last - own)
-        sent[window] = np.minimum(total(np.minimum(length, window - 1)), sent[None])
-    work = np.stack([total(x) for x in work_of(batch, pieces)])
-    devices = batch.costs.cluster.devices_per_node
-    beside = np.minimum(sizes, devices)
-    return DocumentShares(
-        np.full(documents.size, rank), sizes, beside, own.astype(np.int64), seen, sent, work
-    )
+    ends = share_ends(share, pieces, documents.size)
+    counted = keys_and_work(batch, pieces, share, ends, readers, np.ones(held.size, bool))
+    return DocumentShares(np.full_like(documents, rank), sizes, beside, *counted)
+
+
+def _cu_seqlens(batch: DocumentBatch) -> Ints:
+    return np.r_[0, np.cumsum(batch.lengths)]
