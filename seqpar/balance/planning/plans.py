@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from seqpar.balance.planning.micro_batch import MicroBatch
-from seqpar.balance.planning.picture import plot_steps
 from seqpar.core.arguments import as_bool, as_float, as_int, as_path, as_ranks, shown
 from seqpar.layout.serialize import encode
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 FORMAT, VERSION = "seqpar.plan", 2
+MAX_RANKS_DRAWN, MAX_COLOURS = 64, 19  # at most; further documents are grey
+_INK, _GREY, _LOCAL = "#222222", "#777777", "#d9d9d9"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +121,31 @@ class Plan:
         return plan
 
     def plot(self, path: str | Path) -> None:
-        """Draw ranks × time into `path`, one colour per document. Requires matplotlib."""
-        title = str(self).split("\n", 1)[0]
-        plot_steps(self.micro_batches, self.ranks, self.bound, title, as_path("path", path))
+        """Draw ranks × time into `path`, one colour per document. Requires matplotlib.
+
+        A rank's time is divided between its documents by their pairs and tokens. The longest have
+        colours, the others are grey. At most `MAX_RANKS_DRAWN` ranks are drawn. A dotted line is
+        the bound.
+        """
+        path = as_path("path", path)
+        from matplotlib.figure import Figure
+
+        count = min(self.ranks, MAX_RANKS_DRAWN)
+        drawn = np.unique(np.linspace(0, self.ranks - 1, count).astype(int)).tolist()
+        figure = Figure(figsize=(9, 1.6 + 0.16 * len(drawn)), layout="constrained")
+        axes = figure.subplots()
+        begin = 0.0
+        for batch in self.micro_batches:
+            _draw(axes, batch, drawn, begin)
+            begin += float(batch.seconds.max())
+            axes.axvline(begin, color=_INK, linewidth=1)
+        axes.axvline(self.bound, color=_INK, linewidth=1, linestyle=":")
+        axes.set_title(str(self).split("\n", 1)[0], fontsize=9, color=_INK, loc="left")
+        axes.set_yticks(range(len(drawn)), [str(rank) for rank in drawn], fontsize=6)
+        axes.set_ylim(len(drawn) - 0.5, -0.5)
+        axes.set_ylabel("rank", color=_INK)
+        axes.set_xlabel("seconds; dotted: the bound", color=_GREY)
+        figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
         head = (
@@ -146,6 +172,28 @@ class Plan:
                 f"{slowest:13.4g} | {slowest / mean:8.3f} | {batch.bytes.max() / 1e9:13.3f}"
             )
         return "\n".join([head, *rows])
+
+
+def _draw(axes: Axes, batch: MicroBatch, ranks: Sequence[int], begin: float) -> None:
+    """Draw a micro-batch. On each rank the longest documents come first."""
+    from matplotlib import colormaps
+
+    longest = np.argsort(-batch.lengths, kind="stable")[:MAX_COLOURS]
+    colour = {int(d): colormaps["tab20"](i) for i, d in enumerate(longest)}
+    cu = np.r_[0, np.cumsum(batch.lengths)]
+    for row, rank in enumerate(ranks):
+        documents, starts, stops = batch.cut.columns(cu, rank)
+        work = (stops - starts) * (1.0 + (starts + stops) / 2)
+        left, scale = begin, float(batch.seconds[rank]) / max(float(work.sum()), 1.0)
+        named = np.isin(documents, longest)
+        found, index = np.unique(documents[named], return_inverse=True)
+        widths = np.bincount(index, work[named], found.size) * scale
+        order = np.argsort(-batch.lengths[found], kind="stable")
+        for i in order.tolist():
+            axes.barh(row, widths[i], left=left, height=0.8, color=colour[int(found[i])])
+            left += float(widths[i])
+        rest = float(work[~named].sum()) * scale
+        axes.barh(row, rest, left=left, height=0.8, color=_LOCAL)
 
 
 def _as_text(name: str, value: object) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from seqpar import balance
-from seqpar.balance.planning.level_shares import level
+from seqpar.balance.planning.local_search import level
 from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import predict
 from tests.support.tiers import few_rows
@@ -87,9 +87,9 @@ def test_any_cuts_are_covered_and_within_capacity(seed, slack):
     lengths = rng.lognormal(8, 2, 12).astype(int).clip(1)
     capacity = int(slack * lengths.sum() / 4) + 1
     batch = DocumentBatch.of(lengths, COSTS, capacity)
-    from seqpar.balance.methods.bytescale import place
+    from seqpar.balance.methods.greedy import bytescale
 
-    pieces = place(batch, part=rng.choice([1.0, 0.25, 0.0]))
+    pieces = bytescale(batch, part=rng.choice([1.0, 0.25, 0.0]))
     after = level(batch, pieces, predict(batch, pieces))
     assert_covered(batch, after)
     assert tokens_of(batch, after).max() <= capacity
