@@ -45,7 +45,7 @@ Points = list[tuple[Workload, Row]]
 
 def _strong(points: Points, shape: str) -> Figure | None:
     """Seconds of the same batch, by ranks."""
-    panels = _panels(points, lambda workload: workload.tokens, "seconds", with_ideal=True)
+    panels = _panels(points, lambda w: (w.tokens, w.ranks), "seconds", with_ideal=True)
     titles = {tokens: f"{tokens:,} tokens" for tokens in panels}
     return _lines(panels, titles, f"strong scaling: {shape}", "seconds of a step", log=True)
 
@@ -53,27 +53,31 @@ def _strong(points: Points, shape: str) -> Figure | None:
 def _weak(points: Points, shape: str) -> Figure | None:
     """FLOP/s per device, by ranks, if all devices have the same number of tokens."""
     exact = [(w, row) for w, row in points if not w.tokens % w.ranks]
-    panels = _panels(exact, lambda workload: workload.tokens // workload.ranks, "tflops_per_device")
+    panels = _panels(exact, lambda w: (w.tokens // w.ranks, w.ranks), "tflops_per_device")
     titles = {tokens: f"{tokens:,} tokens per rank" for tokens in panels}
     return _lines(panels, titles, f"weak scaling: {shape}", "TFLOP/s per device", log=False)
 
 
 def _panels(
-    points: Points, key: Callable[[Workload], int], figure: str, with_ideal: bool = False
+    points: Points,
+    key: Callable[[Workload], tuple[int, int]],
+    figure: str,
+    factor: float = 1.0,
+    with_ideal: bool = False,
 ) -> dict[int, Series]:
+    """Return the lines of each panel that has several x; `key` returns a point's panel and x."""
     panels: dict[int, Series] = {}
     for workload, row in points:
-        series = panels.setdefault(key(workload), {})
-        figures = row["figures"] or {}
-        if row["contender"] != ONE:
-            point = float(workload.ranks), figures[figure]
-            series.setdefault(row["contender"], []).append(point)
-        elif with_ideal:
-            ideal = float(workload.ranks), figures["ideal_seconds"]
-            series.setdefault("ideal", []).append(ideal)
+        panel, x = key(workload)
+        is_ideal = row["contender"] == ONE
+        y = (row["figures"] or {})["ideal_seconds" if is_ideal else figure]
+        if y is not None and (with_ideal or not is_ideal):
+            series = panels.setdefault(panel, {})
+            name = "ideal" if is_ideal else row["contender"]
+            series.setdefault(name, []).append((float(x), y * factor))
     return {
-        tokens: series
-        for tokens, series in panels.items()
+        panel: series
+        for panel, series in panels.items()
         if len({x for line in series.values() for x, _ in line}) > 1
     }
 
@@ -138,16 +142,7 @@ def _breakdown(points: Points, shape: str) -> Figure | None:
 
 def _memory(points: Points, shape: str) -> Figure | None:
     """The peak memory of a rank, by the length of the batch."""
-    panels: dict[int, Series] = {}
-    for workload, row in points:
-        figures = row["figures"] or {}
-        if row["contender"] != ONE and figures["memory"] is not None:
-            series = panels.setdefault(workload.ranks, {})
-            point = float(workload.tokens), figures["memory"] / MIB
-            series.setdefault(row["contender"], []).append(point)
-    panels = {
-        ranks: series for ranks, series in panels.items() if max(map(len, series.values())) > 1
-    }
+    panels = _panels(points, lambda w: (w.ranks, w.tokens), "memory", 1 / MIB)
     titles = {ranks: f"{ranks} rank{'s' * (ranks != 1)}" for ranks in panels}
     title, y = f"memory: {shape}", "peak MiB of a rank"
     return _lines(panels, titles, title, y, log=True, x="tokens")

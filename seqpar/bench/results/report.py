@@ -15,19 +15,20 @@ from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import quartiles
 
 MAX_QUARTILE_SPREAD = 0.1  # relative to the median; a wider spread is reported
-COLUMNS = {
-    "contender": "contender",
-    "seconds": "ms",
-    "spread": "quartiles",
-    "tokens_per_second": "tokens/s",
-    "tflops_per_device": "TFLOP/s per device",
-    "of_ideal": "% of ideal",
-    "exposed_seconds": "exposed, ms",
-    "bytes": "MiB sent",
-    "memory": "peak MiB",
-    "error": "error",
-}
 MIB = 2**20
+# The columns after the contender: a figure, its heading, its factor and its format.
+_COLUMNS: tuple[tuple[str, str, float, str], ...] = (
+    ("seconds", "ms", 1e3, ",.2f"),
+    ("spread", "quartiles", 1e3, ",.2f"),
+    ("tokens_per_second", "tokens/s", 1, ",.0f"),
+    ("tflops_per_device", "TFLOP/s per device", 1, ",.3f"),
+    ("of_ideal", "% of ideal", 100, ".1f"),
+    ("exposed_seconds", "exposed, ms", 1e3, ",.2f"),
+    ("bytes", "MiB sent", 1 / MIB, ",.2f"),
+    ("memory", "peak MiB", 1 / MIB, ",.1f"),
+    ("error", "error", 1, ".1e"),
+)
+HEADINGS = ["contender", *(heading for _, heading, _, _ in _COLUMNS)]
 FILE_WIDTH = 150  # characters of a table that is not printed to a terminal
 
 
@@ -102,23 +103,11 @@ def cells(row: Row) -> list[str]:
     known = row["figures"]
     if known is None:
         return [row["contender"], row["failed"] or "not measured yet"]
-    low, high = known["spread"]
-
-    def shown(name: str, scale: float, form: str) -> str:
-        return "" if known[name] is None else format(known[name] * scale, form)
-
-    return [
-        row["contender"],
-        shown("seconds", 1e3, ",.2f"),
-        f"{low * 1e3:,.2f}–{high * 1e3:,.2f}",
-        shown("tokens_per_second", 1, ",.0f"),
-        shown("tflops_per_device", 1, ",.3f"),
-        shown("of_ideal", 100, ".1f"),
-        shown("exposed_seconds", 1e3, ",.2f"),
-        shown("bytes", 1 / MIB, ",.2f"),
-        shown("memory", 1 / MIB, ",.1f"),
-        shown("error", 1, ".1e"),
-    ]
+    texts = [row["contender"]]
+    for name, _, factor, form in _COLUMNS:
+        numbers = known[name] if name == "spread" else [known[name]]
+        texts.append("–".join(format(x * factor, form) for x in numbers if x is not None))
+    return texts
 
 
 def grouped(rows: list[Row]) -> dict[Workload, list[Row]]:
@@ -178,12 +167,8 @@ def markdown(content: SweepFile, pictures: list[Path]) -> str:
         *(line for note in notes(content) for line in (note, "")),
     ]
     if links and links["pairs"]:
-        lines += [
-            "## Links",
-            "",
-            "| ranks | between | latency, us | GB/s each way |",
-            "|---|---|---|---|",
-        ]
+        lines += ["## Links", "", "| ranks | between | latency, us | GB/s each way |"]
+        lines.append("|---|---|---|---|")
         for pair in links["pairs"]:
             low, high = pair["ranks"]
             speed = f"{pair['latency'] * 1e6:,.0f} | {pair['rate'] / 1e9:.2f}"
@@ -193,9 +178,8 @@ def markdown(content: SweepFile, pictures: list[Path]) -> str:
         lines += [f"## {workload}", ""]
         measured = [row for row in rows if row["figures"] is not None]
         if measured:
-            lines += ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
-            lines += ["| " + " | ".join(cells(row)) + " |" for row in measured]
-            lines.append("")
+            lines += [f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
+            lines += [*(f"| {' | '.join(cells(row))} |" for row in measured), ""]
         failed = [": ".join(cells(row)) for row in rows if row["figures"] is None]
         lines += [f"* {text.replace('|', '/')}" for text in failed] + [""] * bool(failed)
     lines += [line for x in pictures for line in (f"![{x.stem}]({x.name})", "")]
@@ -211,7 +195,7 @@ def show(content: SweepFile) -> None:
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else FILE_WIDTH)
     for workload, rows in grouped(content["rows"]).items():
         table = Table(title=str(workload), title_justify="left", box=box.SIMPLE)
-        for i, name in enumerate(COLUMNS.values()):
+        for i, name in enumerate(HEADINGS):
             table.add_column(name, justify="right" if i else "left", no_wrap=not i)
         failed = []
         for row in rows:

@@ -193,14 +193,9 @@ def _key(workload: Mapping[str, object], contender: str) -> str:
 
 def _parsed(path: Path, text: str) -> SweepFile:
     try:
-        content: SweepFile = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"results: {path} is not JSON: {error}") from None
-    _check_format(path, content)
-    return content
-
-
-def _check_format(path: Path, content: object) -> None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"results: {path} is not of a sweep, or of another version of seqpar")
     for name, kind in {"environment": dict, "options": dict, "rows": list}.items():
@@ -208,6 +203,7 @@ def _check_format(path: Path, content: object) -> None:
             raise ValueError(f"results: {path} has no {name}")
     if not all(isinstance(row, dict) and set(row) >= _ROW for row in content["rows"]):
         raise ValueError(f"results: {path} has rows that are not of points")
+    return content
 
 
 def check_same(

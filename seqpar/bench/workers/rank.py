@@ -85,21 +85,22 @@ class Rank:
         heads = workload.heads, workload.kv_heads
         return contenders.make(name, self._comm, batch, *heads, self._device)
 
-    def _make(self, workload: Workload, contender: Contender) -> MeasuredStep:
-        """Return a step that shares tensors with a contender of equal tokens and heads."""
-        indices = contender.indices.to(self._device)
-        for other in self._steps.values():
-            its_indices = other.contender.indices.to(self._device)
-            if other.contender.heads == contender.heads and torch.equal(its_indices, indices):
-                return MeasuredStep(contender, other.tensors, workload.backward)
-        drawn = _operands(workload, indices, contender.heads, contender.kv_heads)
-        return MeasuredStep(contender, drawn, workload.backward)
-
     def _step(self, workload: Workload, name: str) -> MeasuredStep:
+        """Return a step, which shares tensors with contenders of equal tokens and heads."""
         if name not in self._steps:
             batch = PackedBatch.of(workload.mask, workload.tokens)
-            self._steps[name] = self._make(workload, self._contender(name, workload, batch))
+            contender = self._contender(name, workload, batch)
+            tensors = self._tensors(workload, contender)
+            self._steps[name] = MeasuredStep(contender, tensors, workload.backward)
         return self._steps[name]
+
+    def _tensors(self, workload: Workload, contender: Contender) -> tuple[Tensor, ...]:
+        for other in self._steps.values():
+            same_heads = other.contender.heads == contender.heads
+            if same_heads and torch.equal(other.contender.indices, contender.indices):
+                return other.tensors
+        indices = contender.indices.to(self._device)
+        return _operands(workload, indices, contender.heads, contender.kv_heads)
 
     def _together(self) -> None:
         self._comm.synchronize()

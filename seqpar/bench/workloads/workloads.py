@@ -132,7 +132,7 @@ class Options:
 
     def workloads(self) -> list[Workload]:
         """Return all workloads, by ascending ranks, because processes restart for other numbers."""
-        workloads: dict[Workload, None] = {}
+        workloads: dict[Workload, None] = {}  # strong and weak scaling may have points in common
         lengths = [
             (ranks, length * (ranks if scaling == "weak" else 1))
             for ranks, scaling, length in itertools.product(
@@ -146,7 +146,7 @@ class Options:
                 limits = f"from the number of ranks, {ranks}, to {MAX_TOKENS}"
                 raise ValueError(f"lengths must be tokens, {limits}, got {tokens} in all")
             workload = Workload(ranks, tokens, *heads_of(heads), mask, self.dtype, passes)
-            workloads[workload] = None  # strong and weak scaling may have points in common
+            workloads[workload] = None
         return list(workloads)
 
     def as_dict(self) -> dict[str, object]:
@@ -161,10 +161,10 @@ def heads_of(text: str) -> tuple[int, int, int]:
     parts = [query, kv if colon else query, dim]
     if not x or not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
         raise ValueError(f"heads must be as in 64:8x128 or 8x64, got {shown(text)}")
-    numbers = query_heads, kv_heads, _ = tuple(map(int, parts))
-    if 0 in numbers or query_heads % kv_heads:
+    query_heads, kv_heads, head_dim = map(int, parts)
+    if 0 in (query_heads, kv_heads, head_dim) or query_heads % kv_heads:
         raise ValueError(f"heads: KV heads must divide query heads, and none be 0, got {text}")
-    return int(parts[0]), kv_heads, int(parts[2])
+    return query_heads, kv_heads, head_dim
 
 
 def _preset(given: dict[str, Any]) -> dict[str, object]:

@@ -81,7 +81,7 @@ def test_the_page_has_all_points_and_notes(tmp_path, rows):
     assert "* ring: out of memory: 9 / 9" in text
     assert "unsteady on 9 of 9 workloads" in text and "at most 20%, at 64 tokens, 4:2x8" in text
     tables = [line for line in text.splitlines() if line.startswith("| ring")]
-    assert len(tables) == 8 and {line.count("|") for line in tables} == {len(report.COLUMNS) + 1}
+    assert len(tables) == 8 and {line.count("|") for line in tables} == {len(report.HEADINGS) + 1}
     assert text.count("\n## ") == 1 + 9 and "commit" in text and "torch 2" in text
 
 
