@@ -23,7 +23,7 @@ from benchmarks.balance.published_rule import published
 from benchmarks.balance.simulated_steps import summary, tables
 from benchmarks.balance.task_figures import bound, loads, received
 from seqpar.balance import Cluster, Costs, Model, RowBytes, disaggregate, place_homes
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import causal_pairs
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask
 from seqpar.layout.tasks.tasks import TaskRectangles

@@ -20,7 +20,7 @@ from benchmarks import RESULTS, harness
 from benchmarks.balance.documents import DISTRIBUTIONS, draw
 from seqpar import balance
 from seqpar.core.arguments import Ints
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import causal_pairs
 
 CONTEXTS = {"128K": 2**17, "512K": 2**19, "2M": 2**21}
 RANKS = (8, 32, 256, 2048, 12288)

@@ -8,8 +8,7 @@ import numpy as np
 
 from seqpar.balance import Cluster, Costs, Model, RowBytes, Tasks
 from seqpar.core.arguments import Ints
-from seqpar.costs.grid import Floats
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import Floats, causal_pairs
 
 TENSOR = 8  # GPUs of a unit
 WAYS = (False, True)

@@ -13,8 +13,7 @@ import numpy as np
 from benchmarks.balance.units import WAYS, Machine
 from seqpar.balance import Tasks
 from seqpar.core.arguments import Ints
-from seqpar.costs.grid import Floats
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import Floats, causal_pairs
 
 SLACK = 1.25  # tokens for which a micro-batch has memory, over the mean
 

@@ -23,8 +23,8 @@ from seqpar import Layout
 from seqpar.attention.backend import use_backend
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
+from seqpar.costs.grid import span_tasks
 from seqpar.costs.model import Model
-from seqpar.costs.spans import span_tasks
 from seqpar.simulate import Comm, Program, play, record
 from seqpar.simulate.playback.one_rank import seconds_in_step
 from seqpar.simulate.recording.program import Post

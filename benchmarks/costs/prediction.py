@@ -29,11 +29,10 @@ from benchmarks.kernels.softmax_workloads import pretrain_documents
 from seqpar import Layout
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import describe, sample_tasks, seconds
-from seqpar.costs.grid import Tasks
+from seqpar.costs.grid import Tasks, slice_tasks
 from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, SoftmaxCalls
+from seqpar.costs.profile.harness import PASSES
 from seqpar.costs.profile.machine import core_seconds, one_thread, profile
-from seqpar.costs.profile.samples import PASSES
-from seqpar.costs.spans import slice_tasks
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 
 # (name, cu_seqlens, layout, ranks, own rank, keys' rank, window)

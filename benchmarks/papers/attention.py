@@ -10,7 +10,7 @@ import torch
 from seqpar import Layout, make_attention, simulate
 from seqpar.balance import Cluster, Tasks
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import causal_pairs
 
 
 class Shape(NamedTuple):

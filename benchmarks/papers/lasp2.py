@@ -13,7 +13,7 @@ from benchmarks.papers.frame import Paper, Point
 from benchmarks.papers.linear_cost import Machine, compute, passes, seconds
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Model
-from seqpar.costs.layers import Layer, Recurrence
+from seqpar.costs.model import Layer, Recurrence
 
 LAYERS, HEADS, DIM = 16, 16, 128
 # Llama 3.2 1B's shapes, with equal numbers of KV heads and query heads

@@ -16,7 +16,7 @@ from itertools import count
 from seqpar import simulate
 from seqpar.balance import Cluster, Costs, Model, Tasks
 from seqpar.core.arguments import Ints
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import causal_pairs
 from seqpar.simulate.recording.program import (
     Action,
     Compute,

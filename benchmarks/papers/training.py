@@ -9,8 +9,8 @@ import numpy as np
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Costs, Model
 from seqpar.core.arguments import Ints
-from seqpar.costs.memory import CHECKPOINTING
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.costs import CHECKPOINTING
+from seqpar.costs.grid import causal_pairs
 
 
 def flops(model: Model, lengths: Ints, forwards: int = 1, causal: bool = True) -> float:

@@ -12,7 +12,7 @@ from benchmarks.papers.frame import Paper, Point
 from benchmarks.papers.training import flops, sharded
 from seqpar import Layout
 from seqpar.balance import Cluster, Costs, Model
-from seqpar.costs.layers import Layer
+from seqpar.costs.model import Layer
 
 K = 1024
 _A100 = Cluster.preset("8x8-a100")

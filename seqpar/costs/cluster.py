@@ -18,7 +18,7 @@ from seqpar.costs.device import Device, Link, build
 from seqpar.costs.devices import NODES, core, node_like
 from seqpar.costs.fabric import Fabric, Torus, as_dict, from_dict
 from seqpar.costs.fit import SHARED_MEMORY, describe
-from seqpar.costs.profile.samples import Profile
+from seqpar.costs.profile.harness import Profile, environment
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")
@@ -147,8 +147,6 @@ class Cluster:
 
     @classmethod
     def _kept(cls, path: Path, quiet: bool = False) -> Cluster | None:
-        from seqpar.costs.profile.harness import environment
-
         if not path.exists():
             return None
         try:
@@ -179,7 +177,6 @@ class Cluster:
         import torch
 
         from seqpar.costs.profile import machine
-        from seqpar.costs.profile.harness import environment
 
         device, count = environment()["device"], machine.devices()
         if torch.cuda.is_available():

@@ -12,13 +12,12 @@ from numpy.typing import ArrayLike
 
 from seqpar.core.arguments import as_int, shown
 from seqpar.costs.cluster import LINKS, Cluster
-from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of
-from seqpar.costs.layers import Layer
-from seqpar.costs.memory import activation_bytes, optimizer_bytes, parameter_bytes
-from seqpar.costs.model import Model
-from seqpar.costs.spans import slice_tasks, span_tasks
+from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of, slice_tasks, span_tasks
+from seqpar.costs.model import Layer, Model
 from seqpar.layout.masks.mask import Slices
 
+CHECKPOINTING = ("none", "attention", "full")
+LSE_BYTES = 4  # fp32, per row and query head
 STATE_ITEMSIZE = 4  # linear attention sends states in fp32
 
 
@@ -182,43 +181,77 @@ class Costs:
         """Return the bytes of one span's state in one linear layer; 0 without linear layers."""
         return self.model.state_elements * STATE_ITEMSIZE
 
+    def activation_bytes_per_token(self, checkpointing: str = "none") -> tuple[int, int]:
+        """Return (each, once): the bytes per token that backward needs, over all layers.
+
+        `each` is kept from forward to backward, `once` needed while backward recomputes a layer; 0
+        without `checkpointing`. That is "none"; "full", which keeps only each layer's input; or
+        "attention", which also keeps the results of attention, as `seqpar.checkpoint` does. Neither
+        logits, which are computed in pieces, nor copies of tokens for several experts are included.
+        """
+        if checkpointing not in CHECKPOINTING:
+            raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
+        counts = self.model.counts
+        whole = {layer: self._layer_bytes(layer) for layer in counts}
+        if checkpointing == "none":
+            return sum(n * whole[layer] for layer, n in counts.items()), 0
+        kept = dict.fromkeys(counts, self.model.hidden * self.itemsize)
+        if checkpointing == "attention":
+            kept = {layer: x + self._result_bytes(layer) for layer, x in kept.items()}
+        each = sum(n * kept[layer] for layer, n in counts.items())
+        return each, max(whole[layer] - kept[layer] for layer in whole)
+
     def activation_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
         """Return the peak bytes of activations in a step of one micro-batch.
 
         `checkpointing` is "none", "attention" (`seqpar.checkpoint`) or "full".
         """
-        each, once = activation_bytes(self.model, self.itemsize, checkpointing)
-        return as_amounts("tokens", tokens) * (each + once)
+        return as_amounts("tokens", tokens) * sum(self.activation_bytes_per_token(checkpointing))
 
     def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
         """Return the bytes kept from forward to backward in all layers."""
-        each, _ = activation_bytes(self.model, self.itemsize, checkpointing)
-        return as_amounts("tokens", tokens) * each
+        return as_amounts("tokens", tokens) * self.activation_bytes_per_token(checkpointing)[0]
 
     def parameter_bytes(self, ranks: int | None = None, stage: int = 3) -> int:
-        """Return the bytes of parameters, gradients and Adam's state on a rank.
+        """Return the bytes of parameters, gradients and Adam's state on each rank.
 
-        They are sharded over `ranks` ranks, by default all, as in ZeRO's `stage`; 3 is FSDP.
+        They are sharded over `ranks` ranks, by default all. Parameters and gradients have
+        `itemsize` bytes each, Adam's two moments 4 each, and a copy of parameters of less than 4
+        bytes 4. ZeRO's stage 0 shards none of these, stage 1 Adam's state and the copy, stage 2
+        also gradients, and stage 3 (FSDP) all; it adds two layers' gathered parameters.
         """
-        ranks = self.cluster.ranks if ranks is None else ranks
-        return parameter_bytes(self.model, self.itemsize, ranks, stage)
+        ranks, stage = self._sharding(ranks, stage)
+        if stage > 3:
+            raise ValueError(f"stage must be 0 to 3, got {stage}")
+        model, itemsize = self.model, self.itemsize
+        state = 8 + (4 if itemsize < 4 else 0)
+        parts = [state, itemsize, itemsize]  # in the order in which the stages shard them
+        sharded, whole = sum(parts[:stage]), sum(parts[stage:])
+        gathered = 0
+        if stage == 3 and ranks > 1:
+            largest = max(map(model.layer_parameters, model.counts))
+            gathered = min(2, len(model.layers)) * largest * itemsize
+        return model.parameters * whole - (-model.parameters * sharded // ranks) + gathered
 
     def optimizer_seconds(self, ranks: int | None = None, stage: int = 3) -> float:
         """Return the seconds of Adam's update on a rank: its bytes over the memory bandwidth.
 
-        `ranks` and `stage` are as in `parameter_bytes`.
+        For each parameter of its shard (stage 0: of all), a rank reads the gradient, reads and
+        writes two moments of 4 bytes, and writes the parameter, which it reads itself or as a copy
+        in fp32. `ranks` and `stage` are as in `parameter_bytes`.
         """
-        ranks = self.cluster.ranks if ranks is None else ranks
-        moved = optimizer_bytes(self.model, self.itemsize, ranks, stage)
+        ranks, stage = self._sharding(ranks, stage)
+        parameters, itemsize = self.model.parameters, self.itemsize
+        updated = parameters if stage == 0 else -(-parameters // ranks)
+        moved = updated * (2 * itemsize + 2 * 8 + (2 * 4 if itemsize < 4 else itemsize))
         return moved / self.cluster.device.memory_bandwidth
 
     def token_capacity(
         self, checkpointing: str = "none", ranks: int | None = None, stage: int = 3
     ) -> int:
         """Return the number of tokens that fit into a device's memory next to the parameters."""
-        each, once = activation_bytes(self.model, self.itemsize, checkpointing)
         free = self.cluster.device.memory - self.parameter_bytes(ranks, stage)
-        return max(0, int(free // (each + once)))
+        return max(0, int(free // sum(self.activation_bytes_per_token(checkpointing))))
 
     @property
     def _attentions(self) -> list[tuple[Layer, int]]:
@@ -241,3 +274,30 @@ class Costs:
             raise ValueError(f"{self.model.name} has no linear layers")
         heads = r.value_heads, r.key_dim, r.value_dim
         return self.cluster.device.recurrent.work(tokens, *heads, backward)
+
+    def _sharding(self, ranks: int | None, stage: int) -> tuple[int, int]:
+        ranks = self.cluster.ranks if ranks is None else ranks
+        return as_int("ranks", ranks, 1), as_int("stage", stage, 0)
+
+    def _result_bytes(self, layer: Layer) -> int:
+        model = self.model
+        if layer.kind == "linear":
+            assert model.recurrence is not None
+            return model.recurrence.values * self.itemsize
+        return model.heads * (model.head_dim * self.itemsize + LSE_BYTES)
+
+    def _layer_bytes(self, layer: Layer) -> int:
+        """Return the bytes per token that a layer keeps in plain PyTorch with fused norms.
+
+        They are the inputs of two norms and of the projections after them, attention's operands and
+        results, and the feed-forward part's input and result, if gated also the gate and the
+        product.
+        """
+        model = self.model
+        if layer.kind == "linear":
+            projected = model.attention_elements(layer)
+        else:
+            queries = model.heads * model.head_dim
+            projected = queries * (2 if model.output_gate else 1) + model.key_value_elements
+        ffn = layer.ffn * (4 if model.gated else 2)
+        return (4 * model.hidden + projected + ffn) * self.itemsize + self._result_bytes(layer)

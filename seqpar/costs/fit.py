@@ -1,4 +1,4 @@
-"""Fit the description of a machine to the timings of `seqpar.costs.profile.machine`."""
+"""Fit the description of a machine to a profile, the timings of `profile/machine.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 
 from seqpar.costs.device import Device, Link, Recurrent
 from seqpar.costs.devices import node_like
-from seqpar.costs.grid import Floats, Grid, Tasks
-from seqpar.costs.profile.samples import PASSES, Profile, Sample
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import Floats, Grid, Tasks, causal_pairs
+from seqpar.costs.profile.harness import PASSES, Profile, Sample
 
 GPU_TILE_ROWS = 128  # query rows that a GPU kernel computes together
 # Measured between processes of one machine: gloo moves 1.7 to 2.3 GB/s in each direction.

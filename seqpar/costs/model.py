@@ -1,14 +1,98 @@
-"""Model: the shapes of a transformer, and the amounts that follow from them."""
+"""Model: the shapes of a transformer, and its transformers configuration."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from seqpar.core.arguments import as_int
-from seqpar.costs.config import PUBLISHED_CONFIGS, read_config
-from seqpar.costs.layers import Layer, Recurrence
+from seqpar.linear.kinds import kind as kind_of
+
+KINDS = ("softmax", "window", "linear")
+LAYER_KINDS = {
+    "full_attention": "softmax",
+    "attention": "softmax",
+    "sliding_attention": "window",
+    "linear_attention": "linear",
+    1: "softmax",  # MiniMax
+    0: "linear",
+}
+# Decoders whose feed-forward parts have two matrices. All others are gated, with three.
+UNGATED = {
+    "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt",
+    "nemotron", "opt", "persimmon", "phi", "starcoder2",
+}  # fmt: skip
+# Attributes of models that are refused, because their costs would be silently wrong.
+UNKNOWN = {
+    "kv_lora_rank": "multi-head latent attention",
+    "attention_chunk_size": "attention in chunks",
+    **dict.fromkeys(("layers_block_type", "hybrid_override_pattern"), "mixed blocks"),
+    **dict.fromkeys(("block_types", "attn_layer_period"), "mixed blocks"),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), "Mamba layers"),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer: its attention and its feed-forward part.
+
+    Attributes:
+        kind: "softmax", "window" (softmax attention with a window) or "linear" (a recurrence).
+        window: the number of keys that a query attends to, itself included; None except for
+            "window".
+        ffn: the feed-forward width that each token uses, over all its experts.
+        stored_ffn: the feed-forward width that is stored, over all experts; `ffn` without experts.
+        experts: the number of experts of the router; 0 without experts.
+    """
+
+    kind: str
+    window: int | None
+    ffn: int
+    stored_ffn: int
+    experts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"layer.kind must be one of {KINDS}, got {self.kind!r}")
+        if (self.window is not None) != (self.kind == "window"):
+            raise ValueError(f"layer.window: a {self.kind} layer has window {self.window!r}")
+        if self.window is not None:
+            as_int("layer.window", self.window, 1)
+        as_int("layer.ffn", self.ffn, 0)
+        as_int("layer.experts", self.experts, 0)
+        as_int("layer.stored_ffn (at least ffn)", self.stored_ffn, self.ffn)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The linear layers of a model: heads with a state of key_dim × value_dim each.
+
+    `kind` is one of `RecurrentAttention`'s kinds of decay; "linear" has no decay.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kind: str = "linear"
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            as_int(f"recurrence.{name}", getattr(self, name), 1)
+        kind_of(self.kind)  # refuses unknown kinds
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys in all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values in all heads."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -82,9 +166,8 @@ class Model:
         if layer.kind == "linear":
             assert self.recurrence is not None
             r = self.recurrence
-            keys, values = r.key_heads * r.key_dim, r.value_heads * r.value_dim
             # q and k; v, its gate and the output; decay and beta of each head
-            return self.hidden * (2 * keys + 3 * values + 2 * r.value_heads)
+            return self.hidden * (2 * r.keys + 3 * r.values + 2 * r.value_heads)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return self.hidden * (queries * (3 if self.output_gate else 2) + 2 * keys)
 
@@ -126,8 +209,7 @@ class Model:
         """Return the elements of a token's query, key, value and result of attention."""
         if layer.kind == "linear":
             assert self.recurrence is not None
-            r = self.recurrence
-            return 2 * (r.key_heads * r.key_dim + r.value_heads * r.value_dim)
+            return 2 * (self.recurrence.keys + self.recurrence.values)
         return 2 * (self.heads + self.kv_heads) * self.head_dim
 
     @property
@@ -135,3 +217,200 @@ class Model:
         """Elements of a span's state in one linear layer; 0 without linear layers."""
         r = self.recurrence
         return 0 if r is None else r.value_heads * r.key_dim * r.value_dim
+
+
+class _Config:
+    def __init__(self, config: object) -> None:
+        self._config = config
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Return the first of these attributes, or a mapping's entries, that is not None."""
+        for name in names:
+            if isinstance(self._config, Mapping):
+                value = self._config.get(name)
+            else:
+                value = getattr(self._config, name, None)
+            if value is not None:
+                return value
+        return default
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Raise a ValueError for no number, or one below 1 (below 0 if the default is 0)."""
+        value = self.get(*names, default=default)
+        if value is None:
+            raise ValueError(f"config has no {' or '.join(names)}")
+        return as_int(f"config.{names[0]}", value, 0 if default == 0 else 1)
+
+
+def read_config(config: object) -> dict[str, Any]:
+    attributes = _Config(config)
+    if attributes.get("hidden_size") is None and attributes.get("text_config") is not None:
+        attributes = _Config(attributes.get("text_config"))  # the text part of a multimodal model
+    if attributes.get("is_encoder_decoder"):
+        raise ValueError("config.is_encoder_decoder: only decoders are described")
+    for name, feature in UNKNOWN.items():
+        if attributes.get(name):
+            raise ValueError(f"config.{name}: {feature} is not described")
+    hidden, heads = attributes.number("hidden_size"), attributes.number("num_attention_heads")
+    head_dim = attributes.get("head_dim")
+    if head_dim is None:
+        if hidden % heads:
+            raise ValueError(f"config has no head_dim, and {heads} heads do not divide {hidden}")
+        head_dim = hidden // heads
+    kinds = _kinds(attributes)
+    model_type = str(attributes.get("model_type", default="model"))
+    return {
+        "name": model_type,
+        "layers": tuple(
+            Layer(kind, window, *_feed_forward(attributes, i))
+            for i, (kind, window) in enumerate(kinds)
+        ),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": attributes.number("num_key_value_heads", default=heads),
+        "head_dim": as_int("config.head_dim", head_dim, 1),
+        "vocabulary": attributes.number("vocab_size"),
+        "gated": model_type not in UNGATED,
+        "tied": bool(attributes.get("tie_word_embeddings", default=False)),
+        "output_gate": model_type.startswith(("qwen3_next", "qwen3_5")),
+        "recurrence": _recurrence(attributes, heads) if ("linear", None) in kinds else None,
+    }
+
+
+def _kinds(config: _Config) -> list[tuple[str, int | None]]:
+    count = config.number("num_hidden_layers")
+    types = config.get("layer_types", "attn_type_list")
+    if types is None:
+        types = _default_types(config, count)
+    if isinstance(types, str) or len(types) != count:
+        entries = f"num_hidden_layers = {count} entries"
+        raise ValueError(f"config.layer_types must have {entries}, got {types!r}")
+    unknown = {*types} - {*LAYER_KINDS}
+    if unknown:
+        found = f"{min(unknown, key=str)!r} is not described"
+        raise ValueError(f"config.layer_types: {found}, only {[*LAYER_KINDS]}")
+    kinds = [LAYER_KINDS[name] for name in types]
+    window = config.number("sliding_window") if "window" in kinds else None
+    return [(kind, window if kind == "window" else None) for kind in kinds]
+
+
+def _default_types(config: _Config, count: int) -> list[str]:
+    model_type, layers = config.get("model_type"), range(count)
+    if config.get("full_attention_interval") is not None:
+        # Qwen3-Next: the last layer of each interval is not linear.
+        interval = config.number("full_attention_interval")
+        full = [(i + 1) % interval == 0 for i in layers]
+        return ["full_attention" if x else "linear_attention" for x in full]
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return ["full_attention"] * count
+    # Gemma 2 has windows in every second layer; Gemma 3, Cohere 2 in all but every pattern-th.
+    pattern = config.number(
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        default=2 if model_type == "gemma2" else 0,
+    )
+    if pattern:
+        full = [(i + 1) % pattern == 0 for i in layers]
+    else:  # Qwen2 has no windows below max_window_layers; Mistral has them in all layers
+        first = config.number("max_window_layers", default=0) if model_type != "mistral" else 0
+        full = [i < first for i in layers]
+    return ["full_attention" if x else "sliding_attention" for x in full]
+
+
+def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
+    """Return a layer's width per token, its stored width, and its number of experts."""
+    experts = config.number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    period = config.number("decoder_sparse_step", default=1)
+    sparse = (
+        layer not in config.get("mlp_only_layers", default=())
+        and layer >= config.number("first_k_dense_replace", default=0)
+        and (layer + 1) % period == 0
+    )
+    if not experts or not sparse:
+        dense = config.number("intermediate_size")
+        return dense, dense, 0
+    width = config.number("moe_intermediate_size", "intermediate_size")
+    shared = config.number("shared_expert_intermediate_size", default=0)
+    shared += width * config.number("n_shared_experts", default=0)
+    chosen = config.number("num_experts_per_tok")
+    if chosen > experts:
+        raise ValueError(f"config.num_experts_per_tok is {chosen}, of {experts} experts")
+    return width * chosen + shared, width * experts + shared, experts
+
+
+def _recurrence(config: _Config, heads: int) -> Recurrence:
+    """Return the shape of linear layers: the gated delta rule, or MiniMax's lightning attention."""
+    if str(config.get("model_type")).lower().startswith("minimax"):
+        dim = config.number("head_dim", default=config.number("hidden_size") // heads)
+        return Recurrence(heads, heads, dim, dim, "constant_decay")
+    return Recurrence(
+        config.number("linear_num_key_heads"),
+        config.number("linear_num_value_heads"),
+        config.number("linear_key_head_dim"),
+        config.number("linear_value_head_dim"),
+        "gated_delta",
+    )
+
+
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+def _config(model_type: str, *sizes: int, **others: object) -> dict[str, object]:
+    return {"model_type": model_type, **dict(zip(_SIZES, sizes, strict=True)), **others}
+
+
+_QWEN3_NEXT = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_GEMMA3 = {"tie_word_embeddings": True, "sliding_window": 1024, "sliding_window_pattern": 6}
+_GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_QWEN3 = {"head_dim": 128}
+
+# The entries of each model's config.json that costs depend on. LLaMA 7B to 30B are from the first
+# paper; 34B is Code Llama's, which DistCA measures with 16 KV heads.
+PUBLISHED_CONFIGS: dict[str, dict[str, object]] = {
+    "llama-3b": _config("llama", 3072, 28, 24, 8, 8192, 128256, tie_word_embeddings=True),
+    "llama-7b": _config("llama", 4096, 32, 32, 32, 11008, 32000),
+    "llama-8b": _config("llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama-13b": _config("llama", 5120, 40, 40, 40, 13824, 32000),
+    "llama-30b": _config("llama", 6656, 60, 52, 52, 17920, 32000),
+    "llama-34b": _config("llama", 8192, 48, 64, 16, 22016, 32000),
+    "llama-70b": _config("llama", 8192, 80, 64, 8, 28672, 128256),
+    "mistral-7b": _config("mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=4096),
+    "mixtral-8x7b": _config(
+        "mixtral", 4096, 32, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "mixtral-8x22b": _config(
+        "mixtral", 6144, 56, 48, 8, 16384, 32768, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen3-8b": _config("qwen3", 4096, 36, 32, 8, 12288, 151936, **_QWEN3),
+    "qwen3-32b": _config("qwen3", 5120, 64, 64, 8, 25600, 151936, **_QWEN3),
+    "gemma3-12b": _config("gemma3_text", 3840, 48, 16, 8, 15360, 262208, head_dim=256, **_GEMMA3),
+    "gemma3-27b": _config("gemma3_text", 5376, 62, 32, 16, 21504, 262208, head_dim=128, **_GEMMA3),
+    "gpt-oss-20b": _config(
+        "gpt_oss", 2880, 24, 64, 8, 2880, 201088, num_local_experts=32, layer_types=_ALTERNATING *
+        12, **_GPT_OSS,
+    ),
+    "gpt-oss-120b": _config(
+        "gpt_oss", 2880, 36, 64, 8, 2880, 201088, num_local_experts=128, layer_types=_ALTERNATING *
+        18, **_GPT_OSS,
+    ),
+    "qwen3-next-80b": _config("qwen3_next", 2048, 48, 16, 2, 5120, 151936, **_QWEN3_NEXT),
+    "minimax-text-01": _config(
+        "minimax", 6144, 80, 64, 8, 9216, 200064, head_dim=128, num_local_experts=32,
+        num_experts_per_tok=2, attn_type_list=([0] * 7 + [1]) * 10,
+    ),
+}  # fmt: skip

@@ -23,8 +23,7 @@ from seqpar.core.arguments import Deterministic, as_float, shown
 from seqpar.core.traffic import Traffic
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
-from seqpar.costs.layers import Layer
-from seqpar.costs.model import Model
+from seqpar.costs.model import Layer, Model
 from seqpar.layout.tasks.task_rows import TaskRows
 from seqpar.layout.tasks.tasks import TaskRectangles
 from seqpar.servers.pool.pool import ServerPool

@@ -3,7 +3,7 @@
 import numpy as np
 
 from seqpar.costs.profile import machine
-from seqpar.costs.profile.samples import PASSES
+from seqpar.costs.profile.harness import PASSES
 
 CALL, ROW, PAIR, EDGE, HEADS = (5e-5, 1e-4), (2e-6, 5e-6), (8e-9, 2e-8), 256, 4
 LINEAR = {"call": (1e-3, 2e-3), "row": (3e-7, 0.0), "token": (1e-6, 2e-6)}

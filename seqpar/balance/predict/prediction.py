@@ -16,8 +16,7 @@ from seqpar.balance.predict.token_balance import remapping
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import sort_keys
 from seqpar.costs.costs import Costs
-from seqpar.costs.grid import Floats, as_amounts
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import Floats, as_amounts, causal_pairs
 
 GRADIENT_ITEMSIZE = 4  # gradients of keys and values travel in fp32
 Bools = NDArray[np.bool_]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.core.ranges import UNLIMITED
-from seqpar.costs.profile.samples import Sample
+from seqpar.costs.profile.harness import Sample
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Blocks, Mask, Slices, slices_between
 from seqpar.linear.routes import SpanStates

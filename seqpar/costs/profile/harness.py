@@ -1,4 +1,4 @@
-"""What measurements share: medians and quartiles, the hardware, plots and a progress bar."""
+"""What measurements share: samples and profiles, the hardware, medians, plots and progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from seqpar.comm.messages.exchange import Group
 from seqpar.core.torch_private import cpu_has_matrix_units
 from seqpar.tracing.exposure import exposure
 
+Pass = Literal["forward", "backward"]
+PASSES: tuple[Pass, ...] = ("forward", "backward")
 CORES = len(os.sched_getaffinity(0))  # regardless of the threads that a benchmark uses
 
 
@@ -61,6 +63,37 @@ def exposed(step: Callable[[], object], group: Group, rounds: int) -> ExposedCom
 def quartiles(figures: Sequence[float]) -> tuple[float, float]:
     lower, upper = np.quantile(figures, (0.25, 0.75)).tolist()
     return lower, upper
+
+
+class Sample(TypedDict, total=False):
+    """A timed call: its kind and shape, and raw seconds; other fields depend on the kind."""
+
+    kind: str  # "full", "causal" and "window" (softmax attention), "linear" or "modules"
+    rows: int
+    keys: int
+    documents: int
+    window: int | None
+    heads: int
+    flops: float  # of a forward
+    forward: list[float]
+    backward: list[float]
+
+
+class Profile(TypedDict):
+    """A measured machine: its hardware and raw samples of one rank's work."""
+
+    environment: Mapping[str, object]
+    device: str
+    devices: int
+    memory: int
+    dtype: str
+    heads: int
+    head_dim: int
+    backend: str
+    fused: bool
+    rates: dict[str, list[float]]
+    samples: list[Sample]
+    held_out: list[Sample]
 
 
 class Environment(TypedDict):

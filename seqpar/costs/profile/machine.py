@@ -17,8 +17,7 @@ from dataclasses import replace
 import torch
 
 from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, Shape, SoftmaxCalls
-from seqpar.costs.profile.harness import environment, slug
-from seqpar.costs.profile.samples import PASSES, Profile, Sample
+from seqpar.costs.profile.harness import PASSES, Profile, Sample, environment, slug
 
 ROUNDS = 3
 SHORT_CALL_SECONDS = 0.005  # shorter calls are repeated in each round

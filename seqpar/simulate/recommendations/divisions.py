@@ -10,9 +10,8 @@ import numpy as np
 
 from seqpar.balance.planning.divide import to_lightest
 from seqpar.core.arguments import Ints
-from seqpar.costs.costs import Costs
+from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.costs.grid import Floats
-from seqpar.costs.memory import CHECKPOINTING
 from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_sizes
 from seqpar.simulate.steps.steps import head_seconds
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqpar.costs.costs import Costs
-from seqpar.costs.memory import CHECKPOINTING
+from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.simulate.playback.outcome import limit_of
 from seqpar.simulate.recommendations.recommendation import Recommendation, as_gb
 from seqpar.simulate.steps.divided import divided_step

@@ -15,7 +15,7 @@ from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
 from seqpar.core.arguments import as_bool, as_int, check_function
 from seqpar.core.hooks import Moment, TracedWork, hooks
-from seqpar.costs.spans import slice_tasks
+from seqpar.costs.grid import slice_tasks
 from seqpar.linear.steps import LinearWork
 from seqpar.simulate.recording.operators import Operations
 from seqpar.simulate.recording.program import (

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.layers import Layer
-from seqpar.costs.model import Model
+from seqpar.costs.model import Layer, Model
 from seqpar.linear.kinds import kind as kind_of
 from seqpar.softmax.module import Attention
 from seqpar.strategies.recurrent import RecurrentAttention

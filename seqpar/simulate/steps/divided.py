@@ -28,9 +28,7 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.fabric import FatTree
 from seqpar.costs.grid import Floats
-from seqpar.costs.layers import Layer
-from seqpar.costs.memory import activation_bytes, parameter_bytes
-from seqpar.costs.model import Model
+from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.steps.pipeline import pipeline
 from seqpar.simulate.steps.steps import Step, step
@@ -180,12 +178,11 @@ class DividedCosts:
     def parameter_bytes(self) -> int:
         """Return the bytes of parameters, gradients and Adam's state on a device."""
         stage = 3 if self.parallelism.pipeline == 1 else 1
-        itemsize = self.costs.itemsize
-        return parameter_bytes(self._stage_model, itemsize, self.sharding_ranks, stage)
+        return self._stage_costs.parameter_bytes(self.sharding_ranks, stage)
 
     def activation_bytes(self, tokens: float, checkpointing: str, micro_batches: int) -> float:
         """Return the bytes of activations on a device of the first stage, which holds most."""
-        each, once = activation_bytes(self.costs.model, self.costs.itemsize, checkpointing)
+        each, once = self.costs.activation_bytes_per_token(checkpointing)
         stages = self.parallelism.pipeline
         held = each * min(stages, micro_batches) / stages
         return tokens * (held + once) / self.parallelism.tensor
@@ -207,23 +204,23 @@ class DividedCosts:
         flat = replace(cluster, fabric=None)  # stages are far apart and send little
         return _with_nics(flat, nics, stages // per_node, per_node)
 
-    @property
-    def _stage_model(self) -> Model:
+    @cached_property
+    def _stage_costs(self) -> Costs:
         """The largest stage; at most one of the embedding and the head is in a stage."""
         model = self.context.model
         if len(self.stages) == 1:
-            return model
+            return self.context
         largest = max(self.stages, key=lambda x: sum(map(model.layer_parameters, x)))
-        return replace(model, layers=largest, tied=True)
+        return Costs(self._context_cluster, replace(model, layers=largest, tied=True))
 
     @property
     def end_seconds(self) -> float:
         """The seconds at the end of a step: Adam, and with stages also gradients and parameters."""
-        model, ranks = self._stage_model, self.sharding_ranks
-        update = Costs(self._context_cluster, model).optimizer_seconds(ranks)
+        ranks = self.sharding_ranks
+        update = self._stage_costs.optimizer_seconds(ranks)
         if self.parallelism.pipeline == 1 or ranks == 1:
             return update
-        return update + self.sharded_seconds(model.parameters, 2)
+        return update + self.sharded_seconds(self._stage_costs.model.parameters, 2)
 
     def _stage_seconds(self, layers: list[float], head: float) -> list[float]:
         each = len(layers) // self.parallelism.pipeline

@@ -13,11 +13,9 @@ import torch
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints, as_bool, as_float, as_int, shown
 from seqpar.costs.cluster import Cluster
-from seqpar.costs.costs import Costs
+from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.costs.grid import Floats
-from seqpar.costs.layers import Layer
-from seqpar.costs.memory import CHECKPOINTING, activation_bytes
-from seqpar.costs.model import Model
+from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.playback.one_rank import least_seconds
 from seqpar.simulate.playback.outcome import Outcome
@@ -298,9 +296,8 @@ class _LayerSimulator:
             parameters = count * int(products.stored * self.costs.itemsize)
             _exchange_parameters(trainers, parameters, 3 if self.sharding == "full" else 2)
         if self.offload:
-            model = self.costs.model
-            kept_bytes, _ = activation_bytes(model, self.costs.itemsize, self.checkpointing)
-            per_layer = self.offload * kept_bytes / len(model.layers)
+            kept_bytes, _ = self.costs.activation_bytes_per_token(self.checkpointing)
+            per_layer = self.offload * kept_bytes / len(self.costs.model.layers)
             for program, tokens in zip(trainers, layout.tokens_per_rank, strict=True):
                 _offload_activations(program, int(per_layer * tokens))
         return play(programs, cluster), sent_bytes

@@ -8,8 +8,8 @@ import pytest
 
 from seqpar import Layout
 from seqpar.balance import Cluster, Costs, Model, Tasks
-from seqpar.costs.layers import Layer
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import causal_pairs
+from seqpar.costs.model import Layer
 from seqpar.layout.masks.mask import Mask, slices_between
 from tests.support.tiers import few_rows
 

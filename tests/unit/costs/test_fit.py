@@ -9,7 +9,7 @@ from seqpar.costs import fit
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.profile import machine
 from seqpar.costs.profile.calls import Setting, Shape
-from seqpar.costs.profile.samples import PASSES
+from seqpar.costs.profile.harness import PASSES
 from tests.support.synthetic_device import (
     CALL,
     EDGE,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from seqpar import Layout
 from seqpar.costs.devices import H100_CAUSAL, NODES, published_grid
-from seqpar.costs.grid import Grid, Tasks, bilinear
-from seqpar.costs.spans import causal_pairs, slice_tasks, span_tasks
+from seqpar.costs.grid import Grid, Tasks, bilinear, causal_pairs, slice_tasks, span_tasks
 from seqpar.layout.masks.mask import Mask, slices_between
 from tests.support.cases import layouts
 

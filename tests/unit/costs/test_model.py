@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from seqpar.balance import Model
-from seqpar.costs.config import PUBLISHED_CONFIGS
-from seqpar.costs.layers import Layer, Recurrence
+from seqpar.costs.model import PUBLISHED_CONFIGS, Layer, Recurrence
 from tests.support.tiers import few_rows
 
 LLAMA = PUBLISHED_CONFIGS["llama-8b"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.balance.documents import draw
 from seqpar import balance
 from seqpar.balance import RowBytes
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import causal_pairs
 
 ROWS = RowBytes.of(32, 8, 128)
 

@@ -5,7 +5,7 @@ import pytest
 
 from seqpar import balance
 from seqpar.balance.predict.token_balance import remapping
-from seqpar.costs.spans import causal_pairs
+from seqpar.costs.grid import causal_pairs
 from tests.unit.balance.methods.test_methods import MODEL, cluster, documents
 from tests.unit.balance.test_plan import assert_whole
 

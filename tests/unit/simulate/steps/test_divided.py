@@ -7,7 +7,6 @@ import pytest
 
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Costs, FatTree, Link, Model
-from seqpar.costs.memory import activation_bytes
 from seqpar.simulate.steps.divided import DividedCosts, Parallelism, divided_step, tensor_sizes
 from tests.unit.simulate.steps.test_steps import CLUSTER, LAYOUT, MODEL, SMALL
 
@@ -52,7 +51,7 @@ def test_tensor_ranks_add_their_exchanges(checkpointing, exchanges):
 
 def test_tensor_ranks_share_activations_by_tokens():
     none, two = (stepped(costs_of(tensor=n, context=2)) for n in (1, 2))
-    each, _ = activation_bytes(MODEL, 2)
+    each, _ = Costs(CLUSTER, MODEL).activation_bytes_per_token()
     saved = (none.memory - two.memory).min()
     assert saved >= 4096 * each / 2  # and parameters
 
@@ -155,7 +154,7 @@ def test_ranks_wait_for_tensor_ranks_and_other_stages():
 def test_a_stage_has_its_part_of_the_memory():
     """A pipeline holds a micro-batch per stage, so activations stay; parameters do not."""
     whole, halves = costs_of(data=2, context=2), costs_of(pipeline=2, context=2)
-    each, once = activation_bytes(MODEL, 2, "attention")
+    each, once = Costs(CLUSTER, MODEL).activation_bytes_per_token("attention")
     assert whole.activation_bytes(100, "attention", 4) == 100 * (each + once)
     assert halves.activation_bytes(100, "attention", 4) == 100 * (each + once)
     assert halves.activation_bytes(100, "attention", 1) == 100 * (each / 2 + once)
