@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 
 import numpy as np
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.core.arguments import as_dim, check_tensor, shown
+from seqpar.core.arguments import Ints, as_dim, check_tensor, shown
+from seqpar.core.device_tables import on_device
+from seqpar.core.ranges import split_at
 from seqpar.layout.geometry import Geometry
 
 
@@ -68,43 +71,46 @@ def check_part(x_local: Tensor, geometry: Geometry, group: Group, dim: int) -> t
     return dim, comm.call()
 
 
-class _UnshardContext(FunctionCtx):
-    geometry: Geometry
+class _Context(FunctionCtx):
+    layouts: tuple[Geometry, ...]
     comm: Comm
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _UnshardContext, x_local: Tensor, geometry: Geometry, comm: Comm) -> Tensor:
-        ctx.geometry, ctx.comm = geometry, comm
+    def forward(ctx: _Context, x_local: Tensor, geometry: Geometry, comm: Comm) -> Tensor:
+        ctx.layouts, ctx.comm = (geometry,), comm
         x_local, index = x_local.contiguous(), _in_packed_order(geometry, x_local.device)
         buffer = x_local.new_empty((geometry.tokens, *x_local.shape[1:]))
-        parts = buffer.split([holding.tokens for holding in geometry.holdings])
-        sends = [(peer, x_local) for peer in comm.peers]
-        recvs = [(peer, parts[peer]) for peer in comm.peers]
-        pending = comm.exchange(sends, recvs, label="unshard forward")
-        parts[comm.rank].copy_(x_local)
-        pending.wait()
+        received = buffer.split([holding.tokens for holding in geometry.holdings])
+        _exchange(comm, [x_local] * comm.size, received, "unshard forward")
         return torch.empty_like(buffer).index_copy_(0, index, buffer)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: _UnshardContext, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Sum each token's gradient in rank order, in fp32 at least."""
-        geometry, comm = ctx.geometry, ctx.comm
+        (geometry,), comm = ctx.layouts, ctx.comm
         rows = gradient.index_select(0, _in_packed_order(geometry, gradient.device))
         parts = rows.split([holding.tokens for holding in geometry.holdings])
-        local = parts[comm.rank]
-        received = [
-            local if rank == comm.rank else torch.empty_like(local) for rank in range(comm.size)
-        ]
-        sends = [(peer, parts[peer]) for peer in comm.peers]
-        recvs = [(peer, received[peer]) for peer in comm.peers]
-        comm.exchange(sends, recvs, label="unshard backward").wait()
+        received = [torch.empty_like(parts[comm.rank]) for _ in parts]
+        received[comm.rank] = parts[comm.rank]
+        _exchange(comm, parts, received, "unshard backward")
         total = received[0].to(torch.promote_types(gradient.dtype, torch.float32))
         for part in received[1:]:
             total = total + part
         return total.to(gradient.dtype), None, None
+
+
+def _exchange(
+    comm: Comm, parts: Sequence[Tensor], received: Sequence[Tensor], label: str, step: int = 0
+) -> None:
+    """Send each rank its part, and receive one from each rank, the own one included."""
+    sends = [(peer, parts[peer]) for peer in comm.peers]
+    recvs = [(peer, received[peer]) for peer in comm.peers]
+    pending = comm.exchange(sends, recvs, label=label, step=step)
+    received[comm.rank].copy_(parts[comm.rank])
+    pending.wait()
 
 
 def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
@@ -115,3 +121,70 @@ def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
         return torch.from_numpy(np.concatenate(indices)).to(device)
 
     return geometry.derived(("in packed order", device), build)
+
+
+def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim: int) -> Tensor:
+    if not np.array_equal(source.cu_seqlens, target.cu_seqlens):
+        raise ValueError("to must be a layout of the same documents, in the same order")
+    if source.ranks != target.ranks:
+        raise ValueError(f"to must have the layout's {source.ranks} ranks, got {target.ranks}")
+    dim, comm = check_part(x_local, source, group, dim)
+    moved: Tensor = _Remap.apply(x_local.movedim(dim, 0), source, target, comm)
+    return moved.movedim(0, dim)
+
+
+class _Remap(torch.autograd.Function):
+    """`remap` along the first dimension. Backward moves the gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, source: Geometry, target: Geometry, comm: Comm) -> Tensor:
+        ctx.layouts, ctx.comm = (source, target), comm
+        return move(x, source, target, comm, "remap forward")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        source, target = ctx.layouts
+        return move(gradient, target, source, ctx.comm, "remap backward"), None, None, None
+
+
+def move(
+    x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str, step: int = 0
+) -> Tensor:
+    """Send each rank the rows of x (T_local, …) that it holds in `target`."""
+    leaving, sent = share(comm.rank, source, target)
+    places, arriving = share(comm.rank, target, source)
+    parts = x.index_select(0, on_device(leaving, x.device)).split(sent)
+    buffer = x.new_empty((sum(arriving), *x.shape[1:]))
+    _exchange(comm, parts, buffer.split(arriving), label, step)
+    return torch.empty_like(buffer).index_copy_(0, on_device(places, x.device), buffer)
+
+
+def share(rank: int, own: Geometry, other: Geometry) -> tuple[Tensor, list[int]]:
+    """Return a rank's rows in `own`, grouped by the rank that holds them in `other`, and counts.
+
+    The rows (T_local,) of one rank follow those of another, each in the pack's order.
+    """
+
+    def build() -> tuple[Tensor, list[int]]:
+        holding, (edges, owners) = own.holdings[rank], _owners(other)
+        first = own.cu_seqlens[holding.documents]
+        between, begin, end = split_at(edges, first + holding.starts, first + holding.stops)
+        owner = np.repeat(owners[between], end - begin)
+        counts = np.bincount(owner, minlength=own.ranks).tolist()
+        return torch.from_numpy(np.argsort(owner, kind="stable")), counts
+
+    return own.derived_with(other)(("share", rank), build)
+
+
+def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
+    """Return the start of each span in the pack, ascending, followed by T; and the spans' ranks."""
+
+    def build() -> tuple[Ints, Ints]:
+        starts = [geometry.cu_seqlens[x.documents] + x.starts for x in geometry.holdings]
+        owners = np.repeat(np.arange(geometry.ranks), [x.size for x in starts])
+        starts_of_all = np.concatenate(starts)
+        order = np.argsort(starts_of_all)
+        return np.r_[starts_of_all[order], geometry.tokens], owners[order]
+
+    return geometry.derived(("owners",), build)

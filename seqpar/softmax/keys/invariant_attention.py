@@ -24,7 +24,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.device_tables import is_on_cuda
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.remap import move
+from seqpar.layout.reshard import move
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.call_options import CallOptions

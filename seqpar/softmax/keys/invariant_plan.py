@@ -22,7 +22,7 @@ from seqpar.core.traffic import Traffic
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
-from seqpar.layout.remap import share
+from seqpar.layout.reshard import share
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.plan import Distances, KeyPlan, key_traffic
 from seqpar.softmax.wire.row_messages import Rows
@@ -338,8 +338,8 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
     if tiles.moved is not None:
         heads, dims = shape.batch * shape.heads, (shape.dim, shape.value_dim)
         statistics = (1 + call.return_lse) * accumulator
-        away = share(rank, call.layout, tiles.moved).counts
-        back = share(rank, tiles.moved, call.layout).counts
+        away = share(rank, call.layout, tiles.moved)[1]
+        back = share(rank, tiles.moved, call.layout)[1]
         for peer in call.others(rank):
             for direction, step, messages, count, size in (
                 ("forward", 0, 1, away[peer], dims[0] * element),
