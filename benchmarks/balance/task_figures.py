@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from seqpar.balance import RowBytes
-from seqpar.balance.disaggregation.cells import spans_of
-from seqpar.balance.disaggregation.intervals import Unions
+from seqpar.balance.disaggregation.cells import Unions, spans_of
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED
-from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.tasks import TaskRectangles
+from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 
 def as_parts(tasks: TaskRectangles) -> Parts:

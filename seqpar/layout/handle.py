@@ -1,7 +1,7 @@
 """Pass a geometry through an operator as a tensor.
 
 A handle is a 1-D int64 tensor on the CPU with everything that determines a geometry: a digest, the
-documents and the cut. A compiled graph takes it as data, so it neither specialises on a layout nor
+documents and the cut, as integers. A compiled graph takes it as data, so it neither specialises on a layout nor
 recompiles for the next one. A copy of a handle works like the original, in any process.
 
 A table finds geometries by digest and holds them weakly, so equal layouts share one. A handle's
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from typing import NamedTuple
+from dataclasses import astuple
+from functools import partial
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -22,9 +24,14 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints
 from seqpar.core.torch_private import mark_dynamic
-from seqpar.layout.cuts.cuts import Counts
+from seqpar.layout.cuts.chunked import Chunked
+from seqpar.layout.cuts.cuts import Contiguous, Counts, Spans, Striped, Zigzag
+from seqpar.layout.cuts.even import EvenStripes, EvenZigzag
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.serialize import LayoutCut, decode, encode
+
+# Append new kinds at the end: the integers of a cut contain the index of its kind.
+LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | Chunked
+_KINDS = get_args(LayoutCut)
 
 DIGEST_WORDS = 4  # at the start of a handle
 # A different multiple is added to each size: torch.compile specialises on sizes of 0 and 1, and on
@@ -125,3 +132,48 @@ def digest_of(content: Ints) -> Ints:
 def key_of(words: Ints) -> bytes:
     """Return the digest at the start of a handle, the key of tables of geometries and masks."""
     return words[:DIGEST_WORDS].tobytes()
+
+
+def encode(cut: LayoutCut) -> Ints:
+    """Return integers that determine a cut: its kind, then its fields."""
+    kind = _KINDS.index(type(cut))
+    if isinstance(cut, Spans):
+        return np.concatenate([[kind, cut.ranks], *astuple(cut)])
+    if isinstance(cut, Chunked):
+        whole = encode(cast(LayoutCut, cut.whole))
+        return np.concatenate([[kind, cut.size, cut.documents.size], cut.documents, whole])
+    return np.array([kind, *astuple(cut)], dtype=np.int64)
+
+
+def decode(code: Ints) -> LayoutCut:
+    kind = _KINDS[code[0]]
+    if kind is Spans:
+        edges, table = np.split(code[2:], [int(code[1]) + 1])
+        return Spans(edges, *table.reshape(3, -1))
+    if kind is Chunked:
+        documents, whole = np.split(code[3:], [int(code[2])])
+        return Chunked(decode(whole), documents, int(code[1]))
+    return kind(*code[1:].tolist())
+
+
+def read_indices(name: str, geometry: Geometry, rank: int) -> Tensor:
+    """Return (T_local,) int64: the "token_indices" or the "position_ids" of a rank's tokens."""
+    if name == "token_indices":
+        return torch.from_numpy(geometry.token_indices(rank))
+    return torch.from_numpy(geometry.holdings[rank].positions.astype(np.int64))
+
+
+def _read_on_cpu(name: str, layout: Tensor, rank: int, tokens: int) -> Tensor:
+    return read_indices(name, from_handle(layout), rank)
+
+
+def _fake(layout: Tensor, rank: int, tokens: int) -> Tensor:
+    return layout.new_empty((tokens,))
+
+
+# Operators of handles, for torch.compile.
+for _name in ("token_indices", "position_ids"):
+    _operator = f"seqpar::{_name}"
+    torch.library.define(_operator, "(Tensor layout, int rank, SymInt tokens) -> Tensor")
+    torch.library.impl(_operator, "cpu", partial(_read_on_cpu, _name))
+    torch.library.register_fake(_operator, _fake)

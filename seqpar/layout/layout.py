@@ -29,16 +29,14 @@ from seqpar.core.arguments import (
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.device_tables import pin
 from seqpar.core.memo import LOCAL
-from seqpar.layout import indices
+from seqpar.layout import handle
 from seqpar.layout.cuts.chunked import Chunked, cut_into_chunks
 from seqpar.layout.cuts.cuts import Contiguous, Striped, Zigzag
 from seqpar.layout.cuts.even import EvenStripes, EvenZigzag, padded
-from seqpar.layout.handle import make_handle, make_sizes, sizes_of, tokens_of
+from seqpar.layout.handle import LayoutCut
 from seqpar.layout.plot import plot_layouts
 from seqpar.layout.prepared import pack, unpack
-from seqpar.layout.remap import remap
-from seqpar.layout.reshard import shard, unshard
-from seqpar.layout.serialize import LayoutCut
+from seqpar.layout.reshard import remap, shard, unshard
 from seqpar.layout.spans import PositionIds, Span, cu_seqlens_of, parse_spans
 
 
@@ -72,10 +70,10 @@ class Layout:
     """
 
     def __init__(self, cu_seqlens: Ints, cut: LayoutCut, padding: int = 0) -> None:
-        self.geometry, self._handle = make_handle(cu_seqlens, cut)
+        self.geometry, self._handle = handle.make_handle(cu_seqlens, cut)
         self.ranks, counts = cut.ranks, cut.counts(cu_seqlens)
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
-        self._sizes = make_sizes(cu_seqlens.size - 1, padding, counts)
+        self._sizes = handle.make_sizes(cu_seqlens.size - 1, padding, counts)
         self._takes_tables = False  # along when it is pickled
         self._packed: tuple[Tensor, int] | None = None  # what it took along
 
@@ -204,7 +202,7 @@ class Layout:
     @property
     def documents(self) -> int:
         """Number of documents of the packed batch."""
-        return sizes_of(self._sizes[0]).documents
+        return handle.sizes_of(self._sizes[0]).documents
 
     @property
     @outside_graphs
@@ -338,19 +336,19 @@ class Layout:
         """From an operator in graphs only; a FakeTensorMode refuses it real handles."""
         rank = self._rank(rank)
         if not torch.compiler.is_compiling():
-            return getattr(indices, name)(self.geometry, rank)
+            return handle.read_indices(name, self.geometry, rank)
         return getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
 
     @property
     def _padding(self) -> int:
-        return sizes_of(self._sizes[0]).padding
+        return handle.sizes_of(self._sizes[0]).padding
 
     def _tokens_on(self, ranks: slice) -> int:
         """Traceable by torch.compile."""
         if not torch.compiler.is_compiling():
             return sum(self.tokens_per_rank[ranks])
         first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))
-        return tokens_of(self._sizes, range(first, behind))
+        return handle.tokens_of(self._sizes, range(first, behind))
 
     def _rank(self, rank: int) -> int:
         if (number := as_int("rank", rank, 0)) >= self.ranks:

@@ -18,9 +18,8 @@ from seqpar.core.ranges import split_at
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Slices
-from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.segments import Segments
-from seqpar.layout.tasks.task_rows import ServerRows, task_slices
+from seqpar.layout.tasks.task_rows import Segments, ServerRows, task_slices
+from seqpar.layout.tasks.tasks import Parts
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 

@@ -24,8 +24,7 @@ from seqpar.costs.grid import Floats
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
-from seqpar.layout.tasks.parts import Parts
-from seqpar.layout.tasks.tasks import TaskRectangles
+from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 TILE_ROWS = 128  # query rows that a kernel computes together
 MIN_RELATIVE_SPEED = 1e-9  # to the fastest server; a slower one gets no work

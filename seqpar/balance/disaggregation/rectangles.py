@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
-from seqpar.balance.disaggregation.intervals import Intervals, covered
+from seqpar.balance.disaggregation.cells import Intervals, covered
 
 ROUNDING_ERROR = 1e-9  # relative, of computed numbers of rows and keys
 

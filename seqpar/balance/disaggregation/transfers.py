@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.balance.disaggregation.cells import KeyPlacement
-from seqpar.balance.disaggregation.intervals import Intervals, union
+from seqpar.balance.disaggregation.cells import Intervals, KeyPlacement, union
 from seqpar.balance.disaggregation.rectangles import Cell, CellPart, Prices, cut
 from seqpar.costs.grid import Floats
-from seqpar.layout.tasks.parts import Parts
+from seqpar.layout.tasks.tasks import Parts
 
 MAX_CELLS_PER_STEP = 3  # the largest cells of a server
 MAX_PARTS_COMPUTED = 3  # of the parts with the lowest bounds

@@ -12,8 +12,8 @@ import numpy as np
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.handle import LayoutCut, decode, encode
 from seqpar.layout.layout import Layout
-from seqpar.layout.serialize import LayoutCut, decode, encode
 
 
 @dataclass(frozen=True, eq=False)

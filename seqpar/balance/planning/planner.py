@@ -39,7 +39,7 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.model import Model
 from seqpar.layout.cuts.cuts import Spans
-from seqpar.layout.serialize import LayoutCut
+from seqpar.layout.handle import LayoutCut
 
 # Methods that place pieces. Zigzag is not one of them, since it cuts every document.
 PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {

@@ -14,7 +14,7 @@ import numpy as np
 
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.core.arguments import as_bool, as_float, as_int, as_path, as_ranks, shown
-from seqpar.layout.serialize import encode
+from seqpar.layout.handle import encode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

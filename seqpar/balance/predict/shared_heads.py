@@ -20,7 +20,7 @@ from seqpar.costs.device import Link
 from seqpar.costs.grid import Floats
 from seqpar.costs.model import Model
 from seqpar.layout.cuts.cuts import Spans
-from seqpar.layout.serialize import LayoutCut
+from seqpar.layout.handle import LayoutCut
 
 
 class SharedHeads(Costs):

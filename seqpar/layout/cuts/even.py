@@ -1,7 +1,9 @@
 """Cuts that give every rank the same number of tokens, by dealing out the tokens of the pack.
 
-Each of P ranks gets ⌈T/P⌉ of T tokens, whatever the documents are. Fewer than P tokens are missing
-in all if P does not divide T.
+Each of P ranks gets n = ⌈T/P⌉ of T tokens, whatever the documents are. If T < P·n, fewer than P
+tokens are missing at the end of the pack. In a round each rank in turn gets an equal part of
+consecutive tokens; parts of the last round are smaller. All counts are closed forms, without an
+entry per round or document.
 """
 
 from __future__ import annotations
@@ -14,7 +16,73 @@ import numpy as np
 from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, parse_cu_seqlens
 from seqpar.core.ranges import count_up, enumerated, split_at
 from seqpar.layout.cuts.cuts import Columns, CountedCut, Counts, HeldSpans, HolderLookup
-from seqpar.layout.cuts.round_robin import Deal, RowPlaces
+
+
+class RowPlaces(NamedTuple):
+    """Places in the row, as arrays."""
+
+    dealt: Ints  # number of tokens that each rank got in earlier rounds
+    offset: Ints  # number of tokens of this round before the place
+    part: Ints  # number of tokens that each rank gets in this round
+
+    def dealt_to(self, rank: int | Ints) -> Ints:
+        """Count the tokens before the place that a rank gets."""
+        in_round = np.maximum(self.offset - rank * self.part, 0)
+        return self.dealt + np.minimum(in_round, self.part)  # np.clip takes several times as long
+
+    def dealt_below(self, rank: int | Ints) -> Ints:
+        """Count the tokens before the place that ranks 0 … `rank` − 1 get together."""
+        return self.dealt * rank + np.minimum(self.offset, rank * self.part)
+
+    def take(self, chosen: Ints) -> RowPlaces:
+        return RowPlaces(*(values[chosen] for values in self))
+
+    @property
+    def turn(self) -> Ints:
+        """The rank whose turn it is. Only lower ranks have their part of the round already."""
+        return self.offset // self.part
+
+
+class Deal:
+    """T tokens dealt to P ranks: first one by one, `singles` per rank, then in larger parts."""
+
+    def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
+        self.tokens, self.ranks = tokens, ranks
+        self.per_rank = -(-tokens // ranks)
+        singles = min(singles, self.per_rank)
+        rounds, rest = divmod(self.per_rank - singles, part)
+        # For each of three kinds of rounds: the tokens that each rank has before, and the size of a
+        # part. If the rest is 0, the last kind has no tokens, and its parts may have any size.
+        self._begin = np.array([0, singles, singles + rounds * part])
+        self._part = np.array([1, part, max(rest, 1)])
+        self._first_number = np.array([0, singles, singles + rounds]) * ranks  # of each kind
+
+    def place(self, row: Ints) -> RowPlaces:
+        """Return the places of the given indices of the row, each from 0 to T."""
+        kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
+        begin, part = self._begin[kind], self._part[kind]
+        rounds, offset = np.divmod(row - begin * self.ranks, part * self.ranks)
+        return RowPlaces(begin + rounds * part, offset, part)
+
+    def number_at(self, row: Ints) -> Ints:
+        """Return the number of the part that contains each place; rank n mod P gets part n."""
+        kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
+        begin = self._begin[kind] * self.ranks
+        return self._first_number[kind] + (row - begin) // self._part[kind]
+
+    def edge(self, number: Ints) -> Ints:
+        """Return the place at which each part begins."""
+        kind = np.searchsorted(self._first_number[1:], number, side="right")
+        begin = self._begin[kind] * self.ranks
+        return begin + (number - self._first_number[kind]) * self._part[kind]
+
+    def parts(self, ranks: int | Ints) -> tuple[Ints, Ints]:
+        """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in a row of P·n."""
+        stops = np.r_[self._begin[1:], self.per_rank]
+        dealt = [np.arange(*bounds) for bounds in zip(self._begin, stops, self._part, strict=True)]
+        part = np.repeat(self._part, [rounds.size for rounds in dealt])
+        starts = np.concatenate(dealt) * self.ranks + ranks * part
+        return starts, starts + part
 
 
 class _Shares(NamedTuple):

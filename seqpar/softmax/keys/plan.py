@@ -22,9 +22,8 @@ from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.mask import Blocks, Slices, slices_between, slices_over
+from seqpar.layout.masks.mask import Blocks, Slices, halves, slices_between, slices_over
 from seqpar.layout.masks.reach import Side
-from seqpar.layout.masks.split_work import halves
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, Sums
 from seqpar.softmax.wire.message_dtypes import encoded_width

@@ -14,9 +14,8 @@ import numpy as np
 
 from seqpar.core.arguments import Ints
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.mask import Mask, Slices, local_slices
+from seqpar.layout.masks.mask import Mask, Slices, halves, local_slices
 from seqpar.layout.masks.reach import ReachedRows, Side
-from seqpar.layout.masks.split_work import halves
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.plan import KeyStep
 from seqpar.softmax.queries.exchange import QueryHop

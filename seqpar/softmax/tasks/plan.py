@@ -16,10 +16,9 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import union
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.mask import Blocks, Slices
-from seqpar.layout.masks.split_work import halves
-from seqpar.layout.tasks.segments import Segments
+from seqpar.layout.masks.mask import Blocks, Slices, halves
 from seqpar.layout.tasks.task_rows import (
+    Segments,
     ServerRows,
     Stages,
     TaskRows,

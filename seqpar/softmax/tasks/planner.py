@@ -9,8 +9,7 @@ from itertools import count
 from seqpar.core.arguments import shown
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
-from seqpar.layout.tasks.checks import check_tasks
-from seqpar.layout.tasks.tasks import TaskRectangles, as_tasks, digest_of
+from seqpar.layout.tasks.tasks import TaskRectangles, as_tasks, check_tasks, digest_of
 
 Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
 

@@ -12,7 +12,6 @@ from seqpar import Layout, best_mesh
 from seqpar.attention.operands import OperandShape
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.subgroup import as_mesh
-from seqpar.layout.masks import split_work
 from seqpar.softmax.backends import aten
 from seqpar.softmax.keys import plan
 from seqpar.strategies.mesh import row_bytes, sent_bytes
@@ -47,7 +46,7 @@ def shapes_and_calls():
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
     monkeypatch.setattr(plan, "_ROWS_PER_GROUP", 4)
-    monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
+    monkeypatch.setattr("seqpar.layout.masks.mask._TILE_ROWS", 2)
 
 
 @pytest.mark.parametrize(("shape", "options", "kind"), list(shapes_and_calls()))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.balance.disaggregation.intervals import Unions, covered, union, without
+from seqpar.balance.disaggregation.cells import Unions, covered, union, without
 from seqpar.balance.disaggregation.rectangles import Cell, Prices, area, cut
 
 sides = st.integers(0, 40)

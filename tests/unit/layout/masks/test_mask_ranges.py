@@ -16,8 +16,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask_ranges import MaskRanges, from_handle
 from seqpar.layout.plot import computing_ranks
-from seqpar.layout.tasks.checks import check_tasks
-from seqpar.layout.tasks.parts import Parts
+from seqpar.layout.tasks.tasks import Parts, check_tasks
 from tests.support.cases import cu_seqlens, layouts
 from tests.support.mask_cases import any_range, disjoint_ranges, times_seen
 from tests.support.plans import AtRandom, at_home

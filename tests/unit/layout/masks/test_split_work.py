@@ -6,8 +6,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.layout.handle import from_handle
-from seqpar.layout.masks.mask import Mask, slices_between
-from seqpar.layout.masks.split_work import _middle, _row, halves
+from seqpar.layout.masks.mask import Mask, _middle, _row, halves, slices_between
 from tests.support.tiers import few_rows
 
 DOCUMENTS = [0, 700, 701, 701, 1500, 1600]

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import Mask
-from seqpar.layout.tasks.checks import check_tasks
-from seqpar.layout.tasks.parts import Parts
 from seqpar.layout.tasks.task_rows import ServerRows, TaskRows, arriving_at, task_slices
-from seqpar.layout.tasks.tasks import TaskRectangles, as_tasks, digest_of
+from seqpar.layout.tasks.tasks import Parts, TaskRectangles, as_tasks, check_tasks, digest_of
 from tests.support.cases import cu_seqlens, layouts, visible
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.plans import AtRandom, at_home, tasks

@@ -8,7 +8,6 @@ import torch
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout
-from seqpar.layout.masks import split_work
 from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
@@ -23,7 +22,7 @@ from tests.support.tiers import few_rows
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
     monkeypatch.setattr(plan, "_ROWS_PER_GROUP", 4)
-    monkeypatch.setattr(split_work, "_TILE_ROWS", 2)
+    monkeypatch.setattr("seqpar.layout.masks.mask._TILE_ROWS", 2)
 
 
 @few_rows()
