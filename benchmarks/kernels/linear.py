@@ -15,8 +15,10 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.kernels import softmax_contenders as contenders
 from benchmarks.kernels.softmax_workloads import Workload
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
+from seqpar.linear.states.options import StateOptions
 
 CHUNK = 64  # rows, for the count of FLOPs
 SOFTMAX = 2**17  # the most tokens for which softmax attention is timed too
@@ -86,13 +88,13 @@ class Lightning:
             @staticmethod
             def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 ctx.save_for_backward(q, k, v)
-                return begin_forward(q, k, v, self.spans, options).finish(None)
+                return begin_forward(Inputs(q, k, v), self.spans, options).finish(None)
 
             @staticmethod
             def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-                q, k, v = ctx.saved_tensors
-                gradients = begin_backward(q, k, v, dout, self.spans, options, None).finish(None)
-                return tuple(x.to(q.dtype) for x in gradients)
+                inputs = Inputs(*ctx.saved_tensors)
+                work = begin_backward(inputs, dout, self.spans, options, None)
+                return tuple(x.to(dout.dtype) for x in work.finish(None))
 
         return Ours.apply
 

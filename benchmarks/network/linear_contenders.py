@@ -28,8 +28,10 @@ from torch import Tensor
 
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
+from seqpar.linear.states.options import StateOptions
 
 
 class Way:
@@ -68,11 +70,11 @@ def pass_on(
 ) -> Any:
     """Pass states on from rank to rank: LASP-1's bridge."""
     work = begin()
-    entering = [work.states.new_empty((1, *work.states.shape[1:]))] if way.before else []
+    entering = [work.outgoing.new_empty((1, *work.outgoing.shape[1:]))] if way.before else []
     arriving = way.post([], entering, way.before)
     work.local()
     arriving.wait()
-    leaving = [work.states + way.decayed(x, 1) for x in entering] or [work.states]
+    leaving = [work.outgoing + way.decayed(x, 1) for x in entering] or [work.outgoing]
     return work, entering[0] if entering else None, way.post(leaving, [], way.before + 1)
 
 
@@ -106,22 +108,27 @@ def baseline(
     """Compute with a bridge that brings states to ranks."""
     options, tokens = StateOptions(1.0, True, "aten", log_decay.double()), q.shape[1]
     way = Way(comm, options, tokens, reverse=False)
-    spans = span(tokens, way.before > 0, not way.last)
+    spans, inputs = span(tokens, way.before > 0, not way.last), Inputs(q, k, v)
 
     def state(k: Tensor, v: Tensor) -> Tensor:
-        return begin_forward(k, k, v, span(tokens, False, True), options).states
+        return begin_forward(Inputs(k, k, v), span(tokens, False, True), options).outgoing
 
     def dstate(q: Tensor, dout: Tensor) -> Tensor:
-        return begin_backward(q, k, v, dout, span(tokens, True, False), options, None).states
+        return begin_backward(
+            Inputs(q, k, v), dout, span(tokens, True, False), options, None
+        ).outgoing
 
-    work, entered, sent = bridge(way, lambda: begin_forward(q, k, v, spans, options), (k, v), state)
+    work, entered, sent = bridge(way, lambda: begin_forward(inputs, spans, options), (k, v), state)
     out = work.finish(entered)
     sent.wait()
     if dout is None:
         return [out]
     way = Way(comm, options, tokens, reverse=True)
     work, left, sent = bridge(
-        way, lambda: begin_backward(q, k, v, dout, spans, options, entered), (q, dout), dstate
+        way,
+        lambda: begin_backward(inputs, dout, spans, options, entered),
+        (q, dout),
+        dstate,
     )
     gradients = work.finish(left)
     sent.wait()

@@ -22,8 +22,9 @@ from benchmarks.recurrent.kernels import inputs_of
 from seqpar import Layout, RecurrentAttention
 from seqpar.balance import Cluster
 from seqpar.comm.messages.exchange import Comm
+from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.kinds import kind
-from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 KIND, TOKENS, RANKS, HEADS, DIM, ITEM = "gated_delta", 2**15, 4, 64, 128, 2
@@ -65,16 +66,16 @@ def counted(step: Callable[[], Any]) -> tuple[Any, int]:
 @cache
 def work(direction: str, middle: bool) -> Work:
     """Return the work on a head's rows, in the middle of a document or for a whole document."""
-    this, state = kind(KIND), np.array([0 if middle else -1])
+    state = np.array([0 if middle else -1])
     spans = SpanStates(np.array([0, ROWS]), state, state)
     states = torch.zeros(1, 1, 1, DIM, DIM) if middle else None
     inputs, dout = inputs_of(KIND, ROWS, 1, DIM)
-    options = MapOptions(DIM**-0.5, "aten")
+    options = MapOptions(kind(KIND), DIM**-0.5, "aten")
 
     def begin() -> Any:
         if direction == "forward":
-            return begin_forward(this, inputs, spans, options)
-        return begin_backward(this, inputs, dout, spans, options, states)
+            return begin_forward(inputs, spans, options)
+        return begin_backward(inputs, dout, spans, options, states)
 
     steps, making = counted(begin)
     _, within = counted(steps.local)

@@ -29,8 +29,10 @@ import numpy as np
 import torch
 
 from seqpar.core.hooks import hooks
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
+from seqpar.linear.states.options import StateOptions
 
 BLOCKS = 4  # as in LASP2Attention
 
@@ -60,8 +62,8 @@ def passes(tokens: int, heads: int, dim: int, itemsize: int = 2) -> list[Pass]:
     areas: list[int] = []
     with hooks.set(replace_compute=areas.append):
         for work in (
-            lambda: begin_forward(x, x, x, spans, options),
-            lambda: begin_backward(x, x, x, x, spans, options, None),
+            lambda: begin_forward(Inputs(x, x, x), spans, options),
+            lambda: begin_backward(Inputs(x, x, x), x, spans, options, None),
         ):
             begun: Any = work()
             begun.local()

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from benchmarks.harness import canary, check_canary, worst_error, write
 from seqpar.costs.profile.machine import core_seconds
+from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.decode import decode_step
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -60,15 +61,15 @@ def inputs_of(name: str, tokens: int, heads: int, dim: int) -> tuple[Inputs, Ten
 
 def ours(name: str, inputs: Inputs, dout: Tensor, backward: bool) -> Call:
     """Return a call of our aten backend."""
-    this, none = kind(name), np.array([-1])
+    none = np.array([-1])
     spans = SpanStates(np.array([0, inputs.q.shape[1]]), none, none)
-    options = MapOptions(inputs.q.shape[3] ** -0.5, "aten")
+    options = MapOptions(kind(name), inputs.q.shape[3] ** -0.5, "aten")
 
     def call() -> list[Tensor]:
-        out = begin_forward(this, inputs, spans, options).finish(None)
+        out = begin_forward(inputs, spans, options).finish(None)
         if not backward:
             return [out]
-        found = begin_backward(this, inputs, dout, spans, options, None).finish(None)
+        found = begin_backward(inputs, dout, spans, options, None).finish(None)
         return [out, *(x for x in found if x is not None)]
 
     return call

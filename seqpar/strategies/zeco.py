@@ -23,7 +23,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
 from seqpar.linear.scanning import Rounds, ScannedStates, joined
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.strategy import StateCall, StateExchange, StateStrategy
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.lightning_attention import reference
 
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as backend
+from seqpar.linear.states.options import StateOptions
 from tests.kernels.operands import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -150,18 +151,18 @@ class Operands:
         """The kernels' answer, with segments of so many rows; with `local`, in two steps."""
         options = StateOptions(self.scale, causal, "triton", self.log_decay)
         with arranged(rows, config):
-            forward = backend.Forward(self.q, self.k, self.v, spans, options)
+            forward = backend.Forward(Inputs(self.q, self.k, self.v), spans, options)
             if local:
                 forward.local()
             out = forward.finish(self.initial)
             backward = backend.Backward(
-                self.q, self.k, self.v, self.dout, spans, options, self.initial
+                Inputs(self.q, self.k, self.v), self.dout, spans, options, self.initial
             )
             if local:
                 backward.local()
             gradients = backward.finish(self.dfinal)
         assert out.dtype == self.q.dtype and all(x.dtype == torch.float32 for x in gradients)
-        return out, forward.states, *gradients, backward.states
+        return out, forward.outgoing, *gradients, backward.outgoing
 
 
 NAMES = ("out", "states", "dq", "dk", "dv", "dstates")

@@ -11,8 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.kernels.efficiency import Alone
 from seqpar import Layout, make_attention, use_backend
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as backend
+from seqpar.linear.states.options import StateOptions
 from tests.kernels.lightning_cases import arranged, spans_of
 from tests.support.ranks import virtual
 
@@ -99,8 +100,8 @@ def linear_attention(q, k, v, dout, rate, scale):
     """out, dq, dk, dv of one document, whose heads have one decay, by our kernels."""
     log_decay = torch.full((k.shape[2],), rate, dtype=torch.float64, device=q.device)
     spans, options = spans_of([q.shape[1]]), StateOptions(scale, True, "triton", log_decay)
-    out = backend.Forward(q, k, v, spans, options).finish(None)
-    return out, *backend.Backward(q, k, v, dout, spans, options, None).finish(None)
+    out = backend.Forward(Inputs(q, k, v), spans, options).finish(None)
+    return out, *backend.Backward(Inputs(q, k, v), dout, spans, options, None).finish(None)
 
 
 def test_linear_attention_over_a_million_tokens():

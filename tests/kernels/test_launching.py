@@ -21,8 +21,9 @@ from seqpar.kernels.lightning_attention import SegmentTables
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import Blocks, Mask, slices_between
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as linear_backend
+from seqpar.linear.states.options import StateOptions
 from seqpar.softmax.backends import triton as backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
@@ -246,8 +247,8 @@ def test_linear_tables_are_freed_with_their_spans(launched):
         x = torch.zeros(1, 70, 2, 16, device=DEVICE)
         options = StateOptions(1.0, True, "triton", None)
         state = torch.zeros(1, 1, 2, 16, 16, device=DEVICE)
-        linear_backend.Forward(x, x, x, spans, options).finish(state)
-        linear_backend.Backward(x, x, x, x, spans, options, state).finish(state)
+        linear_backend.Forward(Inputs(x, x, x), spans, options).finish(state)
+        linear_backend.Backward(Inputs(x, x, x), x, spans, options, state).finish(state)
         tables = [weakref.ref(y) for y in tables_in(spans.derived._results)]
         assert len(tables) == 4
         launched.clear()

@@ -15,8 +15,9 @@ import triton
 from hypothesis import settings
 from seqpar.kernels import lightning_attention as kernels
 
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as backend
+from seqpar.linear.states.options import StateOptions
 from tests.kernels.lightning_cases import (
     DEVICE,
     DTYPES,
@@ -221,11 +222,11 @@ def test_many_chunks_add_no_error(tokens):
         assert error.abs().max() <= 4 * bound and error.mean().abs() <= bound
 
     with arranged(tokens, kernels.Config(rows, 16, 4, 1)):
-        out = backend.Forward(x.q, x.k, x.v, spans, options).finish(None)
+        out = backend.Forward(Inputs(x.q, x.k, x.v), spans, options).finish(None)
     for row in (0, 1000, round(0.54321 * tokens), tokens - 1):
         assert_close(out[0, row, 0], q[row] @ state(row), row // rows)
     with arranged(2 * rows, kernels.Config(2 * rows, 16, 4, 1)):
-        final = backend.Forward(x.q, x.k, x.v, spans, options).states
+        final = backend.Forward(Inputs(x.q, x.k, x.v), spans, options).outgoing
     assert_close(final[0, 0, 0], state(tokens - 1), tokens // (2 * rows))
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from einops import rearrange, repeat
 
+from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import kind
-from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.maps import apply
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 
@@ -157,9 +158,9 @@ def run(case, local=False):
     """Results of the case by name, of the primitive, its maps applied to what enters and leaves."""
     this, spans = kind(case.kind), case.spans
     inputs, dout, entering, dleaving = case.tensors()
-    options = MapOptions(case.scale, case.backend)
-    forward = begin_forward(this, inputs, spans, options)
-    backward = begin_backward(this, inputs, dout, spans, options, entering)
+    options = MapOptions(this, case.scale, case.backend)
+    forward = begin_forward(inputs, spans, options)
+    backward = begin_backward(inputs, dout, spans, options, entering)
     found = {}
     for work in (forward, backward):
         if local:
@@ -167,8 +168,9 @@ def run(case, local=False):
     found["out"] = forward.finish(entering)
     gradients = backward.finish(dleaving)
     found |= {f"d{n}": x for n, x in gradients._asdict().items() if x is not None}
-    found["state_out"] = _through(this, forward.maps, spans.state_out, spans.state_in, entering)
-    found["dstate_in"] = _through(this, backward.maps, spans.state_in, spans.state_out, dleaving)
+    ends = spans.state_out, spans.state_in
+    found["state_out"] = _through(this, forward.outgoing, *ends, entering)
+    found["dstate_in"] = _through(this, backward.outgoing, *reversed(ends), dleaving)
     return {name: x for name, x in found.items() if x.numel()}
 
 

@@ -17,9 +17,10 @@ from triton.runtime.jit import create_function_from_signature
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import Blocks, Mask, slices_between
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends import triton as linear
+from seqpar.linear.states.options import StateOptions
 from seqpar.softmax.backends import triton as softmax
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
@@ -64,8 +65,8 @@ def linear_calls(cu_seqlens, batch):
     x = torch.empty(batch, int(edges[-1]), HEADS, DIM, dtype=torch.bfloat16)
     states = torch.empty(entering.size, batch, HEADS, DIM, DIM)
     options = StateOptions(0.1, True, "triton", None)
-    linear.Forward(x, x, x, spans, options).finish(states)
-    linear.Backward(x, x, x, x, spans, options, states).finish(states)
+    linear.Forward(Inputs(x, x, x), spans, options).finish(states)
+    linear.Backward(Inputs(x, x, x), x, spans, options, states).finish(states)
 
 
 def main():

@@ -13,8 +13,10 @@ from seqpar.core.ranges import UNLIMITED
 from seqpar.costs.profile.harness import Sample
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Blocks, Mask, Slices, slices_between
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
+from seqpar.linear.states.options import StateOptions
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
@@ -118,13 +120,13 @@ class LinearCalls:
 
     def forward(self) -> None:
         q, k, v, _dout = self._inputs
-        steps = begin_forward(q, k, v, self._spans, self._options)
+        steps = begin_forward(Inputs(q, k, v), self._spans, self._options)
         steps.local()
         steps.finish(None)
 
     def backward(self) -> None:
         q, k, v, dout = self._inputs
-        steps = begin_backward(q, k, v, dout, self._spans, self._options, None)
+        steps = begin_backward(Inputs(q, k, v), dout, self._spans, self._options, None)
         steps.local()
         steps.finish(None)
 

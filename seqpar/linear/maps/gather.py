@@ -213,7 +213,7 @@ class GatheredMaps:
     def wait(self) -> Tensor:
         self._pending.wait()
         call, plan = self._call, self._plan
-        maps = unpack(call.kind, self._packed, call.shape.dim)
+        maps = unpack(call.options.kind, self._packed, call.shape.dim)
         states = self._heads.new_empty((self._stations, *self._heads.shape[1:]))
         running = self._heads[plan.first]
         for fold in plan.folds:
@@ -221,5 +221,5 @@ class GatheredMaps:
                 states.index_copy_(0, fold.stations, running[fold.reached])
             if fold.maps is not None:
                 before, one = running[: fold.documents], fold.maps
-                running = apply(call.kind, maps.transition[one], before) + maps.state[one]
+                running = apply(call.options.kind, maps.transition[one], before) + maps.state[one]
         return states

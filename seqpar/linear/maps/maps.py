@@ -8,13 +8,10 @@ head, (n, B, H), or one for each key channel too, (n, B, H, K), or a matrix (n, 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from seqpar.core.dtypes import accumulator_dtype
-from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import Kind
 
 
@@ -23,15 +20,6 @@ class Maps(NamedTuple):
 
     transition: Tensor
     state: Tensor  # (n, B, H, K, V)
-
-
-def empty_maps(kind: Kind, inputs: Inputs, count: int) -> Maps:
-    """Return `count` maps of 0."""
-    batch, heads, dim, value_dim = inputs.state_shape
-    wide = {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
-    zeros = partial(inputs.q.new_zeros, dtype=accumulator_dtype(inputs.q.dtype))
-    transition = zeros((count, batch, heads, *wide))
-    return Maps(transition, zeros((count, batch, heads, dim, value_dim)))
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
@@ -59,9 +47,8 @@ def transposed(kind: Kind, transition: Tensor) -> Tensor:
 
 
 def transition_shape(kind: Kind, dim: int) -> tuple[int, ...]:
-    """Return the shape of a head's transition, where keys have `dim` channels."""
-    shapes = {"head": (), "key": (dim,), "matrix": (dim, dim)}
-    return shapes[kind.transition]
+    """Return the shape of a head\'s transition, where keys have `dim` channels."""
+    return {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
 
 
 def elements(kind: Kind, dim: int, value_dim: int) -> int:

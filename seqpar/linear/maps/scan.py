@@ -61,7 +61,7 @@ class _Scanned(ScannedStates):
         self, comm: Comm, call: MapCall, device: torch.device, backward: bool, blocks: int
     ) -> None:
         rank, routes, shape = comm.rank, call.routes, call.shape
-        self._kind, self._value_dim = call.kind, shape.value_dim
+        self._kind, self._value_dim = call.options.kind, shape.value_dim
         hops = hops_of(routes, rank, backward, ends=False)
         spans = routes.held(rank).states
         counts = spans.states_out, spans.states_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.traffic import Traffic
 from seqpar.layout.handle import from_handle
+from seqpar.linear.attend import HookedSteps, begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
 from seqpar.linear.final_states import (
     FinalGradients,
@@ -24,15 +25,9 @@ from seqpar.linear.final_states import (
 )
 from seqpar.linear.inputs import Inputs, check_gates, check_heads
 from seqpar.linear.kinds import Kind, kind
-from seqpar.linear.maps.attend import (
-    BackwardSteps,
-    ForwardSteps,
-    MapOptions,
-    begin_backward,
-    begin_forward,
-)
 from seqpar.linear.maps.chain import Ends
 from seqpar.linear.maps.maps import Maps, elements
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy
 
@@ -41,14 +36,13 @@ from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy
 class MapCall(ResolvedCall):
     """A call whose spans exchange maps."""
 
-    kind: Kind
     options: MapOptions
 
     @property
     def packed_shape(self) -> tuple[int, int, int]:
         """The shape of a packed map: (B, H, e)."""
         s = self.shape
-        return s.batch, s.kv_heads, elements(self.kind, s.dim, s.value_dim)
+        return s.batch, s.kv_heads, elements(self.options.kind, s.dim, s.value_dim)
 
     @property
     def map_bytes(self) -> int:
@@ -112,8 +106,8 @@ class MapStrategy(LinearStrategy[MapCall]):
         settled = layout.derived(("settled recurrent",), lambda: Memo(MAX_KEPT_SETTINGS))
         key = comm.rank, comm.size, kind, shape, has_initial_state, *arguments.settings()
         routes = settled(key, settle)
-        options = MapOptions(arguments.scale, arguments.backend)
-        return MapCall(comm.rank, layout, routes, shape, kind, options)
+        options = MapOptions(kind, arguments.scale, arguments.backend)
+        return MapCall(comm.rank, layout, routes, shape, options)
 
     def exchange(
         self, comm: Comm, call: MapCall, device: torch.device, backward: bool
@@ -137,14 +131,15 @@ class MapStrategy(LinearStrategy[MapCall]):
         spans = routes.held(comm.rank).states
         exchange = self.exchange(comm, call, device, backward=False)
         ends = _ends(comm, call, device, backward=False)
-        steps = begin_forward(call.kind, inputs, spans, call.options)
+        steps = begin_forward(inputs, spans, call.options)
         entering = None if initial is None else initial.index_select(0, ends.of_heads)
-        maps, states_in = _pass(call.kind, exchange, ends, steps, entering)
+        maps, states_in = _pass(call.options.kind, exchange, ends, steps, entering)
         entered = states_in if spans.states_in else None
         if not routes.returns_final_state:
             none = states_in.new_empty((0, *states_in.shape[1:]))
             return ForwardResult(steps.finish(entered), none, states_in)
-        final_states = FinalStates(comm, call, ends.leave(call.kind, maps, states_in), self.name)
+        left = ends.leave(call.options.kind, maps, states_in)
+        final_states = FinalStates(comm, call, left, self.name)
         out = steps.finish(entered)
         return ForwardResult(out, final_states.wait(initial), states_in)
 
@@ -165,9 +160,9 @@ class MapStrategy(LinearStrategy[MapCall]):
         exchange = self.exchange(comm, call, device, backward=True)
         ends = _ends(comm, call, device, backward=True)
         entered = states_in if spans.states_in else None
-        steps = begin_backward(call.kind, inputs, dout, spans, call.options, entered)
+        steps = begin_backward(inputs, dout, spans, call.options, entered)
         entering = None if final_gradients is None else final_gradients.wait()
-        maps, dstates_out = _pass(call.kind, exchange, ends, steps, entering)
+        maps, dstates_out = _pass(call.options.kind, exchange, ends, steps, entering)
         gradients = steps.finish(dstates_out if spans.states_out else None)
         if not routes.has_initial_state:
             return BackwardResult(gradients, None)
@@ -176,7 +171,7 @@ class MapStrategy(LinearStrategy[MapCall]):
             dinitial.index_copy_(
                 0, ends.without_tokens, dfinal.index_select(0, ends.without_tokens)
             )
-        dinitial.index_copy_(0, ends.documents, ends.leave(call.kind, maps, dstates_out))
+        dinitial.index_copy_(0, ends.documents, ends.leave(call.options.kind, maps, dstates_out))
         return BackwardResult(gradients, dinitial)
 
 
@@ -189,7 +184,7 @@ def _pass(
     kind: Kind,
     exchange: MapExchange,
     ends: Ends,
-    steps: ForwardSteps | BackwardSteps,
+    steps: HookedSteps[Maps, Any],
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
     """Return a pass's maps, and the states that enter all spans.
@@ -197,7 +192,7 @@ def _pass(
     `entering` has the states that enter heads. Work that does not depend on states of other spans
     runs while maps travel.
     """
-    maps: Maps = steps.maps
+    maps = steps.outgoing
     if entering is not None:
         maps = ends.enter(kind, maps, entering)
     exchange.post(maps)

@@ -218,7 +218,7 @@ class _Doubled:
         for step in self._plan.steps:
             states, others = self._exchange(step, left, packed)
             self._complete(step, states, left)
-            self._widen(step, unpack(call.kind, others, call.shape.dim), packed)
+            self._widen(step, unpack(call.options.kind, others, call.shape.dim), packed)
 
     def _exchange(self, step: Step, left: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the arrivals of a step: states of complete windows, and other windows, packed."""
@@ -248,7 +248,7 @@ class _Doubled:
 
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
         """Take states to the spans that they enter, and on to those that they leave."""
-        arrivals, kind, maps = step.complete, self._call.kind, self._maps
+        arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not arrivals.spans:
             return
         if step.number:
@@ -262,7 +262,7 @@ class _Doubled:
 
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
         """Compose windows with those before them."""
-        arrivals, kind = step.others, self._call.kind
+        arrivals, kind = step.others, self._call.options.kind
         if not arrivals.spans:
             return
         if step.number:

@@ -9,7 +9,7 @@ from torch import Tensor
 from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import Ints
 from seqpar.linear.routes import Route, StateRoutes, StateSums
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.sums import Sum, SumsOnDevice
 
 

@@ -18,12 +18,13 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.traffic import Traffic
 from seqpar.layout.handle import from_handle
+from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
 from seqpar.linear.final_states import FinalStates, final_states_traffic
 from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
 from seqpar.linear.routes import StateRoutes, StateSums
-from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 from seqpar.linear.states.decay import check_values, on_device
+from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.sums import Sum, SumsOnDevice
 from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy
 
@@ -126,12 +127,12 @@ class StateStrategy(LinearStrategy[StateCall]):
     def forward(
         self, comm: Comm, call: StateCall, inputs: Inputs, initial: Tensor | None
     ) -> ForwardResult:
-        (q, k, v), routes = inputs[:3], call.routes
+        routes, device = call.routes, inputs.q.device
         spans = routes.held(comm.rank).states
-        exchange = self.exchange(comm, call, q.device, backward=False)
-        entering = None if initial is None else call.weigh("initial", routes.of_initial, q.device)
-        steps = begin_forward(q, k, v, spans, call.options)
-        exchange.post(steps.states)
+        exchange = self.exchange(comm, call, device, backward=False)
+        entering = None if initial is None else call.weigh("initial", routes.of_initial, device)
+        steps = begin_forward(inputs, spans, call.options)
+        exchange.post(steps.outgoing)
         if exchange.travels:
             steps.local()
         sums = exchange.wait()
@@ -155,17 +156,19 @@ class StateStrategy(LinearStrategy[StateCall]):
         dout: Tensor,
         dfinal: Tensor,
     ) -> BackwardResult:
-        (q, k, v), routes = inputs[:3], call.routes
+        routes, q = call.routes, inputs.q
         spans = routes.held(comm.rank).states
         exchange = self.exchange(comm, call, q.device, backward=True)
         entered = states_in if spans.states_in else None
-        steps = begin_backward(q, k, v, dout, spans, call.options, entered)
-        states = torch.cat([steps.states, dfinal]) if routes.returns_final_state else steps.states
+        steps = begin_backward(inputs, dout, spans, call.options, entered)
+        states = steps.outgoing
+        if routes.returns_final_state:
+            states = torch.cat([states, dfinal])
         exchange.post(states)
         if exchange.travels:
             steps.local()
         sums = exchange.wait()
-        dq, dk, dv = steps.finish(sums if spans.states_out else None)
+        dq, dk, dv = steps.finish(sums if spans.states_out else None)[:3]
         gradients = Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None)
         if not routes.has_initial_state:
             return BackwardResult(gradients, None)

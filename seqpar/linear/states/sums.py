@@ -22,7 +22,7 @@ from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import count_up, ranges
 from seqpar.linear.routes import StateSums
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.states.options import StateOptions
 
 Sum = Callable[[Tensor], Tensor]  # states -> their sums
 

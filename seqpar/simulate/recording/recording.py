@@ -16,7 +16,7 @@ from seqpar.comm.messages.header import Exchange, Message
 from seqpar.core.arguments import as_bool, as_int, check_function
 from seqpar.core.hooks import Moment, TracedWork, hooks
 from seqpar.costs.grid import slice_tasks
-from seqpar.linear.steps import LinearWork
+from seqpar.linear.attend import LinearWork
 from seqpar.simulate.recording.operators import Operations
 from seqpar.simulate.recording.program import (
     Action,

@@ -25,38 +25,36 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expanded_gradients, fold
-from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.chunk_gradients import ChunkGradients
 from seqpar.linear.maps.backends.chunks import Chunks
 from seqpar.linear.maps.backends.grid import grids
 from seqpar.linear.maps.backends.sweep import last_states
-from seqpar.linear.maps.maps import empty_maps
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 CHUNK = 64  # rows of a chunk at most, a power of two
 
 
 class Forward:
-    """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`.
+    """The forward in steps; see `Steps` in `seqpar.linear.attend`.
 
     Spans without an entering state finish in the first step, except for reading.
     """
 
-    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.inputs = inputs
-        self.maps = empty_maps(kind, inputs, spans.states_out)
+        self.outgoing = options.empty(inputs, spans.states_out)
         self.parts = []
         for grid in grids(spans, "state_in", CHUNK, inputs.q.device):
-            part = Chunks(kind, inputs, grid, options)
+            part = Chunks(inputs, grid, options)
             self.parts.append(part)
             if not grid.entering:
                 part.forward(None)
-                grid.leaving.put(self.maps.state, part.last)
+                grid.leaving.put(self.outgoing.state, part.last)
             elif grid.leaving:
                 last = last_states(grid, part.step(), part.starts(None, grid.entering))
-                grid.leaving.put(self.maps.state, last)
-                grid.leaving.put(self.maps.transition, part.transition(reverse=False))
+                grid.leaving.put(self.outgoing.state, last)
+                grid.leaving.put(self.outgoing.transition, part.transition(reverse=False))
 
     def local(self) -> None:
         for part in self.parts:
@@ -73,7 +71,7 @@ class Forward:
 
 
 class Backward:
-    """The backward in steps; see `BackwardSteps` in `seqpar.linear.maps.attend`.
+    """The backward in steps; see `Steps` in `seqpar.linear.attend`.
 
     If the states that leave a span have no gradients, the first step does all of the span's work
     that depends on states.
@@ -81,7 +79,6 @@ class Backward:
 
     def __init__(
         self,
-        kind: Kind,
         inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
@@ -89,19 +86,19 @@ class Backward:
         states_in: Tensor | None,
     ) -> None:
         self.inputs = inputs
-        self.maps = empty_maps(kind, inputs, spans.states_in)
+        self.outgoing = options.empty(inputs, spans.states_in)
         self.parts = []
         for grid in grids(spans, "state_out", CHUNK, inputs.q.device):
-            part = ChunkGradients(kind, inputs, grid, options, dout, states_in)
+            part = ChunkGradients(inputs, grid, options, dout, states_in)
             self.parts.append(part)
             if not grid.leaving:
                 part.backward(None)
-                grid.entering.put(self.maps.state, part.dlast)
+                grid.entering.put(self.outgoing.state, part.dlast)
             elif grid.entering:
                 starts = part.starts(None, grid.leaving)
                 last = last_states(grid, part.step_back(), starts, reverse=True)
-                grid.entering.put(self.maps.state, last)
-                grid.entering.put(self.maps.transition, part.transition(reverse=True))
+                grid.entering.put(self.outgoing.state, last)
+                grid.entering.put(self.outgoing.transition, part.transition(reverse=True))
 
     def local(self) -> None:
         for part in self.parts:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs
-from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.chunks import Chunks
 from seqpar.linear.maps.backends.grid import Grid
 from seqpar.linear.maps.backends.per_head import PerHead, PerHeadGradients
 from seqpar.linear.maps.backends.per_key import PerKeyGradients
 from seqpar.linear.maps.backends.sweep import Step, sweep
+from seqpar.linear.maps.options import MapOptions
 
 
 class ChunkGradients(Chunks):
@@ -23,14 +22,13 @@ class ChunkGradients(Chunks):
 
     def __init__(
         self,
-        kind: Kind,
         inputs: Inputs,
         grid: Grid,
         options: MapOptions,
         dout: Tensor,
         states_in: Tensor | None,
     ) -> None:
-        super().__init__(kind, inputs, grid, options)
+        super().__init__(inputs, grid, options)
         self.read()
         self.forward(states_in)
         self.dout = self.cut(dout).flatten(2, 3)  # (M, N, G · C, V)

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.inputs import Inputs
-from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.grid import Grid
 from seqpar.linear.maps.backends.per_head import PerHead
 from seqpar.linear.maps.backends.per_key import PerKey
 from seqpar.linear.maps.backends.places import Places
 from seqpar.linear.maps.backends.sweep import Step, last_states, sweep
+from seqpar.linear.maps.options import MapOptions
 
 
 class Chunks:
@@ -41,8 +40,8 @@ class Chunks:
     erases: Tensor
     _added: Tensor | None  # to states, between the sweep for maps and that of `forward`
 
-    def __init__(self, kind: Kind, inputs: Inputs, grid: Grid, options: MapOptions) -> None:
-        self.kind, self.inputs, self.grid, self.options = kind, inputs, grid, options
+    def __init__(self, inputs: Inputs, grid: Grid, options: MapOptions) -> None:
+        self.kind, self.inputs, self.grid, self.options = options.kind, inputs, grid, options
         self.dtype, self.heads = accumulator_dtype(inputs.q.dtype), inputs.heads
         self.shape = inputs.state_shape[0] * self.heads, *inputs.state_shape[2:]  # (N, K, V)
         self.k, self.v = (self.cut(x)[:, :, 0] for x in (inputs.k, inputs.v))

@@ -28,10 +28,9 @@ from torch.nn.functional import pad
 
 from seqpar.core.arguments import Ints
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
-from seqpar.linear.kinds import Kind
-from seqpar.linear.maps.attend import MapOptions
 from seqpar.linear.maps.backends.places import Places
-from seqpar.linear.maps.maps import empty_maps, transposed
+from seqpar.linear.maps.maps import transposed
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 MAX_HEAD_DIM = 256
@@ -168,20 +167,20 @@ class _Work:
     first: str  # the state without which a group waits for nothing
     end: int  # 0 if maps belong to the states that leave spans, 1 if to those that enter
 
-    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
-        self.kind, self.inputs, self.options = kind, inputs, options
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
+        self.kind, self.inputs, self.options = options.kind, inputs, options
         self.batch, device = inputs.q.shape[0], inputs.q.device
         key = "fla sequences", self.first, self.batch, device
         groups, empty = spans.derived(
             key, lambda: _Groups.of(spans, self.first, self.batch, device)
         )
         self.groups = groups if self.batch else []
-        self.maps = empty_maps(kind, inputs, (spans.states_out, spans.states_in)[self.end])
+        self.outgoing = options.empty(inputs, (spans.states_out, spans.states_in)[self.end])
         if self.batch and empty[self.end]:
-            one = self.maps.transition.new_ones(self.maps.transition.shape[1:])
-            if kind.transition == "matrix":
+            one = self.outgoing.transition.new_ones(self.outgoing.transition.shape[1:])
+            if self.kind.transition == "matrix":
                 one = torch.diag_embed(one[..., 0])
-            self.maps.transition[empty[self.end].states] = one
+            self.outgoing.transition[empty[self.end].states] = one
         self.heads = inputs.out_shape[2]
         self.group = self.heads // inputs.heads
         q, k, v, log_decay, beta = inputs
@@ -246,22 +245,23 @@ class _Work:
     def set_map(self, group: _Group, state: Tensor, transition: Tensor | None) -> None:
         """Set the maps of a group's spans: states (spans, B, H, K, V), transitions of sequences."""
         places = (group.leaving, group.entering)[self.end]
-        places.put(self.maps.state, state)
+        places.put(self.outgoing.state, state)
         if transition is not None:
             found = self.by_span(group, transition)[:, :, :, 0]
             if self.kind.transition != "matrix":
                 found = found.diagonal(0, -2, -1)
                 found = found if self.kind.transition == "key" else found[..., 0]
-            places.put(self.maps.transition, transposed(self.kind, found) if self.end else found)
+            found = transposed(self.kind, found) if self.end else found
+            places.put(self.outgoing.transition, found)
 
 
 class Forward(_Work):
-    """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`."""
+    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
 
     first, end = "state_in", 0
 
-    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
-        super().__init__(kind, inputs, spans, options)
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
+        super().__init__(inputs, spans, options)
         self.outs: list[Callable[[Tensor | None], Tensor]] = [self._begin(x) for x in self.groups]
 
     def _begin(self, group: _Group) -> Callable[[Tensor | None], Tensor]:
@@ -297,20 +297,19 @@ class Forward(_Work):
 
 
 class Backward(_Work):
-    """The backward in steps; see `BackwardSteps` in `seqpar.linear.maps.attend`."""
+    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
 
     first, end = "state_out", 1
 
     def __init__(
         self,
-        kind: Kind,
         inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
         options: MapOptions,
         states_in: Tensor | None,
     ) -> None:
-        super().__init__(kind, inputs, spans, options)
+        super().__init__(inputs, spans, options)
         self.dout, self.states_in = dout, states_in
         self.found = {name: torch.empty_like(x) for name, x in self.operands.items()}
         for group in self.groups:

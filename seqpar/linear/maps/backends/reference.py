@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expand, fold
-from seqpar.linear.kinds import Kind, advance, read
-from seqpar.linear.maps.attend import MapOptions
-from seqpar.linear.maps.maps import empty_maps, transposed
+from seqpar.linear.kinds import advance, read
+from seqpar.linear.maps.maps import transposed
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 
@@ -35,8 +35,8 @@ class _Span(NamedTuple):
 class _Work:
     """Shared by forward and backward: the inputs as states need them, and spans."""
 
-    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
-        self.kind, self.inputs, self.spans, self.options = kind, inputs, spans, options
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
+        self.kind, self.inputs, self.spans, self.options = options.kind, inputs, spans, options
         self.expanded = expand(inputs)
 
     def each(self) -> Iterator[_Span]:
@@ -72,18 +72,18 @@ class _Work:
 
 
 class Forward(_Work):
-    """The forward in steps; see `ForwardSteps` in `seqpar.linear.maps.attend`."""
+    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
 
-    def __init__(self, kind: Kind, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
-        super().__init__(kind, inputs, spans, options)
-        self.maps = empty_maps(kind, inputs, spans.states_out)
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
+        super().__init__(inputs, spans, options)
+        self.outgoing = options.empty(inputs, spans.states_out)
         for span in self.each():
             if span.state_out >= 0:
                 for state in self.states(span, None):
                     last = state
-                self.maps.state[span.state_out] = last
+                self.outgoing.state[span.state_out] = last
                 if span.state_in >= 0:
-                    self.maps.transition[span.state_out] = self.transition(span)
+                    self.outgoing.transition[span.state_out] = self.transition(span)
 
     def local(self) -> None:
         """Do nothing: `finish` computes everything."""
@@ -107,25 +107,25 @@ class Forward(_Work):
 
 
 class Backward(Forward):
-    """The backward in steps; see `BackwardSteps` in `seqpar.linear.maps.attend`."""
+    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
 
     def __init__(
         self,
-        kind: Kind,
         inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
         options: MapOptions,
         states_in: Tensor | None,
     ) -> None:
-        _Work.__init__(self, kind, inputs, spans, options)
+        _Work.__init__(self, inputs, spans, options)
         self.dout, self.states_in = dout.to(self.expanded.q.dtype), states_in
-        self.maps = empty_maps(kind, inputs, spans.states_in)
+        self.outgoing = options.empty(inputs, spans.states_in)
         for span in self.each():
             if span.state_in >= 0:
-                self.maps.state[span.state_in] = self.back(span, None, None)
+                self.outgoing.state[span.state_in] = self.back(span, None, None)
                 if span.state_out >= 0:
-                    self.maps.transition[span.state_in] = transposed(kind, self.transition(span))
+                    transition = transposed(self.kind, self.transition(span))
+                    self.outgoing.transition[span.state_in] = transition
 
     def finish(self, dstates_out: Tensor | None) -> Gradients:  # type: ignore[override]
         gradients = Gradients.of(self.expanded, torch.zeros_like)

@@ -28,9 +28,10 @@ from torch import Tensor
 from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions
 from seqpar.linear.states.backends.chunks import Chunk, chunks_of, rows_of_chunks
+from seqpar.linear.states.options import StateOptions
 
 CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
 
@@ -38,10 +39,9 @@ CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
 class _Work:
     """Shared by forward and backward: chunks of tensors, powers of λ, states that enter chunks."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
-    ) -> None:
-        self.q, self.k, self.v, self.spans, self.options = q, k, v, spans, options
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
+        self.q, self.k, self.v = q, k, v = inputs[:3]
+        self.spans, self.options = spans, options
         self.accumulator = accumulator_dtype(q.dtype)
         self.batch, self.heads, self.causal = q.shape[0], k.shape[2], options.causal
         self.group = q.shape[2] // self.heads
@@ -148,13 +148,11 @@ class _Work:
 
 
 class Forward(_Work):
-    """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
+    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
-    ) -> None:
-        super().__init__(q, k, v, spans, options)
-        self.inner, self.states = self.sweep(k, v, spans.state_out, reverse=False)
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
+        super().__init__(inputs, spans, options)
+        self.inner, self.outgoing = self.sweep(self.k, self.v, spans.state_out, reverse=False)
         self.out: Tensor | None = None
 
     def local(self) -> None:
@@ -184,21 +182,19 @@ class Forward(_Work):
 
 
 class Backward(_Work):
-    """The backward in steps; see `BackwardSteps` in `seqpar.linear.states.attend`."""
+    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
         options: StateOptions,
         initial: Tensor | None,
     ) -> None:
-        super().__init__(q, k, v, spans, options)
+        super().__init__(inputs, spans, options)
         self.dout, self.initial = dout, initial
-        self.inner, self.states = self.sweep(q, dout, spans.state_in, reverse=True)
+        self.inner, self.outgoing = self.sweep(self.q, dout, spans.state_in, reverse=True)
         self.gradients: list[Tensor] | None = None
 
     def local(self) -> None:

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.states.options import StateOptions
 
 
 class _Work:
-    """Shared by forward and backward: the parts of spans, powers of λ, and empty states."""
+    """Shared by forward and backward: the parts of spansand powers of λ."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
-    ) -> None:
-        self.operands, self.dtype, self.spans, self.options = (q, k, v), q.dtype, spans, options
-        self.accumulator = accumulator_dtype(q.dtype)
-        self.heads = k.shape[2]
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
+        self.operands, self.spans, self.options = inputs[:3], spans, options
+        self.accumulator = accumulator_dtype(inputs.q.dtype)
+        self.heads = inputs.heads
 
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
         """Yield each span: its rows, the states that enter and leave it, its parts of `tensors`.
@@ -59,26 +58,17 @@ class _Work:
         between, head, tail = powers
         return between[:, None], head[:, None, :, None], tail[:, None, :, None]
 
-    def empty_states(self, count: int) -> Tensor:
-        """Return (count, B, Hkv, D, Dv): states of 0."""
-        q, _, v = self.operands
-        return q.new_zeros(
-            (count, q.shape[0], self.heads, q.shape[3], v.shape[3]), dtype=self.accumulator
-        )
-
 
 class Forward(_Work):
-    """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
+    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
-    ) -> None:
-        super().__init__(q, k, v, spans, options)
-        self.states = self.empty_states(spans.states_out)
-        for _, _, leave, (k_span, v_span) in self.each(k, v):
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
+        super().__init__(inputs, spans, options)
+        self.outgoing = options.empty(inputs, spans.states_out)
+        for _, _, leave, (k_span, v_span) in self.each(inputs.k, inputs.v):
             if leave >= 0:
-                tail = self.powers(k_span.shape[-2], k.device)[2]
-                self.states[leave] = ((k_span * tail).mT @ v_span)[:, :, 0]
+                tail = self.powers(k_span.shape[-2], k_span.device)[2]
+                self.outgoing[leave] = ((k_span * tail).mT @ v_span)[:, :, 0]
 
     def local(self) -> None:
         """Do nothing: `finish` computes everything."""
@@ -93,30 +83,28 @@ class Forward(_Work):
                 part = (q @ k.mT * between) @ v
             if enter >= 0 and initial is not None:
                 part = part + (q * head) @ initial[enter][:, :, None]
-            out[:, rows] = (self.options.scale * part).flatten(1, 2).transpose(1, 2).to(self.dtype)
+            out[:, rows] = (self.options.scale * part).flatten(1, 2).transpose(1, 2).to(out.dtype)
         return out
 
 
 class Backward(_Work):
-    """The backward in steps; see `BackwardSteps` in `seqpar.linear.states.attend`."""
+    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
         options: StateOptions,
         initial: Tensor | None,
     ) -> None:
-        super().__init__(q, k, v, spans, options)
+        super().__init__(inputs, spans, options)
         self.dout, self.initial = dout, initial
-        self.states = self.empty_states(spans.states_in)
-        for _, enter, _, (q_span, dout_span) in self.each(q, dout):
+        self.outgoing = options.empty(inputs, spans.states_in)
+        for _, enter, _, (q_span, dout_span) in self.each(inputs.q, dout):
             if enter >= 0:
-                head = self.powers(q_span.shape[-2], q.device)[1]
-                self.states[enter] = options.scale * ((q_span * head).mT @ dout_span).sum(2)
+                head = self.powers(q_span.shape[-2], q_span.device)[1]
+                self.outgoing[enter] = options.scale * ((q_span * head).mT @ dout_span).sum(2)
 
     def local(self) -> None:
         """Do nothing: `finish` computes everything."""

@@ -17,22 +17,22 @@ from torch import Tensor
 
 from seqpar.attention.backend import triton_refusal
 from seqpar.kernels import lightning_attention as kernels
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions
+from seqpar.linear.states.options import StateOptions
 
 refusal = triton_refusal
 
 
 class Forward:
-    """The forward in steps; see `ForwardSteps` in `seqpar.linear.states.attend`."""
+    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: SpanStates, options: StateOptions
-    ) -> None:
-        self._operands, self._options = (q, k, v), options
+    def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
+        self._operands, self._options = inputs[:3], options
+        _, k, v = self._operands
         self._log_decay = _log_decay(options, spans, k)
-        (self._walk,) = _walks(("forward",), spans, options, q, k, v, self._log_decay)
-        self._between, self.states = self._walk.states(k, v, self._log_decay, 1.0)
+        (self._walk,) = _walks(("forward",), spans, options, *self._operands, self._log_decay)
+        self._between, self.outgoing = self._walk.states(k, v, self._log_decay, 1.0)
         self._local: Tensor | None = None
 
     def local(self) -> None:
@@ -72,25 +72,24 @@ class Forward:
 
 
 class Backward:
-    """The backward in steps; see `BackwardSteps` in `seqpar.linear.states.attend`."""
+    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        inputs: Inputs,
         dout: Tensor,
         spans: SpanStates,
         options: StateOptions,
         initial: Tensor | None,
     ) -> None:
-        self._operands, self._options = (q, k, v, dout), options
+        self._operands, self._options = (*inputs[:3], dout), options
         self._initial = None if initial is None else initial.contiguous()
-        self._log_decay = _log_decay(options, spans, k)
+        self._log_decay = _log_decay(options, spans, inputs.k)
         operands = *self._operands, self._log_decay
         # For dk and dv, from the end, and for dq.
         self._walk, self._along = _walks(("backward", "queries"), spans, options, *operands)
-        self._between, self.states = self._walk.states(q, dout, self._log_decay, options.scale)
+        common = self._log_decay, options.scale
+        self._between, self.outgoing = self._walk.states(inputs.q, dout, *common)
         self._local: tuple[Tensor, Tensor, Tensor] | None = None
 
     def local(self) -> None:

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.backends import aten
 from seqpar.linear.maps.maps import Maps, compose
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 from tests.support.recurrent_cases import RecurrentCase, errors, oracle, run
 from tests.support.tiers import examples, few_rows
@@ -126,8 +127,8 @@ def test_maps_compose_to_the_whole_in_any_grouping(name, backend):
     found = {}
     for label, case in (("parts", parts), ("whole", whole)):
         inputs, dout, *_ = case.tensors()
-        options = MapOptions(case.scale, backend)
-        entering = begin_forward(this, inputs, case.spans, options).maps
+        options = MapOptions(this, case.scale, backend)
+        entering = begin_forward(inputs, case.spans, options).outgoing
         if label == "parts":
             one = [Maps(*(x[i : i + 1] for x in entering)) for i in range(5)]
             left = one[0]
@@ -141,14 +142,14 @@ def test_maps_compose_to_the_whole_in_any_grouping(name, backend):
                 state = compose(this, each, Maps(each.transition, states[-1][None])).state[0]
                 states.append(state)
             found["in one order"], found["in the other"] = left, right
-            back = begin_backward(this, inputs, dout, case.spans, options, torch.stack(states)).maps
+            back = begin_backward(inputs, dout, case.spans, options, torch.stack(states)).outgoing
             one = [Maps(*(x[i : i + 1] for x in back)) for i in range(5)]
             left = one[4]
             for earlier in reversed(one[:4]):
                 left = compose(this, earlier, left)
             found["back"] = left
         else:
-            back = begin_backward(this, inputs, dout, case.spans, options, None).maps
+            back = begin_backward(inputs, dout, case.spans, options, None).outgoing
     for label, expected in (("in one order", entering), ("in the other", entering), ("back", back)):
         for x, y in zip(found[label], expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=label)
@@ -160,10 +161,10 @@ def test_transitions_have_no_numbers_that_are_about_subnormal(name):
     edges = (0, 10, 310, 710, 1210, 1810, 1820)
     case = RecurrentCase(name, edges=edges, dtype=torch.float32, log_decay=-0.3)
     inputs, dout, entering, _ = case.tensors()
-    how = case.spans, MapOptions(case.scale, "aten")
-    forward = begin_forward(kind(name), inputs, *how)
-    for work in (forward, begin_backward(kind(name), inputs, dout, *how, entering)):
-        sizes = work.maps.transition.abs()
+    how = case.spans, MapOptions(kind(name), case.scale, "aten")
+    forward = begin_forward(inputs, *how)
+    for work in (forward, begin_backward(inputs, dout, *how, entering)):
+        sizes = work.outgoing.transition.abs()
         assert not ((sizes > 0) & (sizes < 1e-31)).any()
 
 
@@ -180,10 +181,10 @@ def test_a_nan_stays_in_its_span_after_it(name):
     inputs = case.tensors()[0]
     for x in inputs[:3]:
         x[:, 250] = float("nan")
-    work = begin_forward(kind(name), inputs, case.spans, MapOptions(1.0, "aten"))
+    work = begin_forward(inputs, case.spans, MapOptions(kind(name), 1.0, "aten"))
     out = work.finish(None)
-    assert out[:, : 100 + 128].isfinite().all() and work.maps.state[0].isfinite().all()
-    assert out[:, 251:].isnan().all() and work.maps.state[1].isnan().all()
+    assert out[:, : 100 + 128].isfinite().all() and work.outgoing.state[0].isfinite().all()
+    assert out[:, 251:].isnan().all() and work.outgoing.state[1].isnan().all()
 
 
 @few_rows()
@@ -193,18 +194,18 @@ def test_without_rows_or_spans_or_batch(name, backend):
     for edges, batch in (((0,), 2), ((0, 0, 0), 2), ((0, 5, 9), 0)):
         case = RecurrentCase(name, edges=edges, batch=batch, backend=backend)
         inputs, dout, entering, dleaving = case.tensors()
-        options = MapOptions(1.0, backend)
-        forward = begin_forward(kind(name), inputs, case.spans, options)
+        options = MapOptions(kind(name), 1.0, backend)
+        forward = begin_forward(inputs, case.spans, options)
         assert forward.finish(entering).shape == dout.shape
-        assert forward.maps.state.shape == dleaving.shape
-        backward = begin_backward(kind(name), inputs, dout, case.spans, options, entering)
+        assert forward.outgoing.state.shape == dleaving.shape
+        backward = begin_backward(inputs, dout, case.spans, options, entering)
         found = backward.finish(dleaving)
         assert [x if x is None else x.shape for x in found] == [
             x if x is None else x.shape for x in inputs
         ]
         if batch and entering.numel():  # empty spans pass states on
-            eye = torch.ones(()) if forward.maps.transition.dim() < 5 else torch.eye(case.dim)
-            assert (forward.maps.transition == eye).all()
+            eye = torch.ones(()) if forward.outgoing.transition.dim() < 5 else torch.eye(case.dim)
+            assert (forward.outgoing.transition == eye).all()
 
 
 @pytest.mark.exhaustive
@@ -225,11 +226,11 @@ def test_fp32_errors_of_a_long_document(name, tokens):
 
     def results(backend, dtype):
         to = lambda x: None if x is None else x.to(dtype)  # noqa: E731
-        options, spans, this = MapOptions(0.5, backend), case.spans, kind(name)
+        options, spans = MapOptions(kind(name), 0.5, backend), case.spans
         mine = Inputs(*map(to, inputs))
-        out = begin_forward(this, mine, spans, options).finish(to(entering))
-        work = begin_backward(this, mine, to(dout), spans, options, to(entering))
-        found = {"out": out, "dstate": work.maps.state}
+        out = begin_forward(mine, spans, options).finish(to(entering))
+        work = begin_backward(mine, to(dout), spans, options, to(entering))
+        found = {"out": out, "dstate": work.outgoing.state}
         return found | work.finish(to(dleaving))._asdict()
 
     exact = {n: x for n, x in results("aten", torch.float64).items() if x is not None}
@@ -248,7 +249,7 @@ def test_decay_over_100_000_positions_is_exact(log_decay):
     decay = torch.tensor([log_decay], dtype=torch.float64)
     inputs = Inputs(torch.ones(1, tokens, 1, 1), k, k, decay)
     spans = SpanStates(np.array([0, tokens]), np.array([-1]), np.array([-1]))
-    work = begin_forward(kind("constant_decay"), inputs, spans, MapOptions(1.0, "aten"))
+    work = begin_forward(inputs, spans, MapOptions(kind("constant_decay"), 1.0, "aten"))
     out = work.finish(None)[0, :, 0, 0].double()
     expected = torch.exp(torch.arange(tokens) * log_decay)
     # One rounding each of the state, of the decay since the chunk's start, and of their product;
@@ -264,7 +265,7 @@ def test_what_rows_add_to_states_is_computed_once(name):
         case = RecurrentCase(name, edges=(0, 200), entered=(entered,), left=(1,))
         inputs, _, entering, _ = case.tensors()
         with FlopCounterMode(display=False) as counter:
-            work = begin_forward(kind(name), inputs, case.spans, MapOptions(1.0, "aten"))
+            work = begin_forward(inputs, case.spans, MapOptions(kind(name), 1.0, "aten"))
             work.finish(entering)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0

@@ -13,9 +13,8 @@ import seqpar
 from seqpar import LASP2Attention, Layout, RecurrentAttention
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core import background
+from seqpar.linear import attend
 from seqpar.linear.inputs import Inputs
-from seqpar.linear.kinds import kind
-from seqpar.linear.maps import attend
 from seqpar.linear.maps.maps import Maps
 from seqpar.strategies.recurrent import TRANSPORTS
 from tests.support.fakes import AtOnce, Held, fake_group
@@ -28,19 +27,12 @@ from tests.unit.linear.test_final_states import DOCUMENTS, LAYOUTS
 HEADS, DIM, VALUE_DIM = 8, 16, 32
 
 
-def empty_maps(name, inputs, count):
-    """Maps of a kind, without data."""
-    shapes = {"head": (), "key": (DIM,), "matrix": (DIM, DIM)}[kind(name).transition]
-    transition = inputs.q.new_empty((count, 1, HEADS, *shapes), dtype=torch.float32)
-    state = inputs.q.new_empty((count, 1, HEADS, DIM, VALUE_DIM), dtype=torch.float32)
-    return Maps(transition, state)
-
-
 class NoForward:
     """A recurrent backend's forward that computes nothing."""
 
-    def __init__(self, kind, inputs, spans, options):
-        self.maps, self.results = empty_maps(kind.name, inputs, spans.states_out), inputs.v
+    def __init__(self, inputs, spans, options):
+        self.outgoing = options.empty(inputs, spans.states_out)
+        self.results = inputs.v
 
     def local(self):
         pass
@@ -52,8 +44,8 @@ class NoForward:
 class NoBackward(NoForward):
     """Likewise a backward."""
 
-    def __init__(self, kind, inputs, dout, spans, options, states_in):
-        self.maps, self.results = empty_maps(kind.name, inputs, spans.states_in), inputs
+    def __init__(self, inputs, dout, spans, options, states_in):
+        self.outgoing, self.results = options.empty(inputs, spans.states_in), inputs
 
 
 def sent(transport, rank, ranks, state, size):
@@ -86,7 +78,7 @@ def settings():
 @pytest.mark.parametrize(("name", "transport", "rank", "ranks"), list(settings()))
 def test_bytes_are_those_of_the_docstring(monkeypatch, name, transport, rank, ranks):
     backend = SimpleNamespace(Forward=NoForward, Backward=NoBackward)
-    monkeypatch.setattr(attend, "backend", lambda name: backend)
+    monkeypatch.setattr(attend, "load_backend", lambda family, name: backend)
     tokens = 16 * ranks
     with fake_group(rank, ranks) as group:
         rec, layout = RecurrentAttention(group, name, transport), Layout.zigzag(tokens, ranks)

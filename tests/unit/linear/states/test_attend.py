@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from seqpar import LASP2Attention, Layout, use_backend
+from seqpar.linear.attend import begin_backward, begin_forward
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.attend import StateOptions, begin_backward, begin_forward
 from seqpar.linear.states.backends import aten
+from seqpar.linear.states.options import StateOptions
 from tests.support.cases import rms
 from tests.support.linear_cases import LinearCase, assert_right, oracle, run
 from tests.support.ranks import virtual
@@ -174,14 +176,14 @@ def test_in_one_piece_or_in_steps():
         aten.CHUNK = chunk
         options = StateOptions(0.7, True, backend, decay)
         works = (
-            begin_forward(q, k, v, spans, options),
-            begin_backward(q, k, v, dout, spans, options, initial),
+            begin_forward(Inputs(q, k, v), spans, options),
+            begin_backward(Inputs(q, k, v), dout, spans, options, initial),
         )
         for work in works if in_steps else ():
             work.local()
-        results.append(
-            [works[0].states, works[0].finish(initial), works[1].states, *works[1].finish(dfinal)]
-        )
+        forward, backward = works
+        results.append([forward.outgoing, forward.finish(initial)])
+        results[-1] += [backward.outgoing, *backward.finish(dfinal)]
     for result in results[1:]:
         for x, y in zip(result, results[0], strict=True):
             torch.testing.assert_close(x, y)

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import LASP2Attention, Layout
+from seqpar.linear import attend
 from seqpar.linear.inputs import Inputs
-from seqpar.linear.states import attend
 from seqpar.strategies.lasp2 import TRANSPORTS
 from tests.support.linear_cases import LinearCase, begin
 from tests.support.nccl import Deadlock, nccl
@@ -34,14 +34,14 @@ def test_weights_are_computed_before_there_are_states(monkeypatch, transport):
     initial = case.inputs()[4]
     given = {"log_decay": case.log_decay, "initial_state": initial}
     call = lin._resolve(q[0], k[0], v[0], case.layout, **given)
-    before, make = [], attend.backend(call.options.backend)
+    before, make = [], attend.load_backend("linear", call.options.backend)
 
     class Backend:
         def __getattr__(self, name):
             before.append([x for x in names.found if x == "aten.exp.default"])
             return getattr(make, name)
 
-    monkeypatch.setattr(attend, "backend", lambda name: Backend())
+    monkeypatch.setattr(attend, "load_backend", lambda family, name: Backend())
     with Names() as names:
         result = lin._bound.strategy.forward(
             lin._bound.comm, call, Inputs(q, k, v), initial[:, None]

@@ -11,28 +11,31 @@ import torch
 from seqpar import LASP2Attention, Layout
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core import background
+from seqpar.linear import attend
 from seqpar.linear.inputs import Inputs
-from seqpar.linear.states import attend as linear
 from tests.support.fakes import AtOnce, Held, fake_group
 from tests.support.steady import SilentComm
 
 
-class NoWork:
-    """A linear backend's forward or backward that computes nothing."""
+class NoForward:
+    """A linear backend's forward that computes nothing."""
 
-    def __init__(self, q, k, v, *rest):
-        spans = rest[1] if isinstance(rest[0], torch.Tensor) else rest[0]
-        count = spans.states_in if isinstance(rest[0], torch.Tensor) else spans.states_out
-        self.states = q.new_empty(
-            (count, q.shape[0], k.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32
-        )
-        self.results = (q, k, v) if isinstance(rest[0], torch.Tensor) else torch.empty_like(q)
+    def __init__(self, inputs, spans, options):
+        self.outgoing = options.empty(inputs, spans.states_out)
+        self.results = torch.empty_like(inputs.q)
 
     def local(self):
         pass
 
     def finish(self, states):
         return self.results
+
+
+class NoBackward(NoForward):
+    """Likewise a backward."""
+
+    def __init__(self, inputs, dout, spans, options, states_in):
+        self.outgoing, self.results = options.empty(inputs, spans.states_in), inputs[:3]
 
 
 def transports_and_settings():
@@ -47,9 +50,8 @@ def transports_and_settings():
 def test_lasp2_sends_states_only(monkeypatch, transport, rank, ranks, tokens):
     """One document in zigzag: a state to each rank, or one for each of two spans, and so in
     backward, at any length."""
-    monkeypatch.setattr(
-        linear, "backend", lambda name: SimpleNamespace(Forward=NoWork, Backward=NoWork)
-    )
+    backend = SimpleNamespace(Forward=NoForward, Backward=NoBackward)
+    monkeypatch.setattr(attend, "load_backend", lambda family, name: backend)
     with fake_group(rank, ranks) as group:
         lin, layout = LASP2Attention(group, transport=transport), Layout.zigzag(tokens, ranks)
         comm, code = lin._bound.comm, lin._bound.strategy

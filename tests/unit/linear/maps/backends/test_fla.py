@@ -14,11 +14,12 @@ import torch
 from benchmarks.papers.gated_delta import CALLS
 from benchmarks.recurrent.kernels import inputs_of
 from seqpar.attention.backend import current_backend, use_backend
+from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.attend import MapOptions, begin_backward, begin_forward
 from seqpar.linear.maps.backends import fla
 from seqpar.linear.maps.maps import apply
+from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 from tests.support.recurrent_cases import RecurrentCase, run
 from tests.support.tiers import few_rows
@@ -40,20 +41,21 @@ class _Recurrence(torch.autograd.Function):
         count = len(cu_seqlens) - 1
         ctx.this = kind("linear" if name == "simple_gla" and g is None else KIND_OF[name])
         ctx.spans = SpanStates(cu_seqlens.numpy(), np.arange(count), np.arange(count))
-        ctx.options, ctx.has_initial = MapOptions(scale, "reference"), initial is not None
+        ctx.options = MapOptions(ctx.this, scale, "reference")
+        ctx.has_initial = initial is not None
         ctx.initial = q.new_zeros(count, 1, k.shape[2], k.shape[3], v.shape[3])
         if initial is not None:
             ctx.initial = initial[:, None].clone()
         ctx.inputs = Inputs(q, k, v, g, beta)
-        work = begin_forward(ctx.this, ctx.inputs, ctx.spans, ctx.options)
-        last = work.maps.state + apply(ctx.this, work.maps.transition, ctx.initial)
+        work = begin_forward(ctx.inputs, ctx.spans, ctx.options)
+        last = work.outgoing.state + apply(ctx.this, work.outgoing.transition, ctx.initial)
         return work.finish(ctx.initial), last[:, 0]
 
     @staticmethod
     def backward(ctx, dout, dlast):
         initial, dlast = ctx.initial, dlast[:, None]
-        work = begin_backward(ctx.this, ctx.inputs, dout, ctx.spans, ctx.options, initial)
-        dinitial = work.maps.state + apply(ctx.this, work.maps.transition, dlast)
+        work = begin_backward(ctx.inputs, dout, ctx.spans, ctx.options, initial)
+        dinitial = work.outgoing.state + apply(ctx.this, work.outgoing.transition, dlast)
         found = work.finish(dlast)
         return None, None, None, dinitial[:, 0] if ctx.has_initial else None, *found
 
@@ -128,14 +130,13 @@ def test_a_span_is_computed_once(package, monkeypatch, entered, left, forward, b
 
     monkeypatch.setattr(_Recurrence, "forward", staticmethod(forwards))
     monkeypatch.setattr(_Recurrence, "backward", staticmethod(backwards))
-    this = kind("gated_delta")
     spans = SpanStates(np.array([0, rows]), np.array([entered - 1]), np.array([left - 1]))
-    options, states = MapOptions(1.0, "fla"), torch.zeros(1, 1, 2, 8, 8)
+    options, states = MapOptions(kind("gated_delta"), 1.0, "fla"), torch.zeros(1, 1, 2, 8, 8)
     inputs, dout = inputs_of("gated_delta", rows, 2, 8)
-    begin_forward(this, inputs, spans, options).finish(states if entered else None)
+    begin_forward(inputs, spans, options).finish(states if entered else None)
     assert calls == forward
     calls.clear()
-    work = begin_backward(this, inputs, dout, spans, options, states if entered else None)
+    work = begin_backward(inputs, dout, spans, options, states if entered else None)
     work.finish(states if left else None)
     assert calls == backward
     if entered and left:

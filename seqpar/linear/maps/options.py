@@ -1,0 +1,58 @@
+"""The options of calls that exchange maps, and why maps are all that travels.
+
+Each token's step is affine in the state (`kinds`), so a span collapses to one map (`maps`): that is
+all that later tokens of its document need of it. Maps of consecutive spans compose, in any
+grouping.
+
+A span without an entering state (`state_in` −1) gets a transition of 0, and so does in backward a
+span whose leaving state has no gradient (`state_out` −1): for the delta rule a transition is a
+matrix, and computing it costs as much as the state. So on two ranks with one document no rank
+computes one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.linear.attend import NOMINAL_CHUNK, LinearWork, Options, StepName
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.kinds import Kind
+from seqpar.linear.maps.maps import Maps, transition_shape
+
+
+@dataclass(frozen=True)
+class MapOptions(Options[Maps]):
+    """The options of a call that exchanges maps.
+
+    Attributes:
+        kind: the kind of recurrence.
+        scale: what q·k is multiplied by.
+        backend: the backend's name.
+    """
+
+    family = "recurrent"
+    kind: Kind
+    scale: float
+    backend: str
+
+    def empty(self, inputs: Inputs, count: int) -> Maps:
+        batch, heads, dim, value_dim = inputs.state_shape
+        zeros = partial(inputs.q.new_zeros, dtype=accumulator_dtype(inputs.q.dtype))
+        transition = zeros((count, batch, heads, *transition_shape(self.kind, dim)))
+        return Maps(transition, zeros((count, batch, heads, dim, value_dim)))
+
+    def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
+        """Return the work of steps.
+
+        Each computation counts as a third of the pass, since their shares depend on the backend.
+        """
+        batch, heads, dim, value_dim = inputs.state_shape
+        rows = batch * inputs.q.shape[1]
+        # A row's products with the state, and with the rows of its chunk, in three equal steps.
+        with_state = dim * value_dim // (dim + value_dim) * (2 if self.kind.uses_beta else 1)
+        each = (with_state + NOMINAL_CHUNK) * (2 if backward else 1)
+        return LinearWork(
+            rows * heads * each * 2 // 3, 1 / 3, rows, heads, (dim, value_dim), backward
+        )

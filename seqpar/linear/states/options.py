@@ -1,0 +1,78 @@
+"""The options of calls that exchange states, and the formula that they compute.
+
+    out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
+
+is the output of row i of a span, whose first row is i = 0 and which the state S enters; λ =
+exp(log_decay), one for each KV head. Later tokens of the document need only the state of a span's L
+rows, Σ_j λ^{L−1−j} k_jᵀ v_j. States of consecutive spans compose as λ^{L₂} S₁ + S₂, in any
+grouping.
+
+Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head dim (Dv of values).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.memo import Memo
+from seqpar.linear.attend import NOMINAL_CHUNK, LinearWork, Options, StepName
+from seqpar.linear.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class StateOptions(Options[Tensor]):
+    """The options of a call that exchanges states.
+
+    Attributes:
+        scale: what q·k is multiplied by.
+        causal: if False, nothing decays and each row attends to its whole document:
+            out_i = scale · q_i · M, where M is the sum of the states of all its runs.
+        backend: the backend's name.
+        log_decay: (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1.
+        derived: the weights of states that have been computed. Calls with constant decays, which
+            came from the CPU, share their options; with others, these are a call's own.
+    """
+
+    family = "linear"
+    scale: float
+    causal: bool
+    backend: str
+    log_decay: Tensor | None
+    derived: Memo = field(default_factory=Memo, compare=False, repr=False)
+
+    def power(self, exponents: Tensor, heads: int) -> Tensor:
+        """Return (…, Hkv) fp64: λ^exponents, and 0 where an exponent is negative.
+
+        `exponents` are integers of any shape on the operands' device.
+        """
+        if self.log_decay is None:
+            return (exponents >= 0).double()[..., None].expand(*exponents.shape, heads)
+        powers = torch.exp(exponents[..., None] * self.log_decay)
+        return powers.masked_fill((exponents < 0)[..., None], 0.0)
+
+    def empty(self, inputs: Inputs, count: int) -> Tensor:
+        dtype = accumulator_dtype(inputs.q.dtype)
+        return inputs.q.new_zeros((count, *inputs.state_shape), dtype=dtype)
+
+    def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
+        """Return the work of steps, which follows from their numbers of matrix products.
+
+        Each step has products of rows with states, and `local` also products of a chunk's rows with
+        each other.
+        """
+        batch, rows, heads, dim = inputs.q.shape
+        value_dim = inputs.v.shape[3]
+        with_states = batch * rows * heads * dim * value_dim // (dim + value_dim)
+        within = batch * rows * heads * NOMINAL_CHUNK * (5 if backward else 2) // 2
+        areas = {
+            "begin": with_states,
+            "local": within + with_states * (2 if backward else 0),
+            "finish": with_states * (2 if backward else 1),
+        }
+        area = sum(areas[step] for step in steps)
+        share = area / max(1, sum(areas.values()))
+        return LinearWork(area, share, batch * rows, inputs.heads, (dim, value_dim), backward)
