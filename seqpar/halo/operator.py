@@ -130,15 +130,9 @@ def _causal_conv1d_backward(
 
 
 @torch.library.register_fake("seqpar::causal_conv1d_backward")  # type: ignore[untyped-decorator]
-def _causal_conv1d_backward_fake(
-    dout: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *_: object,
-) -> list[Tensor]:
-    tensors = (y for y in (x, weight, bias) if y is not None)
-    return [torch.empty_like(y, memory_format=torch.contiguous_format) for y in tensors]
+def _causal_conv1d_backward_fake(_dout: object, *operands: Any) -> list[Tensor]:
+    tensors = (x for x in operands[:3] if x is not None)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _name(weight: Tensor | None) -> str:

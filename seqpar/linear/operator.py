@@ -11,6 +11,7 @@ states.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from seqpar.attention.operators import (
     without_autocast,
 )
 from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.digest import CallDigest
 from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.sequence_numbers import empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
@@ -50,43 +52,26 @@ Bound = BoundStrategy[LinearStrategy[ResolvedCall]]
 
 
 @implementation("seqpar::linear_attention")
-def _linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    *carried: object,
-) -> list[Tensor]:
-    inputs, arguments = Inputs(q, k, v, log_decay, beta), CallArguments._make(carried)
+def _linear_attention(*operands: Any) -> list[Tensor]:
+    inputs, (initial, *carried) = _split(operands)
+    arguments = CallArguments._make(carried)
     bound: Bound = BoundStrategy.of(arguments.strategy)
-    begun, device = initial is not None, q.device
     call, comm = bound.resolve_checked(
-        device,
+        inputs.q.device,
         partial(bound.strategy.resolve, bound.comm, arguments, inputs, initial),
-        partial(_described, bound, arguments, inputs, begun),
+        partial(_described, bound, arguments, inputs, initial is not None),
     )
-    _add_digest(comm, bound, arguments, call, inputs)
     bound.announce("forward")
-    describe = partial(_described, bound, arguments, inputs, begun, False)
-    comm = bound.routed(comm, device, "forward", describe)
-    with without_autocast(q):
+    comm = _prepared(comm, bound, arguments, call, inputs, "forward")
+    with without_autocast(inputs.q):
         result = bound.strategy.forward(comm, call, _unit_strides(inputs), initial)
         return [*result, comm.numbers.as_tensor()]
 
 
 @torch.library.register_fake("seqpar::linear_attention")  # type: ignore[untyped-decorator]
-def _linear_attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    *carried: object,
-) -> list[Tensor]:
-    inputs, arguments = Inputs(q, k, v, log_decay, beta), CallArguments._make(carried)
+def _linear_attention_fake(*operands: Any) -> list[Tensor]:
+    inputs, (_, *carried) = _split(operands)
+    q, arguments = inputs.q, CallArguments._make(carried)
     counts = arguments.documents if arguments.return_state else 0, arguments.states_in
     dtype = accumulator_dtype(q.dtype)
     states = (q.new_empty((count, *inputs.state_shape), dtype=dtype) for count in counts)
@@ -97,34 +82,23 @@ def _linear_attention_fake(
 
 @implementation("seqpar::linear_attention_backward")
 def _linear_attention_backward(
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    has_initial_state: bool,
-    entered: Tensor,
-    numbers: Tensor,
-    *carried: object,
+    dout: Tensor | None, dfinal: Tensor | None, *operands: Any
 ) -> list[Tensor]:
-    inputs, arguments = Inputs(q, k, v, log_decay, beta), CallArguments._make(carried)
+    inputs, (has_initial_state, entered, numbers, *carried) = _split(operands)
+    arguments = CallArguments._make(carried)
     bound: Bound = BoundStrategy.of(arguments.strategy)
     if dout is None:
-        dout = q.new_zeros(inputs.out_shape)
+        dout = inputs.q.new_zeros(inputs.out_shape)
     dout = unit_stride(dout)
     if dfinal is None:
         documents = arguments.documents if arguments.return_state else 0
         dfinal = entered.new_zeros((documents, *entered.shape[1:]))
     bound.announce("backward")
-    with without_autocast(q):
+    with without_autocast(inputs.q):
         comm = bound.comm.call(numbers)
         arguments = bound.strategy.with_backend(arguments, inputs)
         call = bound.strategy.to_call(comm, arguments, inputs, has_initial_state)
-        _add_digest(comm, bound, arguments, call, inputs)
-        describe = partial(_described, bound, arguments, inputs, has_initial_state, False)
-        comm = bound.routed(comm, q.device, "backward", describe)
+        comm = _prepared(comm, bound, arguments, call, inputs, "backward")
         gradients, dinitial = bound.strategy.backward(
             comm, call, _unit_strides(inputs), entered, dout, dfinal
         )
@@ -134,26 +108,20 @@ def _linear_attention_backward(
 
 
 @torch.library.register_fake("seqpar::linear_attention_backward")  # type: ignore[untyped-decorator]
-def _linear_attention_backward_fake(
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    has_initial_state: bool,
-    entered: Tensor,
-    numbers: Tensor,
-    *carried: object,
-) -> list[Tensor]:
-    inputs = _differentiable(Inputs(q, k, v, log_decay, beta))
+def _linear_attention_backward_fake(_dout: object, _dfinal: object, *operands: Any) -> list[Tensor]:
+    inputs, (has_initial_state, entered, _, *carried) = _split(operands)
     contiguous = torch.contiguous_format
-    gradients = [torch.empty_like(x, memory_format=contiguous) for x in inputs if x is not None]
+    differentiable = (x for x in _differentiable(inputs) if x is not None)
+    gradients = [torch.empty_like(x, memory_format=contiguous) for x in differentiable]
     if has_initial_state:
         documents = CallArguments._make(carried).documents
         gradients.append(entered.new_empty((documents, *entered.shape[1:])))
     return gradients
+
+
+def _split(operands: Sequence[Any]) -> tuple[Inputs, Sequence[Any]]:
+    """Return the inputs, with which operands begin, and the other operands."""
+    return Inputs(*operands[:_FIELDS]), operands[_FIELDS:]
 
 
 def _differentiable(inputs: Inputs) -> Inputs:
@@ -176,12 +144,25 @@ def _described(
     return described | {"log_decay": None if g is None else g.tolist() if g.dim() == 1 else g.dim()}
 
 
-def _add_digest(
-    comm: Comm, bound: Bound, arguments: CallArguments, call: ResolvedCall, inputs: Inputs
-) -> None:
-    """Put a digest of the call's arguments into the headers of its messages."""
-    if not comm.has_headers(inputs.q.device):
-        return
+def _prepared(
+    comm: Comm,
+    bound: Bound,
+    arguments: CallArguments,
+    call: ResolvedCall,
+    inputs: Inputs,
+    direction: str,
+) -> Comm:
+    """Return the Comm of a pass, routed; headers of its messages have a digest of the arguments."""
+    begun = call.routes.has_initial_state
+    if comm.has_headers(inputs.q.device):
+        comm.digest = _digest(bound, arguments, call, inputs)
+    describe = partial(_described, bound, arguments, inputs, begun, False)
+    return bound.routed(comm, inputs.q.device, direction, describe)
+
+
+def _digest(
+    bound: Bound, arguments: CallArguments, call: ResolvedCall, inputs: Inputs
+) -> CallDigest:
     _, k, v, log_decay, beta = inputs
     begun = call.routes.has_initial_state
     gates = [None if x is None else (x.dim(), x.dtype) for x in (log_decay, beta)]
@@ -199,9 +180,8 @@ def _add_digest(
         }
 
     key = "linear", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments.settings()
-    digest = digest_of_call(call.layout, key, described)
     constant = None if log_decay is None or log_decay.dim() > 1 else log_decay
-    comm.digest = digest.extended(log_decay=constant)
+    return digest_of_call(call.layout, key, described).extended(log_decay=constant)
 
 
 class _CallContext(FunctionCtx):
@@ -215,8 +195,8 @@ class _CallContext(FunctionCtx):
 
 
 def _save_for_backward(ctx: _CallContext, operands: tuple[Any, ...], results: list[Tensor]) -> None:
-    *inputs, initial = operands[: _FIELDS + 1]
-    arguments = CallArguments._make(operands[_FIELDS + 1 :])
+    inputs, (initial, *carried) = _split(operands)
+    arguments = CallArguments._make(carried)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(results[3])
     ctx.settings = arguments.settings()
@@ -251,31 +231,13 @@ refuse_transforms("seqpar::linear_attention")
 # has two products for each of the gradients of q, and of k and v. By the delta rule a token also
 # reads the state with its key, which doubles the products of states. A multiplication and an
 # addition are 2 FLOPs. The chunks in which kernels compute take more.
-def _forward_flops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    *_: object,
-    out_val: object = None,
-) -> int:
-    outputs, states = _product_flops(Inputs(q, k, v, log_decay, beta))
+def _forward_flops(*operands: Any, out_val: object = None) -> int:
+    outputs, states = _product_flops(_split(operands)[0])
     return outputs + states
 
 
-def _backward_flops(
-    dout: Tensor | None,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    *_: object,
-    out_val: object = None,
-) -> int:
-    outputs, states = _product_flops(Inputs(q, k, v, log_decay, beta))
+def _backward_flops(_dout: object, _dfinal: object, *operands: Any, out_val: object = None) -> int:
+    outputs, states = _product_flops(_split(operands)[0])
     return 2 * outputs + 3 * states
 
 
