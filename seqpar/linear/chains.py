@@ -6,7 +6,7 @@ A document's chain goes through the ranks that hold its spans, in the document's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
             links = _causal_links(routes, rank, backward, ends)
         else:
             links = _round_trip_links(routes, rank, backward)
-        table = np.concatenate(links, axis=1)
+        table = np.concatenate([*links], axis=1)
         depth, source, target, document, _, carries_from = table[:6]
         table = table[:, np.lexsort((document, carries_from < 0, target, source, depth))]
         apart = np.flatnonzero((np.diff(table[:3]) != 0).any(0)) + 1
@@ -57,22 +57,32 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
     return routes.derived(("hops", rank, backward, ends), build)
 
 
-class ChainedSpans(NamedTuple):
-    """All ranks' spans, or without causality runs, in the order of the documents, as arrays.
+class Chain(NamedTuple):
+    """All ranks' spans in the order of a pass, document by document, as arrays (spans,).
 
-    A document's last span has its last token; runs are else in the order of the ranks.
+    Without causality they are runs. In forward a document's last span has its last token, and runs
+    are otherwise in the order of the ranks; backward reverses the order.
+
+    Attributes:
+        holder: the rank that has the span.
+        number: the number of the document's spans that come before it in this pass.
+        behind: the number of the document's spans that come after it in this pass.
+        maps: the slot of its map, or state, on its holder, or −1.
+        stations: the slot of the state that enters it in this pass, or −1.
+        documents: the span's document.
+        rows: the number of its rows.
     """
 
-    holder: Ints  # the rank that holds it
-    document: Ints
-    rows: Ints  # how many it has
-    state_in: Ints  # slot, or −1
-    state_out: Ints  # slot, or −1
-    number: Ints  # how many of the document come before
-    behind: Ints  # how many of the document follow
+    holder: Ints
+    number: Ints
+    behind: Ints
+    maps: Ints
+    stations: Ints
+    documents: Ints
+    rows: Ints
 
     @classmethod
-    def of(cls, routes: StateRoutes) -> ChainedSpans:
+    def of(cls, routes: StateRoutes, backward: bool) -> Chain:
         held = [routes.held(rank) for rank in range(routes.ranks)]
         holder = np.repeat(np.arange(len(held)), [x.documents.size for x in held])
         columns = [
@@ -83,9 +93,18 @@ class ChainedSpans(NamedTuple):
         order = np.lexsort((holder, ends, start, document))
         count = np.unique(document, return_counts=True)[1]
         number = count_up(count)
-        unordered = holder, document, stop - start, state_in, state_out
         behind = np.repeat(count, count) - 1 - number
-        return cls._make([*(column[order] for column in unordered), number, behind])
+        unordered = state_out, state_in, document, stop - start, holder
+        state_out, state_in, document, rows, holder = (x[order] for x in unordered)
+        if not backward:
+            return cls(holder, number, behind, state_out, state_in, document, rows)
+        reverse = holder, behind, number, state_in, state_out, document, rows
+        return cls._make(x[::-1] for x in reverse)
+
+    @property
+    def heads(self) -> Ints:
+        """(spans,) the index of the first span of each span's document."""
+        return np.arange(self.number.size) - self.number
 
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
         """Return the spans that pass a state on, to or from a rank, and the last ones on the rank.
@@ -96,148 +115,82 @@ class ChainedSpans(NamedTuple):
         to_here = np.r_[here[1:], False]
         return np.flatnonzero((here | to_here) & ~last), np.flatnonzero(here & last)
 
+    def links(
+        self,
+        source: Ints,
+        target: Ints,
+        depth: Ints,
+        states: Ints | int,
+        carries: Ints,
+        rows: Ints | int,
+        slots: Ints,
+    ) -> Ints:
+        """Return (8, links) from spans to spans, as `hops_of` reads them.
 
-class _Links(NamedTuple):
-    """Links as columns, which broadcast; `hops_of` reads them in this order."""
-
-    depth: Ints | int
-    source: Ints | int
-    target: Ints | int
-    document: Ints
-    own_state: Ints | int
-    carries_from: Ints | int
-    rows: Ints | int
-    target_slot: Ints
-
-    def table(self) -> Ints:
-        """Return (8, links)."""
-        return np.stack(np.broadcast_arrays(*self))
-
-
-def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) -> list[Ints]:
-    """Return a rank's links of documents, from the first span to the last, or back."""
-    spans = ChainedSpans.of(routes)
-    current, mine = spans.of_rank(rank)
-    following = current + 1
-    if backward:
-        carries = ends | (spans.behind[following] > 0)
-        between = _Links(
-            depth=spans.behind[following] + 1,
-            document=spans.document[following],
-            source=spans.holder[following],
-            target=spans.holder[current],
-            own_state=spans.state_in[following],
-            carries_from=np.where(carries, spans.state_out[following], -1),
-            rows=spans.rows[following],
-            target_slot=spans.state_out[current],
-        ).table()
-        if not ends:
-            return [between]
-        return [between, *_links_from_ends(routes, spans, rank, 0, spans.state_out)]
-    carries_from = np.where(spans.number > 0, spans.state_in, -1)
-    between = _Links(
-        depth=spans.number[current],
-        document=spans.document[current],
-        source=spans.holder[current],
-        target=spans.holder[following],
-        own_state=spans.state_out[current],
-        carries_from=carries_from[current],
-        rows=spans.rows[current],
-        target_slot=spans.state_in[following],
-    ).table()
-    if not ends:
-        return [between]
-    ended = mine[: mine.size * routes.returns_final_state]
-    to_ends = _Links(
-        depth=spans.number[ended],
-        document=spans.document[ended],
-        source=rank,
-        target=rank,
-        own_state=spans.state_out[ended],
-        carries_from=carries_from[ended],
-        rows=spans.rows[ended],
-        target_slot=routes.held(rank).states.states_in + np.arange(ended.size),
-    ).table()
-    return [between, to_ends]
+        `slots` are of the links, and the four arguments before of all spans, as sources.
+        """
+        columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
+        depth, holder, document, *others = np.stack(columns)[:, source]
+        return np.stack([depth, holder, self.holder[target], document, *others, slots])
 
 
-def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> list[Ints]:
-    """Return a rank's links without causality.
+def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) -> Iterator[Ints]:
+    """Yield a rank's links of documents, from the first span of a pass to the last."""
+    chain = Chain.of(routes, backward)
+    current, last = chain.of_rank(rank)
+    carries = np.where((chain.number > 0) | (backward and ends), chain.stations, -1)
+    columns = chain.number + backward, chain.maps, carries, chain.rows
+    yield chain.links(current, current + 1, *columns, chain.stations[current + 1])
+    if ends and backward:
+        first = np.flatnonzero(chain.number == 0)
+        yield from _links_from_ends(routes, chain, rank, first, 0, chain.stations)
+    elif ends:
+        yield _links_to_ends(routes, chain, rank, last, *columns)
+
+
+def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
+    """Yield a rank's links without causality.
 
     Sums are passed from run to run of a document, and the sum of all is passed back from the last.
     Nothing decays.
     """
-    runs = ChainedSpans.of(routes)
-    current, mine = runs.of_rank(rank)
+    runs = Chain.of(routes, backward=False)
+    current, last = runs.of_rank(rank)
     following = current + 1
-    state = runs.state_in  # the slot both of a run's state and of its station
+    state = runs.stations  # the slot both of a run's state and of its station
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
     passed_on = state + np.array(stations)[runs.holder]  # slots after the stations
+    carries = np.where(runs.number > 0, passed_on, -1)
+    yield runs.links(current, following, runs.number, state, carries, 0, passed_on[following])
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
-    there = _Links(
-        depth=runs.number[current],
-        document=runs.document[current],
-        source=runs.holder[current],
-        target=runs.holder[following],
-        own_state=state[current],
-        carries_from=np.where(runs.number > 0, passed_on, -1)[current],
-        rows=0,
-        target_slot=passed_on[following],
-    ).table()
-    at_last = _Links(
-        depth=runs.number[mine],
-        document=runs.document[mine],
-        source=rank,
-        target=rank,
-        own_state=state[mine],
-        carries_from=np.where(from_end, passed_on, -1)[mine],
-        rows=0,
-        target_slot=state[mine],
-    ).table()
-    back = _Links(
-        depth=(runs.number + 2 * runs.behind + 2)[following],
-        document=runs.document[following],
-        source=runs.holder[following],
-        target=runs.holder[current],
-        own_state=-1,
-        carries_from=state[following],
-        rows=0,
-        target_slot=state[current],
-    ).table()
+    carries = np.where(from_end, passed_on, -1)
+    yield runs.links(last, last, runs.number, state, carries, 0, state[last])
+    back = runs.number + 2 * runs.behind + 2
+    yield runs.links(following, current, back, -1, state, 0, state[current])
     if backward:
-        from_ends = _links_from_ends(routes, runs, rank, -1, passed_on)
-        return [there, at_last, back, *from_ends]
-    ended = mine[: mine.size * routes.returns_final_state]
-    to_ends = _Links(
-        depth=runs.number[ended] + 1,
-        document=runs.document[ended],
-        source=rank,
-        target=rank,
-        own_state=-1,
-        carries_from=state[ended],
-        rows=0,
-        target_slot=routes.held(rank).states.states_in + np.arange(ended.size),
-    ).table()
-    return [there, at_last, back, to_ends]
+        ends = np.flatnonzero(runs.behind == 0)
+        yield from _links_from_ends(routes, runs, rank, ends, -1, passed_on)
+    else:
+        yield _links_to_ends(routes, runs, rank, last, runs.number + 1, -1, state, 0)
+
+
+def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *columns: Any) -> Ints:
+    """Return the links of forward from the last spans on a rank to their documents' ends."""
+    ended = last[: last.size * routes.returns_final_state]
+    slots = routes.held(rank).states.states_in + np.arange(ended.size)
+    return chain.links(ended, ended, *columns, slots)
 
 
 def _links_from_ends(
-    routes: StateRoutes, spans: ChainedSpans, rank: int, depth: int, slots: Ints
+    routes: StateRoutes, chain: Chain, rank: int, last: Ints, depth: int, slots: Ints
 ) -> Iterator[Ints]:
     """Yield a rank's links of backward from documents' ends, which all ranks have.
 
-    They go to the last spans; `slots` are where, for all spans.
+    They go to the `last` spans of documents; `slots` are where, for all spans.
     """
-    last = np.flatnonzero(spans.behind == 0)
     for source in range(routes.ranks) if routes.returns_final_state else ():
-        reached = last if source == rank else last[spans.holder[last] == rank]
-        yield _Links(
-            depth=depth,
-            document=spans.document[reached],
-            source=source,
-            target=spans.holder[reached],
-            own_state=routes.held(source).states.states_in + spans.document[reached],
-            carries_from=-1,
-            rows=0,
-            target_slot=slots[reached],
-        ).table()
+        reached = last if source == rank else last[chain.holder[last] == rank]
+        documents = chain.documents[reached]
+        states = routes.held(source).states.states_in + documents
+        columns = depth, source, chain.holder[reached], documents, states, -1, 0, slots[reached]
+        yield np.stack(np.broadcast_arrays(*columns))

@@ -5,7 +5,7 @@ Gated DeltaNet and KDA does the same. Each pass has one exchange, posted before 
 spans.
 
 The maps of a document compose only in its order. A rank therefore gets the maps of all spans of
-other ranks before its own last span, and folds them one after another. For heads (`chain.py`) it
+other ranks before its own last span, and folds them one after another. For heads (`ends.py`) it
 gets only a state.
 """
 
@@ -23,7 +23,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import ranges
 from seqpar.core.traffic import Traffic
-from seqpar.linear.maps.chain import Chain
+from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
 from seqpar.linear.routes import StateRoutes

@@ -25,7 +25,7 @@ from seqpar.linear.final_states import (
 )
 from seqpar.linear.inputs import Inputs, check_gates, check_heads
 from seqpar.linear.kinds import Kind, kind
-from seqpar.linear.maps.chain import Ends
+from seqpar.linear.maps.ends import Ends
 from seqpar.linear.maps.maps import Maps, elements
 from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import StateRoutes
@@ -60,7 +60,7 @@ class MapExchange(Protocol):
     travels: bool
 
     def post(self, maps: Maps) -> None:
-        """Begin to send this rank's maps; of heads (`chain.py`) only the states are read."""
+        """Begin to send this rank's maps; of heads (`ends.py`) only the states are read."""
 
     def wait(self) -> Tensor:
         """Return the states that enter spans, (stations, B, H, K, V), by slot.

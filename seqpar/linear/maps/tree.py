@@ -6,7 +6,7 @@ Sequence Length" (2018), section 2, apply such a scan to affine recurrences.
 
 Span number i of a document has a *window* that ends with it: at first its own map, and in step d
 the composition of the 2ᵈ spans up to it. Its rank sends the window to span i + 2ᵈ, whose window
-then covers twice the number of spans. A window that reaches back to the head (`chain.py`) is
+then covers twice the number of spans. A window that reaches back to the head (`ends.py`) is
 complete: it is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges, and a rank holds the
 window of each of its spans twice, on any number of ranks.
 
@@ -29,7 +29,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
 from seqpar.core.background import run_async
 from seqpar.core.traffic import Traffic
-from seqpar.linear.maps.chain import Chain
+from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
 from seqpar.linear.scanning import Index, index_of

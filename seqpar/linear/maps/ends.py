@@ -1,60 +1,23 @@
-"""A document's chain of spans on all ranks, in the order of a pass.
+"""The ends of documents' chains of spans (`chains.py`).
 
-In forward states go from a document's first span to its last; in backward gradients of states go
-from the last to the first. The first span of a pass is the chain's *head*: only the initial state
-enters it, or in backward the final state's gradient. The rank that holds the head therefore knows
-the state that leaves it, and sends this state instead of a map: for the delta rule K·V numbers
-instead of K·(K + V). On two ranks, or for many short documents, nearly all maps are of heads. The
-last span is the chain's *tail*.
+The first span of a pass is the chain's *head*: only the initial state enters it, or in backward the
+final state's gradient. The rank that holds the head therefore knows the state that leaves it, and
+sends this state instead of a map: for the delta rule K·V numbers instead of K·(K + V). On two
+ranks, or for many short documents, nearly all maps are of heads. The last span is the chain's
+*tail*.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
-from seqpar.linear.chains import ChainedSpans
+from seqpar.linear.chains import Chain
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.maps import Maps, apply
 from seqpar.linear.routes import StateRoutes
-
-
-class Chain(NamedTuple):
-    """All ranks' spans in the order of a pass, document by document, as arrays (spans,).
-
-    Attributes:
-        holder: the rank that has the span.
-        number: the number of the document's spans that come before it in this pass.
-        behind: the number of the document's spans that come after it in this pass.
-        maps: the slot of its map on its holder, or −1.
-        stations: the slot of the state that enters it in this pass, or −1.
-        documents: the span's document.
-    """
-
-    holder: Ints
-    number: Ints
-    behind: Ints
-    maps: Ints
-    stations: Ints
-    documents: Ints
-
-    @classmethod
-    def of(cls, routes: StateRoutes, backward: bool) -> Chain:
-        """Return the chain of a pass."""
-        holder, documents, _, state_in, state_out, number, behind = ChainedSpans.of(routes)
-        if not backward:
-            return cls(holder, number, behind, state_out, state_in, documents)
-        columns = holder, behind, number, state_in, state_out, documents
-        return cls._make(x[::-1] for x in columns)
-
-    @property
-    def heads(self) -> Ints:
-        """(spans,) the index of the head of each span's document."""
-        return np.arange(self.number.size) - self.number
 
 
 class Ends:
