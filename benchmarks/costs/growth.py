@@ -28,7 +28,7 @@ from seqpar.costs.model import Model
 from seqpar.simulate import Comm, Program, play, record
 from seqpar.simulate.playback.one_rank import seconds_in_step
 from seqpar.simulate.recording.program import Post
-from seqpar.simulate.steps.attending import Attending
+from seqpar.simulate.steps.layers import Attending
 from seqpar.strategies.zeco import ZeCO
 
 RANKS = 8, 32, 128, 512, 2048, 4096, 16384

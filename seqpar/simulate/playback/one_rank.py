@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from seqpar.costs.cluster import Cluster
 from seqpar.simulate.playback.op_costs import computes, price
-from seqpar.simulate.recording.program import Begin, Compute, Copy, End, Post, Program, Wait
+from seqpar.simulate.recording.program import Begin, Compute, Copy, End, Post, Program, Sizes, Wait
 
 
 def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
@@ -88,7 +88,7 @@ class _Clock:
     def _exchange(self, post: Post) -> float:
         return max(self._direction(post.sends), self._direction(post.recvs))
 
-    def _direction(self, messages: Iterable[tuple[int, int]]) -> float:
+    def _direction(self, messages: Sizes) -> float:
         cluster = self._cluster
         inside, between = list[float](), list[float]()
         for peer, nbytes in messages:

@@ -19,7 +19,7 @@ from seqpar.simulate.recommendations.search_space import (
     planned,
 )
 from seqpar.simulate.steps.divided import Parallelism
-from seqpar.simulate.steps.served_layers import nano_batches
+from seqpar.simulate.steps.layers import nano_batches
 from seqpar.simulate.steps.steps import Step
 
 COLUMNS = (

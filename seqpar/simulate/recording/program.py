@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from seqpar.costs.grid import Tasks
 
+Sizes = tuple[tuple[int, int], ...]  # (peer, bytes) of each message
+
 
 class SoftmaxCompute(NamedTuple):
     """One call of softmax attention on a number of query heads.
@@ -65,14 +67,14 @@ class Post:
 
     Attributes:
         number: the number of the exchange on this rank.
-        sends, recvs: (peer, bytes) of each message.
+        sends, recvs: the messages.
         channel: the communicator.
         what, step: as in `seqpar.trace`.
     """
 
     number: int
-    sends: tuple[tuple[int, int], ...]
-    recvs: tuple[tuple[int, int], ...]
+    sends: Sizes
+    recvs: Sizes
     channel: str = ""
     what: str = ""
     step: int = 0

@@ -28,12 +28,12 @@ from seqpar.simulate.recording.program import (
     Operators,
     Post,
     Program,
+    Sizes,
     SoftmaxCompute,
     Wait,
 )
 from seqpar.softmax.attend import SoftmaxWork
 
-Sizes = tuple[tuple[int, int], ...]  # (rank, bytes) of each message
 _names = count()
 
 

@@ -17,10 +17,11 @@ other exchanges have formulas:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from seqpar.simulate.steps.steps import Step, step
 _TENSOR_EXCHANGES = 8  # of a layer's activations: 2 gathered, 2 reduced, forward and backward
 _RECOMPUTED_TENSOR_EXCHANGES = 4
 _SHARDING_PASSES = 3  # parameters gathered twice, gradients reduced once
+T = TypeVar("T")
 _BACKWARD_SHARE = 2 / 3  # of a stage's time; 1F1B's total depends only on the sum
 
 
@@ -85,21 +87,16 @@ class DividedCosts:
     @cached_property
     def context(self) -> Costs:
         """The costs of one group of context ranks, each with its share of every layer's heads."""
-        return Costs(
-            self._context_cluster, _tensor_share(self.costs.model, self.parallelism.tensor)
-        )
+        cluster, (_, _, tensor, context) = self.costs.cluster, self.parallelism
+        per_node = min(context, cluster.devices_per_node // tensor)
+        part = per_node / cluster.devices_per_node
+        group = _with_nics(cluster, cluster.nics * part, context // per_node, per_node)
+        return Costs(group, _tensor_share(self.costs.model, tensor))
 
     @property
     def sharding_ranks(self) -> int:
         """The number of ranks that parameters, or Adam's state, are sharded over."""
         return self.parallelism.data * self.parallelism.context
-
-    @cached_property
-    def stages(self) -> list[tuple[Layer, ...]]:
-        """The layers of each stage."""
-        layers, stages = self.context.model.layers, self.parallelism.pipeline
-        each = len(layers) // stages
-        return [layers[i * each : (i + 1) * each] for i in range(stages)]
 
     def tensor_seconds(self, tokens: float, checkpointing: str = "none") -> float:
         """Return the seconds in which tensor ranks exchange a layer's activations."""
@@ -161,7 +158,9 @@ class DividedCosts:
         """
         if self.parallelism.pipeline == 1:
             return self.least_seconds(sum(layers) + head, shares)
-        seconds = np.outer(self._stage_seconds(layers, head), shares)
+        of_stages = [sum(x) for x in self._of_stages(layers)]
+        of_stages[-1] += head
+        seconds = np.outer(of_stages, shares)
         forward, backward = seconds * (1 - _BACKWARD_SHARE), seconds * _BACKWARD_SHARE
         stages = self.parallelism.pipeline
         outcome = pipeline(forward, backward, self._stage_cluster, boundary_bytes, stages=stages)
@@ -187,13 +186,6 @@ class DividedCosts:
         held = each * min(stages, micro_batches) / stages
         return tokens * (held + once) / self.parallelism.tensor
 
-    @cached_property
-    def _context_cluster(self) -> Cluster:
-        cluster, (_, _, tensor, context) = self.costs.cluster, self.parallelism
-        per_node = min(context, cluster.devices_per_node // tensor)
-        part = per_node / cluster.devices_per_node
-        return _with_nics(cluster, cluster.nics * part, context // per_node, per_node)
-
     @property
     def _stage_cluster(self) -> Cluster:
         """One device for each stage."""
@@ -208,10 +200,11 @@ class DividedCosts:
     def _stage_costs(self) -> Costs:
         """The largest stage; at most one of the embedding and the head is in a stage."""
         model = self.context.model
-        if len(self.stages) == 1:
+        if self.parallelism.pipeline == 1:
             return self.context
-        largest = max(self.stages, key=lambda x: sum(map(model.layer_parameters, x)))
-        return Costs(self._context_cluster, replace(model, layers=largest, tied=True))
+        stages = self._of_stages(model.layers)
+        largest = max(stages, key=lambda x: sum(map(model.layer_parameters, x)))
+        return Costs(self.context.cluster, replace(model, layers=tuple(largest), tied=True))
 
     @property
     def end_seconds(self) -> float:
@@ -222,10 +215,9 @@ class DividedCosts:
             return update
         return update + self.sharded_seconds(self._stage_costs.model.parameters, 2)
 
-    def _stage_seconds(self, layers: list[float], head: float) -> list[float]:
+    def _of_stages(self, layers: Sequence[T]) -> list[Sequence[T]]:
         each = len(layers) // self.parallelism.pipeline
-        seconds = [sum(layers[i : i + each]) for i in range(0, len(layers), each)]
-        return [*seconds[:-1], seconds[-1] + head]
+        return [layers[i : i + each] for i in range(0, len(layers), each)]
 
 
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints, as_bool, as_float, as_int, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import CHECKPOINTING, Costs
@@ -31,17 +29,20 @@ from seqpar.simulate.recording.program import (
     ShardExchange,
     Wait,
 )
-from seqpar.simulate.recording.recording import record
-from seqpar.simulate.steps.attending import Attending, Products
-from seqpar.simulate.steps.rank_classes import as_rank, ranks_alike
-from seqpar.simulate.steps.served_layers import record_layers, whole_documents
+from seqpar.simulate.steps.layers import (
+    Attending,
+    Products,
+    record_attention,
+    record_attention_once,
+    record_layers,
+    whole_documents,
+)
 from seqpar.strategies.recurrent import TRANSPORTS
 from seqpar.strategies.registry import SOFTMAX
 
 SHARDING = ("none", "gradients", "full")
 ACTIVITIES = ("busy", "waiting")
 _SHARDED_PARAMETERS = -1  # an exchange number that recorded code never uses
-_Amount = TypeVar("_Amount", float, Floats)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,10 +181,9 @@ def step(
             # counts once. Each further layer adds the time of the second, which is exact for equal
             # layers.
             two, _ = simulator.play(attending, products, 2)
-        seconds += _all_layers(count, one.seconds, None if two is None else two.seconds)
+        seconds += _all_layers("seconds", count, one, two)
         for activity in ACTIVITIES:
-            of_two = None if two is None else getattr(two, activity)
-            spent[activity] = spent[activity] + _all_layers(count, getattr(one, activity), of_two)
+            spent[activity] = spent[activity] + _all_layers(activity, count, one, two)
         kept_bytes = tokens * model.attention_elements(attending.layer) * costs.itemsize
         temporary_bytes = np.maximum(
             temporary_bytes, one.peak_bytes - np.r_[kept_bytes, no_servers]
@@ -232,9 +232,7 @@ def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
     tokens = max(layout.tokens_per_rank)
     kinds = _kinds_of_layers(costs, "none", "all_gather")
     flops = sum(count * sum(products.flops(tokens)) for _, products, count in kinds)
-    return (
-        head_seconds(costs, max(layout.tokens_per_rank)) + flops / costs.cluster.device.reached_rate
-    )
+    return head_seconds(costs, tokens) + flops / costs.cluster.device.reached_rate
 
 
 def _kinds_of_layers(
@@ -255,14 +253,14 @@ def _kinds_of_layers(
 
 def head_seconds(costs: Costs, tokens: float) -> float:
     """Return the seconds of the model's head, forward and backward, on a rank with these tokens."""
-    model = costs.model
-    flops = 6 * tokens * model.vocabulary * model.hidden
+    flops = 6 * tokens * costs.model.vocabulary * costs.model.hidden
     return flops / costs.cluster.device.reached_rate
 
 
-def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
+def _all_layers(figure: str, count: int, one: Outcome, two: Outcome | None) -> Any:
     """Extrapolate from one layer or, if two were played, from the time that the second adds."""
-    return count * one if two is None else one + (count - 1) * (two - one)
+    first = getattr(one, figure)
+    return count * first if two is None else first + (count - 1) * (getattr(two, figure) - first)
 
 
 @dataclass(frozen=True)
@@ -308,7 +306,7 @@ class _LayerSimulator:
         """Record these ranks of one layer, without servers."""
         strategy, mesh = ("ring", None) if attending.linear else (self.strategy, self.mesh)
         recompute = self.checkpointing == "full"
-        record_it = _record_attention if self.options else _record_attention_once
+        record_it = record_attention if self.options else record_attention_once
         programs = record_it(
             *(strategy, self.layout, attending, mesh, recompute, self.costs.cluster.overlaps),
             ranks,
@@ -345,40 +343,3 @@ def _offload_activations(program: Program, nbytes: int) -> None:
     for part in (actions[:first_of_backward], actions[first_of_backward:]):
         copy = Program([Copy(nbytes, "offload")])
         program.actions += [Begin(copy), *part, End(copy)]
-
-
-def _record_attention(
-    strategy: str,
-    layout: Layout,
-    attending: Attending,
-    mesh: tuple[int, int] | None,
-    recompute: bool,
-    ordered: bool,
-    ranks: tuple[int, ...],
-    **options: Any,
-) -> list[Program]:
-    """Record a layer's attention: forward (twice if it is recomputed) and backward."""
-
-    def code(comm: Comm) -> None:
-        tokens = layout.tokens_on(comm.rank)
-        attn = attending.module(comm, strategy, **options)
-        operands, call = attending.operands(tokens), attending.call(tokens)
-        if recompute:
-            with torch.no_grad():
-                attn(*operands, layout, **call)
-        out = attn(*operands, layout, **call)
-        out.backward(torch.empty_like(out))
-
-    length = 1 if options else ranks_alike(strategy, mesh, layout, attending.model)
-    firsts = sorted({rank - rank % length for rank in ranks})
-    programs = record(code, layout.ranks, mesh=mesh, only=firsts, ordered=ordered)
-    recorded = dict(zip(firsts, programs, strict=True))
-    return [
-        as_rank(recorded[rank - rank % length], rank - rank % length, rank, length)
-        for rank in ranks
-    ]
-
-
-# Recordings are shared: ways to keep activations differ only outside attention, and all strategies
-# have the same linear layers.
-_record_attention_once = lru_cache(maxsize=4)(_record_attention)

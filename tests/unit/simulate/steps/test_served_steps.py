@@ -15,8 +15,7 @@ from seqpar.balance import Cluster, Costs, Link, Model
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.recommendations import search_space, ways
 from seqpar.simulate.recording.serving import RecordedPool
-from seqpar.simulate.steps.attending import Attending, Products
-from seqpar.simulate.steps.served_layers import nano_batches, record_layers
+from seqpar.simulate.steps.layers import Attending, Products, nano_batches, record_layers
 from seqpar.simulate.steps.steps import least_trainer_seconds
 from tests.support.tiers import few_rows
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, PAIR, SMALL

@@ -8,9 +8,8 @@ import torch
 from seqpar import Layout
 from seqpar.balance import Model
 from seqpar.simulate.recording.program import Compute, SoftmaxCompute
-from seqpar.simulate.steps import steps
-from seqpar.simulate.steps.attending import Attending
-from seqpar.simulate.steps.rank_classes import ranks_alike
+from seqpar.simulate.steps import layers
+from seqpar.simulate.steps.layers import Attending, ranks_alike
 from tests.unit.simulate.steps.test_steps import MODEL
 
 EVEN = Layout.zigzag([0, 5000, 9000, 8 * 2048], 8)
@@ -43,9 +42,9 @@ def test_shared_programs_equal_recorded_ones(monkeypatch, layout, strategy, mesh
     attending = Attending(model, model.layers[0], torch.bfloat16, "all_gather")
     arguments = strategy, layout, attending, mesh, True, ordered, tuple(range(ranks))
     assert ranks_alike(strategy, mesh, layout, model) == alike
-    shared = steps._record_attention(*arguments)
-    monkeypatch.setattr(steps, "ranks_alike", lambda *_: 1)
-    for one, other in zip(shared, steps._record_attention(*arguments), strict=True):
+    shared = layers.record_attention(*arguments)
+    monkeypatch.setattr(layers, "ranks_alike", lambda *_: 1)
+    for one, other in zip(shared, layers.record_attention(*arguments), strict=True):
         assert [*map(plain, one.actions)] == [*map(plain, other.actions)]
         assert one.peak_bytes == other.peak_bytes and one.sent_bytes == other.sent_bytes
 
