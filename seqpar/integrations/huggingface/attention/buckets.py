@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
-from seqpar.integrations.huggingface.model.code import has_buckets
+from seqpar.integrations.huggingface.model.code import has_buckets, takes
 from seqpar.integrations.huggingface.model.patched_globals import Replaced
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.compute.merge import merge
@@ -62,7 +62,7 @@ def add_bucket_hooks(model: nn.Module) -> list[RemovableHandle | Replaced]:
             continue
         if x.has_relative_attention_bias:
             handles.append(Replaced(x, "compute_bias", _bias_by_band(x)))
-        elif "position_bias" in inspect.signature(type(x).forward).parameters:
+        elif takes(x, "position_bias"):
             handles.append(x.register_forward_pre_hook(_without_bias, with_kwargs=True))
     return handles
 

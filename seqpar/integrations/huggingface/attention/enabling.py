@@ -30,8 +30,7 @@ from seqpar.integrations.huggingface.batch.sharding import (
     has_kept_ids,
     has_noted_tokens,
 )
-from seqpar.integrations.huggingface.model.layers import configs_of
-from seqpar.integrations.huggingface.model.recurrent_kinds import kind_of
+from seqpar.integrations.huggingface.model.layers import configs_of, kind_of
 
 _NAME = "seqpar"  # of the attention implementation, in configs
 _SETTING = "_attn_implementation"  # of configs

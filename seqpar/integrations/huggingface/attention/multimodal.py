@@ -7,7 +7,6 @@ and computes all images; the gradients of their weights are summed like all othe
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.call import ModelCall, ShardedMask, current
 from seqpar.integrations.huggingface.batch.sharding import Side, side_of
-from seqpar.integrations.huggingface.model.code import dispatches, dropout_of
+from seqpar.integrations.huggingface.model.code import dispatches, dropout_of, takes
 
 _FEATURES = {
     "deepstack_visual_embeds": "visual_pos_masks",
@@ -81,7 +80,7 @@ def take_tokens(comm: Comm) -> Callable[..., Any]:
     def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = current.call
         cached = call is not None and call.cache is not None
-        if not cached and "use_cache" in inspect.signature(type(text).forward).parameters:
+        if not cached and takes(text, "use_cache"):
             kwargs = kwargs | {"use_cache": False}  # the outer model may not pass it on
         if call is None or not call.sharding.whole:  # only text, or a step after the images
             if call is not None and isinstance(mask := kwargs.get("attention_mask"), ShardedMask):

@@ -8,7 +8,6 @@ meet the values, seqpar's attention is called. Any step that is not understood i
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from seqpar.integrations.huggingface.attention.attention import attend, sides_of
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ShardedMask
 from seqpar.integrations.huggingface.attention.masks import MaskShape
-from seqpar.integrations.huggingface.model.code import computes_itself
+from seqpar.integrations.huggingface.model.code import computes_itself, global_of
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
 from seqpar.integrations.huggingface.model.patched_globals import Replaced
 
@@ -342,7 +341,7 @@ def slopes_of(layer: Any) -> Tensor | None:
     """Return ALiBi's slopes (H,) fp32 of a layer, the bias per position; None without ALiBi."""
     heads = getattr(layer, "num_heads", None) or getattr(layer, "n_heads", None)
     for name in _MAKERS:
-        if make := getattr(sys.modules[type(layer).__module__], name, None):
+        if make := global_of(layer, name):
             two = torch.ones(1, 2, dtype=torch.long)
             bias = make(two, heads, torch.float32) if name == _MAKERS[0] else make(heads, 2)
             first, second = bias.view(heads, 2).unbind(1)

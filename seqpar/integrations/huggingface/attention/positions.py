@@ -12,18 +12,16 @@ from torch.utils.hooks import RemovableHandle
 
 from seqpar.integrations.huggingface.attention.call import ModelCall, current
 from seqpar.integrations.huggingface.attention.own_attention import has_slopes
-from seqpar.integrations.huggingface.model.code import has_buckets
-from seqpar.integrations.huggingface.model.positions import is_formula, is_table
+from seqpar.integrations.huggingface.model.code import has_buckets, is_formula, is_table, takes
 
 _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
 
 
 def takes_positions(model: nn.Module) -> bool:
-    if "position_ids" in inspect.signature(type(model).forward).parameters:
+    if takes(model, "position_ids"):
         return True
-    return any(
-        is_table(x) or is_formula(x) or has_buckets(x) or has_slopes(x) for x in model.modules()
-    )
+    kinds = is_table, is_formula, has_buckets, has_slopes
+    return any(is_kind(x) for x in model.modules() for is_kind in kinds)
 
 
 def add_hooks(model: nn.Module, encoder: nn.Module | None) -> list[RemovableHandle]:

@@ -31,8 +31,8 @@ from seqpar.integrations.huggingface.attention.attention import (
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ShardedMask
 from seqpar.integrations.huggingface.attention.counting import counted, counted_backward, counting
 from seqpar.integrations.huggingface.attention.masks import MaskShape
+from seqpar.integrations.huggingface.model.layers import CALLED, kind_of
 from seqpar.integrations.huggingface.model.patched_globals import Overlay, check_forward, named_in
-from seqpar.integrations.huggingface.model.recurrent_kinds import CALLED, kind_of
 from seqpar.layout.layout import Layout
 from seqpar.strategies.recurrent import RecurrentAttention
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,9 +24,8 @@ from seqpar.integrations.huggingface.batch.sharding import (
     note_tokens,
     side_of,
 )
-from seqpar.integrations.huggingface.model.code import cuts_documents
-from seqpar.integrations.huggingface.model.positions import default_positions
-from seqpar.integrations.huggingface.model.recurrent_kinds import kind_of
+from seqpar.integrations.huggingface.model.code import cuts_documents, default_positions, global_of
+from seqpar.integrations.huggingface.model.layers import kind_of
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 
@@ -167,7 +165,7 @@ class BatchSharder:
         if batch.get("decoder_input_ids") is not None:
             return batch
         model: Any = self._model
-        own = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+        own = global_of(model, "shift_tokens_right")
         labels = batch.get("labels")
         made = _like(batch)
         made.update(batch)

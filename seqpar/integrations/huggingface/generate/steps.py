@@ -14,7 +14,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.huggingface.batch.sharding import Sharding, Side
 from seqpar.integrations.huggingface.generate.cache import Cache
-from seqpar.integrations.huggingface.model.positions import default_positions
+from seqpar.integrations.huggingface.model.code import default_positions
 from seqpar.layout.layout import Layout
 
 

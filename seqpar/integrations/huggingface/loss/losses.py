@@ -9,7 +9,6 @@ each rank's own probabilities give its part of the loss.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.call import ModelCall
 from seqpar.integrations.huggingface.batch.sharding import Side
+from seqpar.integrations.huggingface.model.code import global_of
 
 
 def losses_of(
@@ -71,7 +71,7 @@ class RouterLoss:
     @classmethod
     def of(cls, model: Any) -> RouterLoss | None:
         """Return a model's router loss, or None if it is not known to be this one."""
-        own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+        own = global_of(model, "load_balancing_loss_func")
         top, coefficient = _setting(model, _TOP), _setting(model, _COEFFICIENTS)
         if own is None or top is None or coefficient is None or not _is_this(own):
             return None

@@ -19,7 +19,6 @@ from seqpar.integrations.huggingface.model.code import (
     masks_padding_tokens,
     read_elsewhere,
 )
-from seqpar.integrations.huggingface.model.recurrent_kinds import TYPES, kind_of
 
 _MIXER = re.compile(  # classes that mix tokens; their norms mix channels only
     r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
@@ -40,6 +39,36 @@ _LOSSES = {
     "ForMaskedLM": False,
     "ForTokenClassification": False,
 }
+# Class -> a kind of `RecurrentAttention`, or "convolution" if only a convolution mixes tokens.
+_RECURRENT = {
+    "BambaMixer": "scalar_decay",
+    "FalconH1Mixer": "scalar_decay",
+    "GraniteMoeHybridMambaLayer": "scalar_decay",
+    "KimiLinearDeltaAttention": "kda",
+    "Lfm2MoeShortConv": "convolution",
+    "Lfm2ShortConv": "convolution",
+    "Lfm3ShortConv": "convolution",
+    "Mamba2Mixer": "scalar_decay",
+    "MiniMaxLightningAttention": "constant_decay",
+    "NemotronHMamba2Mixer": "scalar_decay",
+    "OlmoHybridGatedDeltaNet": "gated_delta",
+    "Qwen3NextGatedDeltaNet": "gated_delta",
+    "Qwen3_5GatedDeltaNet": "gated_delta",
+    "Qwen3_5MoeGatedDeltaNet": "gated_delta",
+    "Zamba2MambaMixer": "scalar_decay",
+}
+# Kind -> the global functions that mix tokens, which the forwards of this kind call.
+CALLED: dict[str, tuple[str, ...]] = {
+    "constant_decay": (),
+    "convolution": ("causal_conv1d_fn",),
+    "gated_delta": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
+    "kda": ("causal_conv1d_fn", "chunk_kimi_delta_attention"),
+    "scalar_decay": (
+        "causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined",
+    ),
+}  # fmt: skip
+# Entries of a config's `layer_types` that are allowed in a model with recurrent layers.
+_RECURRENT_TYPES = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 
 
 class Uncopied:
@@ -69,6 +98,15 @@ class AttentionLayer(Uncopied):
     recurrence: Any = None  # the `PatchedRecurrence` of a recurrent layer
     counter: Any = None  # the `Counter` that counts in compiled graphs
     session: Any = None  # the layer's `EnabledModel`
+
+
+def kind_of(layer: type) -> str | None:
+    """Return a layer's kind of recurrence, if any. FSDP's subclasses share the forward."""
+    for base in layer.__mro__:
+        ours = base.__module__.startswith("transformers.models.") and base.__name__ in _RECURRENT
+        if ours and getattr(layer, "forward", None) is base.forward:  # type: ignore[attr-defined]
+            return _RECURRENT[base.__name__]
+    return None
 
 
 def find_layers(
@@ -183,7 +221,7 @@ def _mixing(
         f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
         for name, kind in outermost.items()
     ]
-    known = _LAYER_TYPES | (TYPES if recurrent else set())
+    known = _LAYER_TYPES | (_RECURRENT_TYPES if recurrent else set())
     for config in configs_of(model):
         others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if others and not outermost:

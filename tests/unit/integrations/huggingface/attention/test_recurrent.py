@@ -12,8 +12,8 @@ from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.attention.recurrent import PatchedRecurrence, _nothing
+from seqpar.integrations.huggingface.model.layers import _RECURRENT, CALLED, kind_of
 from seqpar.integrations.huggingface.model.patched_globals import check_forward, with_globals
-from seqpar.integrations.huggingface.model.recurrent_kinds import _KINDS, CALLED, kind_of
 from tests.support import generation
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
@@ -176,7 +176,7 @@ def test_each_listed_class_calls_the_replaced_function():
             code = inspect.unwrap(kind.forward).__code__
             assert {*CALLED[kind_of(kind)]} <= {*code.co_names}
         found |= {kind.__name__ for kind in classes}
-    assert found == set(_KINDS) and set(_KINDS.values()) == set(CALLED)
+    assert found == set(_RECURRENT) and set(_RECURRENT.values()) == set(CALLED)
 
 
 def test_functions_with_other_globals_keep_their_decorators():
