@@ -18,8 +18,7 @@ from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, chec
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, digest_of
 from seqpar.integrations.huggingface.generate.cache import Cache, cache_type
 from seqpar.integrations.huggingface.generate.steps import Kept, begun, kept_of_prefill, to_step
-from seqpar.integrations.huggingface.loss.gradients import tensors_in
-from seqpar.integrations.huggingface.loss.outputs import mark, unshard
+from seqpar.integrations.huggingface.loss.outputs import mark, tensors_in, unshard
 from seqpar.integrations.huggingface.model.layers import Uncopied, check_reached, encoder_of
 from seqpar.integrations.huggingface.model.patched_globals import Replaced
 
@@ -187,8 +186,9 @@ class Generation(Uncopied):
         else:
             mark(outputs, call.sharding)
         if self._session.comm.size > 1:
-            for x in tensors_in(outputs):
-                x.register_hook(_refuse_gradient)
+            for _, x in tensors_in(outputs):
+                if x.requires_grad:
+                    x.register_hook(_refuse_gradient)
         return outputs
 
 

@@ -11,7 +11,7 @@ sums of parameters that DDP and FSDP leave alone are divided by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from seqpar.core.torch_private import (
     parameters_in,
     put_tensor,
 )
+from seqpar.integrations.huggingface.loss.outputs import tensors_in, with_tensors
 from seqpar.integrations.huggingface.model.layers import Uncopied
 
 _BUCKET_ELEMENTS = 1 << 24  # summed in one all-reduce
@@ -151,11 +152,11 @@ class ModelGradients(Uncopied):
         groups, others = self._grouped()
         for block in list(groups):
             if whole or is_compiled(block):
-                self._replace(groups.pop(block))
+                self._replace(groups.pop(block), (), {})
             elif _recomputes_within(block):
                 self._check_recomputed(block)
                 groups.pop(block)
-        self._replace(others)
+        self._replace(others, (), {})
         self._waiting, self._in_call = groups, True
 
     def end_call(self) -> None:
@@ -167,7 +168,17 @@ class ModelGradients(Uncopied):
         """Return a call's outputs, which refuse gradients except from a loss of all ranks."""
         if self.comm.size == 1 or not torch.is_grad_enabled():
             return outputs
-        return _replaced(outputs, self._watched, {})
+        known: dict[int, Tensor] = {}
+
+        def watched(x: Tensor, _: str) -> Tensor:
+            if x.grad_fn is None or _call_of(x.grad_fn) is not None:
+                return x
+            if id(x) not in known:
+                known[id(x)] = _Output.apply(x, self)
+                _mark(known[id(x)], self._last)
+            return known[id(x)]
+
+        return with_tensors(outputs, watched)
 
     def check_outputs(self, outputs: Any) -> None:
         """Raise a ValueError if outputs depend on trainable tensors that a user's hook brought.
@@ -182,7 +193,7 @@ class ModelGradients(Uncopied):
             return
         names = {id(x): f"its {name} itself" for name, x in self._model.named_parameters()}
         averaged, checkpoints = self._last.leaves(), any(map(_makes_leaves, self._modules))
-        for x in _reached([*tensors_in(outputs)])[1]:
+        for x in _reached(outputs)[1]:
             embeds = checkpoints and not isinstance(x, nn.Parameter)
             if id(x) not in averaged and not embeds:
                 used = names.get(id(x), f"a tensor {tuple(x.shape)} that is not its own")
@@ -204,8 +215,8 @@ class ModelGradients(Uncopied):
         return dict(batch) | dict(zip(names, tensors, strict=True))
 
     def total(self, local: Tensor) -> Tensor:
-        reached, leaves = _reached([local])
-        if not reached and _in_graph(local, "CheckpointFunctionBackward"):
+        reached, leaves, nodes = _reached(local)
+        if not reached and any(x.name() == "CheckpointFunctionBackward" for x in nodes):
             raise ValueError(_REENTRANT)
         averaged = any(_call_of(x).averaged for x in reached) if reached else self._last.averaged
         if leaves and self.comm.size > 1:
@@ -313,19 +324,12 @@ class ModelGradients(Uncopied):
         _mark(total, self._last)
         return total
 
-    def _watched(self, x: Tensor) -> Tensor:
-        if x.grad_fn is None or _call_of(x.grad_fn) is not None:
-            return x
-        output: Tensor = _Output.apply(x, self)
-        _mark(output, self._last)
-        return output
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.comm.size == 1:
             return None
         if self._in_call:
             waiting = self._waiting.pop(module, None)
-            return None if not waiting else self._replace_tied(waiting, args, kwargs)
+            return None if not waiting else self._replace(waiting, args, kwargs)
         if self._in_module or module not in self._modules:
             return None
         self._in_module = True
@@ -336,20 +340,20 @@ class ModelGradients(Uncopied):
             self._restore()
 
         handle = module.register_forward_hook(leave, always_call=True)
-        of_ranks = in_backward() or _reached([*tensors_in([args, kwargs])])[0]
-        return self._replace_tied(self._places(module), args, kwargs) if of_ranks else None
+        of_ranks = in_backward() or _reached([args, kwargs])[0]
+        return self._replace(self._places(module), args, kwargs) if of_ranks else None
 
     def _grouped(self) -> tuple[dict[nn.Module, list[Place]], list[Place]]:
         groups: dict[nn.Module, list[Place]] = {}
         others: list[Place] = []
         owners: dict[int, nn.Module | None] = {}
-        places: list[tuple[nn.Module | None, Place]] = []
+        places: list[Place] = []
         for module, block in _modules(self._model, self._blocks, None):
             for place in self._own_places(module):
-                places.append((block, place))
+                places.append(place)
                 if owners.setdefault(id(place[2]), block) is not block:
                     owners[id(place[2])] = None
-        for _, place in places:
+        for place in places:
             owner = owners[id(place[2])]
             (others if owner is None else groups.setdefault(owner, [])).append(place)
         return groups, others
@@ -362,12 +366,7 @@ class ModelGradients(Uncopied):
             if x is not None and x.requires_grad and not self._last.has(module, name, x):
                 yield module, name, x
 
-    def _replace(self, places: list[Place]) -> None:
-        self._replace_tied(places, (), {})
-
-    def _replace_tied(
-        self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _replace(self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not places:
             return None
         parameters = list({id(x): x for _, _, x in places}.values())
@@ -377,10 +376,9 @@ class ModelGradients(Uncopied):
         outputs = _OverRanks.apply(self, tied, *inputs[:tied], *parameters)
         _mark(outputs[0], self._last)
         known = {id(x): y for x, y in zip(parameters, outputs[tied:], strict=True)}
-        for place in places:
-            module, own_name, x = place
+        for module, own_name, x in places:
             put_tensor(module, own_name, known[id(x)])
-            self._replaced.append((place, known[id(x)]))
+            self._replaced.append(((module, own_name, x), known[id(x)]))
         if not tied:
             return None
         if args:
@@ -485,29 +483,6 @@ def _makes_leaves(x: nn.Module) -> bool:
     return any(getattr(f, "__name__", "").startswith("make_inputs_require_grad") for f in hooks)
 
 
-def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """Yield the tensors that need a gradient, in nested mappings, lists and tuples."""
-    if isinstance(nested, Tensor):
-        if nested.requires_grad:
-            yield nested
-    elif isinstance(nested, Mapping | list | tuple):
-        for value in nested.values() if isinstance(nested, Mapping) else nested:
-            yield from tensors_in(value)
-
-
-def _replaced(nested: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
-    if isinstance(nested, Tensor):
-        if id(nested) not in known:
-            known[id(nested)] = function(nested) if nested.requires_grad else nested
-        return known[id(nested)]
-    if isinstance(nested, Mapping):
-        values = {name: _replaced(x, function, known) for name, x in nested.items()}
-        return type(nested)(**values)
-    if type(nested) in (list, tuple):
-        return type(nested)(_replaced(x, function, known) for x in nested)
-    return nested
-
-
 def _mark(x: Tensor, call: Averaging) -> None:
     node: Any = x.grad_fn
     if node is not None:
@@ -518,23 +493,10 @@ def _call_of(node: Any) -> Any:
     return node.metadata.get(_KEY)
 
 
-def _in_graph(x: Tensor, name: str) -> bool:
-    nodes = [x.grad_fn]
-    known = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        if node is not None and node.name() == name:
-            return True
-        following = () if node is None else (other for other, _ in node.next_functions)
-        new = {other for other in following if other not in known}
-        known |= new
-        nodes += new
-    return False
-
-
-def _reached(tensors: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """Return the nodes of calls on which tensors depend, and their leaves outside of calls."""
+def _reached(nested: Any) -> tuple[list[Any], list[Tensor], set[Any]]:
+    """Return the nodes of calls on which tensors depend, and leaves and all nodes outside."""
     reached: list[Any] = []
+    tensors = [x for _, x in tensors_in(nested)]
     leaves = [x for x in tensors if x.requires_grad and x.grad_fn is None]
     nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
     known = set(nodes)
@@ -552,4 +514,4 @@ def _reached(tensors: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
             if other is not None and other not in known:
                 known.add(other)
                 nodes.append(other)
-    return reached, leaves
+    return reached, leaves, known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,30 +17,41 @@ _OF_TEXT = (
 _FLAT = ("router_logits",)  # (T, experts), the tokens of all rows
 
 
-def mark(outputs: Any, sharding: Sharding, *, in_encoder: bool = False, flat: bool = False) -> None:
-    """Note on each output tensor which tokens its rows are. `flat` tensors are (T_local, …)."""
-    if isinstance(outputs, Mapping):
-        for name, value in outputs.items():
-            if sharding.whole and name not in _OF_TEXT:
-                _mark_whole(value)
-                continue
-            encoder = sharding.encoder is not None and name.startswith("encoder_")
-            mark(value, sharding, in_encoder=encoder, flat=name in _FLAT)
-    elif isinstance(outputs, list | tuple):
-        for value in outputs:
-            mark(value, sharding, in_encoder=in_encoder, flat=flat)
-    elif isinstance(outputs, Tensor):
-        side = sharding.encoder if in_encoder else sharding.main
-        if side is not None and _is_of(outputs[None] if flat else outputs, side):
-            note_tokens(outputs, side)
+def tensors_in(nested: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the tensors in mappings, lists and tuples, each with its names in the mappings."""
+    if isinstance(nested, Tensor):
+        yield names, nested
+    elif isinstance(nested, Mapping):
+        for name, value in nested.items():
+            yield from tensors_in(value, *names, name)
+    elif isinstance(nested, list | tuple):
+        for value in nested:
+            yield from tensors_in(value, *names)
 
 
-def _mark_whole(outputs: Any) -> None:
-    if isinstance(outputs, Tensor):
-        setattr(outputs, KEY, None)
-    elif isinstance(outputs, list | tuple | Mapping):
-        for value in outputs.values() if isinstance(outputs, Mapping) else outputs:
-            _mark_whole(value)
+def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: str = "") -> Any:
+    """Return mappings, lists and tuples with `function(tensor, name)` in place of each tensor."""
+    if isinstance(nested, Tensor):
+        return function(nested, name)
+    if isinstance(nested, Mapping):
+        made = {name: with_tensors(value, function, name) for name, value in nested.items()}
+        return type(nested)(**made)
+    if isinstance(nested, list | tuple):
+        make = getattr(nested, "_make", type(nested))
+        return make(with_tensors(value, function, name) for value in nested)
+    return nested
+
+
+def mark(outputs: Any, sharding: Sharding) -> None:
+    """Note on each output tensor which tokens its rows are."""
+    for names, x in tensors_in(outputs):
+        if sharding.whole and not set(names).issubset(_OF_TEXT):
+            setattr(x, KEY, None)
+            continue
+        name = names[-1] if names else ""
+        side = (name.startswith("encoder_") and sharding.encoder) or sharding.main
+        if _is_of(x[None] if name in _FLAT else x, side):
+            note_tokens(x, side)
 
 
 class _Cleared(torch.autograd.Function):
@@ -68,42 +79,35 @@ def clear_padding(outputs: Any) -> Any:
     Logits are cleared in place, because a copy could double a step's memory and no backward needs
     them. Others, such as hidden states, may be inputs of recomputed layers, and are copied.
     """
-    return _cleared(outputs, "", {})
+    cleared: dict[int, Tensor] = {}
 
+    def clear(x: Tensor, name: str) -> Tensor:
+        side = getattr(x, KEY, None)
+        if side is None or not side.padding:
+            return x
+        if id(x) not in cleared:
+            dim = int(_is_of(x, side))  # otherwise flat
+            cleared[id(x)] = _Cleared.apply(x, dim, side.padding, name == "logits")
+        return cleared[id(x)]
 
-def _cleared(nested: Any, name: str, known: dict[int, Tensor]) -> Any:
-    if isinstance(nested, Mapping):
-        return type(nested)(**{key: _cleared(x, key, known) for key, x in nested.items()})
-    if type(nested) in (list, tuple):
-        return type(nested)(_cleared(x, name, known) for x in nested)
-    side = getattr(nested, KEY, None) if isinstance(nested, Tensor) else None
-    if side is None or not side.padding:
-        return nested
-    if id(nested) not in known:
-        dim = int(_is_of(nested, side))  # otherwise flat
-        known[id(nested)] = _Cleared.apply(nested, dim, side.padding, name == "logits")
-    return known[id(nested)]
+    return with_tensors(outputs, clear)
 
 
 def unshard(outputs: Any, sharding: Sharding | None, comm: Comm) -> Any:
-    if isinstance(outputs, Mapping):
-        whole = {name: unshard(value, sharding, comm) for name, value in outputs.items()}
-        return type(outputs)(**whole)
-    if isinstance(outputs, list | tuple):
-        return type(outputs)(unshard(value, sharding, comm) for value in outputs)
-    if not isinstance(outputs, Tensor) or outputs.dim() == 0:
-        return outputs
-    side = getattr(outputs, KEY, None)
-    if side is None and hasattr(outputs, KEY):
-        return outputs
-    if side is None and sharding is not None and _is_of(outputs, sharding.main):
-        side = sharding.main
-    if side is None:
-        found = f"a tensor {tuple(outputs.shape)} that the model did not return so"
-        raise ValueError(f"outputs must be a model's, got {found}: give its sharded batch too")
-    if not _is_of(outputs, side):  # flat
-        return side.put_back(outputs[None], comm).flatten(0, 1)
-    return side.put_back(outputs, comm)
+    def put_back(x: Tensor, _: str) -> Tensor:
+        side = getattr(x, KEY, None)
+        if x.dim() == 0 or (side is None and hasattr(x, KEY)):
+            return x
+        if side is None and sharding is not None and _is_of(x, sharding.main):
+            side = sharding.main
+        if side is None:
+            found = f"a tensor {tuple(x.shape)} that the model did not return so"
+            raise ValueError(f"outputs must be a model's, got {found}: give its sharded batch too")
+        if not _is_of(x, side):  # flat
+            return side.put_back(x[None], comm).flatten(0, 1)
+        return side.put_back(x, comm)
+
+    return with_tensors(outputs, put_back)
 
 
 def _is_of(x: Tensor, side: Side) -> bool:
