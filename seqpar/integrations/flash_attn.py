@@ -148,7 +148,9 @@ def flash_attn_varlen_func(
     attn = _attention(group, strategy, deterministic)
     keys = layout if kv_layout is None else kv_layout
     with attn.agreeing():
-        _check(q, 3, "(T, H, D)", block_table=block_table)
+        if block_table is not None:
+            raise ValueError("block_table must be None: it is not offered over sharded keys")
+        _check(q, 3, "(T, H, D)")
         check_layouts(layout=layout, kv_layout=keys)
         if cu_seqlens_q is not None:
             _check_documents("cu_seqlens_q", cu_seqlens_q, layout)
@@ -197,11 +199,7 @@ def _attend(
     return out, *more
 
 
-def _check(q: Tensor, dims: int, shape: str, **unsupported: object) -> None:
-    """Raise a ValueError unless q has `dims` dimensions and `unsupported` arguments are None."""
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None: it is not offered over sharded keys")
+def _check(q: Tensor, dims: int, shape: str) -> None:
     check_tensor("q", q)
     if q.dim() != dims:
         raise ValueError(f"q must be {shape}, got {tuple(q.shape)}")

@@ -113,13 +113,7 @@ def attend(
 
 
 # Argument of a module's call -> argument of `sdpa`.
-_NAMES = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "causal": "is_causal",
-    "softmax_scale": "scale",
-}
+_NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softmax_scale": "scale"}
 
 
 def renamed(fault: Exception) -> Exception:
@@ -158,7 +152,7 @@ def check_call(
     advice: Callable[[Tensor, Tensor], str] | None = None,
 ) -> None:
     """Raise for SDPA arguments that are not supported; `advice` ends errors of tokens."""
-    query, key, value = operands
+    query, key, _ = operands
     attn_mask, dropout_p, is_causal, enable_gqa, axes = arguments
     if attn_mask is not None:
         instead = "documents are the layout's; prefix_lens and window_size are the other masks"
@@ -178,8 +172,8 @@ def check_call(
     if axes is not None and (not isinstance(axes, str) or axes != "bhsd"):
         raise ValueError(f'axes must be "bhsd" or None, got {shown(axes)}')
     tokens, kv_tokens = layout.tokens_on(attn.rank), keys_of.tokens_on(attn.rank)
-    expected_tokens = ("query", query, tokens), ("key", key, kv_tokens), ("value", value, kv_tokens)
-    for name, x, held in expected_tokens:
+    held_tokens = tokens, kv_tokens, kv_tokens
+    for name, x, held in zip(("query", "key", "value"), operands, held_tokens, strict=True):
         check_tensor(name, x)
         if x.dim() not in (3, 4) or x.shape[-2] != held:
             expected = f"(B, H, {held}, D) or (H, {held}, D), with this rank's tokens"
