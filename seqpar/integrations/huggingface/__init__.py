@@ -6,8 +6,7 @@ imports transformers until it is called.
 
 from seqpar.integrations.huggingface.batch.collator import Collator
 from seqpar.integrations.huggingface.generate.cache import Cache
-from seqpar.integrations.huggingface.report import LayerReport, Report
-from seqpar.integrations.huggingface.session import SequenceParallel, enable
+from seqpar.integrations.huggingface.session import LayerReport, Report, SequenceParallel, enable
 from seqpar.integrations.huggingface.train.trainer import trainer
 
 __all__ = ["Cache", "Collator", "LayerReport", "Report", "SequenceParallel", "enable", "trainer"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,18 +14,17 @@ from torch import Tensor, nn
 from seqpar.comm.agreement import check_same_weights
 from seqpar.comm.averaging import Averaging, own_weights
 from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.integrations.huggingface.attention.attention import session_of
+from seqpar.integrations.huggingface.attention.attention import FeatureMap, make_linear, session_of
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
-from seqpar.integrations.huggingface.attention.counting import Counter
+from seqpar.integrations.huggingface.attention.counting import track
 from seqpar.integrations.huggingface.attention.enabling import (
     Removable,
     check_attention,
-    forget_layers,
     guard_models,
     replace_attention,
 )
-from seqpar.integrations.huggingface.attention.linear_layers import FeatureMap, make_linear
 from seqpar.integrations.huggingface.attention.multimodal import OutsideText
+from seqpar.integrations.huggingface.batch.documents import shape_of
 from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, check_all_logits
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
 from seqpar.integrations.huggingface.compiling import (
@@ -37,8 +39,8 @@ from seqpar.integrations.huggingface.loss.gradients import ModelGradients
 from seqpar.integrations.huggingface.loss.losses import losses_of, router_faults
 from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, unshard
 from seqpar.integrations.huggingface.model.code import computes_itself
-from seqpar.integrations.huggingface.model.configs import OwnConfigs, inner_model
 from seqpar.integrations.huggingface.model.layers import (
+    AttentionLayer,
     check_reached,
     encoder_of,
     find_layers,
@@ -46,13 +48,89 @@ from seqpar.integrations.huggingface.model.layers import (
     loss_shifts,
 )
 from seqpar.integrations.huggingface.model.patched_globals import Replaced
-from seqpar.integrations.huggingface.report import LayerReport, Report
 from seqpar.strategies.registry import make_attention
 
 _NOISE = "neftune_noise_alpha"  # attribute of embeddings, and of TrainingArguments
 _COPIED = (
     "is a copy of one that is enabled: copy a model before seqpar enables it, or disable() first"
 )
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The calls and bytes of one attention layer.
+
+    Attributes:
+        calls: how often the layer's forward ran, recomputation included.
+        forward_bytes, backward_bytes: bytes that this rank sent for the layer in each pass.
+        ranks: the number of ranks that share each sequence.
+        steps: how many of the calls were decoding steps, after a prefill.
+        step_bytes: the forward bytes of these steps.
+    """
+
+    name: str
+    calls: int
+    forward_bytes: int
+    backward_bytes: int
+    ranks: int
+    steps: int = 0
+    step_bytes: int = 0
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, ranks: int) -> LayerReport:
+        counted = {x.name: getattr(layer, x.name) for x in fields(cls) if x.name != "ranks"}
+        return cls(ranks=ranks, **counted)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank sent for the layer, in both passes."""
+        return self.forward_bytes + self.backward_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """Calls and bytes of each attention layer since its model was enabled; str() is a table.
+
+    `whole` names modules with attention, such as a vision tower, that every rank computes whole.
+    """
+
+    strategy: str
+    ranks: int
+    layers: tuple[LayerReport, ...]
+    whole: tuple[str, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """Calls of attention over the ranks, in all layers."""
+        return sum(layer.calls for layer in self.layers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank sent for attention, in all layers and both passes."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def steps(self) -> int:
+        """How many of the calls were decoding steps, in all layers."""
+        return sum(layer.steps for layer in self.layers)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that this rank sent in decoding steps, in all layers."""
+        return sum(layer.step_bytes for layer in self.layers)
+
+    def __str__(self) -> str:
+        width = max([len(layer.name) for layer in self.layers], default=0)
+        head = f"{self.strategy} over {self.ranks} ranks: {self.calls} calls, {self.bytes:,} bytes"
+        if self.steps:
+            head += f"; {self.steps} of them decoding steps, {self.step_bytes:,} bytes"
+        title = f"{'layer':{width}} {'calls':>8} {'forward':>16} {'backward':>16}"
+        rows = [
+            f"{x.name:{width}} {x.calls:8} {x.forward_bytes:16,} {x.backward_bytes:16,}"
+            for x in self.layers
+        ]
+        whole = [f"{name}: whole on each rank" for name in self.whole]
+        return "\n".join([head, title, *rows, *whole])
 
 
 class SequenceParallel(EnabledModel):
@@ -83,7 +161,7 @@ class SequenceParallel(EnabledModel):
         if getattr(self.inner, KEY, None) is not None:
             raise ValueError(f"model {_COPIED}")
         for layer in self.layers.values():
-            layer.counter = Counter(layer, self.comm)
+            track(layer)
         self.traces = any(computes_itself(type(x)) for x in self.layers)
         self._groups = groups_of(body, self.layers)
         self._shifts = loss_shifts(self.inner)
@@ -94,7 +172,10 @@ class SequenceParallel(EnabledModel):
         )
         check_attention(self, body)
         check_same_weights(self.comm, own_weights(model))
-        self._gradients = ModelGradients(model, self.comm, self._blocks(), self.check_ranks)
+        lists = [x for x in model.modules() if isinstance(x, nn.ModuleList)]
+        layers = self.layers.keys()
+        blocks = [x for xs in lists for x in xs if not layers.isdisjoint(x.modules())]
+        self._gradients = ModelGradients(model, self.comm, blocks, self.check_ranks)
         self._outer_calls: list[ModelCall | None] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._outside.modules)
@@ -127,16 +208,11 @@ class SequenceParallel(EnabledModel):
             ValueError: if the batch or the layout is wrong, or, with `check_ranks`, differs between
                 ranks.
         """
-
         guard_models()  # again, because the compiler may be loaded meanwhile
-
-        def shared() -> dict[str, Any]:
-            return self._sharder.shared(batch)
-
-        def shard() -> Any:
-            return self._sharder.shard(self._gradients.spread(batch), layout)
-
-        part = self.agree(shard, shared)
+        part = self.agree(
+            lambda: self._sharder.shard(self._gradients.spread(batch), layout),
+            lambda: self._sharder.shared(batch),
+        )
         self._sharder.check_tokens(batch)
         return part
 
@@ -167,8 +243,8 @@ class SequenceParallel(EnabledModel):
         Raises a ValueError if the loss uses parameters outside of the model's call.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss must be a tensor (), this rank's part of the loss, got {got}")
+            expected = "a tensor (), this rank's part of the loss"
+            raise ValueError(f"loss must be {expected}, got {shape_of(loss)}")
         return self._gradients.total(loss.reshape(()))
 
     def report(self) -> Report:
@@ -233,12 +309,8 @@ class SequenceParallel(EnabledModel):
             delattr(self.inner, KEY)
         self._handles.clear()
         self._gradients.remove()
-        forget_layers(self)
-
-    def _blocks(self) -> list[nn.Module]:
-        lists = [x for x in self.model.modules() if isinstance(x, nn.ModuleList)]
-        layers = self.layers.keys()
-        return [x for blocks in lists for x in blocks if not layers.isdisjoint(x.modules())]
+        for module in self.layers:
+            vars(module).pop(KEY, None)
 
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_compiled(root)
@@ -359,3 +431,52 @@ def enable(
     return SequenceParallel(
         model, group_or_mesh, strategy, layout, check_ranks=check_ranks, **options
     )
+
+
+class OwnConfigs:
+    """Copies that replace configs, which models may share; those of `apart` are separate."""
+
+    def __init__(self, model: nn.Module, apart: Collection[nn.Module]) -> None:
+        from transformers import PreTrainedConfig
+
+        memos: dict[bool, dict[int, Any]] = {True: {}, False: {}}
+        self._replaced: list[tuple[nn.Module, str, Any, Any]] = []
+        for x in model.modules():
+            for name, config in list(vars(x).items()):
+                if isinstance(config, PreTrainedConfig):
+                    own = copy.deepcopy(config, memos[x in apart])
+                    self._replaced.append((x, name, config, own))
+                    setattr(x, name, own)
+
+    def restore(self) -> None:
+        """Put the original configs back, and carry over changes that were made in the copies."""
+        from transformers import PreTrainedConfig
+
+        for x, name, config, own in self._replaced:
+            if getattr(x, name) is own:
+                setattr(x, name, config)
+            for key, value in vars(own).items():
+                changed = not isinstance(value, PreTrainedConfig) and "_implementation" not in key
+                if changed and vars(config).get(key) != value:
+                    setattr(config, key, value)
+
+
+def require(package: str, user: str) -> None:
+    """Raise an ImportError with pip's command if a package of the extra `hf` is missing."""
+    try:
+        import_module(package)
+    except ImportError as error:
+        command = "pip install 'seqpar[hf]'"
+        raise ImportError(f"{user} needs {error.name or package}: {command}") from error
+
+
+def inner_model(model: nn.Module) -> Any:
+    require("transformers", "seqpar.integrations.huggingface")
+    from transformers import PreTrainedModel
+
+    if isinstance(model, nn.Module):
+        for x in model.modules():
+            if isinstance(x, PreTrainedModel):
+                return x
+    found = type(model).__name__
+    raise ValueError(f"model must be or have a transformers.PreTrainedModel, got {found}")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.integrations.huggingface.attention.buckets import (
-    BandMasks,
-    attend_in_buckets,
-    masks_of,
-)
+from seqpar.core.arguments import as_int
+from seqpar.integrations.huggingface.attention.buckets import BandMasks, attend_in_buckets, masks_of
 from seqpar.integrations.huggingface.attention.call import (
     EnabledModel,
     ModelCall,
@@ -20,13 +19,15 @@ from seqpar.integrations.huggingface.attention.call import (
     ShardedMask,
     current,
 )
-from seqpar.integrations.huggingface.attention.counting import counted, counted_backward, counting
-from seqpar.integrations.huggingface.attention.linear_layers import check_linear
+from seqpar.integrations.huggingface.attention.counting import counted
 from seqpar.integrations.huggingface.attention.masks import MaskShape, is_packed, read_mask
 from seqpar.integrations.huggingface.batch.sharding import KEY, Side
 from seqpar.integrations.huggingface.model.code import has_buckets
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
+from seqpar.layout.layout import Layout
+from seqpar.strategies.lasp2 import LASP2Attention
 
+FeatureMap = Callable[[Tensor], Tensor]
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 # Arguments that models pass to attention and that do not change its result.
@@ -132,10 +133,9 @@ class ScoreOptions(NamedTuple):
     band: MaskShape | None = None
 
     def arguments(self) -> dict[str, Any]:
+        slopes = {} if self.alibi_slopes is None else {"alibi_slopes": self.alibi_slopes}
         scores = {"softmax_scale": self.scaling, "softcap": self.softcap, "sinks": self.s_aux}
-        if self.alibi_slopes is not None:
-            scores["alibi_slopes"] = self.alibi_slopes
-        return scores
+        return scores | slopes
 
 
 class LayerCall(NamedTuple):
@@ -171,11 +171,8 @@ def attend(
         known = {name: options.pop(name) for name in ScoreOptions._fields if name in options}
         own = _checked(module, (query, key, value), attention_mask, ScoreOptions(**known), options)
     q = query.transpose(1, 2)
-    if torch.compiler.is_compiling():
-        return counted(layer.counter, q, lambda q: _compute(own, q, key, value)), None
-    with counting(layer, session.comm, q, own.call.decodes) as counted_q:
-        out = _compute(own, counted_q, key, value)
-    return counted_backward(layer, session.comm, out), None
+    decodes = own.call.decodes
+    return counted(layer, session.comm, q, lambda q: _compute(own, q, key, value), decodes), None
 
 
 def _checked(
@@ -202,14 +199,17 @@ def _checked(
     if call.cache is not None and bias is not None:
         raise ValueError("it has a bias by distance, which calls with a cache cannot compute")
     if layer.linear is not None:
-        biased = bias is not None or scores.alibi_slopes is not None
+        if shape != MaskShape(causal=True):
+            raise ValueError(f"it is linear and takes only a causal mask, got {shape}")
         softmax_only = {
             "sinks": scores.s_aux is not None,
             "softcap": scores.softcap is not None,
             "other keys": layer.cross,
-            "a bias": biased,
+            "a bias": bias is not None or scores.alibi_slopes is not None,
         }
-        check_linear(shape, softmax_only)
+        for name, given in softmax_only.items():
+            if given:
+                raise ValueError(f"it is linear and takes no {name}, which needs softmax attention")
     documents = call.side(layer.in_encoder).documents
     masks = [] if bias is None else masks_of(module, bias, shape, documents, call.masks)
     return LayerCall(session, layer, call, shape, scores, bias, masks, cached)
@@ -289,3 +289,47 @@ def call_and_shape(
         raise ValueError(f"it has no sharded batch: {reason}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return call, MaskShape(causal=bool(causal))
+
+
+@dataclass(eq=False)
+class LinearLayer:
+    """The linear attention that a layer computes in place of softmax attention.
+
+    A hybrid model of mostly linear layers continues training from the weights of the softmax
+    layers (Sun et al., "LASP-2", 2025: LASP-2H).
+    """
+
+    attention: LASP2Attention
+    feature_map: FeatureMap | None
+    log_decay: Tensor | None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None
+    ) -> Any:
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        if self.feature_map is not None:
+            q, k = self.feature_map(q), self.feature_map(k)
+        return self.attention(q, k, v, layout, log_decay=self.log_decay, scale=scale)
+
+
+def make_linear(
+    session: EnabledModel,
+    names: Iterable[int | str],
+    feature_map: FeatureMap | None,
+    log_decay: Tensor | None,
+) -> None:
+    softmax_layers = [layer for layer in session.layers.values() if layer.recurrence is None]
+    by_name = {layer.name: layer for layer in softmax_layers}
+    if isinstance(names, str | int):
+        names = [names]
+    chosen = []
+    for name in names:
+        if not isinstance(name, str):
+            chosen.append(softmax_layers[as_int("layers", name, 0, len(softmax_layers) - 1)])
+        elif name in by_name:
+            chosen.append(by_name[name])
+        else:
+            raise ValueError(f"layers must be names or numbers of {list(by_name)}, got {name!r}")
+    attention = LASP2Attention(session.comm, check_ranks=session.check_ranks)
+    for layer in chosen:
+        layer.linear = LinearLayer(attention, feature_map, log_decay)

@@ -7,8 +7,7 @@ Python code of the layer runs only once, when the graph is traced.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,26 +20,13 @@ from seqpar.integrations.huggingface.model.layers import AttentionLayer
 _BEGIN, _END, _BACKWARD_BEGIN, _BACKWARD_END = range(4)
 _BACKWARD = {_BEGIN: _BACKWARD_END, _END: _BACKWARD_BEGIN}
 
-_counters: weakref.WeakValueDictionary[int, Counter] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, AttentionLayer] = weakref.WeakValueDictionary()
 
 
-class Counter:
-    """Counts in compiled graphs, which hold its `handle`, a tensor, so that layers share them."""
-
-    def __init__(self, layer: AttentionLayer, comm: Comm) -> None:
-        self._layer, self._comm = layer, comm
-        self.handle = torch.tensor(id(self))
-        _counters[id(self)] = self
-
-    def count(self, event: int) -> None:
-        sent, layer = self._comm.sent_bytes, self._layer
-        if event == _BEGIN:
-            layer.forward_bytes -= sent
-        elif event == _END:
-            layer.calls += 1
-            layer.forward_bytes += sent
-        else:
-            _add(layer, sent if event == _BACKWARD_END else -sent)
+def track(layer: AttentionLayer) -> None:
+    """Let graphs find a layer by its `handle`, a tensor, so that layers share compiled graphs."""
+    layer.handle = torch.tensor(id(layer))
+    _layers[id(layer)] = layer
 
 
 torch.library.define("seqpar::counted", "(Tensor x, Tensor handle, int event) -> Tensor[] results")
@@ -48,8 +34,15 @@ torch.library.define("seqpar::counted", "(Tensor x, Tensor handle, int event) ->
 
 @implementation("seqpar::counted")
 def _counted(x: Tensor, handle: Tensor, event: int) -> list[Tensor]:
-    if (counter := _counters.get(int(handle))) is not None:
-        counter.count(event)
+    if (layer := _layers.get(int(handle))) is not None:
+        sent = layer.session.comm.sent_bytes
+        if event == _BEGIN:
+            layer.forward_bytes -= sent
+        elif event == _END:
+            layer.calls += 1
+            layer.forward_bytes += sent
+        else:
+            _add(layer, sent if event == _BACKWARD_END else -sent)
     return [x.clone()]  # an operator must not return what it was given
 
 
@@ -71,32 +64,27 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 register_autograd("seqpar::counted", 1, _differentiate, _save)
 
 
-@contextmanager
-def counting(layer: AttentionLayer, comm: Comm, q: Tensor, decodes: bool) -> Iterator[Tensor]:
-    """Count a call of a layer. Yields its queries, whose gradient hook ends the backward count."""
+def counted(
+    layer: AttentionLayer, comm: Comm, q: Tensor, attend: Callable[[Tensor], Tensor], decodes: bool
+) -> Tensor:
+    """Return `attend(q)`, counted each time that it runs."""
+    if torch.compiler.is_compiling():
+        (q,) = torch.ops.seqpar.counted(q, layer.handle, _BEGIN)
+        (out,) = torch.ops.seqpar.counted(attend(q), layer.handle, _END)
+        return out
     before = comm.sent_bytes
     if q.requires_grad and torch.is_grad_enabled():
         q = q.view_as(q)
-        q.register_hook(lambda _: _add(layer, comm.sent_bytes))
-    yield q
+        q.register_hook(lambda _: _add(layer, comm.sent_bytes))  # ends the backward's count
+    out = attend(q)
+    sent = comm.sent_bytes - before
     layer.calls += 1
-    layer.forward_bytes += comm.sent_bytes - before
+    layer.forward_bytes += sent
     if decodes:
         layer.steps += 1
-        layer.step_bytes += comm.sent_bytes - before
-
-
-def counted_backward(layer: AttentionLayer, comm: Comm, out: Tensor) -> Tensor:
-    """Return a layer's output, whose gradient hook begins the backward's count."""
+        layer.step_bytes += sent
     if out.requires_grad:
-        out.register_hook(lambda _: _add(layer, -comm.sent_bytes))
-    return out
-
-
-def counted(counter: Counter, q: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `attend(q)`, counted each time that a compiled graph runs it."""
-    (q,) = torch.ops.seqpar.counted(q, counter.handle, _BEGIN)
-    (out,) = torch.ops.seqpar.counted(attend(q), counter.handle, _END)
+        out.register_hook(lambda _: _add(layer, -comm.sent_bytes))  # begins it
     return out
 
 

@@ -7,19 +7,19 @@ transformers model refuse a sharded batch unless the model is enabled.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import wraps
+from functools import partial, wraps
+from inspect import BoundArguments, signature
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from seqpar.core.torch_private import compiled_modules
 from seqpar.integrations.huggingface.attention.attention import attend, describe_mask
 from seqpar.integrations.huggingface.attention.buckets import add_bucket_hooks
-from seqpar.integrations.huggingface.attention.call import EnabledModel, current
+from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
 from seqpar.integrations.huggingface.attention.multimodal import take_tokens
-from seqpar.integrations.huggingface.attention.own_attention import trace_layers
-from seqpar.integrations.huggingface.attention.positions import add_hooks, takes_positions
+from seqpar.integrations.huggingface.attention.own_attention import has_slopes, trace_layers
 from seqpar.integrations.huggingface.attention.recurrent import (
     check_recurrent,
     patch_recurrent_layers,
@@ -30,10 +30,12 @@ from seqpar.integrations.huggingface.batch.sharding import (
     has_kept_ids,
     has_noted_tokens,
 )
+from seqpar.integrations.huggingface.model.code import has_buckets, is_formula, is_table, takes
 from seqpar.integrations.huggingface.model.layers import configs_of, kind_of
 
 _NAME = "seqpar"  # of the attention implementation, in configs
 _SETTING = "_attn_implementation"  # of configs
+_GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
 _GUARD = "_refuses_sharded_batches"  # attribute of the checked PreTrainedModel.__call__
 
 
@@ -46,7 +48,7 @@ class Removable(Protocol):
 def check_attention(session: EnabledModel, body: nn.Module) -> None:
     check_recurrent(session.layers, body)
     only_recurrent = all(kind_of(type(x)) is not None for x in session.layers)
-    if not takes_positions(body) and not only_recurrent:
+    if not _takes_positions(body) and not only_recurrent:
         name = type(body).__name__
         raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
 
@@ -71,7 +73,7 @@ def replace_attention(
     else:
         body.set_attn_implementation(_NAME)
     handles: list[Removable] = [
-        *add_hooks(body, encoder),
+        *_add_position_hooks(body, encoder),
         *add_bucket_hooks(body),
         *trace_layers(session),
         *patch_recurrent_layers(session, body),
@@ -80,11 +82,6 @@ def replace_attention(
         hook = take_tokens(session.comm)
         handles.append(body.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
-
-
-def forget_layers(session: EnabledModel) -> None:
-    for module in session.layers:
-        vars(module).pop(KEY, None)
 
 
 def guard_models() -> None:
@@ -136,3 +133,72 @@ def _has_users_attention(model: Any) -> bool:
 
     function = AttentionInterface().get(getattr(model.config, _SETTING, None))
     return function is not None and not function.__module__.startswith("transformers.")
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    if takes(model, "position_ids"):
+        return True
+    kinds = is_table, is_formula, has_buckets, has_slopes
+    return any(is_kind(x) for x in model.modules() for is_kind in kinds)
+
+
+def _add_position_hooks(model: nn.Module, encoder: nn.Module | None) -> list[Removable]:
+    """Give embeddings the positions of this rank's tokens, where a model counts its own."""
+    inside = set() if encoder is None else set(encoder.modules())
+    handles: list[Removable] = []
+    for x in model.modules():
+        if is_table(x):
+            hook = partial(_give_positions, x in inside)
+            handles.append(x.register_forward_pre_hook(hook, with_kwargs=True))
+        if is_formula(x):
+            handles.append(x.register_forward_hook(partial(_by_formula, x in inside)))
+        kinds = getattr(x, "rope_type", None)
+        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        if any(kind in _GROWING for kind in kinds):
+            handles.append(x.register_forward_pre_hook(_append_last, with_kwargs=True))
+            handles.append(x.register_forward_hook(_without_last))
+    return handles
+
+
+def _give_positions(
+    in_encoder: bool, x: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    positions = _call().side(in_encoder).position_ids
+    bound = _bound(x, args, kwargs)
+    bound.arguments["position_ids"] = None if positions is None else positions[0]
+    return bound.args[1:], bound.kwargs
+
+
+def _by_formula(in_encoder: bool, x: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    side = _call().side(in_encoder)
+    if side.last_position >= len(x.weights):
+        x.make_weights(side.last_position + 1, x.embedding_dim, x.padding_idx)
+    return x.weights[side.position_ids].to(output)
+
+
+def _append_last(x: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Append the greatest position of all ranks to this rank's positions."""
+    last_position = _call().sharding.main.last_position
+    bound = _bound(x, args, kwargs)
+    positions = bound.arguments["position_ids"]
+    last = positions.new_full((*positions.shape[:-1], 1), last_position)
+    bound.arguments["position_ids"] = torch.cat([positions, last], -1)
+    return bound.args[1:], bound.kwargs
+
+
+def _without_last(x: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(part[..., :-1, :] for part in output)
+    return output[..., :-1, :]
+
+
+def _bound(x: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
+    return signature(type(x).forward).bind(x, *args, **kwargs)
+
+
+def _call() -> ModelCall:
+    call = current.call
+    if call is None:
+        reason = "they are computed outside of its call, or recomputed"
+        raise ValueError(f"the model's embeddings of positions need its sharded batch: {reason}")
+    return call

@@ -30,11 +30,19 @@ _PRODUCTS = {"baddbmm", "bmm", "matmul"}
 _NAMES = {"iadd": "add", "imul": "mul", "itruediv": "div", "truediv": "div", "maximum": "max"}
 
 
+def _operator(name: str) -> Callable[[Noted, Any], Any]:
+    return lambda self, other: _note(name, (self, other), {})
+
+
+@dataclass(eq=False, kw_only=True)
 class Noted:
     """A stand-in for a tensor, which records the torch functions that are applied to it."""
 
     like: Tensor  # a meta tensor of the same shape and dtype
     device: torch.device
+    mask: Any = None
+    band: MaskShape | None = None  # the causal mask that a layer makes itself
+    slopes: Tensor | None = None  # (H,), ALiBi's
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dim", "dtype", "ndim", "shape", "size"):
@@ -49,36 +57,17 @@ class Noted:
     ) -> Any:
         return _note(func.__name__, args, kwargs or {})
 
-    def __add__(self, other: Any) -> Any:
-        return _note("add", (self, other), {})
-
-    def __mul__(self, other: Any) -> Any:
-        return _note("mul", (self, other), {})
-
-    def __truediv__(self, other: Any) -> Any:
-        return _note("div", (self, other), {})
-
-    def __rsub__(self, other: Any) -> Any:
-        return _note("rsub", (self, other), {})
-
-    def __matmul__(self, other: Any) -> Any:
-        return _note("matmul", (self, other), {})
-
-    def __getitem__(self, index: Any) -> Any:
-        return _note("getitem", (self, index), {})
-
-    __radd__, __rmul__ = __add__, __mul__
+    __add__ = __radd__ = _operator("add")
+    __mul__ = __rmul__ = _operator("mul")
+    __truediv__ = _operator("div")
+    __rsub__ = _operator("rsub")
+    __matmul__ = _operator("matmul")
+    __getitem__ = _operator("getitem")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Bias(Noted):
-    """A term that layers add to scores: a mask, their own causal band, or ALiBi's `slopes` (H,)."""
-
-    like: Tensor
-    device: torch.device
-    mask: Any = None
-    band: MaskShape | None = None
-    slopes: Tensor | None = None
+    """A term that layers add to scores: a mask, their own causal band, or ALiBi's `slopes`."""
 
     def noted(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if name == "baddbmm":  # called as a method; the recording must see the function
@@ -95,19 +84,14 @@ class Bias(Noted):
         raise _refusal(name, "its mask or bias")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Scores(Noted):
     """Scores of q (…, T, D) and k (…, Tk, D) times `scale`; after the softmax, `weights`."""
 
-    like: Tensor
-    device: torch.device
     attend: Callable[[Scores, Tensor], Tensor]
     q: Tensor
     k: Tensor
     scale: float = 1.0
-    mask: Any = None
-    band: MaskShape | None = None
-    slopes: Tensor | None = None
     weights: bool = False
 
     def noted(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -173,7 +157,7 @@ class Recording(TorchFunctionMode):
         kwargs, name = kwargs or {}, _name(func.__name__)
         if name == "getitem" and id(args[0]) in self._bands:
             part = func(*args)
-            return Bias(part.to("meta"), part.device, band=self._bands[id(args[0])])
+            return Bias(like=part.to("meta"), device=part.device, band=self._bands[id(args[0])])
         if name == "zeros":  # zero scores; baddbmm adds products to them
             return func((), **kwargs).expand(*args)
         if name in _PRODUCTS and not any(isinstance(x, Scores) for x in args):
@@ -187,7 +171,8 @@ class Recording(TorchFunctionMode):
     ) -> Scores:
         """Return q (…, T, D) · k (…, D, Tk) · alpha + start · beta."""
         like = q.new_empty((*q.shape[:-1], k.shape[-1]), device="meta")
-        scores = Scores(like, q.device, self._attend, q, k.transpose(-1, -2)).scaled(alpha)
+        k = k.transpose(-1, -2)
+        scores = Scores(like=like, device=q.device, attend=self._attend, q=q, k=k).scaled(alpha)
         if isinstance(start, Bias):
             return scores.biased(start * beta)
         if start is not None and (any(start.stride()) or start.flatten()[:1].any()):
@@ -254,10 +239,12 @@ class OwnForward(Replaced):
         device = next(x.device for x in bound.arguments.values() if isinstance(x, Tensor))
         for name, value in bound.arguments.items():
             if isinstance(value, ShardedMask):
-                bound.arguments[name] = Bias(self._like(value), device, mask=value)
+                side, _, rows = sides_of(value.call, self._layer)
+                like = torch.empty(1, 1, side.tokens, rows, device="meta")
+                bound.arguments[name] = Bias(like=like, device=device, mask=value)
             elif name in _SLOPED and value is not None and self._slopes is not None:
-                slopes = self._slopes.to(device)
-                bound.arguments[name] = Bias(value.to("meta"), device, slopes=slopes)
+                like, slopes = value.to("meta"), self._slopes.to(device)
+                bound.arguments[name] = Bias(like=like, device=device, slopes=slopes)
         bands = {id(getattr(self._module, name)): band for name, band in self._bands.items()}
         raised: list[Exception] = []  # errors that all ranks have raised already
         attended: list[Scores] = []
@@ -284,10 +271,6 @@ class OwnForward(Replaced):
             with self._session.faults(self._layer.name):
                 raise
         return _without_scores(found)
-
-    def _like(self, mask: ShardedMask) -> Tensor:
-        side, _, rows = sides_of(mask.call, self._layer)
-        return torch.empty(1, 1, side.tokens, rows, device="meta")
 
 
 def trace_layers(session: EnabledModel) -> list[OwnForward]:

@@ -29,7 +29,7 @@ from seqpar.integrations.huggingface.attention.attention import (
     running_call,
 )
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ShardedMask
-from seqpar.integrations.huggingface.attention.counting import counted, counted_backward, counting
+from seqpar.integrations.huggingface.attention.counting import counted
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.model.layers import CALLED, kind_of
 from seqpar.integrations.huggingface.model.patched_globals import Overlay, check_forward, named_in
@@ -203,12 +203,7 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
             return recurrence.lightning(module, hidden)
         return own(module, **given | {"hidden_states": hidden, "attention_mask": None})
 
-    if torch.compiler.is_compiling():
-        out = counted(layer.counter, hidden, computed)
-    else:
-        with counting(layer, recurrence.comm, hidden, False) as counted_hidden:
-            out = computed(counted_hidden)
-        out = counted_backward(layer, recurrence.comm, out)
+    out = counted(layer, recurrence.comm, hidden, computed, decodes=False)
     return (out, None) if recurrence.kind == "constant_decay" else out
 
 

@@ -96,6 +96,11 @@ def find_documents(
     )
 
 
+def shape_of(x: object) -> tuple[int, ...] | str:
+    """Return a tensor's shape, and the type of anything else, for an error."""
+    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+
+
 def _offsets(begins: Bools, kept: Ints) -> Ints:
     """Return where sequences begin among the kept tokens, followed by the number of tokens."""
     return np.r_[np.flatnonzero(begins.ravel()[kept]), kept.size].astype(np.int64)
@@ -105,9 +110,8 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
     if mask is None:
         return np.ones((rows, columns), dtype=bool)
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, columns):
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        reason = "other masks are not documents"
-        raise ValueError(f"{name} must be None or ({rows}, {columns}), got {found}: {reason}")
+        got = f"{shape_of(mask)}: other masks are not documents"
+        raise ValueError(f"{name} must be None or ({rows}, {columns}), got {got}")
     values = mask.detach().cpu().float().numpy()
     if not np.isin(values, (0, 1)).all():
         hint = "describe documents by position_ids or cu_seq_lens_q"

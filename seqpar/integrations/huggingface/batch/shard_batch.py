@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.batch.documents import BatchDocuments, find_documents
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments, find_documents, shape_of
 from seqpar.integrations.huggingface.batch.sharding import (
     KEY,
     Origin,
@@ -305,8 +305,8 @@ class BatchSharder:
         expected = documents.rows, documents.columns
         for name, x in (("labels", labels), ("shift_labels", shifted)):
             if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != expected):
-                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name} must be {expected}, a label for each token, got {found}")
+                got = shape_of(x)
+                raise ValueError(f"{name} must be {expected}, a label for each token, got {got}")
             if x is not None and self._shifts is None:
                 raise ValueError(f"{name} must be None: {type(self._model).__name__} has no loss")
         if shifted is not None or labels is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.batch.documents import BatchDocuments
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments, shape_of
 from seqpar.integrations.huggingface.batch.sharding import Sharding, Side
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.model.code import default_positions
@@ -130,8 +130,7 @@ def _check_mask(cache: Cache, mask: Any, tokens: int) -> None:
         return
     rows, columns = cache.batch_size, cache.get_seq_length() + tokens
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, columns):
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask must be ({rows}, {columns}), got {found}")
+        raise ValueError(f"attention_mask must be ({rows}, {columns}), got {shape_of(mask)}")
     left = torch.zeros(rows) if cache.padding is None else cache.padding
     real = torch.arange(columns, device=mask.device) >= left.to(mask.device)[:, None]
     if not torch.equal(mask.bool(), real):

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from seqpar.integrations.huggingface.attention.attention import session_of
 from seqpar.integrations.huggingface.batch.sharding import KEY
-from seqpar.integrations.huggingface.model.configs import require
 from seqpar.integrations.huggingface.model.layers import loss_shifts
-from seqpar.integrations.huggingface.session import SequenceParallel
+from seqpar.integrations.huggingface.session import SequenceParallel, require
 
 _SHIFTS = "_loss_shifts_labels"  # attribute of transformers' Trainer
 

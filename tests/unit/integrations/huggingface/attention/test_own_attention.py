@@ -115,13 +115,13 @@ SAME = [
 
 
 def other(mask):
-    return Bias(mask.like, mask.device, mask="another")
+    return Bias(like=mask.like, device=mask.device, mask="another")
 
 
 def recorded(case):
     """What a layer's scores are when their weights meet the values (1, 2, 5, 4)."""
     q, k, v = torch.randn(3, 1, 2, 5, 4)
-    mask = Bias(torch.empty(1, 1, 5, 5, device="meta"), q.device, mask="the mask")
+    mask = Bias(like=torch.empty(1, 1, 5, 5, device="meta"), device=q.device, mask="the mask")
     seen = []
     with Recording(lambda scores, value: seen.append(scores) or value, {}):
         Attention(case)(q, k, v, mask)
