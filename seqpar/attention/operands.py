@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operators import refuse_tangents
-from seqpar.comm.messages.digest import CallDigest
 from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.header import CallDigest
 from seqpar.core.arguments import check_tensor
 from seqpar.core.dtypes import DTYPES
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo

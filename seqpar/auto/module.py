@@ -16,8 +16,7 @@ from seqpar.attention.module import is_meta
 from seqpar.auto.choosing import Choice, choose
 from seqpar.auto.machine import MEASURE_SECONDS, cluster_of_rank_0
 from seqpar.auto.measuring import can_be_measured, leaves_of, measured
-from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.comm.messages.subgroup import as_mesh
+from seqpar.comm.messages.exchange import Comm, Group, as_mesh
 from seqpar.core.arguments import Deterministic, Ints, as_bool, as_deterministic, as_float, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.torch_private import beside_the_caller

@@ -32,6 +32,14 @@ class Fault(NamedTuple):
         return {"is a TypeError": self.is_type_error, "text": self.text}
 
 
+def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
+    """Return `resolve()` or the fault of its error; with a fault, the first element is None."""
+    try:
+        return resolve(), None
+    except (ValueError, TypeError) as error:
+        return cast(C, None), Fault.of(error)
+
+
 def check_on_all_ranks(
     comm: Comm, strategy: object, resolve: Callable[[], C], shared: Callable[[bool], Described]
 ) -> C:
@@ -39,13 +47,9 @@ def check_on_all_ranks(
 
     Otherwise all ranks raise the same error; see `compare_calls`.
     """
-    call = fault = None
-    try:
-        call = resolve()
-    except (ValueError, TypeError) as error:
-        fault = Fault.of(error)
+    call, fault = attempt(resolve)
     compare_calls(comm, strategy, fault, shared)
-    return cast(C, call)
+    return call
 
 
 def compare_calls(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -112,8 +111,7 @@ class Averaging:
         return averaging
 
     def _add_ddp(self, ddp: DistributedDataParallel, comm: Comm) -> None:
-        _check("DDP", dist.get_process_group_ranks(ddp.process_group), comm)
-        _check_hooks("DDP", ddp)
+        _check("DDP", ddp, dist.get_process_group_ranks(ddp.process_group), comm)
         parameters = ddp_parameters(ddp)
         self._parameters |= {id(x) for x in parameters}
         trained = [x for x in parameters if x.requires_grad]
@@ -125,20 +123,19 @@ class Averaging:
         self.averaged |= bool(self._by_ddp)
 
     def _add_fsdp1(self, fsdp: FullyShardedDataParallel, comm: Comm) -> None:
-        _check("FSDP", dist.get_process_group_ranks(fsdp.process_group), comm)
-        _check_hooks("FSDP", fsdp)
+        _check("FSDP", fsdp, dist.get_process_group_ranks(fsdp.process_group), comm)
         ignored = {id(x) for x in fsdp1_ignored(fsdp)}
         self.averaged = self.flattened = True
-        for module, name, x in _places(fsdp.modules()):
-            if id(x) not in ignored:
-                self._places.add((id(module), name))
+        for module in fsdp.modules():
+            for name, x in module.named_parameters(recurse=False, remove_duplicate=False):
+                if id(x) not in ignored:
+                    self._places.add((id(module), name))
 
     def _add_fsdp2(self, module: nn.Module, comm: Comm) -> None:
         for group in fsdp2_groups(module):
             self._fsdp2.append(group)
             mesh = group.mesh_info.mesh.mesh.flatten().tolist()
-            _check("FSDP", mesh, comm)
-            _check_hooks("FSDP", group)
+            _check("FSDP", group, mesh, comm)
             divisor = getattr(group, "gradient_divide_factor", None)
             if divisor is not None and divisor != len(mesh):
                 stated = f"set_gradient_divide_factor({divisor}) makes it divide by another number"
@@ -150,8 +147,10 @@ class Averaging:
 
 def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return (name, tensor) of the parameters and saved buffers that each rank has whole."""
-    names = set(model.state_dict(keep_vars=True)) if not _has_fsdp(model) else set()
-    sharded = [x for x in model.modules() if isinstance(x, FullyShardedDataParallel)]
+    modules = list(model.modules())
+    has_fsdp = any(isinstance(x, FullyShardedDataParallel | FSDPModule) for x in modules)
+    names = set() if has_fsdp else set(model.state_dict(keep_vars=True))
+    sharded = [x for x in modules if isinstance(x, FullyShardedDataParallel)]
     skipped = {id(x) for fsdp in sharded for x in fsdp.parameters()}
     named = dict(model.named_parameters()) | {
         name: x for name, x in model.named_buffers() if name in names
@@ -177,29 +176,15 @@ def like(local: Tensor, x: Tensor) -> Tensor:
     )
 
 
-def _check(name: str, averaged: list[int], comm: Comm) -> None:
+def _check(name: str, wrapped: object, averaged: list[int], comm: Comm) -> None:
+    """Raise a ValueError unless gradients are averaged over the group, by hooks known to do so."""
     own = comm.processes
     if not set(own) <= set(averaged):
         stated = f"it averages over ranks {averaged}, and the group has {own}"
         raise ValueError(f"{name} {_RULE}: {stated}")
-
-
-def _check_hooks(name: str, wrapped: object) -> None:
-    """Raise a ValueError for a hook that reduces gradients and is not known to average."""
     for hook in gradient_hooks(wrapped):
         hook_name = getattr(hook, "__name__", type(hook).__name__)
         of_torch = str(getattr(hook, "__module__", None)).startswith(_HOOKS)
         if not of_torch or hook_name in _OTHER_HOOKS:
             reason = f"its comm hook {hook_name} is not one of torch's hooks that average"
             raise ValueError(f"{name} {_RULE}: {reason}")
-
-
-def _has_fsdp(model: nn.Module) -> bool:
-    kinds = (FullyShardedDataParallel, FSDPModule)
-    return any(isinstance(x, kinds) for x in model.modules())
-
-
-def _places(modules: Iterable[nn.Module]) -> Iterable[tuple[nn.Module, str, Tensor]]:
-    for module in modules:
-        for name, x in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield module, name, x

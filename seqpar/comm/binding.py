@@ -1,4 +1,7 @@
-"""Bind strategies to groups, and find bound strategies by a string, which operators can carry."""
+"""Bind strategies to groups, and find bound strategies by a string, which operators can carry.
+
+An unpickled strategy finds its group by the group's name and ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,19 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from seqpar.comm.agreement import C, Described, Fault, compare_calls
+from seqpar.comm.agreement import C, Described, Fault, attempt, compare_calls
 from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.comm.reconnect import Address, address_of, reconnect
 from seqpar.comm.routing.relays import Relays
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import shown
 from seqpar.core.hooks import hooks
+from seqpar.core.torch_private import process_groups
 
 
 class Named(Protocol):
@@ -52,9 +56,7 @@ class BoundStrategy(Generic[S]):
         if not self.strategy.routable:
             reason = "its ranks do not all make the same exchanges"
             raise ValueError(f"routing must be None for {self.strategy.name!r}: {reason}")
-        Relays.of(
-            self.comm, self.routing
-        )  # raises a ValueError if the group does not divide into the nodes
+        Relays.of(self.comm, self.routing)  # a ValueError: the group does not divide into the nodes
 
     @classmethod
     def make(
@@ -82,7 +84,7 @@ class BoundStrategy(Generic[S]):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebind, (self.strategy, address_of(self.comm), self.check_ranks, self.routing)
+        return _rebind, (self.strategy, _address_of(self.comm), self.check_ranks, self.routing)
 
     @staticmethod
     def of(key: str) -> BoundStrategy[Any]:
@@ -132,15 +134,9 @@ class BoundStrategy(Generic[S]):
         wait for the correct call.
         """
         if not self.check_ranks:
-            call = resolve()
-            return call, self.begin_call(device)
-        fault: Fault | None = None
-        try:
-            call = resolve()
-        except (ValueError, TypeError) as error:
-            fault = Fault.of(error)
-        comm = self.begin_compared_call(device, fault, shared)
-        return call, comm
+            return resolve(), self.begin_call(device)
+        call, fault = attempt(resolve)
+        return call, self.begin_compared_call(device, fault, shared)
 
     def begin_call(self, device: torch.device) -> Comm:
         """Return the Comm of a new call, whose tensors are on `device`."""
@@ -188,10 +184,67 @@ class BoundStrategy(Generic[S]):
 
 
 def _rebind(
-    strategy: N, address: Address, check_ranks: bool, routing: Routing | None = None
+    strategy: N, address: _Address, check_ranks: bool, routing: Routing | None = None
 ) -> BoundStrategy[N]:
     """Bind an unpickled strategy to the group of this process that has the address."""
-    return BoundStrategy(strategy, reconnect(address), check_ranks, routing).shared()
+    return BoundStrategy(strategy, _reconnect(address), check_ranks, routing).shared()
+
+
+class _Address(NamedTuple):
+    """A description of a group that can be pickled instead of the group.
+
+    Attributes:
+        name: the process group's name, which depends on the order in which groups were made.
+        ranks: the global rank of each of its ranks.
+        order: the rank in the process group of each of the Comm's ranks.
+        shape: the shape of the Comm: a mesh's shape, or (ranks,).
+        world: whether the group is the default group.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    world: bool
+
+
+def _address_of(comm: Comm) -> _Address:
+    """Return the address of a Comm's group; raise a RuntimeError for a destroyed group."""
+    group = comm.process_group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    order = tuple(comm._order)
+    return _Address(group.group_name, ranks, order, comm.shape, group is dist.group.WORLD)
+
+
+def _reconnect(address: _Address) -> Comm:
+    """Return the Comm of this process's group that has this address.
+
+    The address of the default group gives this process's default group, even of another size unless
+    it was a mesh. Other addresses give the group of this name and these ranks, or the first group
+    with these ranks. A RuntimeError names the missing group.
+    """
+    name, ranks, order, shape, world = address
+    if not dist.is_initialized():
+        raise RuntimeError(f"{_described(address)}, but torch.distributed is not initialised here")
+    known = {group: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
+    groups = [group for group, found in known.items() if found == ranks]
+    named = [group for group in groups if group.group_name == name]
+    default = dist.group.WORLD
+    if world and default is not None and len(shape) == 1 and order == tuple(range(len(ranks))):
+        return Comm.of(default)
+    if world and default in groups:
+        named = [default]
+    if not groups:
+        listed = ", ".join(str(list(found)) for found in known.values())
+        raise RuntimeError(f"{_described(address)}; those of this process are of ranks {listed}")
+    return Comm._of((named or groups)[0], order, shape)
+
+
+def _described(address: _Address) -> str:
+    kind = f"a mesh of shape {address.shape}" if len(address.shape) > 1 else "a group"
+    called = "the default group" if address.world else f"the process group {address.name!r}"
+    ranks = list(address.ranks)
+    return f"the module is on {kind}, and to load it needs {called} of the global ranks {ranks}"
 
 
 _by_key: weakref.WeakValueDictionary[str, BoundStrategy[Named]] = weakref.WeakValueDictionary()

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from seqpar.comm.faults.heartbeat_in_group import close_connections
+from seqpar.comm.faults.heartbeat import close_connections
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.torch_private import forget_failed_group
-
-__all__ = [
-    "LaunchedProcess",
-    "Store",
-    "connect",
-    "join",
-    "leave",
-    "mesh_of_all",
-    "on_a_host",
-    "place",
-    "store_of",
-]
 
 _FOREVER = timedelta(days=7)
 _START = timedelta(minutes=10)  # the longest time until all processes of a launcher have begun
@@ -144,7 +132,3 @@ def leave(failed: bool = False) -> None:
 def mesh_of_all(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
     """Return all processes as a mesh of this shape, along its rows."""
     return init_device_mesh(device.type, shape)
-
-
-def host_name() -> str:
-    return socket.gethostname()

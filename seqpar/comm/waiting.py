@@ -20,8 +20,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from seqpar.comm.faults.connection import Connection
-from seqpar.comm.faults.heartbeat import MAX_ROUNDS_PER_SECOND, Heartbeat
-from seqpar.comm.faults.heartbeat_in_group import heartbeat_for_a_while
+from seqpar.comm.faults.heartbeat import (
+    MAX_ROUNDS_PER_SECOND,
+    Heartbeat,
+    heartbeat_for_a_while,
+)
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.torch_private import timeout_of
 
@@ -102,9 +105,8 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
     uses[comm.name] += 1
     begun, done = (f"seqpar {x} {comm.name} {uses[comm.name]}" for x in ("begun", "done"))
     store = Connection.open(group.get_group_store(), _CONNECT_SECONDS)
-    heartbeat, stop = comm._heartbeat, None
-    if heartbeat is None:  # as for messages on GPUs
-        heartbeat, stop = heartbeat_for_a_while(group, done, comm.device)
+    # Messages on GPUs have no heartbeat.
+    heartbeat = comm._heartbeat or heartbeat_for_a_while(group, done, comm.device)
     try:
         if comm.rank == 0:
             try:
@@ -120,8 +122,8 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
             _wait(store, heartbeat, (begun, done), doing, limit, timeout, poll)
         return None
     finally:
-        if stop is not None:
-            stop()
+        if heartbeat is not comm._heartbeat:
+            heartbeat.stop()
 
 
 def _wait(

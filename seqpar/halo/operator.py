@@ -25,7 +25,7 @@ from seqpar.attention.operators import (
 )
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.comm.messages.header import empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.halo.call import SCHEMA, CallArguments, Halo, check
 from seqpar.halo.convolve import convolve, exchange, silu, silu_gradient, tap_gradients

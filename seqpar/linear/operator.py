@@ -30,9 +30,8 @@ from seqpar.attention.operators import (
     without_autocast,
 )
 from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.messages.digest import CallDigest
 from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.comm.messages.header import CallDigest, empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.call import SCHEMA, CallArguments, ResolvedCall
 from seqpar.linear.inputs import Inputs

@@ -33,7 +33,7 @@ from seqpar.attention.operators import (
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.sequence_numbers import empty_numbers
+from seqpar.comm.messages.header import empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
@@ -43,7 +43,7 @@ from seqpar.softmax.resolution import describe, resolve_on_ranks
 from seqpar.softmax.strategy import ForwardResult, Strategy
 
 # The results are out, lse, the call's numbers, the max logits if they were requested, and the
-# strategy's residuals. The numbers (`seqpar.comm.messages.sequence_numbers`) are (ranks,), on the
+# strategy's residuals. The numbers (`seqpar.comm.messages.header`) are (ranks,), on the
 # CPU: messages of a backward carry the numbers of its forward. `sink_inputs` has the forward's out
 # and lse if there are sinks, because the gradient of the sinks needs both, and not all strategies
 # have them in their residuals.

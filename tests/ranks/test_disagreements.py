@@ -10,8 +10,7 @@ import torch.distributed as dist
 import seqpar
 from seqpar import Layout, Mask
 from seqpar.comm.faults import heartbeat
-from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.subgroup import as_mesh
+from seqpar.comm.messages.exchange import Comm, as_mesh
 from tests.support.calls import local
 from tests.support.changed import changed
 from tests.support.ranks import Pool

@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqpar.comm.faults.heartbeat import Clock, GroupStore, Heartbeat, PeerError, Watchers
+from seqpar.comm.faults.heartbeat import Clock, Heartbeat, PeerError
 
 TIMEOUT = 10.0
 INTERVAL = TIMEOUT / 40
@@ -65,9 +65,9 @@ class World(Clock):
 
     def begin(self, rank):
         interrupt = lambda: self.interrupted.append(rank)  # noqa: E731
-        watchers = Watchers(f"watcher of {rank}" if rank in self.words else "", self.ask)
-        store = GroupStore(self.store, LOST)
-        return Heartbeat(store, rank, self.names, TIMEOUT, interrupt, watchers, self)
+        watcher = f"watcher of {rank}" if rank in self.words else ""
+        own = self.store, LOST, rank, self.names, TIMEOUT, interrupt, watcher
+        return Heartbeat(*own, self.ask, self)
 
     def ask(self, addresses, seconds):
         assert all(address == f"watcher of {rank}" for rank, address in addresses.items())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import statistics
 from typing import NotRequired, TypedDict
 
 import torch
 
-from seqpar.comm.launch import host_name
 from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.profile.harness import median_time
 
@@ -35,7 +35,7 @@ class LinksReport(TypedDict):
 
 def place(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"host": host_name(), "device": name}
+    return {"host": socket.gethostname(), "device": name}
 
 
 def rounds(ranks: int) -> list[list[tuple[int, int]]]:

@@ -35,20 +35,30 @@ suspended.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from datetime import timedelta
+from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
 
-from seqpar.comm.faults.liveness import UNKNOWN, Ask, Liveness, ask_watchers
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
+
+from seqpar.comm.faults.connection import Connection
+from seqpar.comm.faults.liveness import UNKNOWN, Ask, Liveness, ask_watchers, start_watcher
 from seqpar.comm.faults.watcher import GONE
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, Witness, grace_seconds
+from seqpar.core.torch_private import timeout_of
 
 MIN_ROUNDS_PER_TIMEOUT = 40  # with at least one round each second
 MAX_ROUNDS_PER_SECOND = 4096  # of all ranks together, which share the store
 MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer; then the store counts as lost
+_UNUSED_TAG = 0x5E9  # no message has this tag, so receiving with it times out
 
 
 class PeerError(RuntimeError):
@@ -56,29 +66,6 @@ class PeerError(RuntimeError):
 
     The message names that rank, the step that failed, and the ranks for which this rank waited.
     """
-
-
-class Store(Protocol):
-    """The methods of torch.distributed's store that heartbeats use."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-
-class GroupStore(NamedTuple):
-    """A separate connection to the group's store, and the cause to report if the store is gone."""
-
-    store: Store
-    lost: str
-
-
-class Watchers(NamedTuple):
-    """The address of this process's watcher, or "", and the function that asks other watchers."""
-
-    own: str = ""
-    ask: Ask = ask_watchers
 
 
 class Clock:
@@ -115,27 +102,30 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: GroupStore,
+        store: Connection,
+        store_lost: str,
         rank: int,
         names: Sequence[str],
         timeout: float,
         interrupt: Callable[[], None],
-        watchers: Watchers = Watchers(),  # noqa: B008 (immutable)
+        watcher: str,
+        ask: Ask = ask_watchers,
         clock: Clock | None = None,
     ) -> None:
         """Write the first beat; `start` begins the rounds.
 
-        `names` has the ranks as errors name them. `timeout` is the group's, in seconds.
-        `interrupt()` makes all waits on the group raise.
+        `store_lost` is the cause to report if the store is gone. `names` has the ranks as errors
+        name them. `timeout` is the group's, in seconds. `interrupt()` makes all waits on the group
+        raise. `watcher` is the address of this process's watcher, or "".
         """
-        self._store, self._store_lost = store
+        self._store, self._store_lost = store, store_lost
         self._rank, self.names, self._name = rank, names, names[rank]
         self._interrupt, self._clock = interrupt, clock or Clock()
         self._interval = interval(timeout, len(names))
         self._grace = grace_seconds()
         grace = timeout if self._grace is None else self._grace
         self._witness = Witness(rank, names, self._interval, grace)
-        self._liveness = Liveness(max(0.5, 2 * self._interval), watchers.ask)
+        self._liveness = Liveness(max(0.5, 2 * self._interval), ask)
         self._watchers: dict[int, str] = {}
         self._count = 0
         self._round_ended = self._clock.now()
@@ -145,7 +135,7 @@ class Heartbeat:
         self._verdict = ""
         self._round_began: float | None = None  # None between rounds
         # Not in the thread: this rank may die before the thread runs.
-        self._store.set(f"watcher {rank}", watchers.own)
+        self._store.set(f"watcher {rank}", watcher)
         self._write("")
         name = f"seqpar heartbeat, {self._name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -317,6 +307,66 @@ def interval(timeout: float, ranks: int) -> float:
     return min(max(1.0, ranks / MAX_ROUNDS_PER_SECOND), timeout / MIN_ROUNDS_PER_TIMEOUT)
 
 
-def store_lost(keeper: str) -> str:
-    """Return the cause to report when the store of `keeper` is gone."""
-    return f"the store does not answer: {keeper}, which keeps it, died, left or was stopped"
+def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
+    """Start and return this rank's heartbeat in a group on gloo; None for other groups.
+
+    It stops when the group is freed or the process ends.
+    """
+    if group.size() == 1 or "cpu:gloo" not in dist.get_backend_config(group):
+        return None
+    alive = weakref.ref(group)
+    interrupt = lambda: close_connections(alive())  # noqa: E731
+    heartbeat = _started(group, group.get_group_store(), torch.device("cpu"), interrupt)
+    # With an exit priority it also runs at exit, which a running thread may abort.
+    Finalize(group, heartbeat.stop, exitpriority=0)
+    return heartbeat
+
+
+def heartbeat_for_a_while(group: ProcessGroup, name: str, device: torch.device) -> Heartbeat:
+    """Start and return a heartbeat for one wait in a group of any backend; the caller stops it.
+
+    All ranks start one of this name together. It interrupts no wait: the waiting code reads its
+    `verdict`.
+    """
+    store = PrefixStore(f"{name}/", group.get_group_store())
+    return _started(group, store, device, lambda: None)
+
+
+def _started(
+    group: ProcessGroup, at: Store, device: torch.device, interrupt: Callable[[], None]
+) -> Heartbeat:
+    ranks = dist.get_process_group_ranks(group)
+    names = [
+        f"rank {i}" if i == rank else f"rank {i} (global rank {rank})"
+        for i, rank in enumerate(ranks)
+    ]
+    timeout, rank = timeout_of(group, device).total_seconds(), group.rank()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = "the launcher" if agent else "global rank 0"
+    lost = f"the store does not answer: {keeper}, which keeps it, died, left or was stopped"
+    try:
+        store = Connection.open(at, MAX_STORE_INTERVALS * interval(timeout, len(ranks)))
+    except RuntimeError as error:
+        doing = f"{names[rank]} was making a module for this group"
+        raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
+    watcher = start_watcher(store.host)
+    heartbeat = Heartbeat(store, lost, rank, names, timeout, interrupt, watcher)
+    heartbeat.start()
+    return heartbeat
+
+
+def close_connections(group: ProcessGroup | None) -> None:
+    """Make all waits on a gloo group raise, here and on the ranks that wait for this one.
+
+    The group's abort() does not end waits, but a receive that times out closes all connections. A
+    receive from a peer whose connection is closed already fails without a timeout.
+    """
+    if group is None:
+        return
+    for step in range(1, group.size()):
+        peer = (group.rank() + step) % group.size()
+        try:
+            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return

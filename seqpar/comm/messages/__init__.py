@@ -2,5 +2,5 @@
 
 Start with `exchange.py`. `Comm` is a rank's view of its group, and `Comm.start` posts messages. On
 gloo each message has a header (`header.py`) with the number of its call and a digest of the call's
-arguments (`digest.py`).
+arguments.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 
@@ -19,19 +20,74 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqpar.comm.faults.heartbeat import Heartbeat, PeerError
-from seqpar.comm.faults.heartbeat_in_group import heartbeat_in
+from seqpar.comm.faults.heartbeat import Heartbeat, PeerError, heartbeat_in
 from seqpar.comm.messages import channels, header
 from seqpar.comm.messages.channels import Communicators
-from seqpar.comm.messages.digest import NO_DIGEST
-from seqpar.comm.messages.header import AwaitedHeader, Exchange, Message
-from seqpar.comm.messages.mesh import group_of_mesh
-from seqpar.comm.messages.pending import Arriving, Pending
-from seqpar.comm.messages.sequence_numbers import OUTSIDE, CallNumbers
+from seqpar.comm.messages.header import (
+    NO_DIGEST,
+    OUTSIDE,
+    AwaitedHeader,
+    CallNumbers,
+    Exchange,
+    Message,
+)
 from seqpar.core.arguments import shown
 from seqpar.core.hooks import hooks
+from seqpar.core.torch_private import flat_mesh
 
-__all__ = ["Arriving", "Comm", "Group", "Pending"]  # what other folders import
+WaitContext = Callable[[], AbstractContextManager[None]]
+
+
+class Pending:
+    """Posted messages. Their tensors must not be read or written before `wait` returns."""
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        messages: list[list[Message]],
+        check: Callable[[], None] | None = None,
+        error_of: Callable[[Exception], Exception] | None = None,
+    ) -> None:
+        """`check()` raises if a peer's messages are not what this rank expects.
+
+        `error_of` returns the error to raise in place of a backend's.
+        """
+        self._works, self._messages, self._check = works, messages, check
+        self._error_of = error_of
+        self.contexts: list[
+            WaitContext
+        ] = []  # entered around waiting, to name the rank at fault and to trace
+
+    def wait(self) -> None:
+        """Return when received tensors are complete and sent tensors may be overwritten."""
+        if self.contexts:
+            with self.contexts.pop(0)():
+                self.wait()
+            return
+        if self._check is not None:
+            self._check()
+        try:
+            for work in self._works:
+                work.wait()
+        except dist.DistBackendError as error:
+            if self._error_of is None:
+                raise
+            raise self._error_of(error) from error
+        # Drop the tensors, so that each is freed when its owner drops it.
+        self._works, self._messages, self._check = [], [], None
+
+
+class Arriving:
+    """Tensors into which posted messages are received."""
+
+    def __init__(self, tensors: list[Tensor], pending: Pending) -> None:
+        self._tensors, self._pending = tensors, pending
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the tensors and return them. This object then keeps none of them alive."""
+        self._pending.wait()
+        arrived, self._tensors = self._tensors, []
+        return arrived
 
 
 class Comm:
@@ -74,7 +130,7 @@ class Comm:
         if isinstance(group, Comm):
             return group
         if isinstance(group, DeviceMesh):
-            return cls._of(*group_of_mesh(group), tuple(group.shape))
+            return cls._of(*_group_of_mesh(group), tuple(group.shape))
         if not isinstance(group, ProcessGroup):
             expected = "a process group (of which this process is a member) or a mesh"
             raise ValueError(f"group must be {expected}, got {shown(group)}")
@@ -338,6 +394,74 @@ class Comm:
             distance = 2**step
             to, source = self.rank - distance, self.rank + distance
             yield step, distance, to % self.size, source % self.size
+
+
+class SubComm(Comm):
+    """Some ranks of a group as a group, numbered in the order of `ranks`.
+
+    Their messages go through the whole group's Comm and count in its `sent_bytes`. Errors and
+    traces name every exchange by `label` and `name`, such as "usp forward, ring", and not by the
+    label of `exchange`.
+    """
+
+    def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
+        super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
+        self._whole, self._ranks, self._label = whole, ranks, f"{label}, {name}"
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether this rank may relay messages of other ranks of the whole group."""
+        return self._whole.is_routed
+
+    def exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
+    ) -> Pending:
+        """Post messages to and from these ranks, and return immediately."""
+        sends, recvs = (
+            [(self._ranks[peer], tensor) for peer, tensor in messages]
+            for messages in (sends, recvs)
+        )
+        return self._whole.exchange(sends, recvs, label=self._label, step=step)
+
+    def channel(self, name: str) -> SubComm:
+        """Return these ranks with the whole group's communicator of this name."""
+        channel = copy(self)
+        channel._whole = self._whole.channel(name)
+        return channel
+
+
+def as_mesh(comm: Comm, *shape: int) -> Comm:
+    """Return the same ranks as a mesh of this shape, counted along its rows.
+
+    The mesh has its own counts of sent bytes.
+    """
+    group = comm._group()
+    if group is not None:
+        return Comm._of(group, tuple(comm._order), shape)
+    mesh = copy(comm)
+    mesh.name, mesh.shape = "x".join([comm.name, *map(str, shape[1:])]), shape
+    return mesh
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
+    """Return the group of all ranks of a mesh, and the rank in it of each rank along its rows.
+
+    torch sorts a group's ranks, whatever their order in the mesh.
+    """
+    ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh must have this process (global rank {dist.get_rank()}), got {mesh}")
+    if mesh.ndim == 1:
+        group = mesh.get_group()
+    elif world is not None and sorted(ranks) == dist.get_process_group_ranks(world):
+        group = world
+    elif mesh.mesh_dim_names is None:
+        reason = "to make a group of some of the ranks"
+        raise ValueError(f"mesh must have mesh_dim_names {reason}, got {mesh}")
+    else:
+        group = flat_mesh(mesh).get_group()
+    in_group = dist.get_process_group_ranks(group)
+    return group, tuple(map(in_group.index, ranks))
 
 
 Group = ProcessGroup | DeviceMesh | Comm

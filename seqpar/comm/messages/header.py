@@ -1,9 +1,16 @@
 """Headers that identify messages, so that a rank never confuses the messages of two calls.
 
-The name of an exchange has the number of its call between the two ranks (`sequence_numbers.py`),
-its strategy and pass, and its step. On gloo, a rank sends a *header* to each peer of an exchange,
-even if it only receives messages from the peer. The header has a digest of the call's arguments
-(`digest.py`), the exchange's name, and the sizes and dtypes of the messages in both directions.
+The name of an exchange has the number of its call between the two ranks, its strategy and pass, and
+its step. On gloo, a rank sends a *header* to each peer of an exchange,
+even if it only receives messages from the peer. The header has a digest of the call's arguments,
+the exchange's name, and the sizes and dtypes of the messages in both directions.
+
+A rank may make a call that exchanges no messages with a peer, and that the peer does not make: a
+local check, a recomputation, a batch without tokens on the peer. Two ranks therefore count only
+calls in which they exchange messages. They make these calls in the same order.
+
+A digest is a table of 2 bytes per argument, of one size for all calls. Ranks make it from the
+description that `check_ranks` compares, once per layout and options.
 
 Headers between two ranks are matched by order, with one tag per hop. If two ranks are in different
 exchanges, or have different arguments, each receives a header that it does not expect. Tags of
@@ -13,19 +20,23 @@ buffer. Otherwise results would be wrong or, with other sizes, gloo would abort 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.comm.messages.digest import DIGEST_BYTES, NO_DIGEST, CallDigest
 from seqpar.core.arguments import shown
 
 Message = tuple[int, Tensor]  # (peer, tensor)
+DIGEST_BYTES, _ENTRY_BYTES = 64, 2
+_MAX_COMPARED_BYTES = 2**16  # of a tensor's values
 _HEADER_BYTES = 256  # longer text is cut; the checksum covers all of it
 _CHECKSUM_BYTES = 8  # hexadecimal digits; the digest's table and text follow
 _TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins
@@ -36,11 +47,144 @@ _FIRST_HEADER_TAG = 0x5EA
 _FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are usually small
 
 
+class CallNumbers:
+    """The numbers of one call, one between this rank and each peer.
+
+    Attributes:
+        own: the number of calls that this rank has made, including this one; 0 outside calls.
+    """
+
+    def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
+        """Number a new call, or use the `numbers` that `as_tensor` returned.
+
+        `calls` counts this rank's calls, at `rank`, and its calls with each peer. A new call
+        changes `calls`.
+        """
+        self._calls = calls
+        if numbers is None:
+            calls[rank] += 1
+            self._numbers = [0] * len(calls)
+            self._numbers[rank] = calls[rank]
+        else:
+            self._numbers = numbers.view(torch.int64).tolist()
+        self.own = self._numbers[rank]
+
+    def between(self, peer: int) -> int:
+        """Return the call's number between this rank and a peer, from their first message on."""
+        if not self.own:
+            return 0
+        if not self._numbers[peer]:
+            self._calls[peer] += 1
+            self._numbers[peer] = self._calls[peer]
+        return self._numbers[peer]
+
+    def as_tensor(self) -> Tensor:
+        """Return the numbers, (ranks,) on the CPU: the bits of a float64 tensor.
+
+        A forward returns them to its backward. As floats, the numbers are below 1e-300. Results of
+        two equal calls are therefore equal within every tolerance, as `torch.library.opcheck`
+        requires, although each call has its own numbers.
+        """
+        # Integers would differ between two equal calls, and so would the shape of an empty tensor.
+        # A table in Python could not tell apart two calls whose backwards run in any order.
+        # As a result of the operator, the tensor outlives copies by hooks, selective checkpoints
+        # keep it, and compiled graphs need nothing new.
+        # torch.tensor would take four times as long.
+        return torch.from_numpy(np.array(self._numbers, dtype=np.int64).view(np.float64))
+
+
+def empty_numbers(ranks: int) -> Tensor:
+    """Return an uninitialized tensor shaped as by `as_tensor`, for tracing by torch.compile."""
+    return torch.empty(ranks, dtype=torch.float64, device="cpu")
+
+
+OUTSIDE = CallNumbers([0], 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
+
+
+class CallDigest(NamedTuple):
+    """The digest of a call's arguments.
+
+    Attributes:
+        table: DIGEST_BYTES bytes: an entry for the names, and one for each argument.
+        arguments: the arguments, by the names that users know, as this rank has them.
+    """
+
+    table: bytes
+    arguments: Mapping[str, object]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, object]) -> CallDigest:
+        """Return the digest of arguments that JSON can hold."""
+        entries = [list(arguments), *arguments.values()]
+        table = b"".join([_entry(json.dumps(value)) for value in entries])
+        assert len(table) <= DIGEST_BYTES, f"{len(arguments)} arguments are too many"
+        return cls(table.ljust(DIGEST_BYTES, b"\0"), arguments)
+
+    def extended(self, **values: Tensor | None) -> CallDigest:
+        """Return the digest with the values of small tensors, by their arguments' names.
+
+        Reads only tensors on the CPU, since reading others would wait for their device.
+        """
+        contents = [None if x is None else _content_of(x) for x in values.values()]
+        if not any(contents):
+            return self
+        names, pairs = list(self.arguments), zip(values, contents, strict=True)
+        entries = tuple([(names.index(name), *x) for name, x in pairs if x is not None])
+        return self._replace(table=_extended(self.table, entries))
+
+    def differing(self, table: bytes) -> list[str]:
+        """Return the names of the arguments that have other entries in a peer's table.
+
+        Tables of calls of different kinds have no names to compare.
+        """
+        if _at(table, 0) != _at(self.table, 0):
+            return []
+        return [
+            name for i, name in enumerate(self.arguments, 1) if _at(table, i) != _at(self.table, i)
+        ]
+
+
+def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
+    """Return a checksum of a small CPU tensor's bytes, and its dtype; None for other tensors."""
+    if not x.is_cpu or x.nbytes > _MAX_COMPARED_BYTES:
+        return None
+    data: Any = x.detach().contiguous()
+    if x.dtype is torch.bfloat16:  # numpy has no bfloat16
+        data = data.view(torch.int16)
+    return crc32(data.numpy()), x.dtype
+
+
+@lru_cache(256)
+def _extended(table: bytes, entries: tuple[tuple[int, int, torch.dtype], ...]) -> bytes:
+    """Return a table in which the entries of some arguments also depend on their contents.
+
+    `entries` has the number, checksum and dtype of each of these arguments.
+    """
+    changed = bytearray(table)
+    for number, checksum, dtype in entries:
+        start = (1 + number) * _ENTRY_BYTES
+        text = f"{_at(table, 1 + number).hex()} {checksum} {dtype}"
+        changed[start : start + _ENTRY_BYTES] = _entry(text)
+    return bytes(changed)
+
+
+def _at(table: bytes, index: int) -> bytes:
+    return table[index * _ENTRY_BYTES : (index + 1) * _ENTRY_BYTES]
+
+
+def _entry(text: str) -> bytes:
+    return crc32(text.encode()).to_bytes(4)[-_ENTRY_BYTES:]
+
+
+NO_DIGEST = CallDigest(bytes(DIGEST_BYTES), {})
+"""The digest of messages outside calls, which have no arguments to compare."""
+
+
 class Exchange(NamedTuple):
     """The name of an exchange.
 
     Attributes:
-        call: the number of its call (`sequence_numbers.py`); 0 outside calls.
+        call: the number of its call; 0 outside calls.
         label: the strategy and its pass, such as "ring backward".
         step: the strategy's step that needs the messages.
         hop: the number of the hop of relayed messages (`relays.py`), from 0.

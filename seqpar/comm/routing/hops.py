@@ -28,6 +28,9 @@ class Described(NamedTuple):
     dtype: str
 
 
+Ends = tuple[list[Described], list[Described]]  # the messages that a rank sends and receives
+
+
 class PieceLocation(NamedTuple):
     """Elements of a tensor from which a piece is sent, or into which it is received.
 
@@ -65,16 +68,14 @@ class Relaying(NamedTuple):
         messages, bytes: the numbers that it sends in all hops, for itself and for others.
     """
 
-    own: tuple[list[Described], list[Described]]
+    own: Ends
     hops: list[RelayHop]
     held: list[tuple[int, torch.dtype]]
     messages: int
     bytes: int
 
     @classmethod
-    def of(
-        cls, nodes: Nodes, rank: int, known: dict[int, tuple[list[Described], list[Described]]]
-    ) -> Relaying:
+    def of(cls, nodes: Nodes, rank: int, known: dict[int, Ends]) -> Relaying:
         """Return this rank's part in an exchange.
 
         `known` has the messages that each rank of this node sends to and receives from other nodes.
@@ -146,9 +147,7 @@ def _pieces(
                     yield message, nics, chunk, start, stop
 
 
-def _routed(
-    known: dict[int, tuple[list[Described], list[Described]]],
-) -> Iterator[_Message]:
+def _routed(known: dict[int, Ends]) -> Iterator[_Message]:
     """Yield the messages of all ranks of a node to and from others."""
     for rank, lists in known.items():
         for sending, described in zip((True, False), lists, strict=True):

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
-from seqpar.comm.routing.hops import Described, PieceLocation, Relaying
+from seqpar.comm.routing.hops import Described, Ends, PieceLocation, Relaying
 from seqpar.comm.routing.routing import Nodes, Routing
 
-Own = tuple[list[Described], list[Described]]  # messages that a rank sends and receives
 Job = tuple[Future[None], Callable[[], None], bool]  # its result, itself, inference mode
 _MAX_KEPT_PASSES = 128  # kinds of passes; a model's layers share them
 
@@ -149,7 +148,7 @@ class _Pass:
             (relayed if far else straight).append(message)
         return relayed, straight
 
-    def _agree(self, comm: Comm, own: Own, exchange: Exchange) -> Relaying:
+    def _agree(self, comm: Comm, own: Ends, exchange: Exchange) -> Relaying:
         """Exchange descriptions of messages to and from other nodes with the ranks of this node."""
         # No other node is asked: this node knows the messages that leave, and the receiver's node
         # knows those that arrive. A strategy's `traffic` has sizes too, but not by exchange.

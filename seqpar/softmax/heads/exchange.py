@@ -17,9 +17,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Arriving, Comm
+from seqpar.comm.messages.exchange import Arriving, Comm, SubComm
 from seqpar.comm.messages.header import Message
-from seqpar.comm.messages.subgroup import SubComm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.heads.messages import MergedRows, MessageBlock, Operand

@@ -10,8 +10,7 @@ import torch
 import seqpar
 from seqpar import Layout, best_mesh
 from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.subgroup import as_mesh
+from seqpar.comm.messages.exchange import Comm, as_mesh
 from seqpar.softmax.backends import aten
 from seqpar.softmax.keys import plan
 from seqpar.strategies.mesh import row_bytes, sent_bytes

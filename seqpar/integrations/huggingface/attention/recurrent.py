@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.subgroup import as_mesh
+from seqpar.comm.messages.exchange import Comm, as_mesh
 from seqpar.core.arguments import shown
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.torch_private import version_of

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Layout
 from seqpar.comm.messages import channels
-from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.subgroup import SubComm
+from seqpar.comm.messages.exchange import Comm, SubComm
 from seqpar.core import torch_private
 from tests.support.cases import module
 from tests.support.fakes import fake_group

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from seqpar.comm.messages.digest import CallDigest
-from seqpar.comm.messages.header import AwaitedHeader, Exchange, Header, disagreement, listed
+from seqpar.comm.messages.header import (
+    AwaitedHeader,
+    CallDigest,
+    Exchange,
+    Header,
+    disagreement,
+    listed,
+)
 
 FORWARD, BACKWARD = Exchange(7, "ring forward", 1), Exchange(7, "ring backward", 1)
 X, Y = torch.zeros(4), torch.zeros(6, dtype=torch.float64)
