@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
-from functools import cached_property
-from typing import NamedTuple, overload
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,15 +37,11 @@ class Holding:
     """The spans that one rank holds, in local order, as arrays. Adjacent spans are joined."""
 
     def __init__(self, columns: Columns) -> None:
-        begins = np.arange(columns[0].size) == 0
         # (spans,) each span's document and positions; (spans + 1,) the row where each begins.
-        (self.documents, self.starts, self.stops), _ = joined(columns, begins)
+        self.columns, _ = joined(columns)
+        self.documents, self.starts, self.stops = self.columns
         self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]
         self._sort_keys = sort_keys(self.documents, self.starts)
-
-    @property
-    def columns(self) -> Columns:
-        return self.documents, self.starts, self.stops
 
     @property
     def tokens(self) -> int:
@@ -103,13 +99,7 @@ class Holdings(Sequence[Holding]):
     def __len__(self) -> int:
         return self._cut.ranks
 
-    @overload
-    def __getitem__(self, rank: int) -> Holding: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Holding]: ...
-    def __getitem__(self, rank: int | slice) -> Holding | list[Holding]:
-        if isinstance(rank, slice):
-            return [self[one] for one in range(*rank.indices(len(self)))]
+    def __getitem__(self, rank: int) -> Holding:  # type: ignore[override]  # not a slice
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         holding = self._kept.get(rank)
@@ -193,10 +183,8 @@ class Geometry:
 
     def merged_ranks(self, size: int) -> Geometry:
         """Return the geometry in which each `size` consecutive ranks are merged into one."""
-
-        return self.derived(
-            ("merged ranks", size), lambda: Geometry(self.cu_seqlens, Merged(self.cut, size))
-        )
+        make = partial(Geometry, self.cu_seqlens, Merged(self.cut, size))
+        return self.derived(("merged ranks", size), make)
 
     def token_indices(self, rank: int) -> Ints:
         holding = self.holdings[rank]

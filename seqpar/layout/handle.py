@@ -1,8 +1,9 @@
 """Pass a geometry through an operator as a tensor.
 
 A handle is a 1-D int64 tensor on the CPU with everything that determines a geometry: a digest, the
-documents and the cut, as integers. A compiled graph takes it as data, so it neither specialises on a layout nor
-recompiles for the next one. A copy of a handle works like the original, in any process.
+documents and the cut, as integers. A compiled graph takes it as data, so it neither specialises on
+a layout nor recompiles for the next one. A copy of a handle works like the original, in any
+process.
 
 A table finds geometries by digest and holds them weakly, so equal layouts share one. A handle's
 storage is a numpy array that refers to its geometry. Whatever keeps the tensor (a Layout, an

@@ -31,33 +31,16 @@ _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
 
 
 class DrawnLayout(Protocol):
-    """The part of `seqpar.Layout` that is drawn. A protocol, since layout.py imports this file."""
+    """The part of `seqpar.Layout` that is drawn. layout.py and mask.py import this file."""
 
     @property
     def geometry(self) -> Geometry: ...
 
 
-class DrawnRanges(Protocol):
-    """The part of `seqpar.layout.masks.mask_ranges.MaskRanges` that is drawn."""
-
-    @property
-    def columns(self) -> tuple[NDArray[np.int64], ...]: ...
-
-
 class DrawnMask(Protocol):
-    """The part of `seqpar.layout.masks.mask.Mask` that is drawn."""
+    """The part of `seqpar.Mask` that is drawn."""
 
-    @property
-    def left(self) -> int: ...
-
-    @property
-    def right(self) -> int: ...
-
-    @property
-    def prefix(self) -> tuple[int, ...] | None: ...
-
-    @property
-    def ranges(self) -> DrawnRanges | None: ...
+    def visible(self, geometry: Geometry) -> NDArray[np.bool_]: ...
 
 
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
@@ -82,23 +65,11 @@ def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
     """Return (T, T): the rank that holds the query (row) of each visible key; −1 for others."""
-    cu, tokens = layout.geometry.cu_seqlens, layout.geometry.tokens
-    document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
-    position = np.arange(tokens) - cu[document]
-    distance = position - position[:, None]
-    visible = (distance >= -mask.left) & (distance <= mask.right)
-    if mask.prefix is not None:
-        visible |= position < np.array(mask.prefix, dtype=np.int64)[document][:, None]
-    visible &= document == document[:, None]
-    if mask.ranges is not None:
-        visible = np.zeros_like(visible)
-        for number, q0, q1, k0, k1, low, high in zip(*mask.ranges.columns, strict=True):
-            q, k = (slice(*(cu[number] + edges)) for edges in ([q0, q1], [k0, k1]))
-            visible[q, k] |= (distance[q, k] >= low) & (distance[q, k] <= high)
-    owner = np.empty(tokens, dtype=np.int64)
-    for rank in range(layout.geometry.ranks):
-        owner[layout.geometry.token_indices(rank)] = rank
-    return np.where(visible, owner[:, None], -1)
+    geometry = layout.geometry
+    owner = np.empty(geometry.tokens, dtype=np.int64)
+    for rank in range(geometry.ranks):
+        owner[geometry.token_indices(rank)] = rank
+    return np.where(mask.visible(geometry), owner[:, None], -1)
 
 
 def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
@@ -194,17 +165,11 @@ def _draw_lanes(axes: Axes, layout: DrawnLayout, name: str) -> None:
 def _name_documents(axes: Axes, layout: DrawnLayout) -> None:
     geometry = layout.geometry
     borders = geometry.cu_seqlens if geometry.lengths.size <= 12 else ()
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     for document, (start, stop) in enumerate(pairwise(borders)):
         if stop - start > geometry.tokens / 12:
-            axes.annotate(
-                f"document {document}",
-                xy=((start + stop) / 2, 1.0),
-                xytext=(0, 5),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="center",
-                color=_GREY,
-            )
+            name, middle = f"document {document}", ((start + stop) / 2, 1.0)
+            axes.annotate(name, middle, (0, 5), ha="center", color=_GREY, **place)
 
 
 def _draw_work(axes: Axes, layout: DrawnLayout) -> None:
@@ -212,10 +177,8 @@ def _draw_work(axes: Axes, layout: DrawnLayout) -> None:
     share = work / max(work.mean(), 1)
     axes.barh(range(share.size), share, height=0.8, color=_colours(layout))
     axes.axvline(1, color=_INK, linewidth=1, linestyle=":")
-    axes.set_xlim(0, 1.05 * max(2.0, share.max()))
-    axes.set_ylim(share.size - 0.5, -0.5)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xlim=(0, 1.05 * max(2.0, share.max())), ylim=(share.size - 0.5, -0.5))
+    axes.set(xticks=[], yticks=[])
     _remove_frame(axes)
     busiest = f"{share.max():.2f}"
     axes.text(1, 0.5, busiest, transform=axes.transAxes, va="center", color=_INK, fontsize=12)
@@ -232,8 +195,7 @@ def _draw_mask(axes: Axes, mask: DrawnMask, layout: DrawnLayout, name: str) -> N
         axes.axvline(border, color=_INK, linewidth=0.8)
         axes.axhline(border, color=_INK, linewidth=0.8)
     _remove_frame(axes)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.set_title(name, fontsize=11, fontweight="bold", color=_INK)
 
 

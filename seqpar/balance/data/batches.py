@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -148,11 +148,9 @@ class Batches:
         self._seed, self.epoch, self.step = (
             as_int(f"state: {name}", state[name], 0, _MAX_NUMBER) for name in _PLACE
         )
-        if self.step > len(self):
-            wrong = f"state: step must be at most {len(self)}, the epoch's, got {self.step}"
-            self._seed, self.epoch, self.step = before
-            self._steps = None
-            raise ValueError(wrong)
+        if (step := self.step) > (most := len(self)):
+            (self._seed, self.epoch, self.step), self._steps = before, None
+            raise ValueError(f"state: step must be at most {most}, the epoch's, got {step}")
 
     def _place(self) -> dict[str, int]:
         return {"seed": self._seed, "epoch": self.epoch, "step": self.step}
@@ -167,13 +165,13 @@ class Batches:
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
         """Yield `make(documents)` for each remaining step; workers, if any, compute it ahead."""
         epoch, steps = self.epoch, self._of_epoch()
-        loader: DataLoader[T] = DataLoader(
-            _Made(make),
+        loader: DataLoader[Any] = DataLoader(
+            _Itself(),
             batch_size=None,
             sampler=steps[self.step :],
             num_workers=self._workers,
             prefetch_factor=self._ahead if self._workers else None,
-            collate_fn=_unchanged,
+            collate_fn=make,
             pin_memory=self._pins,
             generator=torch.Generator(),  # the caller's random numbers stay as they are
         )
@@ -226,12 +224,11 @@ class _StepPlanner:
         return LocalStep(plan, collate(plan, dataset, rank, **options))
 
 
-class _Made(Dataset[T]):
-    def __init__(self, make: Callable[[Ints], T]) -> None:
-        self._make = make
+class _Itself(Dataset[Ints]):
+    """Items are their indices, a step's documents, from which `collate_fn` makes the result."""
 
-    def __getitem__(self, index: Ints) -> T:
-        return self._make(index)
+    def __getitem__(self, index: Ints) -> Ints:
+        return index
 
 
 def _of_workers(made: Iterator[T]) -> Iterator[T]:
@@ -243,7 +240,3 @@ def _of_workers(made: Iterator[T]) -> Iterator[T]:
         yield from made
     except Exception as error:
         raise error.with_traceback(None) from None
-
-
-def _unchanged(made: object) -> object:
-    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import groupby
 from typing import Any, Protocol, TypedDict
 
 import numpy as np
@@ -93,19 +92,13 @@ def collate(
 def _read(
     batch: MicroBatch, dataset: Documents, rank: int, masked: bool, by_token: Collection[str] | None
 ) -> LocalBatch:
-    spans = {
-        document: [slice(span.start, span.stop) for span in group]
-        for document, group in groupby(batch.layout.spans(rank), key=lambda span: span.document)
-    }
-    read: dict[int, list[slice]] = spans or {
-        document: [] for document in range(len(batch.documents[:1]))
-    }
-    lengths = [int(batch.lengths[document]) for document in read]
-    numbers = [int(batch.documents[document]) for document in read]
-    items = [
-        _document(dataset, number, length, masked, by_token)
-        for number, length in zip(numbers, lengths, strict=True)
-    ]
+    spans: dict[int, list[slice]] = {}
+    for document, start, stop in batch.layout.spans(rank):
+        spans.setdefault(document, []).append(slice(start, stop))
+    read = spans or {document: [] for document in range(len(batch.documents[:1]))}
+    lengths = batch.lengths[list(read)].tolist()
+    numbers = batch.documents[list(read)].tolist()
+    items = [_document(dataset, *of, masked, by_token) for of in zip(numbers, lengths, strict=True)]
     for number, item in zip(numbers, items, strict=True):
         if item.keys() != items[0].keys():
             names = sorted(item.keys() ^ items[0].keys())
@@ -114,17 +107,14 @@ def _read(
     made: LocalBatch = {name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")}
     for name in items[0] if items else ():
         values = [item[name] for item in items]
+        cut = by_token is not None and name in by_token
         if by_token is None or name in ("input_ids", "labels"):
-            cut = all(_per_token(*pair) for pair in zip(values, lengths, strict=True))
-        else:
-            cut = name in by_token
+            cut = all(map(_per_token, values, lengths))
+        made[name] = values if spans else []
         if cut:
-            held = [
-                x[part] for x, parts in zip(values, read.values(), strict=True) for part in parts
-            ]
+            parts = zip(values, read.values(), strict=True)
+            held = [x[part] for x, parts_of_x in parts for part in parts_of_x]
             made[name] = torch.cat(held) if held else values[0][:0]
-        else:
-            made[name] = values if spans else []
     made["position_ids"] = batch.layout.position_ids(rank)
     made["documents"] = torch.from_numpy(batch.documents[list(spans)])
     return made

@@ -19,8 +19,6 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
-Spanned = tuple[Ints, Ints, Ints, Ints]
-
 
 def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
     """Return (n,) predicted forward and backward seconds of each cell; without costs, its pairs."""
@@ -35,27 +33,23 @@ def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
     return grid.work(calls, *heads) + grid.work(calls, *heads, backward=True)
 
 
-def spans_of(geometry: Geometry) -> Spanned:
+def spans_of(geometry: Geometry) -> tuple[Ints, Ints, Ints, Ints]:
     """Return all spans of a geometry as (n,) ranks, documents, starts and stops."""
     cut, cu = geometry.cut, geometry.cu_seqlens
-    columns: tuple[Ints, ...]
-    if isinstance(cut, Spans):
-        edges, columns = cut.edges, (cut.documents, cut.starts, cut.stops)
-    elif isinstance(cut, Contiguous):
+    if isinstance(cut, Spans | Contiguous):
         edges, columns = cut.table(cu)
-    else:
-        parts = [cut.columns(cu, rank) for rank in range(cut.ranks)]
-        edges = np.r_[0, np.cumsum([part[0].size for part in parts])]
-        columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
-    documents, starts, stops = columns
-    return np.repeat(np.arange(cut.ranks), np.diff(edges)), documents, starts, stops
+        return np.repeat(np.arange(cut.ranks), np.diff(edges)), *columns
+    parts = [cut.columns(cu, rank) for rank in range(cut.ranks)]
+    documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+    ranks = np.repeat(np.arange(cut.ranks), [part[0].size for part in parts])
+    return ranks, documents, starts, stops
 
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
     """Return a mask's cells, on the owners of their queries. Keys of a prefix are separate."""
-    servers, documents, starts, stops = spans_of(queries)
-    first, length = np.zeros_like(documents), keys.lengths[documents]
-    at_home = TaskRectangles(documents, starts, stops, first, length, servers)
+    servers, documents, *rows = spans_of(queries)
+    all_keys = np.zeros_like(documents), keys.lengths[documents]
+    at_home = TaskRectangles(documents, *rows, *all_keys, servers)
     return Parts.of(at_home, queries, keys, mask)
 
 
@@ -136,7 +130,7 @@ def covered(ranges: Intervals, start: float, stop: float) -> float:
 class KeyPlacement:
     """The keys that each server has or gets if no work moves; `counts` servers per document."""
 
-    def __init__(self, cells: Parts, spans: Spanned) -> None:
+    def __init__(self, cells: Parts, spans: Sequence[Ints]) -> None:
         seen = cells.servers, cells.documents, cells.k_starts, cells.k_stops
         both = (np.concatenate(pair) for pair in zip(seen, spans, strict=True))
         self._own, self._all = Unions(*spans), Unions(*both)

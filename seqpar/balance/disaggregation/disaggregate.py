@@ -85,11 +85,9 @@ def disaggregate(
         tile: number of query rows that a kernel computes together. A task has a multiple of it,
             plus the remainder if the task reaches the end of its owner's span.
     """
-    stage = Stage(layout, mask, kv_layout)
-    servers = _geometry("layout", layout).ranks
     return disaggregate_stages(
-        [stage],
-        servers,
+        [Stage(layout, mask, kv_layout)],
+        _geometry("layout", layout).ranks,
         costs,
         row_bytes=row_bytes,
         tolerance=tolerance,
@@ -143,11 +141,16 @@ def disaggregate_stages(
         raise ValueError(f"price must be at least 0, and at most {MAX_NUMBER:.0e}, got {exposed}")
     terms = Terms(room - resident, *row_bytes, exposed, tile)
     evened = _even(cells, keys, costs, terms, speeds / speeds.sum(), tolerance)
-    return [
-        # Ranges may share a rectangle; other masks have one band in each.
-        tasks if stage.mask.ranges is not None else tasks._replace(lows=None, highs=None)
-        for stage, tasks in zip(stages, _split(evened, edges), strict=True)
-    ]
+    order = np.lexsort((evened.k_starts, evened.q_starts, evened.documents, evened.servers))
+    evened = evened.take(order)
+    number = np.searchsorted(edges, evened.documents, side="right") - 1
+    tasks = []
+    for i, stage in enumerate(stages):
+        documents, *rectangles, lows, highs, computing = evened.take(number == i)
+        tasks.append(TaskRectangles(documents - edges[i], *rectangles, computing))
+        if stage.mask.ranges is not None:  # they may share a rectangle; others have one band each
+            tasks[i] = tasks[i]._replace(lows=lows, highs=highs)
+    return tasks
 
 
 def _even(
@@ -200,7 +203,9 @@ def _concatenated(
             expected = f"layout's {queries.lengths.size} documents and {queries.ranks} ranks"
             got = f"{keys.lengths.size} and {keys.ranks}"
             raise ValueError(f"kv_layout must have {expected}, got {got}")
-        check_mask(stage.mask, queries, keys)
+        if not isinstance(stage.mask, Mask):
+            raise ValueError(f"mask must be a Mask, got {shown(stage.mask)}")
+        stage.mask.check_fits(queries, keys)
         number = np.arange(queries.ranks) if stage.servers is None else np.array(stage.servers)
         fits = number.shape == (queries.ranks,) and np.unique(number).size == number.size
         if not fits or (number.size and not 0 <= number.min() <= number.max() < servers):
@@ -216,28 +221,8 @@ def _concatenated(
         spans.append((number[ranks], documents + edges[-1], starts, stops))
         edges.append(edges[-1] + queries.lengths.size)
     joined = Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
-    ranks, documents, starts, stops = (np.concatenate(x) for x in zip(*spans, strict=True))
-    home_keys = KeyPlacement(joined, (ranks, documents, starts, stops))
-    return joined, home_keys, resident, np.array(edges)
-
-
-def _split(tasks: Parts, edges: Ints) -> list[TaskRectangles]:
-    order = np.lexsort((tasks.k_starts, tasks.q_starts, tasks.documents, tasks.servers))
-    tasks = tasks.take(order)
-    stage = np.searchsorted(edges, tasks.documents, side="right") - 1
-    found = []
-    for number, first in enumerate(edges[:-1]):
-        own = tasks.take(np.flatnonzero(stage == number))
-        found.append(
-            TaskRectangles(own.documents - first, *own[1:5], own.servers, own.lows, own.highs)
-        )
-    return found
-
-
-def check_mask(mask: Mask, queries: Geometry, keys: Geometry) -> None:
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {shown(mask)}")
-    mask.check_fits(queries, keys)
+    columns = [np.concatenate(column) for column in zip(*spans, strict=True)]
+    return joined, KeyPlacement(joined, columns), resident, np.array(edges)
 
 
 def _geometry(name: str, layout: object) -> Geometry:
@@ -250,8 +235,7 @@ def _geometry(name: str, layout: object) -> Geometry:
 
 def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
     try:
-        found = np.asarray(values, np.float64)
-        found = np.array(np.broadcast_to(found, count))
+        found = np.array(np.broadcast_to(np.asarray(values, np.float64), count))
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, or {count}; got {shown(values)}") from None
     if not (found >= 0).all():

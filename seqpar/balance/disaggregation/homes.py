@@ -9,13 +9,13 @@ documents then fill the ranks to equal numbers of tokens. No queries travel, and
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 
 from seqpar.balance.disaggregation.disaggregate import TILE_ROWS
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
 from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_int_array, as_ranks
+from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.layout import Layout
 
@@ -62,36 +62,23 @@ def place_homes(
         raise ValueError(f"token_bytes must be positive, got {token}")
     mean, most = lengths.sum() / ranks, np.inf
     for slack in SLACKS:
-        caps = _Caps(int(np.ceil(mean * (1 + slack))), most)
-        placing = _Placing(lengths, ranks, row_bytes.key, token, tolerance, caps, tile)
-        placing.place()
+        placing = _Placing(lengths, ranks, row_bytes.key, token, tolerance, tile)
+        placing.place(int(np.ceil(mean * (1 + slack))), most)
         used = placing.tokens * token + placing.received
         most = (1 + tolerance) * used.mean()
         if used.max(initial=0.0) <= most:
             break
-    return Layout(np.r_[0, np.cumsum(lengths)], Spans.of(ranks, *placing.table))
-
-
-class _Caps(NamedTuple):
-    tokens: int
-    bytes: float
+    table = np.array(placing.pieces, np.int64).reshape(-1, 4).T
+    return Layout(np.r_[0, np.cumsum(lengths)], Spans.of(ranks, *table))
 
 
 class _Placing:
     """Documents to place, and each rank's room for work, tokens and bytes."""
 
     def __init__(
-        self,
-        lengths: Ints,
-        ranks: int,
-        key: float,
-        token: float,
-        tolerance: float,
-        caps: _Caps,
-        tile: int,
+        self, lengths: Ints, ranks: int, key: float, token: float, tolerance: float, tile: int
     ) -> None:
         self.lengths, self.key, self.token, self.tile = lengths, key, token, tile
-        self.caps = caps
         work = lengths * (lengths + 1) / 2
         mean = work.sum() / ranks
         self.time = np.full(ranks, mean * (1 + tolerance))
@@ -100,20 +87,19 @@ class _Placing:
         self.light = int(2 * mean * ranks / max(lengths.sum(), 1))
         light = lengths < self.light
         self.light_work, self.light_tokens = float(work[light].sum()), float(lengths[light].sum())
-        self.pieces: list[tuple[int, int, int, int]] = []
+        self.pieces: list[tuple[int, int, int, int]] = []  # rank, document, start and stop
 
-    @property
-    def table(self) -> Ints:
-        """(4, n) ranks, documents, starts and stops of the pieces placed so far."""
-        return np.array(self.pieces, np.int64).reshape(-1, 4).T
-
-    def place(self) -> None:
+    def place(self, most_tokens: int, most_bytes: float) -> None:
         """Place all documents, longest first. The remainder of a cut document is placed later."""
         left = [(-length, i) for i, length in enumerate(self.lengths.tolist()) if length]
         heapq.heapify(left)
         while left:
             length, document = -left[0][0], left[0][1]
-            rank, start = self._choose(length)
+            room = (most_tokens - self.tokens).astype(np.float64)
+            with_keys = np.minimum(room, (most_bytes - self.received) / self.token - self.tokens)
+            if with_keys.max() >= self.tile:  # or no memory is left, but tokens must go somewhere
+                room = with_keys
+            rank, start = self._choose(length, room)
             self._put(rank, document, start, length)
             if length < self.light:
                 self._count(length, -1)
@@ -128,13 +114,9 @@ class _Placing:
         self.light_work += sign * length * (length + 1) / 2
         self.light_tokens += sign * length
 
-    def _choose(self, length: int) -> tuple[int, int]:
+    def _choose(self, length: int, room: Floats) -> tuple[int, int]:
         """Return the rank with most time beyond light documents' needs, and a part's start."""
         density = self.light_work / max(self.light_tokens, 1.0)
-        free = (self.caps.tokens - self.tokens).astype(np.float64)
-        room = np.minimum(free, (self.caps.bytes - self.received) / self.token - self.tokens)
-        if room.max() < self.tile:  # no memory is left, but tokens have to go somewhere
-            room = free
         spare = self.time - density * np.maximum(room, 0.0)
         whole = np.where(room >= length, spare, -np.inf)
         rank, light = int(whole.argmax()), length < self.light

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from seqpar.core.arguments import Ints
-from seqpar.core.ranges import count_up
+from seqpar.core.ranges import count_up, enumerated
 from seqpar.layout.cuts.cuts import (
     Columns,
     CountedCut,
@@ -50,10 +50,7 @@ class Chunked(CountedCut):
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
         documents, starts, stops = self.whole.columns(self.documents, rank)
-        low = starts // self.size
-        count = (stops - 1) // self.size - low + 1
-        span = np.repeat(np.arange(documents.size), count)
-        chunk = low[span] + count_up(count)
+        span, chunk = enumerated(starts // self.size, (stops - 1) // self.size)
         begin = chunk * self.size
         counts = _chunks(self.documents, self.size)
         return (
@@ -85,8 +82,7 @@ class Chunked(CountedCut):
         """Count the tokens, spans and runs of all ranks, from the spans of one rank at a time."""
         rows = []
         for rank in range(self.ranks):
-            columns = self.columns(cu_seqlens, rank)
-            (documents, starts, stops), _ = joined(columns, np.arange(columns[0].size) == 0)
+            (documents, starts, stops), _ = joined(self.columns(cu_seqlens, rank))
             runs = np.count_nonzero(np.diff(documents, prepend=-1))
             rows.append([(stops - starts).sum(), starts.size, runs, np.count_nonzero(starts)])
         return Counts(*np.array(rows, dtype=np.int64).T)

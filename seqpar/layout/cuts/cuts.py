@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up, enumerated, sort_keys
@@ -94,8 +93,23 @@ class CountedCut:
         return None
 
 
+class TableCut(CountedCut):
+    """A cut that can list the spans of all ranks."""
+
+    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
+        """Return the index of each rank's first span, then the number of spans; and all spans."""
+        raise NotImplementedError
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        edges, (documents, starts, stops) = self.table(cu_seqlens)
+        begins_run = np.r_[True, documents[1:] != documents[:-1]][: documents.size]
+        begins_run[edges[edges < documents.size]] = True
+        each = stops - starts, np.ones_like(starts), begins_run, starts > 0
+        return Counts(*(np.diff(np.r_[0, np.cumsum(numbers)][edges]) for numbers in each))
+
+
 @dataclass(frozen=True)
-class Contiguous(CountedCut):
+class Contiguous(TableCut):
     """Rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
 
     ranks: int
@@ -136,15 +150,11 @@ class Contiguous(CountedCut):
         return whole * c + rest * c // self.ranks
 
     def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
-        """Return the index of each rank's first span, then the number of spans; and all spans."""
         cuts = self._cuts(cu_seqlens)
         edges = np.unique(np.r_[cu_seqlens, cuts])
         documents = np.searchsorted(cu_seqlens, edges[:-1], side="right") - 1
         first = cu_seqlens[documents]
         return np.searchsorted(edges, cuts), (documents, edges[:-1] - first, edges[1:] - first)
-
-    def counts(self, cu_seqlens: Ints) -> Counts:
-        return _count(*self.table(cu_seqlens))
 
 
 @dataclass(frozen=True)
@@ -282,7 +292,7 @@ class Striped(CountedCut):
 
 
 @dataclass(frozen=True, eq=False)
-class Spans(CountedCut):
+class Spans(TableCut):
     """Rank c holds spans edges[c] … edges[c+1] − 1 of a table. Spans that touch are joined."""
 
     edges: Ints
@@ -298,8 +308,7 @@ class Spans(CountedCut):
         kept = np.flatnonzero(stops > starts)
         kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
         owner, columns = owner[kept], (documents[kept], starts[kept], stops[kept])
-        apart = np.r_[True, owner[1:] != owner[:-1]][: kept.size]
-        columns, first = joined(columns, apart)
+        columns, first = joined(columns, owner)
         return cls(np.searchsorted(owner[first], np.arange(ranks + 1)), *columns)
 
     @property
@@ -331,8 +340,8 @@ class Spans(CountedCut):
 
         return lookup
 
-    def counts(self, cu_seqlens: Ints) -> Counts:
-        return _count(self.edges, (self.documents, self.starts, self.stops))
+    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
+        return self.edges, (self.documents, self.starts, self.stops)
 
 
 @dataclass(frozen=True)
@@ -382,11 +391,16 @@ class Merged:
         return edges[:, np.r_[low[:-1], 2 * ranks - low[::-1]]]
 
 
-def joined(columns: Columns, apart: NDArray[np.bool_]) -> tuple[Columns, Ints]:
-    """Join spans that touch but are not `apart`; return them, and each one's first index."""
+def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
+    """Join a rank's spans that touch; return them, and each one's first index.
+
+    Spans of several `ranks` follow one another.
+    """
     documents, starts, stops = columns
-    apart = apart.copy()
-    apart[1:] |= (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])
+    apart = np.ones(documents.size, bool)
+    apart[1:] = (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])
+    if ranks is not None:
+        apart[1:] |= ranks[1:] != ranks[:-1]
     first = np.flatnonzero(apart)
     last = np.r_[first[1:], documents.size][: first.size] - 1
     return (documents[first], starts[first], stops[last]), first
@@ -400,12 +414,3 @@ def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
 def _nonempty(documents: Ints, starts: Ints, stops: Ints) -> Columns:
     kept = stops > starts
     return documents[kept], starts[kept], stops[kept]
-
-
-def _count(edges: Ints, columns: Columns) -> Counts:
-    """Count what each rank holds: spans edges[c] … edges[c+1] − 1 of joined, sorted spans."""
-    documents, starts, stops = columns
-    begins_run = np.r_[True, documents[1:] != documents[:-1]][: documents.size]
-    begins_run[edges[edges < documents.size]] = True
-    each = stops - starts, np.ones_like(starts), begins_run, starts > 0
-    return Counts(*(np.diff(np.r_[0, np.cumsum(numbers)][edges]) for numbers in each))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from seqpar.core.arguments import Ints
-from seqpar.core.ranges import UNLIMITED, count_up
+from seqpar.core.ranges import UNLIMITED, enumerated
 from seqpar.layout.geometry import Holding
 
 Bounds = tuple[Ints, Ints]
@@ -40,10 +40,8 @@ def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[In
     narrow = widths < widest
     _, first_rows, _ = clusters(q, int(widths[narrow].min(initial=widest)))
     first = np.searchsorted(first_rows, starts, side="right") - 1
-    counts = np.searchsorted(first_rows, stops, side="left") - first
-    counts = np.where(narrow, counts, 1) * (stops > starts)
-    index = np.repeat(np.arange(counts.size), counts)
-    cluster = first[index] + count_up(counts)
+    last = np.where(narrow, np.searchsorted(first_rows, stops, side="left") - 1, first)
+    index, cluster = enumerated(first, np.where(stops > starts, last, first - 1))
     ends = np.r_[first_rows, q.tokens][cluster + 1]
     starts = np.maximum(starts[index], first_rows[cluster])
     return index, starts, np.where(narrow[index], np.minimum(stops[index], ends), stops[index])

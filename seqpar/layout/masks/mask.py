@@ -103,6 +103,23 @@ class Mask:
         if self.ranges is not None:
             self.ranges.check_fits(queries, keys)
 
+    def visible(self, geometry: Geometry) -> NDArray[np.bool_]:
+        """Return (T, T): whether each query (row) of a small batch attends to each key."""
+        cu = geometry.cu_seqlens
+        document = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
+        position = np.arange(geometry.tokens) - cu[document]
+        distance = position - position[:, None]
+        visible = (distance >= -self.left) & (distance <= self.right)
+        if self.prefix is not None:
+            visible |= position < np.array(self.prefix, dtype=np.int64)[document][:, None]
+        visible &= document == document[:, None]
+        if self.ranges is not None:
+            visible = np.zeros_like(visible)
+            for number, q0, q1, k0, k1, low, high in zip(*self.ranges.columns, strict=True):
+                q, k = (slice(*(cu[number] + edges)) for edges in ([q0, q1], [k0, k1]))
+                visible[q, k] |= (distance[q, k] >= low) & (distance[q, k] <= high)
+        return visible
+
     def plot(self, path: str | Path, layout: DrawnLayout) -> None:
         """Draw which query attends to which key of a packed batch into the file `path`.
 
@@ -252,10 +269,16 @@ def slices_between(
     `queries_travel` the queries travel, and their block has only queries that attend to any key.
     """
     queries_travel = queries_travel and q_rank != k_rank
-    return _tables(queries, keys, mask)(
-        ("slices", q_rank, k_rank, queries_travel),
-        lambda: _build(queries, q_rank, keys, k_rank, mask, queries_travel),
-    )
+
+    def build() -> Slices:
+        slices = local_slices(queries, q_rank, keys, k_rank, mask)
+        if q_rank == k_rank:
+            return slices
+        if queries_travel:
+            return slices.of_queries(slices.seeing)
+        return slices.of_keys(union(*slices.k_rows.T))
+
+    return _tables(queries, keys, mask)(("slices", q_rank, k_rank, queries_travel), build)
 
 
 def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask) -> Slices:
@@ -287,17 +310,6 @@ def slices_over(
 def _tables(queries: Geometry, keys: Geometry, mask: Mask) -> Memo:
     masks = queries.derived_with(keys)(("masks",), lambda: Memo(MAX_KEPT_SETTINGS))
     return masks(mask, Memo)
-
-
-def _build(
-    queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, mask: Mask, queries_travel: bool
-) -> Slices:
-    slices = local_slices(queries, q_rank, keys, k_rank, mask)
-    if q_rank == k_rank:
-        return slices
-    if queries_travel:
-        return slices.of_queries(slices.seeing)
-    return slices.of_keys(union(*slices.k_rows.T))
 
 
 @dataclass(eq=False)

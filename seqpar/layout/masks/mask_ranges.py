@@ -89,7 +89,7 @@ class MaskRanges:
         columns, index = given.trimmed()
         order = np.lexsort(columns[::-1])
         columns, index = columns.take(order), index[order]
-        if found := find_overlap(*columns):
+        if found := find_overlap(columns):
             pair = " and ".join(
                 f"ranges[{i}], {given.written(i)}," for i in sorted(index[[*found[:2]]].tolist())
             )
@@ -178,25 +178,20 @@ def _columns(ranges: RangeList) -> list[Ints]:
     if isinstance(ranges, np.ndarray | Tensor):
         if ranges.ndim != 2 or ranges.shape[1] != len(_NAMES):
             raise ValueError(f"{expected}, got {tuple(ranges.shape)} of {ranges.dtype}")
-        columns = [ranges[:, i] for i in range(len(_NAMES))]
+        columns = list(ranges.T)
     else:
-        columns = _columns_of(ranges, expected)
+        try:
+            rows = [tuple(row) for row in ranges]
+        except TypeError:
+            raise ValueError(f"{expected}, got {shown(ranges)}") from None
+        for i, row in enumerate(rows):
+            if len(row) != len(_NAMES):
+                raise ValueError(f"{expected}, got {shown(row)} at index {i}")
+        columns = list(zip(*rows, strict=True)) or [()] * len(_NAMES)
+        for column, unlimited in ((5, -UNLIMITED), (6, UNLIMITED)):
+            columns[column] = [unlimited if bound is None else bound for bound in columns[column]]
     named = zip(_NAMES, columns, strict=True)
     return [as_int_array(f"ranges: {name}", column) for name, column in named]
-
-
-def _columns_of(ranges: Sequence[Range], expected: str) -> list[Any]:
-    try:
-        rows = [tuple(row) for row in ranges]
-    except TypeError:
-        raise ValueError(f"{expected}, got {shown(ranges)}") from None
-    for i, row in enumerate(rows):
-        if len(row) != len(_NAMES):
-            raise ValueError(f"{expected}, got {shown(row)} at index {i}")
-    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(_NAMES)
-    for column, unlimited in ((5, -UNLIMITED), (6, UNLIMITED)):
-        columns[column] = [unlimited if bound is None else bound for bound in columns[column]]
-    return columns
 
 
 class Overlap(NamedTuple):
@@ -208,15 +203,7 @@ class Overlap(NamedTuple):
     key: int
 
 
-def find_overlap(
-    documents: Ints,
-    q_starts: Ints,
-    q_stops: Ints,
-    k_starts: Ints,
-    k_stops: Ints,
-    lows: Ints,
-    highs: Ints,
-) -> Overlap | None:
+def find_overlap(ranges: Ranges) -> Overlap | None:
     """Return two overlapping ranges, or None. Ranges are in order of documents and `q_starts`.
 
     A sweep over the queries finds them in time n log n. At each query a range has an interval of
@@ -225,42 +212,34 @@ def find_overlap(
     Hoey ("Geometric intersection problems", 1976), the first two intervals that overlap were
     therefore neighbours in that order before.
     """
-    begins, ends = sort_keys(documents, q_starts), sort_keys(documents, q_stops)
-    some = _beside_others(begins, ends)
-    one, other = _neighbours(
-        some, begins[some], ends[some], q_starts[some], k_starts[some], lows[some]
-    )
-    q_first = np.maximum(q_starts[one], q_starts[other])
-    q_last = np.minimum(q_stops[one], q_stops[other]) - 1
-    k_first = np.maximum(k_starts[one], k_starts[other])
-    k_last = np.minimum(k_stops[one], k_stops[other]) - 1
-    low = np.maximum.reduce([lows[one], lows[other], k_first - q_last])
-    high = np.minimum.reduce([highs[one], highs[other], k_last - q_first])
+    index = _neighbours(ranges)
+    one, other = (ranges.take(column) for column in index)
+    q_first = np.maximum(one.q_starts, other.q_starts)
+    q_last = np.minimum(one.q_stops, other.q_stops) - 1
+    k_first = np.maximum(one.k_starts, other.k_starts)
+    k_last = np.minimum(one.k_stops, other.k_stops) - 1
+    low = np.maximum.reduce([one.lows, other.lows, k_first - q_last])
+    high = np.minimum.reduce([one.highs, other.highs, k_last - q_first])
     shared = np.flatnonzero((q_first <= q_last) & (k_first <= k_last) & (low <= high))
     if not shared.size:
         return None
     i = int(shared[0])
     query = int(max(q_first[i], k_first[i] - low[i]))
-    return Overlap(int(one[i]), int(other[i]), query, query + int(low[i]))
+    return Overlap(*index[:, i].tolist(), query, query + int(low[i]))
 
 
-def _beside_others(begins: Ints, ends: Ints) -> Ints:
-    reached = np.maximum.accumulate(ends)
-    shares = begins[1:] < reached[:-1]
-    return np.flatnonzero(np.r_[False, shares] | np.r_[shares, False])
-
-
-def _neighbours(
-    index: Ints, begins: Ints, ends: Ints, q_starts: Ints, k_starts: Ints, lows: Ints
-) -> tuple[Ints, Ints]:
-    """Return all pairs of ranges that are ever neighbours, at least up to the first overlap."""
+def _neighbours(ranges: Ranges) -> Ints:
+    """Return all pairs (2, n) of ranges that are ever neighbours, at least to the first overlap."""
+    begins, ends = (sort_keys(ranges.documents, edges) for edges in ranges[1:3])
+    shares = begins[1:] < np.maximum.accumulate(ends)[:-1]
+    index = np.flatnonzero(np.r_[False, shares] | np.r_[shares, False])
+    begins, ends, ranges = begins[index], ends[index], ranges.take(index)
     count, pairs = index.size, list[tuple[int, int]]()
-    last_queries = ends - begins + q_starts - 1
     # Ranges that end at the same query are removed last first, which is cheap in a list.
     ties = np.r_[np.arange(count), -np.arange(count)]
     order = np.lexsort((ties, np.repeat([1, 0], count), np.r_[begins, ends])).tolist()
-    firsts, offsets = k_starts.tolist(), lows.tolist()
-    at_query = q_starts.tolist() + last_queries.tolist()  # where each range begins, and ends
+    firsts, offsets = ranges.k_starts.tolist(), ranges.lows.tolist()
+    at_query = np.r_[ranges.q_starts, ranges.q_stops - 1].tolist()  # where ranges begin and end
     present: list[int] = []  # sorted by each range's first key at the query
     for event in order:
         query, i = at_query[event], event % count
@@ -279,5 +258,4 @@ def _neighbours(
         del present[at]
         if 0 < at < len(present):
             pairs.append((present[at - 1], present[at]))
-    table = index[np.array(pairs, dtype=np.int64).reshape(-1, 2)]
-    return table[:, 0], table[:, 1]
+    return index[np.array(pairs, dtype=np.int64).reshape(-1, 2)].T

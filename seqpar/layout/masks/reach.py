@@ -45,14 +45,12 @@ class Reach:
     to_keys: bool  # whether the rows are queries, and the other side is keys
 
     @classmethod
-    def to_keys_of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Reach:
+    def both(cls, queries: Geometry, keys: Geometry, mask: Mask) -> tuple[Reach, Reach]:
+        """Return the reach of queries to keys, and of keys to queries."""
         shift = keys.lengths - queries.lengths
-        return cls(shift - mask.left, shift + mask.right, keys.lengths, mask, True)
-
-    @classmethod
-    def to_queries_of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Reach:
-        shift = keys.lengths - queries.lengths
-        return cls(-shift - mask.right, mask.left - shift, queries.lengths, mask, False)
+        lows, highs = shift - mask.left, shift + mask.right
+        of_queries = cls(lows, highs, keys.lengths, mask, True)
+        return of_queries, cls(-highs, -lows, queries.lengths, mask, False)
 
     def of(self, documents: Ints, starts: Ints, stops: Ints) -> Intervals:
         """Return the positions that nonempty spans reach; intervals may overlap."""
@@ -63,7 +61,7 @@ class Reach:
         ends = np.minimum(stops + self.highs[documents], lengths)
         index = np.arange(documents.size)
         if self.mask.prefix is not None:
-            prefix = self._prefix[documents]
+            prefix = np.array(self.mask.prefix, dtype=np.int64)[documents]
             # All queries attend to keys of the prefix, and these are attended to by all queries.
             more = index if self.to_keys else np.flatnonzero(starts < prefix)
             reached = prefix if self.to_keys else lengths
@@ -72,10 +70,6 @@ class Reach:
             ends = np.concatenate([ends, reached[more]])
         kept = np.flatnonzero(ends > begins)
         return Intervals(index[kept], begins[kept], ends[kept])
-
-    @property
-    def _prefix(self) -> Ints:
-        return np.array(self.mask.prefix, dtype=np.int64)
 
     def _in_ranges(self, documents: Ints, starts: Ints, stops: Ints) -> Intervals:
         assert self.mask.ranges is not None
@@ -115,12 +109,6 @@ class ReachedRows(NamedTuple):
         """Whether each entry's rows are a single range."""
         return (self.counts > 0) & (self.counts == self.behind - self.firsts)
 
-    def add(self, counts: Ints, firsts: Ints, behind: Ints) -> None:
-        """Add rows of further documents. The extents of entries without rows must be neutral."""
-        np.add(self.counts, counts, out=self.counts)
-        np.minimum(self.firsts, firsts, out=self.firsts)
-        np.maximum(self.behind, behind, out=self.behind)
-
 
 class Side(NamedTuple):
     """One side of attention between ranks: the rows of other ranks, and the reach of both sides."""
@@ -132,14 +120,12 @@ class Side(NamedTuple):
     @classmethod
     def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Side:
         """Return the side of a rank that asks about its queries and other ranks' keys."""
-        reach = Reach.to_keys_of, Reach.to_queries_of
-        return cls(keys, *(make(queries, keys, mask) for make in reach))
+        return cls(keys, *Reach.both(queries, keys, mask))
 
     @classmethod
     def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Side:
         """Return the side of a rank that asks about its keys and other ranks' queries."""
-        reach = Reach.to_queries_of, Reach.to_keys_of
-        return cls(queries, *(make(queries, keys, mask) for make in reach))
+        return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
         """Return the own rows that rows of each rank, or of each of `groups` (ranks,), reach."""
@@ -158,11 +144,9 @@ class Side(NamedTuple):
             firsts, behind = (own.rows_before(of_spans[index], x) for x in (starts, stops))
             kept = np.flatnonzero(behind > firsts)
             firsts, behind, group = firsts[kept], behind[kept], group[index[kept]]
-            counts = np.bincount(group, behind - firsts, size).astype(np.int64)
-            block = ReachedRows.none(size)
-            np.minimum.at(block.firsts, group, firsts)
-            np.maximum.at(block.behind, group, behind)
-            reached.add(counts, block.firsts, block.behind)
+            reached.counts[:] += np.bincount(group, behind - firsts, size).astype(np.int64)
+            np.minimum.at(reached.firsts, group, firsts)
+            np.maximum.at(reached.behind, group, behind)
         return reached
 
     def their_rows(self, own: Holding) -> Ints:
@@ -233,11 +217,10 @@ class Side(NamedTuple):
                 rows = behind_rows - first_rows - rows
                 firsts, ends = behind_rows - rows, behind_rows
             some = rows > 0
-            reached.add(
-                rows.sum(0, np.int64),
-                np.where(some, firsts, reached.firsts).min(0),
-                np.where(some, ends, 0).max(0),
-            )
+            reached.counts[:] += rows.sum(0, np.int64)
+            firsts = np.where(some, firsts, reached.firsts)
+            np.minimum(reached.firsts, firsts.min(0), out=reached.firsts)
+            np.maximum(reached.behind, np.where(some, ends, 0).max(0), out=reached.behind)
         return reached
 
     def _mirrored_their_rows(self, reached: Holding) -> Ints:

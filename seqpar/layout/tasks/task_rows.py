@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.core.arguments import Ints, RowIndex
-from seqpar.core.ranges import count_up, split_at
+from seqpar.core.ranges import enumerated, split_at
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.band_intersection import cut_at_gaps, in_reach
 from seqpar.layout.masks.mask import Mask, Slices
@@ -45,8 +45,7 @@ class Segments(NamedTuple):
         A range is needed in one of `count` stages, or by its server's own queries if that is −1.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
-        edges = np.sort(np.r_[begins, ends])
-        edges = edges[np.r_[True, edges[1:] != edges[:-1]][: edges.size]]
+        edges = np.unique(np.r_[begins, ends])
         depth = np.zeros((1 + count, edges.size), np.int64)
         np.add.at(depth, (1 + stages, np.searchsorted(edges, begins)), 1)
         np.add.at(depth, (1 + stages, np.searchsorted(edges, ends)), -1)
@@ -73,14 +72,12 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_queries(cls, parts: Parts, queries: Geometry, stages: Ints, count: int) -> Segments:
-        """Return the queries of parts. Each part has a stage."""
         first = queries.cu_seqlens[parts.documents]
         ranges = first + parts.q_starts, first + parts.q_stops
         return cls.covering(parts.servers, *ranges, stages, count, queries.tokens)
 
     @classmethod
     def of_keys(cls, parts: Parts, keys: Geometry, stages: Ints, count: int) -> Segments:
-        """Return the keys of parts. Each part has a stage, or −1 for the server's own queries."""
         first = keys.cu_seqlens[parts.documents]
         ranges = first + parts.k_starts, first + parts.k_stops
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
@@ -327,6 +324,5 @@ def _runs_of(documents: Ints, block: ServerRows) -> tuple[Ints, Ints]:
     order = np.argsort(block.documents[runs], kind="stable")
     found = block.documents[runs][order]
     first = np.searchsorted(found, documents, side="left")
-    counts = np.searchsorted(found, documents, side="right") - first
-    index = np.repeat(np.arange(documents.size), counts)
-    return index, runs[order[first[index] + count_up(counts)]]
+    index, run = enumerated(first, np.searchsorted(found, documents, side="right") - 1)
+    return index, runs[order[run]]

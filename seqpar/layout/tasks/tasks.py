@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.core.arguments import Ints, RowIndex, shown
-from seqpar.core.ranges import UNLIMITED, count_up, mix, overlapping, ranges
+from seqpar.core.ranges import UNLIMITED, enumerated, mix, overlapping, ranges
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.band_intersection import trim
 from seqpar.layout.masks.mask import Mask
@@ -188,9 +188,7 @@ class Parts(NamedTuple):
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut ranges at edges (ranges, n + 1); return each piece's range, start, stop, interval."""
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
-    counts = (edges[:, 1:-1] < stops[:, None]).sum(1) - first + 1
-    index = np.repeat(np.arange(counts.size), counts)
-    between = first[index] + count_up(counts)
+    index, between = enumerated(first, (edges[:, 1:-1] < stops[:, None]).sum(1))
     starts = np.maximum(starts[index], edges[index, between])
     stops = np.minimum(stops[index], edges[index, between + 1])
     kept = stops > starts  # edges may be equal
