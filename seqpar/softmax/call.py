@@ -43,19 +43,12 @@ Causal = bool | EllipsisType  # `...` if the call does not have the argument
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, in the order in which the operators take them.
+    """The tensors of a call, in the order in which the operators take them."""
 
-    Attributes:
-        q: (B, T_local, Hq, D).
-        k: (B, Tkv_local, Hkv, D).
-        v: (B, Tkv_local, Hkv, Dv).
-        sinks: (Hq,), or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None = None
+    q: Tensor  # (B, T_local, Hq, D)
+    k: Tensor  # (B, Tkv_local, Hkv, D)
+    v: Tensor  # (B, Tkv_local, Hkv, Dv)
+    sinks: Tensor | None = None  # (Hq,), or None
 
     @property
     def shape(self) -> OperandShape:

@@ -163,26 +163,22 @@ class Preparation:
 
     It can be pickled and called in any process: `preparation(layout)` builds the tables of the
     layout, and returns the layout.
-
-    Attributes:
-        strategy, rank, ranks, is_routed: the module's strategy, its place, and whether it relays.
-        shape: the dtype and sizes of the operands.
-        options: the other arguments of the call.
-        backend, deterministic: as in `CallArguments`.
-        has_sinks, backward: whether the calls have sinks, and a backward.
-        device, gpu: the device of the operands, and the facts about it if it is a GPU.
     """
 
+    # strategy, rank, ranks, is_routed: the module's strategy, its place, and whether it relays
     strategy: Strategy
     rank: int
     ranks: int
     is_routed: bool
-    shape: OperandShape
-    options: ArgumentKeywords
+    shape: OperandShape  # the dtype and sizes of the operands
+    options: ArgumentKeywords  # the other arguments of the call
+    # backend, deterministic: as in `CallArguments`
     backend: str
     deterministic: bool
+    # has_sinks, backward: whether the calls have sinks, and a backward
     has_sinks: bool
     backward: bool
+    # device, gpu: the device of the operands, and the facts about it if it is a GPU
     device: torch.device
     gpu: Gpu | None
 

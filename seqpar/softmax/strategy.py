@@ -21,17 +21,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
 
 
 class ForwardResult(NamedTuple):
-    """The result of a strategy's forward.
+    """The result of a strategy's forward."""
 
-    Attributes:
-        out: (B, T_local, Hq, Dv), in q's dtype.
-        lse: (B, T_local, Hq), fp32 (fp64 for fp64).
-        residuals: tensors for backward. If there are none, backward gets q, k, v, out and lse. If
-            the strategy `keeps_operands`, backward gets these five and then the residuals.
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # (B, T_local, Hq, Dv), in q's dtype
+    lse: Tensor  # (B, T_local, Hq), fp32 (fp64 for fp64)
+    # Tensors for backward. If there are none, backward gets q, k, v, out and lse. If the strategy
+    # `keeps_operands`, backward gets these five and then the residuals.
     residuals: list[Tensor]
 
 

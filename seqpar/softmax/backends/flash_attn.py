@@ -34,23 +34,16 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 
 
 class Package(NamedTuple):
-    """A package that computes attention on CUDA.
+    """A package that computes attention on CUDA."""
 
-    Attributes:
-        requirement: what to install, as pip takes it.
-        modules: names of the module with its functions, in different installations.
-        parameters: the functions that are called, with the names of their arguments.
-        majors: the GPUs for which it computes everything that `kernel` says, by the first number of
-            their compute capability.
-        repository: the package in Hugging Face's hub of kernels.
-        kernel: gets the module and the first number of the compute capability.
-    """
-
-    requirement: str
-    modules: tuple[str, ...]
-    parameters: dict[str, str]
+    requirement: str  # what to install, as pip takes it
+    modules: tuple[str, ...]  # names of the module with its functions, in different installations
+    parameters: dict[str, str]  # the functions that are called, with the names of their arguments
+    # The GPUs for which it computes everything that `kernel` says, by the first number of their
+    # compute capability
     majors: tuple[int, ...]
-    repository: str
+    repository: str  # the package in Hugging Face's hub of kernels
+    # Gets the module and the first number of the compute capability
     kernel: Callable[[ModuleType, int], VarlenKernel]
 
 

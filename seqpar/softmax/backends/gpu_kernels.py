@@ -24,18 +24,13 @@ from seqpar.softmax.compute.call_options import CallOptions
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """The kernels of a generation of GPUs, the preferred one first.
+    """The kernels of a generation of GPUs, the preferred one first."""
 
-    Attributes:
-        gpus: the architectures.
-        names: "cuDNN", "aten" for FlashAttention-2 in ATen, "triton", and keys of `PACKAGES`.
-            `use_backend` chooses another one; its "aten" stands for the first two.
-        reason: why they are in this order.
-    """
-
-    gpus: str
+    gpus: str  # the architectures
+    # "cuDNN", "aten" for FlashAttention-2 in ATen, "triton", and keys of `PACKAGES`. `use_backend`
+    # chooses another one; its "aten" stands for the first two.
     names: tuple[str, ...]
-    reason: str
+    reason: str  # why they are in this order
 
 
 _SAME_KERNEL = "ATen's kernel is FlashAttention-2 without softcap and deterministic backward"

@@ -55,27 +55,22 @@ class VarlenKernel(NamedTuple):
 
     All operands have one head dim, a multiple of 8. Results are new tensors: callers may keep and
     change them.
-
-    Attributes:
-        forward: gets q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and the natural
-            lse (Hq, n) in fp32.
-        backward: returns dq, dk and dv of its rows, which may have more columns, of zeros.
-        max_head_dim: the largest D.
-        softcap: whether it computes scores with a softcap.
-        lse_gradient: whether backward takes dlse. Otherwise the gradient of lse is added to dout·v:
-            v gets a column of ones, dout a column of dlse, and out a column of zeros.
-        deterministic: whether backward gives the same bits each time when the options ask for it.
-            Otherwise our Triton kernels compute such a backward.
-        only_dense: whether it computes only dense calls; see `VarlenCall.is_dense`.
     """
 
+    # Gets q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and the natural lse (Hq, n)
+    # in fp32
     forward: Callable[[Tensor, Tensor, Tensor, SegmentTables, CallOptions], tuple[Tensor, Tensor]]
+    # Returns dq, dk and dv of its rows, which may have more columns, of zeros
     backward: Callable[[BackwardRows, SegmentTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
-    max_head_dim: int
-    softcap: bool = False
+    max_head_dim: int  # the largest D
+    softcap: bool = False  # whether it computes scores with a softcap
+    # Whether backward takes dlse. Otherwise the gradient of lse is added to dout·v: v gets a column
+    # of ones, dout a column of dlse, and out a column of zeros.
     lse_gradient: bool = False
+    # Whether backward gives the same bits each time when the options ask for it. Otherwise our
+    # Triton kernels compute such a backward.
     deterministic: bool = False
-    only_dense: bool = False
+    only_dense: bool = False  # whether it computes only dense calls; see `VarlenCall.is_dense`
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
@@ -179,17 +174,14 @@ class VarlenKernel(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The query rows of a call in backward, kept for the next call with the same rows.
+    """The query rows of a call in backward, kept for the next call with the same rows."""
 
-    Attributes:
-        q, key: what they were made from.
-        tensors: dout, q, out, lse and dlse of `BackwardRows`.
-        options, sign: see `positive_scale`.
-    """
-
+    # q, key: the sources of the tensors
     q: Tensor
     key: tuple[bytes, int, bool]
+    # dout, q, out, lse and dlse of `BackwardRows`
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+    # options, sign: see `positive_scale`
     options: CallOptions
     sign: int
 

@@ -34,16 +34,13 @@ _DENSE_ROWS = 128
 
 
 class Segment(NamedTuple):
-    """Query rows and key rows that one segment of a call computes.
-
-    Attributes:
-        left, right: the window that the segment needs, or −1 for a side that masks no key.
-    """
+    """Query rows and key rows that one segment of a call computes."""
 
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
+    # left, right: the window that the segment needs, or −1 for a side that masks no key
     left: int
     right: int
 
@@ -58,20 +55,14 @@ class Segment(NamedTuple):
 
 
 class SegmentTables(NamedTuple):
-    """The segments of a call on a device, for kernels.
+    """The segments of a call on a device, for kernels."""
 
-    Attributes:
-        cu_q, cu_k: int32 (n + 1,), where each of n segments begins among the call's rows.
-        longest_q: the rows of the longest segment.
-        longest_k: at least the keys of the longest segment.
-        window: the window of all segments.
-    """
-
+    # cu_q, cu_k: int32 (n + 1,), where each of n segments begins among the call's rows
     cu_q: Tensor
     cu_k: Tensor
-    longest_q: int
-    longest_k: int
-    window: Window
+    longest_q: int  # the rows of the longest segment
+    longest_k: int  # at least the keys of the longest segment
+    window: Window  # the window of all segments
 
 
 class VarlenCall:

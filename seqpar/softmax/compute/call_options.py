@@ -22,23 +22,16 @@ _MIN_SOFTCAP = 1e-30
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of a call that change its scores, and the backend that computes them.
+    """Options of a call that change its scores, and the backend that computes them."""
 
-    Attributes:
-        scale: a score is scale · q·k.
-        softcap: caps a score to softcap · tanh(scale · q·k / softcap), or 0 for no cap.
-        backend: the name of a backend, or DEFAULT.
-        deterministic: whether the backend's backward must give the same bits each time.
-        slopes: (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance between
-            the two positions is subtracted from a score. Equality ignores the slopes.
-        anchored: whether tiles begin at fixed positions of a document, wherever its tokens are.
-    """
-
-    scale: float
-    softcap: float
-    backend: str
-    deterministic: bool
+    scale: float  # a score is scale · q·k
+    softcap: float  # caps a score to softcap · tanh(scale · q·k / softcap), or 0 for no cap
+    backend: str  # the name of a backend, or DEFAULT
+    deterministic: bool  # whether the backend's backward must give the same bits each time
+    # (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance between the two
+    # positions is subtracted from a score. Equality ignores the slopes.
     slopes: Tensor | None = field(default=None, compare=False, repr=False)
+    # Whether tiles begin at fixed positions of a document, wherever its tokens are
     anchored: bool = False
 
     def with_slopes(self, slopes: Tensor | None) -> CallOptions:

@@ -21,13 +21,9 @@ from seqpar.core.traffic import Traffic
 
 @dataclass(eq=False)
 class MaxLogits:
-    """The largest score of each head so far.
+    """The largest score of each head so far."""
 
-    Attributes:
-        values: (Hq,), fp32 (fp64 for fp64); −∞ for a head without pairs.
-    """
-
-    values: Tensor
+    values: Tensor  # (Hq,), fp32 (fp64 for fp64); −∞ for a head without pairs
 
     @classmethod
     def nothing(cls, q: Tensor) -> MaxLogits:

@@ -72,15 +72,11 @@ class Partial:
     """Attention of some queries over the keys so far, which can be merged with other partials.
 
     A row without keys has out 0 and lse −inf.
-
-    Attributes:
-        sums: out and lse; a first result may be kept in the dtypes of its kernel.
-        empty: whether no row has keys yet.
-        anchored: whether the merged bits of a row do not depend on its place among other rows.
     """
 
-    sums: Sums
-    empty: bool = False
+    sums: Sums  # out and lse; a first result may be kept in the dtypes of its kernel
+    empty: bool = False  # whether no row has keys yet
+    # Whether the merged bits of a row do not depend on its place among other rows
     anchored: bool = False
 
     @classmethod
@@ -190,22 +186,15 @@ class OutputGradient:
 
     With the final result, backward can compute the gradients of one block of keys without the
     others.
-
-    Attributes:
-        dout: (B, T, Hq, Dv).
-        out: like dout. None for rows that came from another rank: backward needs only their delta.
-        lse: (B, T, Hq), finite everywhere.
-        dlse: (B, T, Hq), or None if lse has no gradient.
-        delta: (B, T, Hq), out·dout − dlse, or None until it is computed.
-        prepared: state that a backend keeps from one block of keys to the next.
     """
 
-    dout: Tensor
+    dout: Tensor  # (B, T, Hq, Dv)
+    # Shaped like dout. None for rows that came from another rank: backward needs only their delta.
     out: Tensor | None
-    lse: Tensor
-    dlse: Tensor | None
-    delta: Tensor | None = None
-    prepared: object = None
+    lse: Tensor  # (B, T, Hq), finite everywhere
+    dlse: Tensor | None  # (B, T, Hq), or None if lse has no gradient
+    delta: Tensor | None = None  # (B, T, Hq), out·dout − dlse, or None until it is computed
+    prepared: object = None  # state that a backend keeps from one block of keys to the next
 
     @classmethod
     def of(
@@ -256,15 +245,10 @@ class OutputGradient:
 
 @dataclass
 class PartialGradients:
-    """Sums that backward adds to, in fp32 (fp64 for fp64).
+    """Sums that backward adds to, in fp32 (fp64 for fp64)."""
 
-    Attributes:
-        queries: dq (B, T, Hq, D).
-        keys: dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv).
-    """
-
-    queries: Sums
-    keys: Sums
+    queries: Sums  # dq (B, T, Hq, D)
+    keys: Sums  # dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv)
 
     @classmethod
     def of(cls, dq: Tensor, dk: Tensor, dv: Tensor) -> PartialGradients:

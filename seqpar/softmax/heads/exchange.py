@@ -132,20 +132,15 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The exchanges and the call of one group of heads.
+    """The exchanges and the call of one group of heads."""
 
-    Attributes:
-        own: this rank's heads in the group.
-        call: the call of these heads, as if each row of ranks were one rank with all their tokens.
-        arriving, leaving: the blocks exchanged before the group is computed, and afterwards.
-        kept: the blocks that an earlier pass received and kept.
-    """
-
-    own: HeadGroup
+    own: HeadGroup  # this rank's heads in the group
+    # The call of these heads, as if each row of ranks were one rank with all their tokens
     call: ResolvedCall
+    # arriving, leaving: the blocks exchanged before the group is computed, and afterwards
     arriving: list[MessageBlock]
     leaving: list[MessageBlock]
-    kept: list[MessageBlock]
+    kept: list[MessageBlock]  # the blocks that an earlier pass received and kept
 
     def call_with(self, call: ResolvedCall) -> ResolvedCall:
         """Return the call of these heads, with their slopes and max logits of the whole call."""

@@ -35,30 +35,24 @@ TILE = 1024
 
 @dataclass(frozen=True, eq=False)
 class AnchoredTiles:
-    """All tiles of the queries of a pack, ascending by document and position.
+    """All tiles of the queries of a pack, ascending by document and position."""
 
-    Attributes:
-        documents, numbers: (n,) the document of each tile, and the tile's number in it.
-        first_rows: (n + 1,) the index in the pack of each tile's first query, then the number of
-            all queries.
-        parts: (m, 7) the tiles' slices: tile, q_start, q_stop, k_start, k_stop, low and high.
-            Queries are counted from the tile's first one, and keys in the pack. Tiles ascend.
-        areas: (n,) how many (query, key) pairs each tile has.
-        k_starts, k_stops: (n,) a range of the pack with all keys that a tile attends to. For a
-            tile without keys it is empty: k_start is the number of all keys, and k_stop 0.
-        owners: (n,) the rank that computes each tile.
-        moved: a layout of the queries in which each rank holds the rows of its tiles, or None if no
-            tile is divided between ranks.
-    """
-
+    # documents, numbers: (n,) the document of each tile, and the tile's number in it
     documents: Ints
     numbers: Ints
+    # (n + 1,) the index in the pack of each tile's first query, then the number of all queries
     first_rows: Ints
+    # (m, 7) the tiles' slices: tile, q_start, q_stop, k_start, k_stop, low and high. Queries are
+    # counted from the tile's first one, and keys in the pack. Tiles ascend.
     parts: Ints
-    areas: Ints
+    areas: Ints  # (n,) how many (query, key) pairs each tile has
+    # k_starts, k_stops: (n,) a range of the pack with all keys that a tile attends to. For a tile
+    # without keys it is empty: k_start is the number of all keys, and k_stop 0.
     k_starts: Ints
     k_stops: Ints
-    owners: Ints
+    owners: Ints  # (n,) the rank that computes each tile
+    # A layout of the queries in which each rank holds the rows of its tiles, or None if no tile is
+    # divided between ranks
     moved: Geometry | None
 
     @classmethod
@@ -174,77 +168,52 @@ def _owners(queries: Geometry, counts: Ints, areas: Ints) -> _Owners:
 
 
 class Unit(NamedTuple):
-    """The work of one tile.
+    """The work of one tile."""
 
-    Attributes:
-        number: the tile's number in its document.
-        rows: its queries, among the queries of the rank's tiles.
-        keys: ranges of the pool; joined, they are the block of keys that the slices refer to.
-        slices: slices of its queries over this block.
-        ready: how many blocks of keys must have arrived; the rank's own block counts as the first.
-    """
-
-    number: int
-    rows: slice
+    number: int  # the tile's number in its document
+    rows: slice  # its queries, among the queries of the rank's tiles
+    # Ranges of the pool; joined, they are the block of keys that the slices refer to
     keys: list[slice]
-    slices: Slices
+    slices: Slices  # slices of its queries over this block
+    # How many blocks of keys must have arrived; the rank's own block counts as the first
     ready: int
 
 
 class Node(NamedTuple):
-    """A subtree of the sum over a document's tiles, which one rank computes completely.
-
-    Attributes:
-        document: the document.
-        number: the number of the subtree's first tile in the document.
-        tiles: the range of the pack's tiles that are in the subtree.
-        keys: a range of the pack with all keys that these tiles attend to.
-    """
+    """A subtree of the sum over a document's tiles, which one rank computes completely."""
 
     document: int
-    number: int
-    tiles: tuple[int, int]
-    keys: tuple[int, int]
+    number: int  # of the subtree's first tile in the document
+    tiles: tuple[int, int]  # the range of the pack's tiles that are in the subtree
+    keys: tuple[int, int]  # a range of the pack with all keys that these tiles attend to
 
 
 class KeyGradientShare(NamedTuple):
-    """The part of a node's gradients that belongs to one rank's keys.
+    """The part of a node's gradients that belongs to one rank's keys."""
 
-    Attributes:
-        node: the node's index among the nodes of its rank.
-        document, number: the node's document and number.
-        places: the rows of the gradients: in the pool on the rank that computes the node, and among
-            the local rows on the rank that owns the keys.
-    """
-
-    node: int
+    node: int  # the node's index among the nodes of its rank
     document: int
     number: int
+    # The rows of the gradients: in the pool on the rank that computes the node, and among the local
+    # rows on the rank that owns the keys
     places: Rows
 
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """One rank's part of a call.
+    """One rank's part of a call."""
 
-    Attributes:
-        moved: a layout of the queries in which each rank holds the rows of its tiles, or None if
-            the call's layout is one.
-        pool: how many keys the pool has.
-        blank: whether some keys of the pool never arrive, because no query attends to them.
-        arrivals: the rows of the pool for each block of keys, this rank's own block first.
-        nodes: for each subtree that this rank computes, a range of the pool with all keys that it
-            attends to, and its units.
-        sent: the shares of gradients for each rank, including this one.
-        received: the shares of this rank's key gradients from each rank, including this one.
-    """
-
+    # A layout of the queries in which each rank holds the rows of its tiles, or None if the call's
+    # layout is one
     moved: Geometry | None
-    pool: int
-    blank: bool
-    arrivals: list[Rows]
+    pool: int  # how many keys the pool has
+    blank: bool  # whether some keys of the pool never arrive, because no query attends to them
+    arrivals: list[Rows]  # the rows of the pool for each block of keys, this rank's own block first
+    # For each subtree that this rank computes, a range of the pool with all keys that it attends
+    # to, and its units
     nodes: list[tuple[slice, list[Unit]]]
-    sent: list[list[KeyGradientShare]]
+    sent: list[list[KeyGradientShare]]  # the shares of gradients for each rank, including this one
+    # The shares of this rank's key gradients from each rank, including this one
     received: list[list[KeyGradientShare]]
 
     @classmethod

@@ -119,17 +119,11 @@ class GroupHop:
 
 
 class QuerySchedule(NamedTuple):
-    """The hops of one pass, in order.
+    """The hops of one pass, in order."""
 
-    Attributes:
-        groups: the groups in which heads travel; the same on all ranks.
-        hops: each hop of each group.
-        ends_early: whether hops without rows were left out at the end.
-    """
-
-    groups: list[HeadSlices]
-    hops: list[GroupHop]
-    ends_early: bool
+    groups: list[HeadSlices]  # the groups in which heads travel; the same on all ranks
+    hops: list[GroupHop]  # each hop of each group
+    ends_early: bool  # whether hops without rows were left out at the end
 
     @classmethod
     def of(

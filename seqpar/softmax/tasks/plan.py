@@ -38,61 +38,40 @@ class Sent(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """Rows that travel in the same stage, and whose results or gradients return in the same stage.
+    """Rows that travel in one stage, and whose results or gradients return in one stage."""
 
-    Attributes:
-        stages: the stages in which the server needs the rows.
-        sent: the rows that this rank sends, in the order of their servers.
-        block: the rows that this rank receives, one peer's after another's.
-        rows: the place of these rows in the block of all rows that this rank receives.
-    """
-
-    stages: Stages
-    sent: list[Sent]
-    block: ServerRows
-    rows: slice
+    stages: Stages  # the stages in which the server needs the rows
+    sent: list[Sent]  # the rows that this rank sends, in the order of their servers
+    block: ServerRows  # the rows that this rank receives, one peer's after another's
+    rows: slice  # the place of these rows in the block of all rows that this rank receives
 
 
 class TaskStage(NamedTuple):
-    """The rows that travel together, and the work that is done when they have arrived.
+    """The rows that travel together, and the work that is done when they have arrived."""
 
-    Attributes:
-        number: its number in errors, traces and traffic.
-        queries: the queries that travel.
-        keys: the keys that travel.
-        done: the keys that no later stage needs; their gradients can return.
-        blocks: slices of foreign queries over this rank's keys, and over the block of all foreign
-            keys.
-        own: slices of this rank's queries over foreign keys that have arrived.
-        key_rows: the place of these keys in the block of all foreign keys.
-    """
-
-    number: int
-    queries: Shipment
-    keys: list[Shipment]
-    done: list[Shipment]
+    number: int  # its number in errors, traces and traffic
+    queries: Shipment  # the queries that travel
+    keys: list[Shipment]  # the keys that travel
+    done: list[Shipment]  # the keys that no later stage needs; their gradients can return
+    # Slices of foreign queries over this rank's keys, and over the block of all foreign keys
     blocks: Blocks
-    own: Slices
-    key_rows: slice
+    own: Slices  # slices of this rank's queries over foreign keys that have arrived
+    key_rows: slice  # the place of these keys in the block of all foreign keys
 
 
 class TaskPlan(NamedTuple):
-    """The messages and the work of one rank in a pass.
+    """The messages and the work of one rank in a pass."""
 
-    Attributes:
-        stages: all stages, including those in which this rank sends and receives no rows.
-        first, last: slices of this rank's queries over its own keys. The first are computed while
-            rows travel, and the last while results return.
-        foreign_queries, foreign_keys: the number of rows that it receives, over all stages.
-        sends_queries: whether other ranks compute some of its queries, so that results return.
-    """
-
+    # All stages, including those in which this rank sends and receives no rows
     stages: list[TaskStage]
+    # first, last: slices of this rank's queries over its own keys. The first are computed while
+    # rows travel, and the last while results return.
     first: Slices
     last: Slices
+    # foreign_queries, foreign_keys: the number of rows that it receives, over all stages
     foreign_queries: int
     foreign_keys: int
-    sends_queries: bool
+    sends_queries: bool  # whether other ranks compute some of its queries, so that results return
 
     @classmethod
     def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
