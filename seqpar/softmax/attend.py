@@ -44,7 +44,6 @@ class SoftmaxWork(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, value_dim: int, slices: Slices, backward: bool = False) -> SoftmaxWork:
-        """Return the work of queries (B, T, Hq, D) over slices."""
         return cls(slices, q.shape[0], q.shape[2], (q.shape[3], value_dim), backward)
 
 

@@ -91,8 +91,6 @@ class ArgumentKeywords(DecodeKeywords, total=False):
 
 
 class CallKeywords(ArgumentKeywords, total=False):
-    """The keyword arguments of a call."""
-
     sinks: Tensor | None
 
 
@@ -186,7 +184,6 @@ class CallArguments(NamedTuple):
         return self[:_TENSOR_FIELDS]  # type: ignore[return-value]
 
     def settings(self) -> tuple[object, ...]:
-        """Return all other fields."""
         return self[_TENSOR_FIELDS:]
 
     def to_call(self, comm: Comm, shape: OperandShape, has_sinks: bool) -> ResolvedCall:
@@ -309,7 +306,6 @@ class Masking(NamedTuple):
         return mask
 
     def contents(self) -> tuple[bytes | None, bytes | None]:
-        """Return a key of the tensors' contents."""
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
         return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
 
@@ -378,7 +374,6 @@ class ResolvedCall:
         return self.layout.ranks
 
     def others(self, rank: int) -> list[int]:
-        """Return all ranks but one, ascending."""
         return [peer for peer in range(self.ranks) if peer != rank]
 
     def dlse_on_all_ranks(self, dlse: Tensor | None, dout: Tensor) -> Tensor | None:

@@ -174,8 +174,6 @@ def _attention_backward_fake(
 
 
 class _CallContext(FunctionCtx):
-    """The attributes that forward leaves for backward."""
-
     saved_tensors: tuple[Tensor | None, ...]
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     settings: tuple[object, ...]

@@ -31,8 +31,6 @@ _copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}  # e
 
 
 class UploadedTables:
-    """The tables of a call on a device."""
-
     def __init__(self, tables: Iterable[Tensor], device: torch.device) -> None:
         self._device, self._memory = device, upload(tables, device)
         events = _copied.setdefault(device, {})

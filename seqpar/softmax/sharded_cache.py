@@ -68,7 +68,6 @@ class CacheRows:
             self.capacities[owner] = np.maximum(self.capacities[owner], grown)
 
     def drop_last(self, tokens: int) -> None:
-        """Drop this many tokens at the end of each sequence."""
         self.lengths = self.lengths - tokens
         for rank_spans in self._spans:
             for i, length in enumerate(self.lengths.tolist()):
@@ -96,7 +95,6 @@ class CacheRows:
         self.held, self.capacities = self.held[:, sequences], self.capacities[:, sequences]
 
     def layout(self) -> Layout:
-        """Return the layout of the sequences' tokens."""
         spans = [
             [(i, start, stop) for i, spans in enumerate(rank_spans) for start, stop in spans]
             for rank_spans in self._spans
@@ -136,7 +134,6 @@ class CacheRows:
         return Layout.from_spans(spans, np.r_[0, lengths.cumsum()])
 
     def rows_in_use(self, rank: int) -> int:
-        """Return how many rows there are up to a rank's last token."""
         return int(self.capacities[rank, :-1].sum() + self.held[rank, -1])
 
     def last_rows(self, rank: int, tokens: int) -> Tensor:

@@ -68,7 +68,6 @@ class _BackwardRows(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
-    """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     if aten_cuda.computes(q):
         kernel = _cuda_kernel(q, v, slices, options)
         kernel.merge_forward(q, k, v, slices, partial, options)
@@ -98,7 +97,6 @@ def backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients` what flows through the slices; see `attend_backward`."""
     if aten_cuda.computes(q):
         kernel = _cuda_kernel(q, v, slices, options)
         kernel.add_gradients(output, q, k, v, slices, gradients, options)

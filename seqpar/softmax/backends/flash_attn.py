@@ -260,7 +260,6 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
-    """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     kernel = _kernel(q, v, options, has_dlse=False)
     if kernel is None:
         reference.forward(q, k, v, slices, partial, options)
@@ -277,7 +276,6 @@ def backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients` what flows through the slices; see `attend_backward`."""
     kernel = _kernel(q, v, options, output.dlse is not None)
     if kernel is None:
         reference.backward(output, q, k, v, slices, gradients, options)
@@ -286,7 +284,6 @@ def backward(
 
 
 def _kernel(q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> VarlenKernel | None:
-    """Return the first package's kernel that computes these scores."""
     major = gpu_major(device_of(q))
     for name in PACKAGES:
         kernel = load_package(name, major)

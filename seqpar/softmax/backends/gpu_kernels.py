@@ -115,7 +115,6 @@ def kernel_table() -> dict[str, dict[str, str]]:
 
 
 def _load(name: str, major: int) -> VarlenKernel | str:
-    """Return a kernel, or the reason why it is not available."""
     if name == "cuDNN":
         enabled = torch.backends.cuda.cudnn_sdp_enabled()
         return load_cudnn(major) if enabled else "torch.backends.cuda.enable_cudnn_sdp(False)"

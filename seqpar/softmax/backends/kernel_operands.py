@@ -34,7 +34,6 @@ def joint_head_dim(q: Tensor, v: Tensor) -> int:
 
 
 def pad_heads(x: Tensor, width: int) -> Tensor:
-    """Return x with zeros up to a head dim."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 

@@ -54,7 +54,6 @@ class Piece(NamedTuple):
 
 
 def cut_slices(slices: Slices) -> list[Piece]:
-    """Return the pieces of all slices."""
     return slices.derived("pieces", lambda: _build_pieces(slices))
 
 
@@ -73,7 +72,6 @@ def additive_mask(
 
 
 def _build_pieces(slices: Slices) -> list[Piece]:
-    """Cut every slice, and join full pieces of the same rows over adjacent keys."""
     pieces = [piece for i in range(len(slices)) for piece in _cut_slice(slices, i)]
     unmasked = sorted((x for x in pieces if not x.causal and x.band is None), key=lambda x: x[:3])
     result: list[Piece] = []

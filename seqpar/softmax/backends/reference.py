@@ -140,7 +140,6 @@ def _tiles(q: Tensor, slices: Slices) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[int]]]:
-    """Yield the query rows, key rows and band of each tile."""
     columns = slices.q_rows.tolist(), slices.k_rows.tolist(), slices.bands.tolist()
     for (q_start, q_stop), (k_start, k_stop), band in zip(*columns, strict=True):
         step = max(1, MAX_SCORES // (score_rows * (k_stop - k_start)))

@@ -29,7 +29,6 @@ refusal = triton_refusal
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
-    """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
     config = _choose("forward", q, v)
     derived, splits = slices.derived, not options.anchored
     (launches,), _ = _forward_launches([slices], derived, config, q, continued=True, splits=splits)
@@ -90,7 +89,6 @@ def backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    """Add to `gradients` what flows through the slices; see `attend_backward`."""
     if rehearsing():
         _backward_launches(slices, _backward_configs(q, v, options), q.device)
         return

@@ -89,7 +89,6 @@ class VarlenKernel(NamedTuple):
     def _work(
         self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions, has_dlse: bool
     ) -> VarlenWork:
-        """Return the calls of the kernel, and the slices that it cannot compute."""
         if not self.takes(q, v, options, has_dlse):
             return VarlenWork([], slices)
         return varlen_work(slices)
@@ -103,7 +102,6 @@ class VarlenKernel(NamedTuple):
         partial: Partial,
         options: CallOptions,
     ) -> None:
-        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v; see `attend`."""
         value_dim, batch = v.shape[-1], q.shape[0]
         calls, remaining = self._work(q, v, slices, options, has_dlse=False)
         if remaining is not None:
@@ -136,7 +134,6 @@ class VarlenKernel(NamedTuple):
         gradients: PartialGradients,
         options: CallOptions,
     ) -> None:
-        """Add to `gradients` what flows through the slices; see `attend_backward`."""
         has_dlse = output.dlse is not None
         untrusted = options.deterministic and not self.deterministic
         if untrusted and self.takes(q, v, options, has_dlse):

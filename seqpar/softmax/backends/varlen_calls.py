@@ -104,7 +104,6 @@ class VarlenCall:
         return on_host._replace(cu_q=cu_q, cu_k=cu_k)
 
     def request_tables(self, batch: int, device: torch.device) -> None:
-        """Request all tables that a call uses, in a rehearsal."""
         self.tables(batch, device)
         self.queries.local(device)
         self.keys.local(device)
@@ -224,7 +223,6 @@ def _is_dense(rows: int, keys: int, window: Window) -> bool:
 
 
 def _joined(ranges: Ints) -> Ints:
-    """Join ranges of rows that follow each other."""
     begins = np.r_[True, ranges[1:, 0] != ranges[:-1, 1]]
     ends = np.r_[begins[1:], True]
     return np.stack([ranges[begins, 0], ranges[ends, 1]], 1)

@@ -42,7 +42,6 @@ def check_slopes(slopes: Tensor, shape: OperandShape) -> Tensor:
 
 
 def described_slopes(slopes: Tensor | None) -> dict[str, object]:
-    """Return the slopes under their public name, for the comparison between ranks."""
     return {"alibi_slopes": None if slopes is None or slopes.is_meta else slopes.tolist()}
 
 

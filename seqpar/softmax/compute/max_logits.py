@@ -36,7 +36,6 @@ class MaxLogits:
         return MaxLogits(self.values[heads])
 
     def update(self, scores: Tensor) -> None:
-        """Keep the larger of the current values and these scores (Hq,)."""
         torch.maximum(self.values, scores, out=self.values)
 
     def of_all_ranks(self, comm: Comm) -> Tensor:

@@ -30,7 +30,6 @@ class Sums:
 
     @classmethod
     def of(cls, *tensors: Tensor) -> Sums:
-        """Return these tensors as sums."""
         sums = cls(lambda _: tensors)
         sums.allocate()
         return sums
@@ -55,7 +54,6 @@ class Sums:
         return True
 
     def allocate(self) -> None:
-        """Make the sums now."""
         _ = self.tensors
 
     def release(self) -> None:
@@ -129,7 +127,6 @@ class Partial:
         return replace(self, sums=Sums.of(out, lse))
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Set rows that have no keys yet."""
         self.out[:, rows], self.lse[:, rows] = out, lse
 
     def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
@@ -277,7 +274,6 @@ class PartialGradients:
         return self.keys.tensors[1]
 
     def allocate(self) -> None:
-        """Make all sums now."""
         self.queries.allocate()
         self.keys.allocate()
 

@@ -98,7 +98,6 @@ class HeadGroups:
         return self._ranks[rank]
 
     def _cut(self, start: int, stop: int, groups: int) -> list[int]:
-        """Return the edges of the groups of query heads start … stop − 1."""
         size = self._group_size
         # Query heads whose KV heads have all of their query heads in this range.
         whole_start = min(stop, -(-start // size) * size)
@@ -316,7 +315,6 @@ class HeadExchange:
         self._sent_back += 1
 
     def results(self) -> Tensors:
-        """Wait until all results have arrived, and return them."""
         self._collect()
         return self._results
 

@@ -58,7 +58,6 @@ class MergedRows:
         return x if self.in_order else x.index_select(0, self._index("merge", x.device))
 
     def split(self, merged: Tensor) -> Tensor:
-        """Undo `merge`."""
         if self.in_order:
             return merged
         return merged.index_select(0, self._index("split", merged.device))
@@ -128,8 +127,6 @@ class _Run(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The place of a tensor in the messages of a block."""
-
     add: bool
     runs: list[_Run]  # in token form
     heads: int  # in head form

@@ -73,7 +73,6 @@ def travelling_keys(
     posted = 0
 
     def post_until(number: int) -> None:
-        """Post the exchanges up to the step of this number."""
         nonlocal posted
         while posted < len(steps) and steps[posted].number <= number:
             following = steps[posted + 1] if posted + 1 < len(steps) else None

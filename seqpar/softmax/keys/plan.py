@@ -273,7 +273,6 @@ class HeadSlices(NamedTuple):
     keys: slice
 
     def call(self, call: ResolvedCall) -> ResolvedCall:
-        """Return the call with the slopes and max logits of these heads."""
         max_logits = None if call.max_logits is None else call.max_logits.of_heads(self.queries)
         options = call.options.of_heads(self.queries)
         return replace(call, options=options, max_logits=max_logits)

@@ -110,7 +110,6 @@ class KeyStrategy(Strategy):
         return [HeadSlices(slice(None), slice(None))]
 
     def _attend(self, comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
-        """Return out and lse of the heads in `operands`."""
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
         ahead = self.ahead(call.ranks)
@@ -144,7 +143,6 @@ class KeyStrategy(Strategy):
         operands: Operands,
         total: PackedGradients,
     ) -> None:
-        """Add the gradients of the heads in `operands` to `total`."""
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
         k, v, ahead = operands.k, operands.v, self.ahead(call.ranks)
         keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)

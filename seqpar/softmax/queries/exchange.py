@@ -49,12 +49,10 @@ class QueryHop:
 
     @cached_property
     def sent(self) -> Rows:
-        """The query rows that go to the receiver."""
         return Rows(self._rows[0]())
 
     @cached_property
     def received(self) -> Rows:
-        """The sender's rows that arrive."""
         return Rows(self._rows[1]())
 
     @cached_property
@@ -104,7 +102,6 @@ class GroupHop:
 
     @property
     def blocks(self) -> Blocks | None:
-        """As in `QueryHop`."""
         return self._hop.blocks
 
     @property

@@ -79,7 +79,6 @@ class TileStrategy(Strategy):
         return None
 
     def columns_of(self, call: ResolvedCall) -> int:
-        """Return the number of columns of the mesh."""
         raise NotImplementedError
 
     def tiles(self, call: ResolvedCall) -> Tiles:

@@ -134,6 +134,5 @@ def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> 
 
 
 def _messages(rows: ServerRows, block: Tensor) -> list[Message]:
-    """Return the parts of a block as messages, one per peer."""
     parts = block.split_with_sizes(rows.counts) if rows.counts else ()
     return list(zip(rows.ranks, parts, strict=True))

@@ -31,8 +31,6 @@ from seqpar.softmax.wire.row_messages import Rows
 
 
 class Sent(NamedTuple):
-    """Rows of this rank that it sends to a peer."""
-
     peer: int
     rows: Rows
 
@@ -75,7 +73,6 @@ class TaskPlan(NamedTuple):
 
     @classmethod
     def of(cls, call: ResolvedCall, rows: TaskRows) -> TaskPlan:
-        """Return the plan of the call's rank."""
         rank, parts = call.rank, rows.of_server(call.rank)
         shift = call.kv_layout.lengths - call.layout.lengths
         own, own_keys = ServerRows.local(call.layout, rank), ServerRows.local(call.kv_layout, rank)
@@ -125,7 +122,6 @@ def _shipments(rank: int, geometry: Geometry, needed: Segments, count: int) -> l
 def _leaving(
     rank: int, geometry: Geometry, needed: Segments, count: int
 ) -> dict[Stages, list[Sent]]:
-    """Return the rows that a rank sends, by their stages."""
     sent = sent_by(rank, geometry, needed, count)
     order = np.lexsort((sent.servers, sent.lasts, sent.firsts, sent.owns))
     labels = np.stack([sent.owns, sent.firsts, sent.lasts, sent.servers])[:, order]

@@ -63,7 +63,6 @@ class SplitStrategy(Strategy, Generic[P]):
     keeps_operands: ClassVar[bool] = True
 
     def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> P:
-        """Post the messages of a forward."""
         raise NotImplementedError
 
     def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
@@ -141,8 +140,6 @@ torch.library.define(
 
 
 class _Posted(NamedTuple):
-    """A pass that has begun, in this process."""
-
     bound: BoundStrategy[SplitStrategy[object]]
     comm: Comm
     call: ResolvedCall
@@ -270,8 +267,6 @@ class _BegunContext(FunctionCtx):
 
 
 class _FinishedContext(FunctionCtx):
-    """The attributes that `attention_finish` leaves for its backward."""
-
     saved_tensors: tuple[Tensor | None, ...]
     number: int
     settings: tuple[object, ...]
