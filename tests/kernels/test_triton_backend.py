@@ -12,7 +12,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.attention.backend import load_backend
 from seqpar.softmax import attend
 from seqpar.softmax.backends import triton as fused
-from seqpar.softmax.backends.varlen_calls import varlen_work
+from seqpar.softmax.backends.varlen import varlen_work
 from seqpar.softmax.keys import plan
 from tests.kernels.operands import TRITON_REFUSES
 from tests.support.calls import assert_infinite_sinks_are_limits, local

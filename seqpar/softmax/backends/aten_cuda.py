@@ -25,8 +25,7 @@ from seqpar.core.torch_private import (
 )
 from seqpar.kernels.gpus import gpu_of
 from seqpar.softmax.backends.kernel_operands import pad_heads
-from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
-from seqpar.softmax.backends.varlen_calls import SegmentTables
+from seqpar.softmax.backends.varlen import BackwardRows, SegmentTables, VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 
 # By backward, except on an sm_80 or sm_90 (PyTorch, flash_api.cpp, mha_bwd).

@@ -27,8 +27,7 @@ from seqpar.core.device_tables import device_of
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.aten_cuda import gpu_major
-from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel
-from seqpar.softmax.backends.varlen_calls import SegmentTables
+from seqpar.softmax.backends.varlen import BackwardRows, SegmentTables, VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 

@@ -102,16 +102,23 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
     causal = base >= 0 and not start.any()  # a row without keys needs a mask
     if causal and (stop == np.minimum(base + 1 + np.arange(rows), keys)).all():
         return _cut_causal(q0, q1, k0, k1, base)
-    edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
-    if rows >= (edges.size + 1) * _MIN_RUN_ROWS:
-        first_rows, stop_rows = np.r_[0, edges], np.r_[edges, rows]
-        steps = zip(first_rows, stop_rows, start[first_rows], stop[first_rows], strict=True)
-        return [
-            Piece(int(q0 + a), int(q0 + b), int(k0 + c), int(k0 + d))
-            for a, b, c, d in steps
-            if d > c
-        ]
+    if (runs := key_runs(start, stop)) is not None:
+        return [Piece(*run) for run in np.add(runs, [q0, q0, k0, k0]).tolist()]
     return _cut_tiles(q0, k0, start, stop, tuple(slices.bands[i].tolist()))
+
+
+def key_runs(start: Ints, stop: Ints) -> Ints | None:
+    """Return (m, 4): the ranges of rows and of keys of each run of rows with the same keys.
+
+    Row i attends to keys start[i] … stop[i] − 1. Return None if runs have on average fewer than
+    `_MIN_RUN_ROWS` rows.
+    """
+    edges = np.flatnonzero((np.diff(start) != 0) | (np.diff(stop) != 0)) + 1
+    if stop.size < (edges.size + 1) * _MIN_RUN_ROWS:
+        return None
+    first = np.r_[0, edges]
+    runs = np.stack([first, np.r_[edges, stop.size], start[first], stop[first]], 1)
+    return runs[runs[:, 3] > runs[:, 2]]
 
 
 def _cut_causal(q0: int, q1: int, k0: int, k1: int, base: int) -> list[Piece]:

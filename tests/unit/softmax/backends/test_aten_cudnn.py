@@ -9,8 +9,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import aten, aten_cuda, choice, triton
 from seqpar.softmax.backends.aten_cuda import load_cudnn
-from seqpar.softmax.backends.varlen import BackwardRows
-from seqpar.softmax.backends.varlen_calls import SegmentTables
+from seqpar.softmax.backends.varlen import BackwardRows, SegmentTables
 from seqpar.softmax.compute.call_options import CallOptions
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run

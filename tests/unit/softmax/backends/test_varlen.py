@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
-from seqpar.softmax.backends import varlen_calls
-from seqpar.softmax.backends.varlen_calls import varlen_work
+from seqpar.softmax.backends import pieces
+from seqpar.softmax.backends.varlen import varlen_work
 from tests.support.varlen_kernels import Segments
 from tests.unit.softmax.backends.test_any_slices import POSITIONS, slices_of
 
@@ -52,7 +52,7 @@ READINGS = pytest.mark.parametrize("make", [Segments, Segments.of_version_2], id
 @example([0, 10, 20], [0, 1, 2, 3, 11, 12, 13, 21], -50, 50)  # rows gain several keys each
 def test_calls_have_each_pair_once(make, q_positions, k_positions, low, width):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(varlen_calls, "_MIN_RUN_ROWS", 1)
+        patched.setattr(pieces, "_MIN_RUN_ROWS", 1)
         check(slices_of(q_positions, k_positions, (low, low + width)), make)
 
 
