@@ -32,15 +32,14 @@ from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.strategy import ForwardResult, Gradients
-from seqpar.softmax.tasks.exchange import TaskExchange
 from seqpar.softmax.tasks.plan import TaskPlan, task_traffic
 from seqpar.softmax.tasks.planner import Planner, Plans
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
 from seqpar.softmax.tasks.task_attention import (
+    TaskExchange,
     complete_backward,
     complete_forward,
     post_backward,
-    post_forward,
 )
 from seqpar.strategies.registry import register
 
@@ -75,7 +74,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
 
     def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> TaskExchange:
         plan, label = self.task_plan(call, "forward"), "disaggregated forward"
-        return post_forward(comm, plan, label, operands)
+        return TaskExchange(comm, plan, label, [[operands.q]], [operands.k, operands.v])
 
     def complete(
         self, posted: TaskExchange, call: ResolvedCall, operands: Operands

@@ -6,7 +6,6 @@ Queries and keys that it receives from other owners are *foreign*.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -138,9 +137,6 @@ def _leaving(
     return leaving
 
 
-Counts = dict[tuple[Stages, int], int]  # (stages, peer) -> number of rows
-
-
 def task_traffic(
     call: ResolvedCall, rows: TaskRows, direction: str, rank: int, kept: bool
 ) -> Iterator[Traffic]:
@@ -150,9 +146,18 @@ def task_traffic(
     travel again in backward.
     """
     s = call.shape
-    moving = (call.layout, rows.queries), (call.kv_layout, rows.keys)
-    queries, keys = (_sent(rank, *each, rows.stages) for each in moving)
-    foreign_queries, foreign_keys = (_received(rank, *each, rows.stages) for each in moving)
+    shipments = (
+        _shipments(rank, call.layout, rows.queries, rows.stages),
+        _shipments(rank, call.kv_layout, rows.keys, rows.stages),
+    )
+    queries, keys = (
+        [(x.stages, sent.peer, sent.rows.count) for x in each for sent in x.sent]
+        for each in shipments
+    )
+    foreign_queries, foreign_keys = (
+        [(x.stages, *y) for x in each for y in zip(x.block.ranks, x.block.counts, strict=True)]
+        for each in shipments
+    )
     element, exact = s.dtype.itemsize, accumulator_dtype(s.dtype).itemsize
     of_keys = s.batch * s.kv_heads * (s.dim + s.value_dim)
     statistics = (2 + call.return_lse) * exact
@@ -174,24 +179,6 @@ def task_traffic(
         ],
     }
     for counts, size in sizes[direction]:
-        for (stages, peer), count in counts.items():
+        for stages, peer, count in counts:
             step = stages.last if counts is foreign_keys else stages.first
             yield Traffic(direction, step, peer, 1, count * size)
-
-
-def _sent(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:
-    """Return the number of rows that a rank sends to each server."""
-    sent, counts = sent_by(rank, geometry, needed, stages), Counter[tuple[Stages, int]]()
-    columns = sent.owns, sent.firsts, sent.lasts, sent.servers, sent.stops - sent.starts
-    for *needing, server, count in zip(*(x.tolist() for x in columns), strict=True):
-        counts[Stages(*needing), server] += count
-    return counts
-
-
-def _received(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Counts:
-    """Return the number of rows that a rank receives from each peer, as a server."""
-    return {
-        (label, peer): count
-        for label, block in arriving_at(rank, geometry, needed, stages).items()
-        for peer, count in zip(block.ranks, block.counts, strict=True)
-    }
