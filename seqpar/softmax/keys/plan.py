@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,32 +32,26 @@ from seqpar.softmax.wire.row_messages import Rows
 Distances = Sequence[Sequence[int]]  # for each step
 
 
+@dataclass(eq=False)
 class KeyStep:
-    """An exchange of key rows, as one rank takes part in it.
+    """An exchange of key rows, as one rank takes part in it."""
 
-    Attributes:
-        number: its number in errors, traces and traffic.
-        receivers: the ranks that get rows of this rank.
-        source: the ranks whose rows arrive here.
-        counts: how many rows arrive from each rank of `source`.
-        sent_counts: how many rows go to each receiver.
-        rows, sent_rows: how many rows arrive and are sent in total.
-    """
+    number: int  # its number in errors, traces and traffic
+    receivers: list[int]  # the ranks that get rows of this rank
+    sent_counts: list[int]  # how many rows go to each receiver
+    source: list[int]  # the ranks whose rows arrive here
+    counts: list[int]  # how many rows arrive from each rank of `source`
+    rows_for: Callable[[int], Rows]
+    build_slices: Callable[[], Slices]
 
-    def __init__(
-        self,
-        number: int,
-        receivers: list[int],
-        sent_counts: list[int],
-        source: list[int],
-        counts: list[int],
-        rows_for: Callable[[int], Rows],
-        build_slices: Callable[[], Slices],
-    ) -> None:
-        self.number, self.receivers, self.source = number, receivers, source
-        self.sent_counts, self.counts = sent_counts, counts
-        self.rows, self.sent_rows = sum(counts), sum(sent_counts)
-        self._rows_for, self._build_slices = rows_for, build_slices
+    @cached_property
+    def rows(self) -> int:
+        """How many rows arrive in total."""
+        return sum(self.counts)
+
+    @cached_property
+    def sent_rows(self) -> int:
+        return sum(self.sent_counts)
 
     @property
     def travels(self) -> bool:
@@ -66,12 +60,12 @@ class KeyStep:
     @cached_property
     def to(self) -> list[tuple[int, Rows]]:
         """The ranks that get rows of this rank, each with the rows that its queries attend to."""
-        return [(peer, self._rows_for(peer)) for peer in self.receivers]
+        return [(peer, self.rows_for(peer)) for peer in self.receivers]
 
     @cached_property
     def slices(self) -> Slices:
         """The slices of this rank's queries over the block of all rows that arrive."""
-        return self._build_slices()
+        return self.build_slices()
 
     def sends_last_rows_of(self, step: KeyStep) -> bool:
         """Return whether the rows that this step sends first are those that `step` sends last."""
@@ -90,13 +84,7 @@ class LazySlices(Sequence[Slices]):
     def __len__(self) -> int:
         return 1 + len(self._steps)
 
-    @overload
-    def __getitem__(self, block: int) -> Slices: ...
-    @overload
-    def __getitem__(self, block: slice) -> list[Slices]: ...
-    def __getitem__(self, block: int | slice) -> Slices | list[Slices]:
-        if isinstance(block, slice):
-            return [self[one] for one in range(*block.indices(len(self)))]
+    def __getitem__(self, block: int) -> Slices:  # type: ignore[override]  # never a range of them
         return self._steps[block - 1].slices if block else self._own()
 
 
@@ -126,16 +114,10 @@ class KeyPlan:
         sent_counts, counts = sent[receivers[used]].tolist(), received[senders[used]].tolist()
         for number, begin, end in zip(used_steps.tolist(), edges, edges[1:], strict=False):
             part = slice(begin, end)
-            owners = _with_rows(source[part], counts[part])
-            step = KeyStep(
-                number,
-                _with_rows(to[part], sent_counts[part]),
-                [count for count in sent_counts[part] if count],
-                owners,
-                [count for count in counts[part] if count],
-                tables.rows_for,
-                partial(tables.slices_over, owners or source[begin : begin + 1]),
-            )
+            owners, arriving = with_rows(source[part], counts[part])
+            leaving = with_rows(to[part], sent_counts[part])
+            build = partial(tables.slices_over, owners or source[begin : begin + 1])
+            step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build)
             self.steps.append(step)
         last = self.steps[-1].number if self.steps else 0
         self.ends_early = last < len(distances)
@@ -200,8 +182,10 @@ def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
     return sent, received
 
 
-def _with_rows(ranks: list[int], counts: list[int]) -> list[int]:
-    return [rank for rank, count in zip(ranks, counts, strict=True) if count]
+def with_rows(ranks: list[int], counts: list[int]) -> tuple[list[int], list[int]]:
+    """Return the ranks that have rows, and their counts."""
+    used = [i for i, count in enumerate(counts) if count]
+    return [ranks[i] for i in used], [counts[i] for i in used]
 
 
 def _numbered(rank: int, ranks: int, distances: Distances) -> tuple[Ints, Ints, Ints]:

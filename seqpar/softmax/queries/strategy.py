@@ -23,7 +23,7 @@ from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.keys.exchange import GradientReturn, travelling_keys
 from seqpar.softmax.queries.exchange import (
-    GroupHop,
+    HopMessages,
     QueryExchange,
     QuerySchedule,
     packs_all_rows,
@@ -137,15 +137,16 @@ class TileStrategy(Strategy):
             k_block, v_block = blocks[i]
             attend(q, k_block, v_block, slices, total, call.options, call.max_logits)
 
-        def compute(hop: GroupHop, received: list[Tensor]) -> Tensor:
-            assert hop.blocks is not None
-            message, (out, lse) = hop.leaving.empty(q.device)
-            heads = groups[hop.group].queries
+        def compute(messages: HopMessages, received: list[Tensor]) -> Tensor:
+            hop_blocks = messages.hop.blocks
+            assert hop_blocks is not None
+            message, (out, lse) = messages.leaving.empty(q.device)
+            heads = groups[messages.group].queries
             options = call.options.of_heads(heads)
             max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
             into = (lse.new_empty((*out.shape[:-1], *dims)) if code else out), lse
-            block_keys = keys[hop.group]
-            attend_blocks(received[0], block_keys, hop.blocks, options, None, into, max_logits)
+            block_keys = keys[messages.group]
+            attend_blocks(received[0], block_keys, hop_blocks, options, None, into, max_logits)
             if code:
                 out.copy_(encode(into[0], dims, code))
             return message
@@ -204,18 +205,19 @@ class TileStrategy(Strategy):
                 returning.append(GradientReturn(comm, label, sent, step, packed))
             attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
-        def compute(hop: GroupHop, received: list[Tensor]) -> Tensor:
-            assert hop.blocks is not None
+        def compute(messages: HopMessages, received: list[Tensor]) -> Tensor:
+            hop_blocks = messages.hop.blocks
+            assert hop_blocks is not None
             q_block, dout_block, statistics = received
             lse_block, delta, *dlse_block = statistics.unbind(-1)
             received_output = OutputGradient(
                 dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
             )
-            message, (leaving,) = hop.leaving.empty(q.device)
+            message, (leaving,) = messages.leaving.empty(q.device)
             rounds = sent != accumulator
             dq = torch.zeros_like(leaving, dtype=accumulator) if rounds else leaving.zero_()
-            options = call.options.of_heads(groups[hop.group].queries)
-            block_keys = zip(keys[hop.group], hop.blocks.slices, strict=True)
+            options = call.options.of_heads(groups[messages.group].queries)
+            block_keys = zip(keys[messages.group], hop_blocks.slices, strict=True)
             for (k_part, v_part, dk, dv), slices in block_keys:
                 sums = PartialGradients.of(dq, dk, dv)
                 attend_backward(received_output, q_block, k_part, v_part, slices, sums, options)

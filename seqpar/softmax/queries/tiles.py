@@ -17,7 +17,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices, halves, local_slices
 from seqpar.layout.masks.reach import ReachedRows, Side
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.keys.plan import KeyStep
+from seqpar.softmax.keys.plan import KeyStep, with_rows
 from seqpar.softmax.queries.exchange import QueryHop
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -184,17 +184,10 @@ def _key_steps(rank: int, tiles: Tiles) -> list[KeyStep]:
     rows_for = partial(_rows_for, tiles, rank, {})
     steps = []
     for number, (receiver, owner) in enumerate(zip(column, reversed(column), strict=True), start=1):
-        leaving, arriving = int(sent[tiles.row_number(receiver)]), int(received[owner])
-        step = KeyStep(
-            number,
-            [receiver] if leaving else [],
-            [leaving] if leaving else [],
-            [owner] if arriving else [],
-            [arriving] if arriving else [],
-            rows_for,
-            partial(tiles.slices, rank, owner, rank),
-        )
-        steps.append(step)
+        leaving = with_rows([receiver], [int(sent[tiles.row_number(receiver)])])
+        arriving = with_rows([owner], [int(received[owner])])
+        build = partial(tiles.slices, rank, owner, rank)
+        steps.append(KeyStep(number, *leaving, *arriving, rows_for, build))
     return steps
 
 
@@ -214,10 +207,9 @@ def _query_hops(rank: int, tiles: Tiles, every_hop: bool) -> list[QueryHop]:
     for step, (receiver, sender) in enumerate(zip(row, reversed(row), strict=True), first_step):
         counts = int(sent[tiles.column_number(receiver)]), int(received[sender])
         if every_hop or any(counts):
+            sent_rows = partial(tiles.query_rows, rank, receiver)
+            received_rows = partial(tiles.query_rows, sender, rank)
             builders = [partial(tiles.slices, sender, source, rank) for source in sources]
-            rows = (
-                partial(tiles.query_rows, rank, receiver),
-                partial(tiles.query_rows, sender, rank),
-            )
-            hops.append(QueryHop(step, receiver, sender, counts, rows, builders))
+            hop = QueryHop(step, receiver, sender, *counts, sent_rows, received_rows, builders)
+            hops.append(hop)
     return hops
