@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import NamedTuple, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -165,13 +165,13 @@ class Batches:
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
         """Yield `make(documents)` for each remaining step; workers, if any, compute it ahead."""
         epoch, steps = self.epoch, self._of_epoch()
-        loader: DataLoader[Any] = DataLoader(
-            _Itself(),
+        loader: DataLoader[T] = DataLoader(
+            _Made(make),
             batch_size=None,
             sampler=steps[self.step :],
             num_workers=self._workers,
             prefetch_factor=self._ahead if self._workers else None,
-            collate_fn=make,
+            collate_fn=_unchanged,
             pin_memory=self._pins,
             generator=torch.Generator(),  # the caller's random numbers stay as they are
         )
@@ -224,11 +224,12 @@ class _StepPlanner:
         return LocalStep(plan, collate(plan, dataset, rank, **options))
 
 
-class _Itself(Dataset[Ints]):
-    """Items are their indices, a step's documents, from which `collate_fn` makes the result."""
+class _Made(Dataset[T]):
+    def __init__(self, make: Callable[[Ints], T]) -> None:
+        self._make = make
 
-    def __getitem__(self, index: Ints) -> Ints:
-        return index
+    def __getitem__(self, index: Ints) -> T:
+        return self._make(index)
 
 
 def _of_workers(made: Iterator[T]) -> Iterator[T]:
@@ -240,3 +241,7 @@ def _of_workers(made: Iterator[T]) -> Iterator[T]:
         yield from made
     except Exception as error:
         raise error.with_traceback(None) from None
+
+
+def _unchanged(made: object) -> object:
+    return made
