@@ -1,20 +1,27 @@
-"""Divide devices into data, pipeline, tensor and context ranks, and documents between them."""
+"""Divide devices into data, pipeline, tensor and context ranks, and documents between them.
+
+Documents are divided into micro-batches, and a micro-batch is laid out over its context ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from seqpar.balance.planning.divide import to_lightest
+from seqpar.balance.planning.planner import plan
 from seqpar.core.arguments import Ints
 from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.costs.grid import Floats
+from seqpar.layout.layout import Layout
 from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_sizes
 from seqpar.simulate.steps.steps import head_seconds
 
+LAYOUTS = ("zigzag", "contiguous")
 MAX_CONTEXT_RANKS = 128  # of one group: simulating more takes minutes
 _MICRO_BATCHES_PER_STAGE = (2, 4)
 Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents
@@ -169,3 +176,45 @@ def _division(divided: DividedCosts, lengths: Ints, bins: list[tuple[float, Ints
     batches = tuple(tuple(tuple(x.tolist()) for _, x in micro) for micro in dealt)
     attending = float(_attending(lengths[largest], divided.context).sum())
     return Division(divided, lengths, batches, shares, tuple(largest.tolist()), attending)
+
+
+class NamedLayout(NamedTuple):
+    """A layout, its name, and the order of its documents."""
+
+    name: str
+    layout: Layout
+    documents: tuple[int, ...]
+
+
+def layouts(
+    lengths: Ints, costs: Costs, documents: Sequence[int] | None = None
+) -> Iterator[NamedLayout]:
+    """Yield layouts over all ranks: zigzag, contiguous, and a plan's if it differs from both.
+
+    They have all documents, or these, in order.
+    """
+    order = tuple(range(lengths.size) if documents is None else documents)
+    edges = np.r_[0, np.cumsum(lengths[[*order]])]
+    seen = set()
+    for name in LAYOUTS:
+        layout: Layout = getattr(Layout, name)(edges, costs.cluster.ranks)
+        seen.add(layout.geometry.digest)
+        yield NamedLayout(name, layout, order)
+    named = planned(lengths, costs, order)
+    if named is not None and named.layout.geometry.digest not in seen:
+        yield named
+
+
+def planned(lengths: Ints, costs: Costs, documents: Sequence[int]) -> NamedLayout | None:
+    """Return the layout of `balance.plan` for these documents; None if there is none."""
+    cluster, lengths = costs.cluster, lengths[[*documents]]
+    if cluster.ranks == 1:
+        return None
+    try:
+        capacity = int(lengths.sum())
+        found = plan(lengths, cluster, costs.model, capacity=capacity, micro_batches=1)
+    except ValueError:  # planning does not support, for example, this number of ranks
+        return None
+    (batch,) = found.micro_batches
+    in_order = tuple(documents[i] for i in batch.documents.tolist())
+    return NamedLayout(found.method, batch.layout, in_order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
@@ -11,9 +11,10 @@ import numpy as np
 
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import table
-from seqpar.simulate.recommendations.divisions import Batches, Division
-from seqpar.simulate.recommendations.search_space import (
+from seqpar.simulate.recommendations.divisions import (
     LAYOUTS,
+    Batches,
+    Division,
     NamedLayout,
     layouts,
     planned,
@@ -97,21 +98,17 @@ class Recommendation:
     @property
     def name(self) -> str:
         """Strategy, layout and division, for example "usp 4x2, zigzag, data 2, context 8"."""
-        if self.division is not None:
-            count = self.division.micro_batches
-            parts = [str(self.parallelism), f"{count} micro-batches" if count > 1 else None]
-            if self.parallelism.context == 1:
-                return ", ".join(filter(None, parts))
-            return ", ".join(filter(None, [self._name, *parts]))
-        return self._name
-
-    @property
-    def _name(self) -> str:
         mesh, transport = self.options.get("mesh"), self.options.get("transport")
         shape = "" if mesh is None else f" {mesh[0]}x{mesh[1]}"
         if self.servers:
             shape = f" {self.layout.ranks}+{self.servers} servers"
-        return ", ".join([self.strategy + shape, self.layout_name, *filter(None, [transport])])
+        parts = [self.strategy + shape, self.layout_name, transport]
+        if self.division is not None:
+            count = self.division.micro_batches
+            of_group = parts if self.parallelism.context > 1 else []
+            micro_batches = f"{count} micro-batches" if count > 1 else None
+            parts = [*of_group, str(self.parallelism), micro_batches]
+        return ", ".join(filter(None, parts))
 
     @property
     def servers(self) -> int:
@@ -135,30 +132,41 @@ class Recommendation:
         two that alternate.
         """
         if self.servers:
-            standard_library = "from itertools import accumulate", "from pathlib import Path", ""
-            return self._text(self._served_lines(), standard_library)
-        if self.division is not None:
-            device_mesh = ["from torch.distributed.device_mesh import init_device_mesh"]
-            accumulate = ["from itertools import accumulate", ""]
-            return self._text(self._divided_lines(self.division), accumulate, device_mesh)
-        imports: list[str] = []
+            lines = self._served_lines()
+        elif self.division is not None:
+            lines = self._divided_lines(self.division)
+        else:
+            lines = self._lines()
+        init = ("if not dist.is_initialized():", "    dist.init_process_group()")
+        program = "\n".join([*init, *lines, *self._keeping_comments()])
+        standard_library = [
+            f"from {module} import {name}\n"
+            for module, name in (("itertools", "accumulate"), ("pathlib", "Path"))
+            if f"{name}(" in program
+        ]
+        imports = "".join([*standard_library, "\n"] if standard_library else [])
+        imports += "import torch.distributed as dist\n"
+        if "init_device_mesh(" in program:
+            imports += "from torch.distributed.device_mesh import init_device_mesh\n"
+        return f"{imports}\nimport seqpar\n\n{program}\n"
+
+    def _lines(self) -> list[str]:
+        """Lines for one device of a group of all devices."""
         group = "dist.group.WORLD"
         lines: list[str] = []
         if (mesh := self.options.get("mesh")) is not None:
-            imports.append("from torch.distributed.device_mesh import init_device_mesh")
             lines.append(f'mesh = init_device_mesh("{self.device}", {mesh})')
             group = "mesh"
         lines.append(f'attn = seqpar.make_attention("{self.strategy}", {group})')
         lines += self._recurrent_lines("dist.group.WORLD")
-        ranks, edges = self.layout.ranks, self.layout.cu_seqlens
+        ranks, edges = self.layout.ranks, self.layout.cu_seqlens.tolist()
         if self.layout_name in LAYOUTS:
-            made = f"seqpar.Layout.{self.layout_name}({[*map(int, edges)]}, {ranks})"
+            made = f"seqpar.Layout.{self.layout_name}({edges}, {ranks})"
         else:
             lines.append(f"documents = {[*self.documents]}  # in this order")
             lines.append(f"spans = {_spans(self.layout)}")
-            made = f"seqpar.Layout.from_spans(spans, {[*map(int, edges)]})"
-        lines.append(f"layout = {made}")
-        return self._text(lines, imports=imports)
+            made = f"seqpar.Layout.from_spans(spans, {edges})"
+        return [*lines, f"layout = {made}"]
 
     def _divided_lines(self, division: Division) -> list[str]:
         """Lines for one device of a division; it has a mesh of all devices."""
@@ -208,14 +216,6 @@ class Recommendation:
         assert self.division is not None
         batch = self.division.lengths, self.division.divided.context, documents
         return planned(*batch) or next(layouts(*batch))
-
-    def _text(
-        self, lines: list[str], standard_library: Sequence[str] = (), imports: Sequence[str] = ()
-    ) -> str:
-        imported = ["import torch.distributed as dist", *imports, "", "import seqpar", ""]
-        init = ("if not dist.is_initialized():", "    dist.init_process_group()")
-        parts = [*standard_library, *imported, *init, *lines, *self._keeping_comments()]
-        return "\n".join(parts) + "\n"
 
     def _recurrent_lines(self, group: str) -> list[str]:
         if self.recurrence is None:

@@ -1,8 +1,12 @@
-"""The search for the fastest way to train."""
+"""The search for the fastest way to train, in the order of lower bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -11,12 +15,14 @@ import numpy as np
 
 from seqpar.comm.waiting import Progress
 from seqpar.costs.costs import Costs
-from seqpar.simulate.recommendations.bounds import lower_bounds
+from seqpar.layout.layout import Layout
 from seqpar.simulate.recommendations.divisions import Division
-from seqpar.simulate.recommendations.interrupts import stop_on_interrupt
 from seqpar.simulate.recommendations.predicting import predicted, too_large
 from seqpar.simulate.recommendations.recommendation import NOT_SIMULATED, Recommendation
 from seqpar.simulate.recommendations.ways import ways_of
+from seqpar.simulate.steps.steps import least_step_seconds, least_trainer_seconds
+
+_log = logging.getLogger("seqpar")
 
 
 class Search:
@@ -134,3 +140,70 @@ class Search:
     def _progress(self) -> str:
         done = f"recommend has simulated {len(self.simulated)} of {len(self.ways)} ways to train"
         return done if self._best is None else f"{done}, fastest {self._best.name!r}"
+
+
+def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
+    """Yield seconds that a step of this way takes at least: quickly, then tighter; 0 if refused.
+
+    The first bound is from the one rank that probably computes longest, the second from a few.
+    """
+    if way.servers:
+        yield least_trainer_seconds(way.layout, costs)
+        return
+    division = way.division
+    try:
+        busy = _busy_ranks(way.layout)
+        for ranks in dict.fromkeys((busy[:1], busy)):
+            if division is None:
+                yield least_step_seconds(way.strategy, way.layout, costs, ranks, **way.options)
+            else:
+                context = division.divided.context
+                micro_batch = least_step_seconds(
+                    way.strategy, way.layout, context, ranks, **way.options
+                )
+                yield division.least_seconds_with(micro_batch)
+    except ValueError:  # simulating the way gives the reason
+        yield 0.0
+
+
+def _busy_ranks(layout: Layout) -> tuple[int, ...]:
+    """Return the ranks that probably compute longest: of most (query, key) pairs, or at the ends.
+
+    Strategies move either keys or queries, so that pairs of a rank's queries or of its keys count.
+    """
+    lengths = np.diff(layout.cu_seqlens)
+    pairs_of_queries, pairs_of_keys = np.zeros(layout.ranks), np.zeros(layout.ranks)
+    for rank in range(layout.ranks):
+        documents, starts, stops = layout.geometry.holdings[rank].columns
+        pairs = (stops * stops - starts * starts) / 2  # causal, up to the diagonal
+        pairs_of_queries[rank] = pairs.sum()
+        pairs_of_keys[rank] = ((stops - starts) * lengths[documents] - pairs).sum()
+    most = int(pairs_of_queries.argmax()), int(pairs_of_keys.argmax())
+    return tuple(dict.fromkeys((*most, 0, layout.ranks - 1)))
+
+
+@contextmanager
+def stop_on_interrupt(work: str) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether the user has interrupted `work` in this context.
+
+    The first Ctrl-C only logs a line, so the current step of the work can end. A second one raises
+    a KeyboardInterrupt. Outside the main thread, and if the program handles SIGINT itself, nothing
+    changes and the function returns False.
+    """
+    interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _log.warning("%s stops after the current step; Ctrl-C again stops it immediately", work)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

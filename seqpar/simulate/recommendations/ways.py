@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
+
+from seqpar.balance.methods.greedy import partition
 from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
+from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import STRATEGIES, Candidate, candidates
 from seqpar.simulate.error_model import error_of
-from seqpar.simulate.recommendations.divisions import Division
+from seqpar.simulate.recommendations.divisions import Division, NamedLayout, layouts
 from seqpar.simulate.recommendations.recommendation import Recommendation
-from seqpar.simulate.recommendations.search_space import (
-    NamedLayout,
-    layouts,
-    numbers_of_servers,
-    on_trainers,
-    tasks_of,
-    transport_of,
-)
+from seqpar.simulate.steps.steps import step
+from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
+_MAX_TASKS_PER_CALL = 16
+_TASKS_PER_SERVER = 4
 
 
 def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
@@ -85,3 +86,66 @@ def _way(
         recurrence=None if recurrence is None else recurrence.kind,
         division=division,
     )
+
+
+def transport_of(layout: Layout, costs: Costs) -> str | None:
+    """Return the fastest transport of linear layers on a layout; None if none is needed.
+
+    It does not depend on the strategy of softmax layers. Transports that exceed the device's memory
+    come after all that fit.
+    """
+    linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
+    if not linear or layout.ranks == 1:
+        return None
+    model, capacity = replace(costs.model, layers=linear), costs.cluster.device.memory
+    ranked = []
+    for transport in TRANSPORTS:
+        try:
+            one = step("ring", layout, costs.cluster, model, transport=transport)
+        except ValueError:  # recurrences refuse the layout; simulating the way reports it
+            continue
+        ranked.append((one.memory.max() > capacity, one.seconds, transport))
+    return min(ranked, key=lambda x: x[:2])[2] if ranked else TRANSPORTS[0]
+
+
+def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
+    """Return the numbers of servers to try: softmax attention's share of the ranks, and half of it.
+
+    With two alternating nano-batches, trainers and servers are always busy if devices are divided
+    in proportion to softmax attention and all other work. Every trainer has a document.
+    """
+    ranks, model = costs.cluster.ranks, costs.model
+    softmax = tuple(x for x in model.layers if x.kind != "linear")
+    if ranks == 1 or not softmax:
+        return []
+    softmax_costs = Costs(costs.cluster, replace(model, layers=softmax))
+    starts = np.zeros(lengths.size)
+    attention, others = 0.0, 0.0
+    for backward in (False, True):
+        on_servers = float(softmax_costs.span_work(starts, lengths, backward).sum())
+        attention += on_servers
+        others += float(costs.span_work(starts, lengths, backward).sum()) - on_servers
+        others += float(costs.tokenwise(lengths, backward).sum())
+    share = ranks * attention / (attention + others)
+    least = max(1, ranks - int(np.count_nonzero(lengths)))
+    wanted = {round(share / 2), round(share)}
+    return sorted({min(max(least, x), ranks - 1) for x in wanted})
+
+
+def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
+    """Return a layout of whole documents, with similar numbers of tokens on all trainers."""
+    sets = partition(lengths.astype(np.float64), trainers)
+    spans = [[(i, 0, int(lengths[i])) for i in sorted(x.tolist()) if lengths[i]] for x in sets]
+    edges = np.r_[0, np.cumsum(lengths)]
+    return NamedLayout("whole", Layout.from_spans(spans, edges), tuple(range(lengths.size)))
+
+
+def tasks_of(layout: Layout, servers: int) -> int:
+    """Return the number of tasks per call on servers, about four for each server.
+
+    The tasks are even if the trainer with the most attention has its share of them.
+    """
+    lengths = np.diff(layout.cu_seqlens).astype(np.float64)
+    work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]
+    most = max(work) / sum(work)
+    return int(np.clip(np.ceil(_TASKS_PER_SERVER * servers * most), 1, _MAX_TASKS_PER_CALL))

@@ -8,9 +8,9 @@ import pytest
 import seqpar
 from seqpar.balance import Cluster, Costs, Model
 from seqpar.simulate.recommendations import divisions as rooms
-from seqpar.simulate.recommendations.bounds import lower_bounds
 from seqpar.simulate.recommendations.divisions import divisions
 from seqpar.simulate.recommendations.predicting import too_large
+from seqpar.simulate.recommendations.searching import lower_bounds
 from seqpar.simulate.recommendations.ways import ways_of
 from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, SMALL
 

@@ -13,7 +13,7 @@ from seqpar import Layout, simulate
 from seqpar.__main__ import main
 from seqpar.balance import Cluster, Costs, Link, Model
 from seqpar.simulate.candidates import Candidate
-from seqpar.simulate.recommendations import search_space, ways
+from seqpar.simulate.recommendations import ways
 from seqpar.simulate.recording.serving import RecordedPool
 from seqpar.simulate.steps.layers import Attending, Products, nano_batches, record_layers
 from seqpar.simulate.steps.steps import least_trainer_seconds
@@ -95,7 +95,7 @@ def test_tensors_of_gpus_go_through_both_hosts():
 
 
 def test_parameters_are_sharded_over_trainers():
-    layout = search_space.on_trainers(np.array([512, 512, 512]), 3).layout
+    layout = ways.on_trainers(np.array([512, 512, 512]), 3).layout
     plain, sharded = (served(layout, CLUSTER, sharding=x) for x in ("none", "full"))
     assert (plain.memory == sharded.memory).all() and plain.memory.shape == (4,)
     assert sharded.seconds >= plain.seconds
@@ -125,7 +125,7 @@ def test_contradictions_are_named(arguments, options, message):
 
 def test_documents_are_dealt_whole_in_two_nano_batches():
     lengths = np.array([700, 0, 300, 300, 300, 900, 50])
-    name, layout, documents = search_space.on_trainers(lengths, 3)
+    name, layout, documents = ways.on_trainers(lengths, 3)
     assert name == "whole" and documents == tuple(range(7))
     assert max(layout.tokens_per_rank) <= 1.2 * lengths.sum() / 3
     dealt = nano_batches(layout)
@@ -156,14 +156,11 @@ def test_servers_are_ranked_with_their_reasons(quick):
 def test_the_number_of_servers_follows_attentions_share():
     narrow = dataclasses.replace(MODEL, layers=MODEL.layers * 8, vocabulary=10)
     for lengths, most in ((np.full(8, 64), 2), (np.full(64, 200_000), 7)):
-        found = search_space.numbers_of_servers(lengths, Costs(Cluster.preset("1x8-h100"), narrow))
+        found = ways.numbers_of_servers(lengths, Costs(Cluster.preset("1x8-h100"), narrow))
         assert found == sorted(set(found)) and found[0] >= 1 and found[-1] <= 7
         assert len(found) <= 2 and (found[-1] >= 6) == (most == 7)
-    assert search_space.numbers_of_servers(np.array([5]), Costs(CLUSTER, MODEL)) == [3]
-    assert (
-        search_space.numbers_of_servers(np.array([5]), Costs(Cluster.preset("1x1-h100"), MODEL))
-        == []
-    )
+    assert ways.numbers_of_servers(np.array([5]), Costs(CLUSTER, MODEL)) == [3]
+    assert ways.numbers_of_servers(np.array([5]), Costs(Cluster.preset("1x1-h100"), MODEL)) == []
 
 
 def test_trainers_of_servers_recompute_what_does_not_fit(quick):

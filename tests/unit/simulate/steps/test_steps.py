@@ -18,7 +18,7 @@ from seqpar.simulate import error_model
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.recommendations import predicting, searching, ways
-from seqpar.simulate.recommendations.bounds import lower_bounds
+from seqpar.simulate.recommendations.searching import lower_bounds
 from tests.support.synthetic_device import made_profile
 
 CLUSTER, PAIR = Cluster.preset("1x4-h100"), Cluster.preset("1x2-h100")
