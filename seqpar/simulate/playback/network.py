@@ -44,7 +44,7 @@ class Hardware:
         if ranks > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
             raise ValueError(f"programs must be of {cluster.ranks} ranks at most, got {ranks}")
         shared = ranks > cluster.ranks  # more ranks than cores
-        self._node = [0 if shared else rank // cluster.devices_per_node for rank in range(ranks)]
+        self.nodes = [0 if shared else rank // cluster.devices_per_node for rank in range(ranks)]
         self._cores = [Resource(cluster.devices_per_node) for _ in nodes]
         inside, between = cluster.inside.shared, cluster.between.shared
         self._out, self._in = ([Resource(1, inside) for _ in range(ranks)] for _ in range(2))
@@ -53,13 +53,9 @@ class Hardware:
         self._nics_out, self._nics_in = ([Resource(nics, between) for _ in nodes] for _ in range(2))
         self._fabric_links: dict[Hashable, Resource] = {}
 
-    def node(self, rank: int) -> int:
-        """Return the number of a rank's node."""
-        return self._node[rank]
-
     def core(self, rank: int) -> Resource | None:
         """Return the cores that a rank computes on; None if the rank does not share its device."""
-        return None if self.cluster.overlaps else self._cores[self._node[rank]]
+        return None if self.cluster.overlaps else self._cores[self.nodes[rank]]
 
     def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
         """Return the seconds of a copy between a device and its host, and the resources it uses."""
@@ -69,7 +65,7 @@ class Hardware:
 
     def way(self, source: int, target: int, nbytes: float) -> tuple[float, float, list[Resource]]:
         """Return a message's latency, its further seconds, and the resources it uses."""
-        a, b = self._node[source], self._node[target]
+        a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
         through = [self._out[source], self._in[target]]
         if a != b:
@@ -85,7 +81,7 @@ class Hardware:
 
     def _between(self, source: int, target: int) -> list[Resource]:
         """Return the links of the fabric on the way between two nodes."""
-        fabric, nodes = self.cluster.fabric, (self._node[source], self._node[target])
+        fabric, nodes = self.cluster.fabric, (self.nodes[source], self.nodes[target])
         if isinstance(fabric, Torus):
             return [self._fabric_link(x, 1.0) for x in fabric.links(*nodes)]
         if fabric is None:
@@ -101,7 +97,7 @@ class Hardware:
         """Return a rank's leaf switch: its group of nodes, and its rail."""
         devices = self.cluster.devices_per_node
         rail = rank % devices * max(1, self.cluster.nics) // devices if fabric.rails else 0
-        return self._node[rank] // fabric.nodes_per_leaf, rail
+        return self.nodes[rank] // fabric.nodes_per_leaf, rail
 
     def _fabric_link(self, key: Hashable, capacity: float) -> Resource:
         if key not in self._fabric_links:
@@ -220,7 +216,7 @@ class Network:
         by_node: dict[int, list[Flight]] = {}
         for each in flights:
             each.left = 0
-            by_node.setdefault(self._hardware.node(each.rank), []).append(each)
+            by_node.setdefault(self._hardware.nodes[each.rank], []).append(each)
         if len(flights) == 1:
             self._end(flight)
             return

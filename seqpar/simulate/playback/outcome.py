@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,19 +15,6 @@ from seqpar.tracing.exposure import Exposure
 from seqpar.tracing.trace import Event, Trace
 
 AS_FAST = "as fast"
-
-
-class Entry(NamedTuple):
-    """One action of a rank, with the fields of `seqpar.tracing.trace.Event`."""
-
-    kind: str
-    what: str
-    step: int
-    start: float
-    stop: float
-    peers: tuple[int, ...] = ()
-    bytes: int = 0
-    area: int = 0
 
 
 class Outcome:
@@ -45,13 +32,13 @@ class Outcome:
     def __init__(
         self,
         programs: Sequence[Program],
-        entries: list[list[Entry]],
-        replay: Callable[[bool, bool], list[list[Entry]]],
+        events: list[list[Event]],
+        replay: Callable[[bool, bool], list[list[Event]]],
     ) -> None:
-        self._entries, self._replay = entries, replay
-        self.ends = _ends(entries)
+        self._events, self._replay = events, replay
+        self.ends = _ends(events)
         self.seconds = float(self.ends.max())
-        self.busy, self.waiting = (_spent(entries, kind) for kind in ("compute", "wait"))
+        self.busy, self.waiting = (_spent(events, kind) for kind in ("compute", "wait"))
         self.sent_bytes = np.array([x.sent_bytes for x in programs])
         self.peak_bytes = np.array([x.peak_bytes for x in programs])
 
@@ -89,11 +76,7 @@ class Outcome:
     def trace(self) -> Trace:
         """The whole step as a trace that begins at time 0."""
         trace = Trace()
-        for rank, entries in enumerate(self._entries):
-            for x in entries:
-                times = x.start, x.stop
-                event = Event(x.kind, x.what, x.step, *times, rank, x.peers, x.bytes, x.area)
-                trace.events.append(event)
+        trace.events = [*chain.from_iterable(self._events)]
         return trace
 
     def write(self, path: str | Path) -> None:
@@ -101,12 +84,12 @@ class Outcome:
         self.trace.write(path)
 
 
-def _ends(entries: list[list[Entry]]) -> Floats:
-    return np.array([max((x.stop for x in each), default=0.0) for each in entries])
+def _ends(events: list[list[Event]]) -> Floats:
+    return np.array([max((x.stop for x in each), default=0.0) for each in events])
 
 
-def _spent(entries: list[list[Entry]], kind: str) -> Floats:
-    return np.array([sum(x.stop - x.start for x in each if x.kind == kind) for each in entries])
+def _spent(events: list[list[Event]], kind: str) -> Floats:
+    return np.array([sum(x.stop - x.start for x in each if x.kind == kind) for each in events])
 
 
 def limit_of(compute: float, imbalance: float, communication: float) -> str:

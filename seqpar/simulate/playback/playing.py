@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,10 @@ from seqpar.core.arguments import shown
 from seqpar.costs.cluster import Cluster
 from seqpar.simulate.playback.network import Flight, Hardware, Network
 from seqpar.simulate.playback.op_costs import Pricing, computes, price
-from seqpar.simulate.playback.outcome import Entry, Outcome
+from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.shares import Resource
 from seqpar.simulate.recording.program import Begin, Compute, Copy, End, Post, Program, Serve, Wait
+from seqpar.tracing.trace import Event
 
 if TYPE_CHECKING:
     import simpy
@@ -58,8 +58,8 @@ def play(
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)
     hardware = Hardware(cluster, len(programs))
 
-    def run(messages: bool, attention: bool) -> list[list[Entry]]:
-        return _Run(programs, hardware, seconds, messages, attention).entries
+    def run(messages: bool, attention: bool) -> list[list[Event]]:
+        return _Run(programs, hardware, seconds, messages, attention).events
 
     return Outcome(programs, run(True, True), run)
 
@@ -84,7 +84,7 @@ def require_simpy() -> ModuleType:
 
 
 class _Run:
-    """Plays all programs once; `entries` has each rank's actions in the order in which they end."""
+    """Plays all programs once; `events` has each rank's actions in the order in which they end."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Run:
         self._messages = messages
         self._attention = attention
         self._network = Network(self._env, hardware, programs[0].ordered)
-        self.entries: list[list[Entry]] = [[] for _ in programs]
+        self.events: list[list[Event]] = [[] for _ in programs]
         self._waits: dict[int, Flight] = {}  # what each rank waits for, or last waited for
         flights: list[dict[int, Flight]] = [{} for _ in programs]
         ranks = [
@@ -116,18 +116,19 @@ class _Run:
     def _rank(
         self, rank: int, program: Program, flights: dict[int, Flight]
     ) -> Generator[simpy.Event, None, None]:
-        env, entries = self._env, self.entries[rank]
+        env, events = self._env, self.events[rank]
         concurrent: dict[int, simpy.Process] = {}  # by the id of the program
         for action in program.actions:
             start = env.now
             if isinstance(action, Compute):
                 yield from self._compute(rank, action)
-                entry = Entry("compute", action.what, action.step, start, env.now, area=action.area)
-                entries.append(entry)
+                what, step, area = action.what, action.step, action.area
+                events.append(Event("compute", what, step, start, env.now, rank, area=area))
             elif isinstance(action, Copy):
                 seconds, through = self._hardware.copying(rank, action.nbytes)
                 yield from self._take(seconds, through)
-                entries.append(Entry("flight", action.what, 0, start, env.now, bytes=action.nbytes))
+                copied = action.nbytes
+                events.append(Event("flight", action.what, 0, start, env.now, rank, bytes=copied))
             elif isinstance(action, Begin):
                 process = env.process(self._rank(rank, action.program, flights))
                 concurrent[id(action.program)] = process
@@ -141,7 +142,9 @@ class _Run:
                 flights[action.number] = self._network.post(rank, action)
             else:
                 assert isinstance(action, Wait)
-                yield from self._wait(rank, flights.pop(action.number))
+                self._waits[rank] = flight = flights.pop(action.number)
+                yield flight.done
+                self._waited(rank, flight, start)
 
     def _compute(self, rank: int, action: Compute) -> Generator[simpy.Event, None, None]:
         seconds = self._seconds[id(action)]
@@ -156,7 +159,7 @@ class _Run:
     def _take(self, seconds: float, through: list[Resource]) -> Generator[simpy.Event, None, None]:
         """Use resources for `seconds`, or longer if others use them too."""
         ended = self._env.event()
-        self._network.shares.start(seconds, through, lambda: _succeed(ended))
+        self._network.shares.start(seconds, through, ended.succeed)
         yield ended
 
     def _serve(
@@ -172,7 +175,7 @@ class _Run:
             if flight.done.callbacks is None:  # already ended
                 arrivals.put(number)
             else:
-                flight.done.callbacks.append(partial(_put, arrivals, number))
+                flight.done.callbacks.append(lambda _, number=number: arrivals.put(number))
         while pending:
             start = self._env.now
             self._waits[rank] = next(iter(pending.values()))
@@ -182,26 +185,12 @@ class _Run:
             self._waited(rank, pending.pop(number), start)
             yield from self._rank(rank, programs[number], flights)
 
-    def _wait(self, rank: int, flight: Flight) -> Generator[simpy.Event, None, None]:
-        start = self._env.now
-        self._waits[rank] = flight
-        yield flight.done
-        self._waited(rank, flight, start)
-
     def _waited(self, rank: int, flight: Flight, start: float) -> None:
         post, stop = flight.post, self._env.now
         receivers = tuple(sorted({peer for peer, _ in post.sends}))
         senders = tuple(sorted({peer for peer, _ in post.recvs}))
         sent = sum(nbytes for _, nbytes in post.sends)
-        self.entries[rank] += [
-            Entry("flight", post.what, post.step, flight.posted, stop, receivers, sent),
-            Entry("wait", post.what, post.step, start, stop, senders or receivers),
+        self.events[rank] += [
+            Event("flight", post.what, post.step, flight.posted, stop, rank, receivers, sent),
+            Event("wait", post.what, post.step, start, stop, rank, senders or receivers),
         ]
-
-
-def _succeed(event: simpy.Event) -> None:
-    event.succeed()
-
-
-def _put(store: simpy.Store, number: int, _: simpy.Event) -> None:
-    store.put(number)

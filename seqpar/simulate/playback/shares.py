@@ -55,7 +55,7 @@ class JobGroup:
 
     def __init__(self, resources: tuple[Resource, ...], now: float) -> None:
         self.resources = resources
-        self.jobs: list[tuple[float, int, int, Callable[[], None]]] = []  # a heap
+        self.jobs: list[tuple[float, int, int, Callable[[], object]]] = []  # a heap
         self.pace = self.progress = 0.0
         self.since = now  # the time at which the group had made `progress`
         self.next_end = inf  # the progress at which the timer rings
@@ -78,7 +78,7 @@ class ActiveJobs:
         self,
         seconds: float,
         resources: Sequence[Resource],
-        end: Callable[[], None],
+        end: Callable[[], object],
         jobs: int = 1,
     ) -> None:
         """Start a number of equal jobs; call `end()` once, when they have ended.
@@ -133,7 +133,7 @@ class ActiveJobs:
     def _end_next(self, group: JobGroup) -> None:
         """End the jobs whose work is done."""
         group.progress, group.since = group.next_end, self._env.now
-        ended: list[Callable[[], None]] = []
+        ended: list[Callable[[], object]] = []
         load = 0
         while group.jobs and group.jobs[0][0] <= group.progress:
             _, _, jobs, end = heappop(group.jobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,16 +67,17 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         known = _known.get(form)
         if known is None:
             return self._run(operator, args, kwargs, tensors, form)
-        if isinstance(known.result, int):
-            result: object = tensors[known.result]
-        elif known.result is None:
+        returned, cost = known
+        if isinstance(returned, int):
+            result: object = tensors[returned]
+        elif returned is None:
             result = operator(*args, **kwargs)
         else:
-            shape, stride, dtype = known.result
+            shape, stride, dtype = returned
             result = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if self._counts:
                 self._hold((result,), ())
-        self._count(known.cost)
+        self._count(cost)
         return result
 
     def _run(
@@ -106,7 +107,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         if same and len(inputs) == len(tensors) and (views or returned is not None):
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
-            _known[form] = _Known(returned, cost)
+            _known[form] = returned, cost
         return result
 
     def flush(self) -> None:
@@ -143,30 +144,12 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             self.peak = max(self.peak, self._held)
 
 
-class _NewTensor(NamedTuple):
-    """The form of an operator's result that has its own memory."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Known(NamedTuple):
-    """What an operator does with arguments of one form.
-
-    Attributes:
-        result: a new tensor, the number of the input that is returned, or None: views of inputs.
-        cost: the FLOPs of a matrix product or the bytes of another operator; None for views.
-    """
-
-    result: _NewTensor | int | None
-    cost: Operators | None
-
-
 # Torch derives the result of many operators on meta tensors in Python, in 0.1 to 1 ms. A recording
 # calls few operators with different arguments, so their results and costs are kept by operator and
-# form of the arguments.
-_known: dict[object, _Known] = {}
+# form of the arguments. A result is a new tensor, the number of the input that is returned, or None
+# for views of inputs; a cost is None for views.
+_NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_known: dict[object, tuple[_NewTensor | int | None, Operators | None]] = {}
 _MAX_KNOWN = 2**14
 
 
@@ -219,10 +202,10 @@ def _result_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None
             return number
     if memory_of(result) in map(memory_of, tensors):
         return None
-    form = _NewTensor(result.shape, result.stride(), result.dtype)
-    again = torch.empty_strided(*form[:2], dtype=form.dtype, device="meta")
+    shape, stride, dtype = result.shape, result.stride(), result.dtype
+    again = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     alike = result.untyped_storage().nbytes() == again.untyped_storage().nbytes()
-    return form if alike and not result.storage_offset() else None
+    return (shape, stride, dtype) if alike and not result.storage_offset() else None
 
 
 def _tensors(x: object) -> list[Tensor]:

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import count
 
 import torch
-from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
@@ -22,10 +21,8 @@ from seqpar.simulate.recording.program import (
     Action,
     Begin,
     Compute,
-    Copy,
     End,
     LinearCompute,
-    Operators,
     Post,
     Program,
     Sizes,
@@ -106,16 +103,19 @@ class ProgramRecorder:
 
     def __init__(self, ordered: bool, counts: bool) -> None:
         self.program = Program(ordered=ordered)
-        self.operations = Operations(self._add, counts)
+        self.operations = Operations(lambda x: self.program.actions.append(x), counts)
         self._label, self._posted, self._computes = "", count(), count()
 
+    def add(self, action: Action) -> None:
+        """Record an action after the operators before it."""
+        self.operations.flush()
+        self.program.actions.append(action)
+
     def begin(self, label: str, rank: int) -> None:
-        """Record that a strategy begins a pass."""
         self._label, self._computes = label, count()
 
     def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
         """Record a call of attention's kernels."""
-        self.operations.flush()
         call: SoftmaxCompute | LinearCompute
         if isinstance(work, SoftmaxWork):
             head_dim = -(-sum(work.dims) // 2)
@@ -124,12 +124,7 @@ class ProgramRecorder:
         else:
             assert isinstance(work, LinearWork)
             call = LinearCompute(*work[1:])
-        self._add(Compute(call, self._label, next(self._computes), work.area))
-
-    def products(self, flops: int) -> None:
-        """Record matrix products of `flops` FLOPs."""
-        self.operations.flush()
-        self._add(Compute(Operators(flops, 0)))
+        self.add(Compute(call, self._label, next(self._computes), work.area))
 
     def exchange(self, *_: object) -> Callable[[], AbstractContextManager[None]]:
         """Ignore the exchange: `RecordingComm` records it."""
@@ -140,13 +135,8 @@ class ProgramRecorder:
         inner = Program()
         with self.into(inner):
             function()
-        self._add(Begin(inner))
-
-        def join() -> None:
-            self.operations.flush()
-            self._add(End(inner))
-
-        return join
+        self.add(Begin(inner))
+        return lambda: self.add(End(inner))
 
     @contextmanager
     def into(self, program: Program) -> Iterator[None]:
@@ -157,30 +147,11 @@ class ProgramRecorder:
         self.operations.flush()
         self.program = outer
 
-    def post(self, channel: str, sends: list[Message], recvs: list[Message], step: Exchange) -> int:
+    def post(self, channel: str, sends: Sizes, recvs: Sizes, what: str, step: int) -> int:
         """Record messages; return the number of their exchange."""
-        sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
-        return self.transfer(channel, sent, received, step.label, step.step)
-
-    def transfer(self, channel: str, sends: Sizes, recvs: Sizes, what: str, step: int) -> int:
-        """Record messages by their sizes; return the number of their exchange."""
-        self.operations.flush()
         number = next(self._posted)
-        self._add(Post(number, sends, recvs, channel, what, step))
+        self.add(Post(number, sends, recvs, channel, what, step))
         return number
-
-    def copy(self, nbytes: int) -> None:
-        """Record a copy between the device and its host's memory, in either direction."""
-        self.operations.flush()
-        self._add(Copy(nbytes, "copy"))
-
-    def wait(self, number: int) -> None:
-        """Record that the rank waits for an exchange."""
-        self.operations.flush()
-        self._add(Wait(number))
-
-    def _add(self, action: Action) -> None:
-        self.program.actions.append(action)
 
 
 class RecordingComm(Comm):
@@ -202,9 +173,13 @@ class RecordingComm(Comm):
         return self._ordered
 
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
+        label = exchange.label
         for _, x in (*sends, *recvs):
-            _check_meta(x, exchange.label)
-        number = self._recorder.post(self._through, sends, recvs, exchange)
+            if not x.is_meta:  # the data of the other ranks would be missing
+                expected = "only meta tensors are recorded"
+                raise ValueError(f"{label} sends a tensor on {x.device}; {expected}")
+        sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
+        number = self._recorder.post(self._through, sent, received, label, exchange.step)
         return _RecordedExchange(self._recorder, number)
 
 
@@ -216,10 +191,5 @@ class _RecordedExchange(Pending):
 
     def wait(self) -> None:
         if self._recorder is not None:
-            self._recorder.wait(self._number)
+            self._recorder.add(Wait(self._number))
             self._recorder = None
-
-
-def _check_meta(x: Tensor, label: str) -> None:
-    if not x.is_meta:  # the data of the other ranks would be missing
-        raise ValueError(f"{label} sends a tensor on {x.device}; only meta tensors are recorded")

@@ -15,7 +15,16 @@ from seqpar.core.arguments import as_bool, as_int, check_function, shown
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server.compute import compute
 from seqpar.servers.wire.request import Request
-from seqpar.simulate.recording.program import Action, Copy, Post, Program, Serve, Wait
+from seqpar.simulate.recording.program import (
+    Action,
+    Compute,
+    Copy,
+    Operators,
+    Post,
+    Program,
+    Serve,
+    Wait,
+)
 from seqpar.simulate.recording.recording import ProgramRecorder, recorded
 
 _names = count()
@@ -95,7 +104,7 @@ class RecordedPool(ServerPool):
 
     def products(self, flops: int) -> None:
         """Record matrix products that the trainer computes."""
-        self._recorder.products(flops)
+        self._recorder.add(Compute(Operators(flops, 0)))
 
     def submit(self, request: Request) -> Future[tuple[Tensor, ...]]:
         """Record a task; return a future of its result, which has no data."""
@@ -103,24 +112,24 @@ class RecordedPool(ServerPool):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         if not request.q.is_meta:
             raise ValueError(f"q must be on the meta device, got {request.q.device}")
-        number = next(self._numbers)
+        number, work = next(self._numbers), Program()
         server = (self.trainer + number) % self._servers
-        work = Program()
         trainer_peak = self._recorder.operations.peak
         with self._recorder.into(work):
             (result,) = compute([request], request.q.device)
         self._recorder.operations.peak = trainer_peak  # the task's memory is the server's
         request_bytes, reply_bytes = request.nbytes, sum(x.nbytes for x in result)
-        task = _Task(number, self.trainer, server, request_bytes, reply_bytes, work)
-        self._tasks.append(task)
+        self._tasks.append(_Task(number, self.trainer, server, request_bytes, reply_bytes, work))
         if self._copies:
-            self._recorder.copy(request_bytes)
+            self._recorder.add(Copy(request_bytes, "copy"))
         rank, label = self._trainers + server, f"task {request.operation}"
         there, back = _channel(self.trainer, rank), _channel(rank, self.trainer)
-        self._recorder.transfer(there, ((rank, request_bytes),), (), label, number)
-        reply = self._recorder.transfer(back, (), ((rank, reply_bytes),), label, number)
-        copied = reply_bytes if self._copies else 0
-        return _RecordedReply(self._recorder, reply, tuple(result), copied)
+        self._recorder.post(there, ((rank, request_bytes),), (), label, number)
+        reply = self._recorder.post(back, (), ((rank, reply_bytes),), label, number)
+        actions: list[Action] = [Wait(reply)]
+        if self._copies:
+            actions.append(Copy(reply_bytes, "copy"))
+        return _RecordedReply(self._recorder, actions, tuple(result))
 
     def dispatcher(self) -> NoReturn:
         raise ValueError("pool only records tasks: it is not connected to servers")
@@ -134,17 +143,15 @@ class RecordedPool(ServerPool):
 
 class _RecordedReply(Future[tuple[Tensor, ...]]):
     def __init__(
-        self, recorder: ProgramRecorder, number: int, tensors: tuple[Tensor, ...], copied: int
+        self, recorder: ProgramRecorder, actions: list[Action], tensors: tuple[Tensor, ...]
     ) -> None:
         super().__init__()
-        self._recorder, self._number, self._tensors = recorder, number, tensors
-        self._copied = copied
+        self._recorder, self._actions, self._tensors = recorder, actions, tensors
 
     def result(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """Record that the trainer waits; return tensors without data."""
-        self._recorder.wait(self._number)
-        if self._copied:
-            self._recorder.copy(self._copied)
+        for action in self._actions:
+            self._recorder.add(action)
         return self._tensors
 
 
