@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,7 +165,7 @@ def _draw_lanes(axes: Axes, layout: DrawnLayout, name: str) -> None:
 def _name_documents(axes: Axes, layout: DrawnLayout) -> None:
     geometry = layout.geometry
     borders = geometry.cu_seqlens if geometry.lengths.size <= 12 else ()
-    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     for document, (start, stop) in enumerate(pairwise(borders)):
         if stop - start > geometry.tokens / 12:
             name, middle = f"document {document}", ((start + stop) / 2, 1.0)

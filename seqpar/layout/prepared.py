@@ -6,6 +6,7 @@ All arrays travel in one tensor, which processes can share, so unpickling does n
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import weakref
 from typing import Any, cast
@@ -20,7 +21,7 @@ from seqpar.layout.geometry import Geometry
 
 _ALIGNMENT = 64  # bytes
 _GEOMETRY = -1  # stands for the geometry itself
-_Place = tuple[bool, int, object, tuple[int, ...]]  # tensor or array, first byte, dtype, shape
+_Place = tuple[bool, int, Any, tuple[int, ...]]  # tensor or array, first byte, dtype, shape
 
 
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
@@ -81,12 +82,7 @@ class _Packer(pickle.Pickler):
 
 class _Unpacker(pickle.Unpickler):
     def __init__(
-        self,
-        file: io.BytesIO,
-        geometry: Geometry,
-        places: list[_Place],
-        memory: Tensor,
-        size: int,
+        self, file: io.BytesIO, geometry: Geometry, places: list[_Place], memory: Tensor, size: int
     ) -> None:
         super().__init__(file)
         self._geometry, self._places = geometry, places
@@ -98,13 +94,7 @@ class _Unpacker(pickle.Unpickler):
             return self._geometry
         if (made := self._made[number]) is None:
             is_tensor, start, dtype, shape = self._places[number]
-            size = int(np.prod(shape, dtype=np.int64))
-            if is_tensor:
-                dtype = cast(torch.dtype, dtype)
-                part = self._tensor[start : start + size * dtype.itemsize]
-                made = part.view(dtype).view(shape)
-            else:
-                dtype = cast("np.dtype[np.generic]", dtype)
-                made = self._array[start : start + size * dtype.itemsize].view(dtype).reshape(shape)
-            self._made[number] = made
+            memory: Any = self._tensor if is_tensor else self._array
+            part = memory[start : start + math.prod(shape) * dtype.itemsize]
+            made = self._made[number] = part.view(dtype).reshape(shape)
         return made

@@ -40,9 +40,8 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
         fits = value in (0, 1)
     elif dtype.is_floating_point or dtype.is_complex:
         # An int beyond float's range cannot be converted.
-        fits = isinstance(value, Real) and not (
-            isinstance(value, int) and value.bit_length() > 1023
-        )
+        too_long = isinstance(value, int) and value.bit_length() > 1023
+        fits = isinstance(value, Real) and not too_long
     else:
         limits = torch.iinfo(dtype)
         fits = isinstance(value, Real) and limits.min <= value <= limits.max and value % 1 == 0

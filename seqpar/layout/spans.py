@@ -43,15 +43,14 @@ def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: In
 
 def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
     lengths = np.diff(cu)
-    length = np.r_[lengths, -1][
-        np.where((documents >= 0) & (documents < lengths.size), documents, -1)
-    ]
+    known = (documents >= 0) & (documents < lengths.size)
+    length = np.r_[lengths, -1][np.where(known, documents, -1)]
     inside = (starts >= 0) & (starts <= stops) & (stops <= length)
     if not inside.all():
         i = int(np.argmin(inside))
         span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
-        documents_in_all = f"there are {lengths.size} documents"
-        raise ValueError(f"spans_per_rank: {span} lies outside its document; {documents_in_all}")
+        outside = f"lies outside its document; there are {lengths.size} documents"
+        raise ValueError(f"spans_per_rank: {span} {outside}")
     nonempty = np.flatnonzero(stops > starts)
     order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
     begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]

@@ -47,9 +47,9 @@ def spans_of(geometry: Geometry) -> tuple[Ints, Ints, Ints, Ints]:
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
     """Return a mask's cells, on the owners of their queries. Keys of a prefix are separate."""
-    servers, documents, *rows = spans_of(queries)
-    all_keys = np.zeros_like(documents), keys.lengths[documents]
-    at_home = TaskRectangles(documents, *rows, *all_keys, servers)
+    servers, documents, starts, stops = spans_of(queries)
+    first, length = np.zeros_like(documents), keys.lengths[documents]
+    at_home = TaskRectangles(documents, starts, stops, first, length, servers)
     return Parts.of(at_home, queries, keys, mask)
 
 

@@ -146,10 +146,11 @@ def disaggregate_stages(
     number = np.searchsorted(edges, evened.documents, side="right") - 1
     tasks = []
     for i, stage in enumerate(stages):
-        documents, *rectangles, lows, highs, computing = evened.take(number == i)
-        tasks.append(TaskRectangles(documents - edges[i], *rectangles, computing))
+        own = evened.take(number == i)
+        found = TaskRectangles(own.documents - edges[i], *own[1:5], own.servers)
         if stage.mask.ranges is not None:  # they may share a rectangle; others have one band each
-            tasks[i] = tasks[i]._replace(lows=lows, highs=highs)
+            found = found._replace(lows=own.lows, highs=own.highs)
+        tasks.append(found)
     return tasks
 
 

@@ -67,12 +67,12 @@ class ServerLoads:
         self._guests = [0.0] * servers
         self._received = (keys.received(servers) * terms.key).tolist()
         self._memory = (terms.memory - np.array(self._received)).tolist()
-        order = np.lexsort((-work, cells.servers))
+        self._order = np.lexsort((-work, cells.servers))
         self._pairs = cells.areas()
         self._rates = work / self._pairs
-        self._order = order
         self._rooms: dict[int, float] = {}  # of servers that have room
-        self._edges = np.searchsorted(cells.servers[order], np.arange(servers + 1)).tolist()
+        in_order = cells.servers[self._order]
+        self._edges = np.searchsorted(in_order, np.arange(servers + 1)).tolist()
         # The remaining cells of servers that gave parts away, largest first.
         self._left: dict[int, list[Cell]] = {}
         self._moved: list[tuple[CellPart, Cell, int]] = []
@@ -85,7 +85,7 @@ class ServerLoads:
             where = part.q_start, cell.q_stop, part.k_start, part.k_stop
             rows.append((cell.document, *where, cell.low, cell.high, server))
         changed = np.array(rows, np.int64).reshape(-1, 8).T
-        kept = self._cells.take(np.flatnonzero(stays))
+        kept = self._cells.take(stays)
         return Parts(*(np.concatenate(pair) for pair in zip(kept, changed, strict=True)))
 
     def loads(self) -> Floats:
@@ -235,12 +235,11 @@ class ServerLoads:
 
         With more than `MAX_SERVERS_SCANNED` servers of a document, any server likely has keys.
         """
-        found: dict[int, None] = {}
-        guests = self._guest_keys.get(document, {})
+        found, guests = set[int](), self._guest_keys.get(document, {})
         if len(guests) <= MAX_SERVERS_SCANNED:
-            found.update(dict.fromkeys(guests))
+            found.update(guests)
         if 1 < self._keys.counts[document] <= MAX_SERVERS_SCANNED:
-            found.update(dict.fromkeys(self._keys.servers(document)))
+            found.update(self._keys.servers(document))
         roomy = [server for server in found if self._rooms.get(server, -1.0) >= least]
         return nlargest(MAX_HOLDERS, roomy, lambda server: (self._rooms[server], server))
 

@@ -238,7 +238,7 @@ class Pieces(NamedTuple):
         return (self.stops - self.starts) * batch.kept[self.documents]
 
     def held_by_rank(self, batch: DocumentBatch) -> Floats:
-        return np.bincount(self.ranks, self.held(batch), batch.ranks)
+        return np.bincount(self.ranks, self.held(batch), batch.ranks).astype(np.float64)
 
     @classmethod
     def joined(cls, parts: list[Pieces]) -> Pieces:

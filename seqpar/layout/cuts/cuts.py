@@ -121,9 +121,8 @@ class Contiguous(TableCut):
         begin = np.searchsorted(cu_seqlens, first, side="right") - 1
         documents = np.arange(begin, np.searchsorted(cu_seqlens, behind))
         start, stop = cu_seqlens[documents], cu_seqlens[documents + 1]
-        return _nonempty(
-            documents, np.maximum(start, first) - start, np.minimum(stop, behind) - start
-        )
+        starts, stops = np.maximum(start, first) - start, np.minimum(stop, behind) - start
+        return _nonempty(documents, starts, stops)
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, self.ranks)
@@ -133,10 +132,8 @@ class Contiguous(TableCut):
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             begins = cu_seqlens[documents]
-            first, last = (
-                np.searchsorted(cuts, begins + positions, side="right") - 1
-                for positions in (starts, stops - 1)
-            )
+            edges = begins + starts, begins + stops - 1
+            first, last = (np.searchsorted(cuts, x, side="right") - 1 for x in edges)
             index, owners = enumerated(first, last)
             start = np.maximum(cuts[owners] - begins[index], starts[index])
             stop = np.minimum(cuts[owners + 1] - begins[index], stops[index])
@@ -206,12 +203,8 @@ class Zigzag(CountedCut):
         rest, is_long = lengths % chunks, lengths >= chunks
         short = lengths[~is_long & (lengths > 0)]
         b, members = np.unique(rest[rest > 0], return_inverse=True)
-        weights = np.stack(
-            [
-                np.bincount(members, minlength=b.size),
-                np.bincount(members, weights=~is_long[rest > 0], minlength=b.size),
-            ]
-        ).astype(np.float64)
+        in_short = np.bincount(members, ~is_long[rest > 0], b.size)
+        weights = np.stack([np.bincount(members, minlength=b.size), in_short])
         b = b.astype(np.int32 if self.ranks * chunks < 2**31 else np.int64)
         rows, found = max(1, _BLOCK_ELEMENTS // max(b.size, 1)), []
         for first in range(0, self.ranks, rows):
@@ -331,10 +324,8 @@ class Spans(TableCut):
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             # Spans cover every document: the last span that begins at or before a position has it.
-            first, last = (
-                np.searchsorted(keys, sort_keys(documents, positions), side="right") - 1
-                for positions in (starts, stops - 1)
-            )
+            edges = sort_keys(documents, starts), sort_keys(documents, stops - 1)
+            first, last = (np.searchsorted(keys, x, side="right") - 1 for x in edges)
             index, spans = enumerated(first, last)
             return HeldSpans(index, owners[spans], spans_starts[spans], spans_stops[spans])
 

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from seqpar.core.arguments import CuSeqlens, Ints, as_bool, as_int, as_ranks, parse_cu_seqlens
-from seqpar.core.ranges import count_up, enumerated, split_at
+from seqpar.core.ranges import enumerated, split_at
 from seqpar.layout.cuts.cuts import Columns, CountedCut, Counts, HeldSpans, HolderLookup
 
 
@@ -47,7 +47,7 @@ class Deal:
     """T tokens dealt to P ranks: first one by one, `singles` per rank, then in larger parts."""
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
-        self.tokens, self.ranks = tokens, ranks
+        self.ranks = ranks
         self.per_rank = -(-tokens // ranks)
         singles = min(singles, self.per_rank)
         rounds, rest = divmod(self.per_rank - singles, part)
@@ -64,14 +64,8 @@ class Deal:
         rounds, offset = np.divmod(row - begin * self.ranks, part * self.ranks)
         return RowPlaces(begin + rounds * part, offset, part)
 
-    def number_at(self, row: Ints) -> Ints:
-        """Return the number of the part that contains each place; rank n mod P gets part n."""
-        kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
-        begin = self._begin[kind] * self.ranks
-        return self._first_number[kind] + (row - begin) // self._part[kind]
-
     def edge(self, number: Ints) -> Ints:
-        """Return the place at which each part begins."""
+        """Return the place at which each part begins; rank n mod P gets part n."""
         kind = np.searchsorted(self._first_number[1:], number, side="right")
         begin = self._begin[kind] * self.ranks
         return begin + (number - self._first_number[kind]) * self._part[kind]
@@ -100,12 +94,8 @@ class _Shares(NamedTuple):
         return (tokens + self.up) // 2
 
     def take(self, chosen: Ints) -> _Shares:
-        return _Shares(
-            self.lengths[chosen],
-            self.first.take(chosen),
-            self.last.take(chosen),
-            self.up[chosen],
-        )
+        first, last = self.first.take(chosen), self.last.take(chosen)
+        return _Shares(self.lengths[chosen], first, last, self.up[chosen])
 
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
         """Return the borders (6, documents) and n_c (5, documents) of groups of equal ranks.
@@ -174,8 +164,8 @@ class EvenZigzag(CountedCut):
             turns[in_next] -= np.maximum(first.turn - last.turn - 1, 0)[in_next]
             in_same = last.dealt == first.dealt
             turns[in_same] = (last.turn - first.turn + 1)[in_same]
-            index = np.repeat(np.arange(turns.size), turns)
-            owners = (first.turn[index] + count_up(turns)) % self.ranks
+            index, turn = enumerated(first.turn, first.turn + turns - 1)
+            owners = turn % self.ranks
             begins, ends = every.take(documents[index]).chunks(owners)
             return HeldSpans(np.repeat(index, 2), np.repeat(owners, 2), begins, ends).nonempty()
 
@@ -188,11 +178,9 @@ class EvenZigzag(CountedCut):
 
         def on_ranks(numbers: Ints) -> Ints:
             """Return (ranks,) sums over documents of the numbers of each rank's group."""
-            steps = [
-                np.bincount(edges.ravel(), numbers.ravel(), self.ranks + 1)
-                for edges in (borders[:-1], borders[1:])
-            ]
-            return np.cumsum(steps[0] - steps[1])[:-1].astype(np.int64)
+            edges = np.stack([borders[:-1], borders[1:]]).ravel()
+            steps = np.stack([numbers, -numbers]).ravel()
+            return np.cumsum(np.bincount(edges, steps, self.ranks + 1))[:-1].astype(np.int64)
 
         documents = np.flatnonzero(shares.lengths)
         last = len(tokens) - 1 - np.argmax(tokens[::-1] > 0, axis=0)[documents]
@@ -244,7 +232,7 @@ class EvenStripes(CountedCut):
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             begins = cu_seqlens[documents]
-            first, last = (deal.number_at(begins + x) for x in (starts, stops - 1))
+            first, last = (self._numbers(deal, begins + x) for x in (starts, stops - 1))
             index, numbers = enumerated(first, last)
             start, stop = (deal.edge(n) - begins[index] for n in (numbers, numbers + 1))
             start, stop = np.maximum(start, starts[index]), np.minimum(stop, stops[index])
@@ -254,14 +242,11 @@ class EvenStripes(CountedCut):
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         deal, held = self._deal(cu_seqlens), np.flatnonzero(np.diff(cu_seqlens))
-        first = deal.place(cu_seqlens[held])
-        last = deal.place(cu_seqlens[held + 1] - 1)
-        rounds = (last.dealt - first.dealt) // self.stripe
-        # A document's stripes are consecutive: they begin on one rank and continue round robin.
-        stripes = rounds * self.ranks + last.turn - first.turn + 1
-        runs = self._around(first.turn, np.minimum(stripes, self.ranks))
-        spans = self._around(first.turn, stripes) if self.ranks > 1 else runs
-        begun = np.bincount(first.turn, minlength=self.ranks)
+        first, last = (self._numbers(deal, x) for x in (cu_seqlens[held], cu_seqlens[held + 1] - 1))
+        turn, stripes = first % self.ranks, last - first + 1
+        runs = self._around(turn, np.minimum(stripes, self.ranks))
+        spans = self._around(turn, stripes) if self.ranks > 1 else runs
+        begun = np.bincount(turn, minlength=self.ranks)
         tokens = deal.place(cu_seqlens[-1:]).dealt_to(np.arange(self.ranks))
         return Counts(tokens, spans, runs, spans - begun)
 
@@ -274,6 +259,11 @@ class EvenStripes(CountedCut):
 
     def _deal(self, cu_seqlens: Ints) -> Deal:
         return Deal(int(cu_seqlens[-1]), self.ranks, self.stripe)
+
+    def _numbers(self, deal: Deal, row: Ints) -> Ints:
+        """Return the numbers of the stripes that contain the given indices of the pack."""
+        places = deal.place(row)
+        return places.dealt // self.stripe * self.ranks + places.turn
 
 
 def padded(
@@ -289,7 +279,6 @@ def padded(
     tokens = int(cu[-1])
     total = -(-tokens // (ranks * multiple_of)) * ranks * multiple_of
     if total - tokens >= 2**31:
-        raise ValueError(
-            f"multiple_of must leave less than 2**31 tokens of padding, got {multiple_of}"
-        )
+        limit = "less than 2**31 tokens of padding"
+        raise ValueError(f"multiple_of must leave {limit}, got {multiple_of}")
     return np.r_[cu, total], ranks, total - tokens

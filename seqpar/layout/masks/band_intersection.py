@@ -69,11 +69,10 @@ def in_reach(
     keys, and the holdings' documents are such runs. `keys` are the first position and the one after
     the last.
     """
-    (q_runs, k_runs), (q_start, q_stop) = runs, q_rows
-    (low, high), (first_key, key_limit) = band, keys
-    k_start = k.rows_before(k_runs, np.maximum(first_key, q.positions[q_start] + low))
-    k_stop = k.rows_before(k_runs, np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
-    table = np.stack([q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs])
+    (q_start, q_stop), (low, high), (first_key, key_limit) = q_rows, band, keys
+    k_start = k.rows_before(runs[1], np.maximum(first_key, q.positions[q_start] + low))
+    k_stop = k.rows_before(runs[1], np.minimum(key_limit, q.positions[q_stop - 1] + high + 1))
+    table = np.stack([q_start, q_stop, k_start, k_stop, low, high, *runs])
 
     q_start, q_stop, k_start, k_stop, low, high, q_runs, k_runs = table = _nonempty(table, 2)
     table[0] = np.maximum(q_start, q.rows_before(q_runs, k.positions[k_start] - high))

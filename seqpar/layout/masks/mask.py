@@ -224,12 +224,10 @@ class Slices:
 
     def of_queries(self, rows: Ints) -> Slices:
         """Return the same slices over only these query rows, including all that have a key."""
-        index = ranges(*rows.T)
-        own, aligned = self.q_positions[index], self.aligned[index]
-        q_rows, derived = rows_before(rows, self.q_rows), Memo()
-        return replace(
-            self, q_rows=q_rows, q_positions=own, q_aligned=aligned, sent_rows=rows, derived=derived
-        )
+        index, q_rows = ranges(*rows.T), rows_before(rows, self.q_rows)
+        found = replace(self, q_rows=q_rows, sent_rows=rows, derived=Memo())
+        found.q_positions, found.q_aligned = self.q_positions[index], self.aligned[index]
+        return found
 
     def of_keys(self, rows: Ints) -> Slices:
         """Return the same slices over only these key rows, which include all rows of slices."""
@@ -338,17 +336,12 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
         row = _row(*interval)
         for part, rows in enumerate([(0, row), (row, None)][: 1 + is_cut[i]]):
             queries[i, part], keys[i, part] = _part(slices, i, *interval, rows)
-    first, last = (
-        replace(
-            slices,
-            q_rows=queries[chosen, part],
-            k_rows=keys[chosen, part],
-            bands=slices.bands[chosen],
-            derived=Memo(),
-        )
-        for part, chosen in enumerate((np.ones_like(is_cut), is_cut))
-    )
-    return first, last
+
+    def half(part: int, chosen: NDArray[np.bool_]) -> Slices:
+        rows, bands = (queries[chosen, part], keys[chosen, part]), slices.bands[chosen]
+        return replace(slices, q_rows=rows[0], k_rows=rows[1], bands=bands, derived=Memo())
+
+    return half(0, np.ones_like(is_cut)), half(1, is_cut)
 
 
 def _middle(lengths: Ints) -> Ints:

@@ -225,7 +225,7 @@ def find_overlap(ranges: Ranges) -> Overlap | None:
         return None
     i = int(shared[0])
     query = int(max(q_first[i], k_first[i] - low[i]))
-    return Overlap(*index[:, i].tolist(), query, query + int(low[i]))
+    return Overlap(int(index[0, i]), int(index[1, i]), query, query + int(low[i]))
 
 
 def _neighbours(ranges: Ranges) -> Ints:

@@ -59,9 +59,9 @@ class TaskRectangles(NamedTuple):
 def as_tasks(name: str, value: object) -> TaskRectangles:
     if not isinstance(value, TaskRectangles):
         raise ValueError(f"{name} must be Tasks, got {shown(value)}")
-    columns: list[Ints] = []
+    columns = []
     for field, column in zip(TaskRectangles._fields, (*value[:6], *value.bands), strict=True):
-        found: NDArray[np.generic] = np.asarray(column)
+        found = np.asarray(column)
         if found.dtype.kind not in "iu" or found.ndim != 1 or found.size != len(value.documents):
             expected = f"one integer a task in {field}"
             raise ValueError(f"{name} must have {expected}, got {found.shape} of {found.dtype}")
@@ -71,21 +71,7 @@ def as_tasks(name: str, value: object) -> TaskRectangles:
 
 
 def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: Geometry) -> None:
-    limits: dict[str, tuple[Ints | int, Ints | int]] = {
-        "documents": (0, queries.lengths.size - 1),
-        "servers": (0, queries.ranks - 1),
-    }
-    _check_limits(name, tasks, limits)
-    q_lengths, k_lengths = queries.lengths[tasks.documents], keys.lengths[tasks.documents]
-    limits = {"q_starts": (0, tasks.q_stops), "q_stops": (tasks.q_starts, q_lengths)}
-    limits |= {"k_starts": (0, tasks.k_stops), "k_stops": (tasks.k_starts, k_lengths)}
-    _check_limits(name, tasks, limits)
-
-
-def _check_limits(
-    name: str, tasks: TaskRectangles, limits: dict[str, tuple[Ints | int, Ints | int]]
-) -> None:
-    for field, (least, most) in limits.items():
+    def check(field: str, least: Ints | int, most: Ints | int) -> None:
         column: Ints = getattr(tasks, field)
         wrong = np.flatnonzero((column < least) | (column > most))
         if wrong.size:
@@ -93,6 +79,13 @@ def _check_limits(
             low, high = (int(np.broadcast_to(x, column.shape)[i]) for x in (least, most))
             limit = f"{field}[{i}] from {low} to {high}"
             raise ValueError(f"{name} must have {limit}, got {column[i]}")
+
+    check("documents", 0, queries.lengths.size - 1)
+    check("servers", 0, queries.ranks - 1)
+    check("q_starts", 0, tasks.q_stops)
+    check("q_stops", tasks.q_starts, queries.lengths[tasks.documents])
+    check("k_starts", 0, tasks.k_stops)
+    check("k_stops", tasks.k_starts, keys.lengths[tasks.documents])
 
 
 def digest_of(tasks: TaskRectangles) -> str:
@@ -130,34 +123,25 @@ class Parts(NamedTuple):
             return cls(tasks.documents, *q, *k, *bands, tasks.servers).trimmed()
         prefix = np.array(mask.prefix, dtype=np.int64)[tasks.documents]
         behind, before = np.maximum(k[0], prefix), np.minimum(k[1], prefix)
-        parts = (
-            cls(tasks.documents, *q, behind, k[1], *bands, tasks.servers),
-            cls(tasks.documents, *q, k[0], before, lows, highs, tasks.servers),
-        )
-        return cls(*map(np.concatenate, zip(*parts, strict=True))).trimmed()
+        of_band = cls(tasks.documents, *q, behind, k[1], *bands, tasks.servers)
+        of_prefix = cls(tasks.documents, *q, k[0], before, lows, highs, tasks.servers)
+        return cls(*map(np.concatenate, zip(of_band, of_prefix, strict=True))).trimmed()
 
     @classmethod
     def _of_ranges(cls, tasks: TaskRectangles, ranges: Ranges) -> Parts:
         of_task, of_range = overlapping(tasks[:3], ranges[:3])
         tasks, ranges = tasks.take(of_task), ranges.take(of_range)
-        lows, highs = tasks.bands
-        return cls(
-            tasks.documents,
-            np.maximum(tasks.q_starts, ranges.q_starts),
-            np.minimum(tasks.q_stops, ranges.q_stops),
-            np.maximum(tasks.k_starts, ranges.k_starts),
-            np.minimum(tasks.k_stops, ranges.k_stops),
-            np.maximum(lows, ranges.lows),
-            np.minimum(highs, ranges.highs),
-            tasks.servers,
-        ).trimmed()
+        tighter = (np.maximum, np.minimum) * 3  # of starts and stops, and of lows and highs
+        of_tasks = *tasks[1:5], *tasks.bands
+        bounds = (f(x, y) for f, x, y in zip(tighter, of_tasks, ranges[1:], strict=True))
+        return cls._make([tasks.documents, *bounds, tasks.servers]).trimmed()
 
     def trimmed(self) -> Parts:
         """Return the parts without queries and keys that have no visible pair."""
         kept, edges = trim(*self[1:7])
         return Parts(self.documents[kept], *edges, *(x[kept] for x in self[5:]))
 
-    def take(self, chosen: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Parts:
+    def take(self, chosen: RowIndex) -> Parts:
         return Parts(*(column[chosen] for column in self))
 
     def areas(self) -> Ints:
