@@ -163,7 +163,6 @@ def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or a plain tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -139,7 +139,6 @@ class BoundStrategy(Generic[S]):
         return call, self.begin_compared_call(device, fault, shared)
 
     def begin_call(self, device: torch.device) -> Comm:
-        """Return the Comm of a new call, whose tensors are on `device`."""
         comm = self.comm.call()
         comm.join(device)
         return comm
@@ -178,7 +177,6 @@ class BoundStrategy(Generic[S]):
         return relays.in_pass(comm, device, kind)
 
     def announce(self, direction: str) -> None:
-        """Record in the trace, if there is one, that this strategy begins its `direction`."""
         if hooks.trace is not None:
             hooks.trace.begin(f"{self.strategy.name} {direction}", self.comm.rank)
 
@@ -186,7 +184,6 @@ class BoundStrategy(Generic[S]):
 def _rebind(
     strategy: N, address: _Address, check_ranks: bool, routing: Routing | None = None
 ) -> BoundStrategy[N]:
-    """Bind an unpickled strategy to the group of this process that has the address."""
     return BoundStrategy(strategy, _reconnect(address), check_ranks, routing).shared()
 
 
@@ -209,7 +206,6 @@ class _Address(NamedTuple):
 
 
 def _address_of(comm: Comm) -> _Address:
-    """Return the address of a Comm's group; raise a RuntimeError for a destroyed group."""
     group = comm.process_group
     ranks = tuple(dist.get_process_group_ranks(group))
     order = tuple(comm._order)

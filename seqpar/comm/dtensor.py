@@ -55,7 +55,6 @@ class HeadPlacement:
                 raise ValueError(f"{name} must have {expected_heads}, got {x.shape[heads_dim]}")
 
     def placements(self, dims: int, heads_dim: int) -> tuple[Placement, ...]:
-        """Return the placements of a tensor of `dims` dimensions, with heads in `heads_dim`."""
         from torch.distributed.tensor import Replicate, Shard
 
         return tuple(Shard(heads_dim % dims) if x else Replicate() for x in self._sharded)

@@ -130,5 +130,4 @@ def leave(failed: bool = False) -> None:
 
 
 def mesh_of_all(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
-    """Return all processes as a mesh of this shape, along its rows."""
     return init_device_mesh(device.type, shape)

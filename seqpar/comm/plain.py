@@ -25,7 +25,6 @@ def available() -> dict[str, bool]:
 
 
 def rank_of_all() -> tuple[int, int]:
-    """Return this process's rank, and the number of processes."""
     return dist.get_rank(), dist.get_world_size()
 
 

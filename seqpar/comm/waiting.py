@@ -50,11 +50,9 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the work began."""
         return time.monotonic() - self._began
 
     def tick(self) -> None:
-        """Log a line if it is time for one."""
         if self.seconds >= self._next:
             most = "" if self._limit is None else f", at most {self._limit:.0f} s"
             _log.warning("%s: %.0f s so far%s", self.doing, self.seconds, most)

@@ -113,7 +113,6 @@ def describe(ranks: int) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -231,7 +230,6 @@ def _refusal(attention: Attention, ranks: int, options: dict[str, Any]) -> str |
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """Return the report as tables."""
     lines = []
     for title in (*("machine", "versions", "builds", "missing in torch"), "messages", "settings"):
         lines += _rows(title, report[title])

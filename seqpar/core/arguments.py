@@ -68,7 +68,6 @@ def as_ranks(name: str, value: object) -> int:
 
 
 def as_bool(name: str, value: object) -> bool:
-    """Return `value`, a bool of Python or numpy, as a bool, or raise a ValueError that names it."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
@@ -84,7 +83,6 @@ def as_deterministic(value: object) -> Deterministic:
 
 
 def as_float(name: str, value: Any) -> float:
-    """Return `value`, a number, as a float, or raise a ValueError that names it."""
     if not isinstance(value, bool | str | bytes | bytearray):
         try:
             return float(value)
@@ -94,14 +92,12 @@ def as_float(name: str, value: Any) -> float:
 
 
 def as_path(name: str, value: object) -> Path:
-    """Return `value` as a path, or raise a ValueError that names it."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} must be a path, got {shown(value)}")
     return Path(value)
 
 
 def check_function(name: str, value: object) -> None:
-    """Raise a ValueError that names the argument unless `value` can be called."""
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {shown(value)}")
 

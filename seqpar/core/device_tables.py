@@ -120,5 +120,4 @@ def pin(memory: Tensor, size: int) -> None:
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """Return a view of bytes from `start` on with the dtype and shape of another tensor."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

@@ -32,7 +32,6 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def client_has_left(self) -> bool:
-        """Return whether the client has closed the connection."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         try:
@@ -92,7 +91,6 @@ class BoundedServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: _Request, client_address: object) -> None:
-        """Serve a connection, in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -29,8 +29,6 @@ Figures = dict[str, Any]  # a name and its number, pair of numbers, or None
 
 
 class Check(TypedDict, total=False):
-    """The RMS errors of a contender."""
-
     errors: dict[str, float] | None
     relative: float | None
     of_one_device: float
@@ -46,8 +44,6 @@ class PointCosts(TypedDict):
 
 
 class Row(TypedDict):
-    """The measurements of one contender on one workload."""
-
     workload: WorkloadFields
     contender: str
     failed: str | None
@@ -59,8 +55,6 @@ class Row(TypedDict):
 
 
 class SweepFile(TypedDict):
-    """The content of a results file."""
-
     format: int
     environment: harness.Environment
     options: dict[str, Any]

@@ -211,7 +211,6 @@ class Rank:
 
 
 def _operands(workload: Workload, indices: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Return rows of q, k, v and dout."""
     shape = workload.head_dim, DTYPES[workload.dtype]
     counts = heads, kv_heads, kv_heads, heads
     return tuple(reference.draw(i, indices, n, *shape) for i, n in enumerate(counts))

@@ -98,7 +98,6 @@ class _Idle:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     def ended(self) -> bool:
-        """Return whether the store has closed its end."""
         poll = select.poll()  # one per thread
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))

@@ -86,8 +86,6 @@ class Clock:
 
 @dataclass(eq=False)
 class _Wait:
-    """A wait of this rank: the exchange, the peers that it waits for, and whether it failed."""
-
     doing: str
     peers: frozenset[int]
     failed: bool = False
@@ -141,7 +139,6 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Make rounds, in a separate thread, until `stop`."""
         self._thread.start()
 
     @contextmanager

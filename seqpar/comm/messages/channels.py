@@ -74,7 +74,6 @@ class Communicators:
         return self._urgent if self._urgent is not None and device.type == "cuda" else group
 
     def coalesces(self, group: ProcessGroup, device: torch.device) -> bool:
-        """Return whether messages from a device can be one operation."""
         if (known := self._coalesces.get(device.type)) is None:
             known = self._coalesces[device.type] = backend_of(group, device).supports_coalescing
         return known
@@ -117,7 +116,6 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
 
 
 def _nccl_of(group: ProcessGroup, device: torch.device) -> dist.ProcessGroupNCCL | None:
-    """Return the group's backend for a device if it is NCCL."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return None
     own = backend_of(group, device)

@@ -190,14 +190,12 @@ class Comm:
             self._communicators.join(group, device)
 
     def sends_from(self, device: torch.device) -> bool:
-        """Return whether the group can send tensors that are on this device."""
         group = self._group()
         if group is None or self._heartbeat_for(device) is not None:
             return True
         return self._communicators.expected(group, device) is None
 
     def check_device(self, name: str, device: torch.device) -> None:
-        """Raise a ValueError if the group cannot send the argument `name`, which is on `device`."""
         if not self.sends_from(device):
             expected = self._communicators.expected(self.process_group, device)
             raise ValueError(f"{name} must be on {expected}, got one on {device}")
@@ -256,7 +254,6 @@ class Comm:
         return pending
 
     def count(self, messages: int, size: int) -> None:
-        """Count messages as sent, with `size` bytes together."""
         self._sent["bytes"] += size
         self._sent["messages"] += messages
 
@@ -314,7 +311,6 @@ class Comm:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The process group; a RuntimeError if it has been destroyed."""
         group = self._group()
         if group is None:
             raise RuntimeError(f"the process group {self.name!r} has been destroyed")
@@ -327,7 +323,6 @@ class Comm:
 
     @property
     def peers(self) -> list[int]:
-        """All ranks but this one, ascending."""
         return [peer for peer in range(self.size) if peer != self.rank]
 
     @property
@@ -348,7 +343,6 @@ class Comm:
             torch.cuda.synchronize(None if group is None else self._communicators.gpu(group))
 
     def all_gather_text(self, text: str, *, label: str) -> list[str]:
-        """Return every rank's text, in rank order."""
         if self.numbers is OUTSIDE:
             return self.call().all_gather_text(text, label=label)
         data = text.encode()
@@ -410,13 +404,11 @@ class SubComm(Comm):
 
     @property
     def is_routed(self) -> bool:
-        """Whether this rank may relay messages of other ranks of the whole group."""
         return self._whole.is_routed
 
     def exchange(
         self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
     ) -> Pending:
-        """Post messages to and from these ranks, and return immediately."""
         sends, recvs = (
             [(self._ranks[peer], tensor) for peer, tensor in messages]
             for messages in (sends, recvs)
@@ -424,7 +416,6 @@ class SubComm(Comm):
         return self._whole.exchange(sends, recvs, label=self._label, step=step)
 
     def channel(self, name: str) -> SubComm:
-        """Return these ranks with the whole group's communicator of this name."""
         channel = copy(self)
         channel._whole = self._whole.channel(name)
         return channel

@@ -219,7 +219,6 @@ class Header:
 
 
 def listed(tensors: Sequence[Tensor]) -> str:
-    """Return the sizes and dtypes of messages as text."""
     return ", ".join([f"{x.numel()} {x.dtype}" for x in tensors])
 
 

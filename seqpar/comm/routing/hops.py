@@ -148,7 +148,6 @@ def _pieces(
 
 
 def _routed(known: dict[int, Ends]) -> Iterator[_Message]:
-    """Yield the messages of all ranks of a node to and from others."""
     for rank, lists in known.items():
         for sending, described in zip((True, False), lists, strict=True):
             numbers: Counter[int] = Counter()

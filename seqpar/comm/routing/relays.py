@@ -79,7 +79,6 @@ class Relays:
         return of_pass
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Run a job after the jobs before it."""
         if self.thread is None:
             self.thread = _Thread()
         return self.thread.submit(job)
@@ -139,7 +138,6 @@ class _Pass:
         return Pending([], [], wait)
 
     def _divided(self, rank: int, messages: list[Message]) -> tuple[list[Message], list[Message]]:
-        """Return the messages that may be relayed, and the messages that always go straight."""
         node_of, least = self._relays.nodes.of, self._relays.nodes.least_bytes
         relayed, straight = list[Message](), list[Message]()
         for message in messages:
