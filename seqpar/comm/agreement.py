@@ -43,10 +43,7 @@ def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
 def check_on_all_ranks(
     comm: Comm, strategy: object, resolve: Callable[[], C], shared: Callable[[bool], Described]
 ) -> C:
-    """Return `resolve()`, this rank's resolved call, if all ranks make the same call.
-
-    Otherwise all ranks raise the same error; see `compare_calls`.
-    """
+    """Return `resolve()` if all ranks make the same call; otherwise see `compare_calls`."""
     call, fault = attempt(resolve)
     compare_calls(comm, strategy, fault, shared)
     return call

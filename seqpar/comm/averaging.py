@@ -31,15 +31,10 @@ _OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")  # do not average over all ra
 
 @dataclass
 class Averaging:
-    """The parameters of a model that DDP or FSDP average, as found in one call of the model.
+    """The parameters of a model that DDP or FSDP average, as found in one call of the model."""
 
-    Attributes:
-        averaged: whether DDP or FSDP average the gradients of at least one trainable parameter.
-        flattened: whether FSDP1 has flattened parameters, so that a call uses parts of them.
-    """
-
-    averaged: bool = False
-    flattened: bool = False
+    averaged: bool = False  # whether the gradients of at least one trainable parameter are
+    flattened: bool = False  # whether FSDP1 has flattened parameters: a call uses parts of them
     _ddps: list[DistributedDataParallel] = field(default_factory=list)
     _fsdp2: list[object] = field(default_factory=list)
     _by_ddp: list[Tensor] = field(default_factory=list)

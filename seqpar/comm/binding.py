@@ -113,10 +113,7 @@ class BoundStrategy(Generic[S]):
         return cast("BoundStrategy[S]", known)
 
     def keep(self) -> None:
-        """Keep this object alive as long as its process group.
-
-        Compiled graphs of calls without a module hold only the key.
-        """
+        """Keep this alive as long as its group: calls without a module hold only the key."""
         group = self.comm._group()
         if group is not None:
             _kept.setdefault(group, {})[self.key] = self
@@ -188,21 +185,13 @@ def _rebind(
 
 
 class _Address(NamedTuple):
-    """A description of a group that can be pickled instead of the group.
+    """A description of a group that can be pickled instead of the group."""
 
-    Attributes:
-        name: the process group's name, which depends on the order in which groups were made.
-        ranks: the global rank of each of its ranks.
-        order: the rank in the process group of each of the Comm's ranks.
-        shape: the shape of the Comm: a mesh's shape, or (ranks,).
-        world: whether the group is the default group.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    world: bool
+    name: str  # depends on the order in which groups were made
+    ranks: tuple[int, ...]  # the global rank of each of the process group's ranks
+    order: tuple[int, ...]  # the rank in the process group of each of the Comm's ranks
+    shape: tuple[int, ...]  # of the Comm: a mesh's shape, or (ranks,)
+    world: bool  # whether the group is the default group
 
 
 def _address_of(comm: Comm) -> _Address:

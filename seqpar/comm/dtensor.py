@@ -20,10 +20,7 @@ _PLAIN = {Tensor, nn.Parameter, type(None), float}  # most arguments, none of wh
 
 
 class HeadPlacement:
-    """The placement of heads on a tensor-parallel mesh: which of its dimensions shard heads.
-
-    Without a mesh, the tensors are not DTensors.
-    """
+    """The dimensions of a tensor-parallel mesh that shard heads; without a mesh, no DTensors."""
 
     def __init__(self, mesh: DeviceMesh | None = None, sharded: tuple[bool, ...] = ()) -> None:
         self.mesh, self._sharded = mesh, sharded

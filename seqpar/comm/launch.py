@@ -23,21 +23,14 @@ _START = timedelta(minutes=10)  # the longest time until all processes of a laun
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """This process among the processes of a launcher, and the store where they meet.
-
-    Attributes:
-        rank, size: the number of this process, and the number of processes.
-        local: the number of this process among those on its host.
-        host, port: the address of the store.
-        serves: whether this process keeps the store. If no process does, the launcher does.
-    """
+    """This process among the processes of a launcher, and the store where they meet."""
 
     rank: int
-    size: int
-    local: int
-    host: str
+    size: int  # the number of processes
+    local: int  # the number of this process among those on its host
+    host: str  # of the store
     port: int
-    serves: bool
+    serves: bool  # whether this process keeps the store; if no process does, the launcher does
 
 
 def place() -> LaunchedProcess | None:
@@ -79,10 +72,7 @@ def first_host(nodes: str) -> str:
 
 
 def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
-    """Return a store that all processes of a launcher share, or a new one, and its address.
-
-    Other processes `connect` to the address.
-    """
+    """Return a store that a launcher's processes share, or a new one, and its address."""
     if where is None:
         alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return alone, ("127.0.0.1", alone.port)

@@ -41,10 +41,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(sent: Tensor) -> Tensor:
-    """Exchange equal parts of `sent` between all processes; return the received parts.
-
-    `sent` is contiguous. Backward exchanges the parts of the gradient.
-    """
+    """Exchange equal parts of a contiguous tensor between all processes, also in backward."""
     received: Tensor = _AllToAll.apply(sent)
     return received
 

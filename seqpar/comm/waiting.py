@@ -38,11 +38,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Log how long some work has taken, at intervals.
-
-    Attributes:
-        doing: the work, in words; it may change.
-    """
+    """Log at intervals how long some work has taken; `doing`, in words, may change."""
 
     def __init__(self, doing: str, limit: float | None = None) -> None:
         self.doing, self._limit = doing, limit

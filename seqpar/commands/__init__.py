@@ -5,6 +5,7 @@
 
 import argparse
 import math
+from pathlib import Path
 
 
 def seconds(text: str) -> float:
@@ -16,3 +17,8 @@ def seconds(text: str) -> float:
     if not 0 < value <= 86_400:
         raise argparse.ArgumentTypeError(f"must be seconds, above 0 and at most a day: {text!r}")
     return value
+
+
+def add_servers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
+    parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")

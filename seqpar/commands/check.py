@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from seqpar.commands import seconds
+from seqpar.commands import add_servers, seconds
 from seqpar.servers.check import check
 from seqpar.servers.status_client import ask
 from seqpar.servers.transport.choose import transports_of
@@ -16,8 +15,7 @@ from seqpar.servers.wire.protocol import ProtocolError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
-    parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
+    add_servers(parser)
     parser.add_argument(
         "--transports",
         nargs="+",

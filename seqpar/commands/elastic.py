@@ -12,27 +12,27 @@ from seqpar.comm.launch import store_of
 from seqpar.elastic.launcher import Launcher, Limits
 from seqpar.elastic.messages import VARIABLE
 
+LIMITS = {
+    "spares": "more processes, which wait to replace dead ones",
+    "restarts": "processes that may be started in place of dead ones",
+    "min_ranks": "the fewest ranks of a group",
+    "wait": "seconds for which a group that lacks ranks waits for spares",
+    "patience": "seconds after which a rank that does not rejoin is killed",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = Limits(1)
     parser.add_argument("--ranks", type=int, required=True, help="processes of a full group")
-    for name, kind, text in [
-        ("spares", int, "more processes, which wait to replace dead ones"),
-        ("restarts", int, "processes that may be started in place of dead ones"),
-        ("min-ranks", int, "the fewest ranks of a group"),
-        ("wait", float, "seconds for which a group that lacks ranks waits for spares"),
-        ("patience", float, "seconds after which a rank that does not rejoin is killed"),
-    ]:
-        default = getattr(defaults, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    for name, text in LIMITS.items():
+        default, option = getattr(Limits(1), name), f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=text)
     parser.add_argument("script", help="a Python file, which calls seqpar.elastic.steps")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the training on this host; return 0 if it is done."""
-    names = "ranks", "spares", "restarts", "min_ranks", "wait", "patience"
-    limits = Limits(**{name: getattr(arguments, name) for name in names})
+    limits = Limits(**{name: getattr(arguments, name) for name in ("ranks", *LIMITS)})
     store, (host, port) = store_of(None)
     command = [sys.executable, arguments.script, *arguments.arguments]
 

@@ -37,9 +37,7 @@ DISTRIBUTIONS = (
     "accelerate", "trl", "datasets", "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
-LAUNCHER_SETTINGS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"),
-)
+LAUNCHER_SETTINGS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"
 TOKENS_PER_RANK, HEAD_DIM = 16, 8  # in the calls that strategies are checked with
 CALLS: dict[str, dict[str, object]] = {  # differences to a causal call of 8 query and KV heads
     "causal": {},

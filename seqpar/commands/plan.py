@@ -15,6 +15,11 @@ from seqpar.costs.model import Model
 from seqpar.simulate.recommendations.recommendation import Recommendations
 from seqpar.simulate.recommendations.recommending import recommend
 
+_SHOWN = (  # attributes of a recommendation
+    *("name", "strategy", "options", "layout_name", "checkpointing", "offload", "longest"),
+    *("bytes", "limit", "why_not", "excluded"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
@@ -117,16 +122,6 @@ def _as_dicts(recommendations: Recommendations) -> list[dict[str, object]]:
     for x in recommendations:
         figures = {"seconds": x.seconds, "error": x.error, "memory": x.memory}
         finite = {name: v if np.isfinite(v) else None for name, v in figures.items()}
-        names = [
-            "name",
-            "strategy",
-            "options",
-            "layout_name",
-            "checkpointing",
-            "offload",
-            "longest",
-        ]
-        names += ["bytes", "limit", "why_not", "excluded"]
         divided = {"parallelism": x.parallelism._asdict(), "batches": x.batches}
-        rows.append(divided | {name: getattr(x, name) for name in names} | finite)
+        rows.append(divided | {name: getattr(x, name) for name in _SHOWN} | finite)
     return rows

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from seqpar.commands import seconds
+from seqpar.commands import add_servers, seconds
 from seqpar.servers.server.counters import COLUMNS
 from seqpar.servers.status_client import ask
 from seqpar.servers.wire.protocol import ProtocolError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("addresses", nargs="+", metavar="ADDRESS")
-    parser.add_argument("--keys", type=Path, help="the folder of keys; see keygen")
+    add_servers(parser)
     parser.add_argument(
         "--timeout", type=seconds, default=5.0, help="seconds to wait for each server"
     )

@@ -130,10 +130,7 @@ def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
 
 
 def as_int_array(name: str, values: CuSeqlens) -> Ints:
-    """Return `values` as a 1-D int64 array, or raise a ValueError naming the argument.
-
-    A CUDA tensor costs one synchronisation.
-    """
+    """Return `values` as 1-D int64 or raise a ValueError naming it. CUDA tensors synchronise."""
     try:
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     except _UNFIT:
@@ -174,10 +171,7 @@ def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
 
 
 def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
-    """Return `cu_seqlens` as an int64 array; an int is the length of a single document.
-
-    Errors call the argument by its name in the caller's function.
-    """
+    """Return `cu_seqlens` as int64; an int is one document's length. Errors call it `name`."""
     if isinstance(cu_seqlens, int | np.integer) and not isinstance(cu_seqlens, bool):
         cu_seqlens = [0, as_int(name, cu_seqlens, 0, MAX_DOCUMENT_TOKENS)]
     cu = as_int_array(name, cu_seqlens)

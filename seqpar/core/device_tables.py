@@ -24,13 +24,8 @@ _pinned: dict[int, Tensor] = {}  # pinned copies of memory that is alive, by its
 
 @dataclass
 class Rehearsal:
-    """Attributes:
-    device: the device for which the meta tensors of the rehearsal stand.
-    tables: the tables that were requested, by id.
-    """
-
-    device: torch.device
-    tables: dict[int, Tensor] = field(default_factory=dict)
+    device: torch.device  # for which the meta tensors of the rehearsal stand
+    tables: dict[int, Tensor] = field(default_factory=dict)  # those that were requested, by id
 
 
 class _State(threading.local):
@@ -66,10 +61,7 @@ def is_on_cuda(x: Tensor) -> bool:
 
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Return the copy of a table on a device, made at its first use and freed with the table.
-
-    The table is on the CPU, and must not change.
-    """
+    """Return a constant CPU table's copy on a device, made at its first use and freed with it."""
     if _state.rehearsal is not None:
         _state.rehearsal.tables[id(table)] = table
         return torch.empty(table.shape, dtype=table.dtype, device="meta")

@@ -116,10 +116,7 @@ class Hooks:
     def computes_between(
         trace: Recorder, blocks: Iterable[T], works: Sequence[TracedWork], device: torch.device
     ) -> Iterator[T]:
-        """Yield the blocks, and trace what the caller computes between two of them.
-
-        `works` has one entry per block.
-        """
+        """Yield blocks, and trace what the caller computes after each, as that block's work."""
         remaining = iter(works)
         for block in blocks:
             start = moment(device)

@@ -84,10 +84,7 @@ def _starting_in(
 
 
 def mix(numbers: Ints, seed: int) -> NDArray[np.uint64]:
-    """Return 64-bit hashes of integers (SplitMix64) that depend on the seed.
-
-    Sums of hashes, modulo 2**64, distinguish sets of integers.
-    """
+    """Return 64-bit hashes (SplitMix64), whose sums modulo 2**64 distinguish sets of integers."""
     gamma = np.uint64(0x9E3779B97F4A7C15)
     z = numbers.astype(np.uint64) + np.array([seed + 1], np.uint64) * gamma
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

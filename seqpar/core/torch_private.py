@@ -275,10 +275,7 @@ def copy_options(backend: Any, options: Any) -> None:
 
 
 def group_of(backend: Any, store: Any, device: torch.device) -> torch.distributed.ProcessGroup:
-    """Return a process group with this NCCL backend for a device.
-
-    torch does not know of the group, so the caller must shut it down.
-    """
+    """Return a group with this NCCL backend, unknown to torch: the caller must shut it down."""
     group = torch.distributed.ProcessGroup(store, backend.rank(), backend.size())
     kind = torch.distributed.ProcessGroup.BackendType.NCCL
     _get("torch.distributed.ProcessGroup._register_backend")(group, device, kind, backend)

@@ -8,21 +8,13 @@ from typing import NamedTuple
 
 
 class Traffic(NamedTuple):
-    """The messages from a rank to one peer in one step of a pass.
+    """The messages from a rank to one peer in one step of a pass."""
 
-    Attributes:
-        direction: "forward" or "backward".
-        step: the strategy's step that needs the messages.
-        peer: the rank that receives the messages.
-        messages: the number of messages; empty messages are not sent.
-        bytes: the sum of the messages' sizes.
-    """
-
-    direction: str
-    step: int
-    peer: int
-    messages: int
-    bytes: int
+    direction: str  # "forward" or "backward"
+    step: int  # the strategy's step that needs the messages
+    peer: int  # the rank that receives the messages
+    messages: int  # empty messages are not sent
+    bytes: int  # of the messages together
 
 
 def summed(rows: Iterable[Traffic]) -> list[Traffic]:

@@ -92,15 +92,7 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         plan, label = self.task_plan(call, "backward"), "disaggregated backward"
         return post_backward(comm, call, plan, label, output, operands, residuals)
 
-    def complete_gradients(
-        self,
-        posted: TaskExchange,
-        call: ResolvedCall,
-        output: OutputGradient,
-        operands: Operands,
-        residuals: list[Tensor],
-    ) -> Gradients:
-        return complete_backward(posted, call, output, operands, residuals)
+    complete_gradients = staticmethod(complete_backward)
 
     def check(self, call: ResolvedCall) -> None:
         for direction in ("forward", "backward"):

@@ -187,9 +187,10 @@ def _key(workload: Mapping[str, object], contender: str) -> str:
 
 def _parsed(path: Path, text: str) -> SweepFile:
     try:
-        content = json.loads(text)
+        parsed: SweepFile = json.loads(text)
     except ValueError as error:
         raise ValueError(f"results: {path} is not JSON: {error}") from None
+    content: object = parsed
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"results: {path} is not of a sweep, or of another version of seqpar")
     for name, kind in {"environment": dict, "options": dict, "rows": list}.items():
@@ -197,7 +198,7 @@ def _parsed(path: Path, text: str) -> SweepFile:
             raise ValueError(f"results: {path} has no {name}")
     if not all(isinstance(row, dict) and set(row) >= _ROW for row in content["rows"]):
         raise ValueError(f"results: {path} has rows that are not of points")
-    return content
+    return parsed
 
 
 def check_same(

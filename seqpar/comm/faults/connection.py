@@ -83,16 +83,11 @@ class Connection:
 
 
 class _Idle:
-    """A plain socket to a store, without traffic. It becomes readable when the store closes it.
-
-    Attributes:
-        host: this end's address.
-        descriptor: its file descriptor.
-    """
+    """A plain socket to a store, without traffic. It becomes readable when the store closes it."""
 
     def __init__(self, host: str, port: int) -> None:
         connection = socket.create_connection((host, port))
-        self.host = connection.getsockname()[0]
+        self.host = connection.getsockname()[0]  # this end's address
         self.descriptor = connection.detach()
         # Not at exit: the last beat comes later.
         weakref.finalize(self, os.close, self.descriptor).atexit = False

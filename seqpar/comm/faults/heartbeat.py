@@ -176,10 +176,7 @@ class Heartbeat:
         return self._verdict
 
     def accuse(self, cause: str) -> str:
-        """Publish `cause`, which this rank has found, as the verdict; return the one that counts.
-
-        When this returns, all ranks that wait have read the verdict.
-        """
+        """Publish `cause` as the verdict; return the one that counts, which waiting ranks read."""
         with suppress(RuntimeError):  # the store is gone: this rank raises its own cause
             cause = self._store.compare_set("verdict", "", cause).decode()
         self._adopt(cause)
@@ -195,10 +192,7 @@ class Heartbeat:
             self._thread.join(1 + self._interval)  # limited, since the store may hang
 
     def round(self) -> bool:
-        """Write this rank's beat and, if it waits, read the others' beats.
-
-        Returns whether more rounds follow.
-        """
+        """Write this rank's beat and, if it waits, read others; return whether rounds follow."""
         with self._changed:
             stopped, waits = self._stopped, list(self._waits)
             self._urgent, self._round_began = False, self._clock.now()

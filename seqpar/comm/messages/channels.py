@@ -93,11 +93,10 @@ class Communicators:
 
 
 def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
-    """Make a communicator over a group's ranks.
+    """Make a communicator over a group's ranks, which torch does not know.
 
     `dist.new_group` does not serve: if a device is bound, it splits the default group's
-    communicator, and needs all ranks of the default group. torch does
-    not know this communicator.
+    communicator, and needs all ranks of the default group.
     """
     own = _nccl_of(group, device)
     if own is None:

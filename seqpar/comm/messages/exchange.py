@@ -171,10 +171,7 @@ class Comm:
         return self._sent["messages"]
 
     def call(self, numbers: Tensor | None = None) -> Comm:
-        """Return this Comm for the exchanges of one call: a new call, or the call of `numbers`.
-
-        A backward has the numbers of its forward.
-        """
+        """Return this Comm for a new call, or for a backward, with its forward's `numbers`."""
         of_call, own = copy(self), self._order[self.rank]
         of_call.numbers = CallNumbers(self._calls, own, numbers)
         return of_call
@@ -327,10 +324,7 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """The device of the library's own messages, such as digests and sizes.
-
-        It is the CPU if the group can send from it, otherwise the GPU.
-        """
+        """The device of digests and sizes: the CPU if the group sends from it, or the GPU."""
         group = self._group()
         if group is None or "cpu:" in dist.get_backend_config(group):
             return torch.device("cpu")
@@ -422,10 +416,7 @@ class SubComm(Comm):
 
 
 def as_mesh(comm: Comm, *shape: int) -> Comm:
-    """Return the same ranks as a mesh of this shape, counted along its rows.
-
-    The mesh has its own counts of sent bytes.
-    """
+    """Return the same ranks as a mesh, along its rows, with its own counts of sent bytes."""
     group = comm._group()
     if group is not None:
         return Comm._of(group, tuple(comm._order), shape)
@@ -435,10 +426,7 @@ def as_mesh(comm: Comm, *shape: int) -> Comm:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
-    """Return the group of all ranks of a mesh, and the rank in it of each rank along its rows.
-
-    torch sorts a group's ranks, whatever their order in the mesh.
-    """
+    """Return a mesh's group, which torch sorts, and each rank's rank in it, along its rows."""
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh must have this process (global rank {dist.get_rank()}), got {mesh}")

@@ -1,9 +1,9 @@
 """Headers that identify messages, so that a rank never confuses the messages of two calls.
 
 The name of an exchange has the number of its call between the two ranks, its strategy and pass, and
-its step. On gloo, a rank sends a *header* to each peer of an exchange,
-even if it only receives messages from the peer. The header has a digest of the call's arguments,
-the exchange's name, and the sizes and dtypes of the messages in both directions.
+its step. On gloo, a rank sends a *header* to each peer of an exchange, even if it only receives
+messages from the peer. The header has a digest of the call's arguments, the exchange's name, and
+the sizes and dtypes of the messages in both directions.
 
 A rank may make a call that exchanges no messages with a peer, and that the peer does not make: a
 local check, a recomputation, a batch without tokens on the peer. Two ranks therefore count only
@@ -48,11 +48,7 @@ _FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are usually small
 
 
 class CallNumbers:
-    """The numbers of one call, one between this rank and each peer.
-
-    Attributes:
-        own: the number of calls that this rank has made, including this one; 0 outside calls.
-    """
+    """The numbers of one call, one between this rank and each peer."""
 
     def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
         """Number a new call, or use the `numbers` that `as_tensor` returned.
@@ -67,7 +63,7 @@ class CallNumbers:
             self._numbers[rank] = calls[rank]
         else:
             self._numbers = numbers.view(torch.int64).tolist()
-        self.own = self._numbers[rank]
+        self.own = self._numbers[rank]  # calls of this rank, with this one; 0 outside calls
 
     def between(self, peer: int) -> int:
         """Return the call's number between this rank and a peer, from their first message on."""
@@ -102,15 +98,10 @@ OUTSIDE = CallNumbers([0], 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 class CallDigest(NamedTuple):
-    """The digest of a call's arguments.
+    """The digest of a call's arguments."""
 
-    Attributes:
-        table: DIGEST_BYTES bytes: an entry for the names, and one for each argument.
-        arguments: the arguments, by the names that users know, as this rank has them.
-    """
-
-    table: bytes
-    arguments: Mapping[str, object]
+    table: bytes  # DIGEST_BYTES: an entry for the names, and one for each argument
+    arguments: Mapping[str, object]  # by the names that users know, as this rank has them
 
     @classmethod
     def of(cls, arguments: Mapping[str, object]) -> CallDigest:
@@ -133,10 +124,7 @@ class CallDigest(NamedTuple):
         return self._replace(table=_extended(self.table, entries))
 
     def differing(self, table: bytes) -> list[str]:
-        """Return the names of the arguments that have other entries in a peer's table.
-
-        Tables of calls of different kinds have no names to compare.
-        """
+        """Return the arguments with other entries in a peer's table; none if names differ."""
         if _at(table, 0) != _at(self.table, 0):
             return []
         return [
@@ -181,19 +169,12 @@ NO_DIGEST = CallDigest(bytes(DIGEST_BYTES), {})
 
 
 class Exchange(NamedTuple):
-    """The name of an exchange.
+    """The name of an exchange."""
 
-    Attributes:
-        call: the number of its call; 0 outside calls.
-        label: the strategy and its pass, such as "ring backward".
-        step: the strategy's step that needs the messages.
-        hop: the number of the hop of relayed messages (`relays.py`), from 0.
-    """
-
-    call: int
-    label: str
-    step: int
-    hop: int = 0
+    call: int  # the number of its call; 0 outside calls
+    label: str  # the strategy and its pass, such as "ring backward"
+    step: int  # the strategy's step that needs the messages
+    hop: int = 0  # the number of the hop of relayed messages (`relays.py`)
 
     def __str__(self) -> str:
         hop = f", hop {self.hop}" if self.hop else ""

@@ -32,17 +32,10 @@ Ends = tuple[list[Described], list[Described]]  # the messages that a rank sends
 
 
 class PieceLocation(NamedTuple):
-    """Elements of a tensor from which a piece is sent, or into which it is received.
+    """Elements start … stop − 1 of a tensor, from or into which a piece is sent or received."""
 
-    Attributes:
-        table: the tensor's list: SENT messages of this rank, RECEIVED messages, or pieces HELD for
-            other ranks.
-        number: the tensor's index in the list.
-        start, stop: the range of elements.
-    """
-
-    table: int
-    number: int
+    table: int  # of SENT messages of this rank, RECEIVED ones, or pieces HELD for other ranks
+    number: int  # the tensor's index in the table
     start: int
     stop: int
 
@@ -58,21 +51,15 @@ class RelayHop(NamedTuple):
 
 
 class Relaying(NamedTuple):
-    """A rank's part in routing the messages of one exchange.
+    """A rank's part in routing the messages of one exchange."""
 
-    Attributes:
-        own: the messages that this rank sends and receives itself, in its own order.
-        hops: the pieces that it posts first, those that it posts when these have arrived, and so
-            on: first hops of first chunks, then their second hops and first hops of second chunks.
-        held: (elements, dtype) of pieces that it receives and sends on.
-        messages, bytes: the numbers that it sends in all hops, for itself and for others.
-    """
-
-    own: Ends
+    own: Ends  # in its own order
+    # The pieces that it posts first, those that it posts when these have arrived, and so on: first
+    # hops of first chunks, then their second hops and first hops of second chunks.
     hops: list[RelayHop]
-    held: list[tuple[int, torch.dtype]]
-    messages: int
-    bytes: int
+    held: list[tuple[int, torch.dtype]]  # (elements, dtype) of pieces that it receives and sends on
+    messages: int  # that it sends in all hops, for itself and for others
+    bytes: int  # of these messages
 
     @classmethod
     def of(cls, nodes: Nodes, rank: int, known: dict[int, Ends]) -> Relaying:
@@ -104,17 +91,14 @@ class Relaying(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A message between nodes. `number` counts the messages between two ranks, in their order.
-
-    `position` counts the messages of that end which is in this rank's node.
-    """
+    """A message between nodes."""
 
     sender: int
     receiver: int
-    number: int
+    number: int  # among the messages between the two ranks, in their order
     elements: int
     dtype: torch.dtype
-    position: int
+    position: int  # among the messages of that end which is in this rank's node
 
 
 def _pieces(

@@ -64,10 +64,7 @@ class Relays:
         return of_group[routing]
 
     def in_pass(self, comm: Comm, device: torch.device, kind: str) -> Comm:
-        """Return the Comm of a call for one of its passes, with messages on this device.
-
-        Passes of one `kind` send the same messages, on all ranks.
-        """
+        """Return the Comm of one pass of a call; passes of a `kind` send the same, on all ranks."""
         for peer in range(comm.size):  # now, since a thread would do it while the next call begins
             comm.numbers.between(comm._order[peer])
         known = self._known.setdefault(kind, [])

@@ -70,14 +70,7 @@ class Routing:
 
 
 class Nodes:
-    """The nodes of a group, their ranks and their NICs.
-
-    Attributes:
-        of: (ranks,) the number of each rank's node, from 0.
-        members: the ranks of each node, ascending.
-        nics: the number of NICs per node.
-        least_bytes, chunk_bytes: as in `Routing`.
-    """
+    """The nodes of a group, their ranks and their NICs; see `Routing`."""
 
     def __init__(self, routing: Routing, ranks: int) -> None:
         """Raise a ValueError if the ranks do not make nodes of equal size."""
@@ -90,8 +83,8 @@ class Nodes:
         if len(names) != ranks:
             raise ValueError(f"nodes must have one entry per rank, {ranks}, got {len(names)}")
         numbers = {name: number for number, name in enumerate(sorted(set(names)))}
-        self.of = [numbers[name] for name in names]
-        self.members: list[list[int]] = [[] for _ in numbers]
+        self.of = [numbers[name] for name in names]  # (ranks,), from 0
+        self.members: list[list[int]] = [[] for _ in numbers]  # the ranks of each node, ascending
         for rank, node in enumerate(self.of):
             self.members[node].append(rank)
         sizes = [len(ranks) for ranks in self.members]

@@ -207,31 +207,31 @@ def post_backward(
 
 
 def complete_backward(
-    exchange: TaskExchange,
+    posted: TaskExchange,
     call: ResolvedCall,
     output: OutputGradient,
     operands: Operands,
-    kept: list[Tensor],
+    residuals: list[Tensor],
 ) -> Gradients:
     """Return dq, dk and dv, in the accumulator's dtype."""
     q, k, v, _ = operands
-    plan, total = exchange.plan, PartialGradients.zeros(q, k, v)
-    foreign_keys = _split(exchange.foreign_keys, k, v)
+    plan, total = posted.plan, PartialGradients.zeros(q, k, v)
+    foreign_keys = _split(posted.foreign_keys, k, v)
     foreign_sums = total.of_block(*foreign_keys)
     attend_backward(output, q, k, v, plan.first, total, call.options)
     blocks = [(k, v, total.dk, total.dv), (*foreign_keys, foreign_sums.dk, foreign_sums.dv)]
     returning, returning_keys = list[Returning](), list[Returning]()
-    for stage, (rows, statistics) in exchange.arrivals():
-        queries = kept[0][stage.queries.rows].transpose(0, 1) if kept else None
+    for stage, (rows, statistics) in posted.arrivals():
+        queries = residuals[0][stage.queries.rows].transpose(0, 1) if residuals else None
         results = _serve_backward(queries, rows, statistics, blocks, stage, call)
-        returning.append(exchange.return_results(stage, results))
+        returning.append(posted.return_results(stage, results))
         del queries, rows, statistics, results
         keys, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
         into = PartialGradients(total.queries, Sums.of(dk, dv))
         attend_backward(output, q, keys, values, stage.own, into, call.options)
-        returning_keys.append(exchange.return_gradients(stage, foreign_sums.packed))
+        returning_keys.append(posted.return_gradients(stage, foreign_sums.packed))
         del keys, values, dk, dv, into
-    exchange.release()
+    posted.release()
     del foreign_keys, foreign_sums, blocks
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:
