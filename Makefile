@@ -111,7 +111,7 @@ aot-triton-3.6: $(INSTALLED)  ## the same with the oldest Triton that is support
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqpar needs Python 3.11 or newer; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,hf,trl,plan,docs,dev]'
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,hf,trl,plan,elastic,docs,dev]'
 	@touch $@
 
 $(OLDEST)/.installed $(NEWEST)/.installed: .venv-%/.installed: pyproject.toml setup.py constraints.txt constraints-%.txt

@@ -34,7 +34,8 @@ from seqpar.strategies.registry import SOFTMAX
 DISTRIBUTIONS = (
     "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "flash-attn-4", "pyzmq",
     "msgspec", "xxhash", "nixl", "prometheus-client", "rich", "matplotlib", "transformers",
-    "accelerate", "trl", "datasets", "simpy", "fla-core", "ring-attention-pytorch", "torchtitan",
+    "accelerate", "trl", "datasets", "simpy", "torchft", "fla-core",
+    "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
 LAUNCHER_SETTINGS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"

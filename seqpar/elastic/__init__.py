@@ -2,7 +2,7 @@
 
 Start with `steps.py`, which a training script calls. `launcher.py` starts the script's processes,
 keeps their store and says who forms the next group, and `messages.py` has what they tell each
-other.
+other. On several hosts torchft's lighthouse says it instead (`lighthouse.py`).
 """
 
 from seqpar.elastic.steps import steps

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.dtensor import is_dtensor
-from seqpar.comm.launch import connect, join, leave
+from seqpar.comm.launch import Store, join, leave
 from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.elastic.messages import VARIABLE, Place, Report, Store, place_key, report_key
+from seqpar.elastic.lighthouse import VARIABLE as LIGHTHOUSE
+from seqpar.elastic.lighthouse import LighthouseRendezvous
+from seqpar.elastic.messages import VARIABLE, LauncherRendezvous, Place, Report
 
 _log = logging.getLogger("seqpar")
 R = TypeVar("R")
@@ -117,11 +119,13 @@ def steps(
 ) -> Iterator[tuple[int, R]]:
     """Run steps 0 to `count` − 1 and yield (step, result), on ranks that may die.
 
-    Run the script with `python -m seqpar elastic`. When a rank dies, the others raise a
-    `PeerError` within this function, form a new group with spares, if there are any, agree on the
-    last step of which one of them has a checkpoint, and continue after it. A new process gets the
-    checkpoint from a survivor: its bytes, once. A rank that had not finished the last step does not
-    yield it. If no rank was lost, the error is raised.
+    Run the script with `python -m seqpar elastic`, or, on several hosts, with torchrun and the
+    address of torchft's lighthouse in the variable `TORCHFT_LIGHTHOUSE`. When a rank dies, the
+    others raise a `PeerError` within this function, form a new group with spares, if there are any,
+    agree on the last step of which one of them has a checkpoint, and continue after it. A new
+    process gets the checkpoint from a survivor: its bytes, once. A rank that had not finished the
+    last step does not yield it. If no rank was lost, the error is raised. A lighthouse also forms a
+    new group when new processes wait, after a checkpoint.
 
     All ranks must hold the whole state, as with DDP, or without any wrapper. If the step draws
     random numbers, seed them from its number. If the number of ranks stays the same, the results
@@ -143,23 +147,64 @@ def steps(
     Raises:
         ValueError: a state has DTensors or objects that torch.load refuses, `every` is below 1, or
             no launcher started this process.
-        RuntimeError: raised by a step though no rank was lost, or too few ranks are left.
+        RuntimeError: raised by a step though no rank was lost; too few ranks are left; or the
+            lighthouse does not answer.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
-    if VARIABLE not in os.environ:
-        raise ValueError("steps needs a launcher: run this script with `python -m seqpar elastic`")
-    host, port, number = os.environ[VARIABLE].split()
-    file = None if path is None else Path(path)
-    # Two, because a group sets its timeout on its store.
-    answers, store = connect(host, int(port)), connect(host, int(port))
-    checkpoint, reports = _Checkpoint.read(file), 0
+    rendezvous = _rendezvous()
+    try:
+        yield from _steps(
+            rendezvous, build, count, every, None if path is None else Path(path), timeout
+        )
+    finally:
+        rendezvous.close()
+
+
+class _Rendezvous(Protocol):
+    """A process's side of the launcher or lighthouse that forms the groups."""
+
+    def place(self, report: Report) -> Place:
+        """Return the process's place in the next group, when the others have reported."""
+
+    def regroups(self, report: Report) -> bool:
+        """Return whether a new group forms now, after a step that all members have finished."""
+
+    def store(self, place: Place) -> Store:
+        """Return the store in which the members of a group meet."""
+
+    def close(self) -> None:
+        """End this process's part in the training."""
+
+
+def _rendezvous() -> _Rendezvous:
+    if (address := os.environ.get(VARIABLE)) is not None:
+        return LauncherRendezvous(address)
+    if (address := os.environ.get(LIGHTHOUSE)) is not None:
+        return LighthouseRendezvous(address)
+    raise ValueError(
+        "steps needs a launcher: run this script with `python -m seqpar elastic`, or with torchrun "
+        f"and the address of torchft's lighthouse in {LIGHTHOUSE}"
+    )
+
+
+def _steps(
+    rendezvous: _Rendezvous,
+    build: Build[R],
+    count: int,
+    every: int,
+    file: Path | None,
+    timeout: timedelta,
+) -> Iterator[tuple[int, R]]:
+    checkpoint = _Checkpoint.read(file)
     failure: RuntimeError | None = None
     failed = 0.0
+
+    def report() -> Report:
+        return Report(checkpoint.finished, checkpoint.finished >= count, failure is not None)
+
     while True:
-        reports += 1
-        report = Report(checkpoint.finished, checkpoint.finished >= count)
-        place = _place(answers, int(number), reports, report)
+        place = rendezvous.place(report())
         leave()  # a rank that has finished leaves after all have finished
         if place.end == "done":
             return
@@ -167,7 +212,8 @@ def steps(
             raise failure or RuntimeError("other ranks failed, or too few are left")
         try:
             name = f"generation {place.generation}"
-            comm = join(store, name, place.rank, place.ranks, torch.device("cpu"), timeout)
+            store, device = rendezvous.store(place), torch.device("cpu")
+            comm = join(store, name, place.rank, place.ranks, device, timeout)
             checkpoint = checkpoint.share(comm, place)
             states, step = build(comm.process_group)
             checkpoint.restore(states)
@@ -185,19 +231,15 @@ def steps(
                     if file is not None and place.rank == 0:
                         checkpoint.write(file)
                 yield i, result
+                if i + 1 == checkpoint.finished < count and rendezvous.regroups(report()):
+                    break
         except RuntimeError as error:
             failed = time.monotonic()
             traceback.clear_frames(error.__traceback__)  # they may keep the group alive
-            comm = states = step = None  # type: ignore[assignment]
             leave(failed=True)
-            gc.collect()
             failure = error
-
-
-def _place(store: Store, process: int, number: int, report: Report) -> Place:
-    """Report, and return the place that the launcher answers when the others have reported."""
-    store.set(report_key(process, number), report.dumps())
-    return Place.loads(store.get(place_key(process, number)))
+        comm = states = step = None  # type: ignore[assignment]
+        gc.collect()
 
 
 def _has_dtensor(value: object) -> bool:

@@ -145,10 +145,13 @@ def check_command(words):
     elif program == "torchrun":
         options = list(rest)
         while options and options[0].startswith("--"):
-            assert options[0] in ("--nproc-per-node", "--standalone"), options[0]
-            options = options[2 if options[0] == "--nproc-per-node" else 1 :]
+            valued = options[0] in ("--nproc-per-node", "--max-restarts")
+            assert valued or options[0] == "--standalone", options[0]
+            options = options[2 if valued else 1 :]
         if options not in (["train.py"], ["decode.py"]):  # a reader's own
             check_script(options)
+    elif program == "torchft_lighthouse":
+        assert rest[::2] == ["--min_replicas"]
     elif program == "python":
         check_script(rest)
     elif program == "pip":

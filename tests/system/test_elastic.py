@@ -3,23 +3,28 @@
 import os
 import re
 import runpy
+import signal
 import sys
+import time
 from collections import defaultdict
+from itertools import count
 
 import pytest
 
 from seqpar.comm.launch import store_of
 from seqpar.elastic.launcher import Launcher, Limits
+from seqpar.elastic.lighthouse import VARIABLE as LIGHTHOUSE
 from seqpar.elastic.messages import VARIABLE
 from tests.support.examples import EXAMPLES
+from tests.support.lighthouses import lighthouse
 from tests.support.processes import PROCESSES
 
 pytestmark = pytest.mark.alone
 ROUNDING = 1e-6  # of losses, relative: fp32, another number of ranks
 
 
-def train(variable, folder, number, arguments):
-    os.environ |= {VARIABLE: variable, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+def train(variables, folder, number, arguments):
+    os.environ |= variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     sys.path.insert(0, str(EXAMPLES))
     sys.argv = ["elastic.py", "--folder", str(folder), *arguments]
     sys.stdout, sys.stderr = (open(f"{folder}/{x}-{number}", "w", 1) for x in ("out", "err"))  # noqa: SIM115 (until it ends)
@@ -44,9 +49,37 @@ def losses(folder, limits, *arguments):
     store, (host, port) = store_of(None)
 
     def start(number):
-        return Process(f"{host} {port} {number}", folder, number, arguments)
+        return Process({VARIABLE: f"{host} {port} {number}"}, folder, number, arguments)
 
     assert Launcher(store, start, limits).run() == 0
+    return _printed(folder)
+
+
+def losses_with_lighthouse(folder, ranks, *arguments):
+    """The same as `losses` of processes that are started again, and that torchft groups."""
+    folder.mkdir()
+    store, (host, port) = store_of(None)
+    numbers = count()
+
+    def start(rank):
+        where = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+        variables = where | {"LOCAL_RANK": str(rank), LIGHTHOUSE: address}
+        return Process(variables, folder, next(numbers), arguments)
+
+    with lighthouse(ranks) as address:
+        processes = [start(rank) for rank in range(ranks)]
+        while any(process.poll() != 0 for process in processes):
+            for rank, process in enumerate(processes):
+                if process.poll() == -signal.SIGKILL:
+                    processes[rank] = start(rank)
+                assert process.poll() in (None, 0, -signal.SIGKILL)
+            time.sleep(0.05)
+    del store
+    return _printed(folder)
+
+
+def _printed(folder):
+    """Each step's losses, and the seconds of each recovery."""
     printed = "".join(path.read_text() for path in folder.glob("out-*"))
     logged = "".join(path.read_text() for path in folder.glob("err-*"))
     found = defaultdict(set)
@@ -71,6 +104,17 @@ def test_a_survivor_continues_alone(tmp_path):
 
 
 KILLS = [f"{2 * i + 1}:{rank}" for i, rank in enumerate([0, 1, 2, 0, 2, 1, 0, 0, 1, 2])]
+
+
+@pytest.mark.exhaustive
+def test_torchft_replaces_dead_ranks(tmp_path):
+    """The lighthouse waits for the dead rank's successor, so losses have the same bits."""
+    expected, _ = losses(tmp_path / "calm", Limits(2), "--steps", "7")
+    kills = "--kill", "1:0", "3:1", "5:0"
+    found, recoveries = losses_with_lighthouse(tmp_path / "kills", 2, "--steps", "7", *kills)
+    assert len(list((tmp_path / "kills").glob("killed-*"))) == 3
+    check(found, expected, 0.0)
+    assert recoveries and max(recoveries) <= 10, recoveries
 
 
 @pytest.mark.exhaustive

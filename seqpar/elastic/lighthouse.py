@@ -1,0 +1,153 @@
+"""Groups that torchft's lighthouse forms, of processes on any number of hosts.
+
+A lighthouse answers a request for a quorum when all processes that live have made one, or after
+some seconds without the others. It tells all of them the same list of members.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Hashable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from seqpar.comm import launch
+from seqpar.elastic.messages import Place, Report
+
+if TYPE_CHECKING:
+    from torchft.coordination import LighthouseClient, Quorum, QuorumMember
+
+VARIABLE = "TORCHFT_LIGHTHOUSE"  # of the environment: the lighthouse's address, as torchft has it
+_CONNECT = timedelta(seconds=10)
+_THIS_HOST = "localhost", "127.0.0.1"  # torchrun names the store of its agent so
+_FOREVER = timedelta(days=7)  # to wait for other processes, which may be in a long step
+_BEAT_SECONDS = 0.5  # a lighthouse waits 5 s for the next one
+_SILENCE_SECONDS = 30.0  # of the lighthouse, before a process gives up
+_log = logging.getLogger("seqpar")
+
+
+class LighthouseRendezvous:
+    """A process's side of torchft's lighthouse.
+
+    Until it is closed, a thread tells the lighthouse that this process lives.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Connect; this process must be one that torchrun started."""
+        where = launch.place()
+        if where is None or where.serves:
+            reason = "a store that outlives this process: start it with torchrun --standalone"
+            raise ValueError(f"{VARIABLE} needs {reason}")
+        host = socket.gethostname()
+        self._address = address
+        self._store = f"{host if where.host in _THIS_HOST else where.host} {where.port}"
+        # Members are ordered by name, so the ranks of a host are neighbours.
+        self._name = f"{host} {where.local:05} {uuid4()}"
+        self._client = _client(address)
+        self._members: list[str] = []  # of the current group
+        self._next: Place | None = None  # for which the current group was left
+        self._client.heartbeat(self._name)
+        self._heard = time.monotonic()  # when the lighthouse last answered
+        self._closed = threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+        self._beats.start()
+
+    def place(self, report: Report) -> Place:
+        """Return this process's place in the next group, when its members have reported."""
+        place, self._next = self._next, None
+        return place or self._place(self._quorum(report))
+
+    def regroups(self, report: Report) -> bool:
+        """Return whether processes joined or were lost; all members ask after the same step."""
+        quorum = self._quorum(report)
+        failed = any(_data(member)["failed"] for member in quorum.participants)
+        if _names(quorum) == self._members and not failed:
+            return False
+        self._next = self._place(quorum)
+        return True
+
+    def store(self, place: Place) -> launch.Store:
+        return launch.connect(place.host, place.port)
+
+    def close(self) -> None:
+        """Stop to count as a process that lives."""
+        self._closed.set()
+        self._beats.join()
+
+    def _place(self, quorum: Quorum) -> Place:
+        members = _by_name(quorum)
+        before, self._members = self._members, _names(quorum)
+        if all(_data(member)["done"] for member in members):
+            return Place("done")
+        if self._members == before:
+            return Place("unchanged")
+        held = [member.step for member in members]
+        source = held.index(max(held))
+        lacking = tuple(rank for rank, finished in enumerate(held) if finished != held[source])
+        host, port = members[0].store_address.split()
+        rank, ranks = self._members.index(self._name), len(members)
+        # Not the lighthouse's number: a lighthouse that was started again counts from 1.
+        generation = quorum.created.seconds * 10**9 + quorum.created.nanos
+        return Place("", generation, rank, ranks, source, lacking, host, int(port))
+
+    def _quorum(self, report: Report) -> Quorum:
+        """Ask for a quorum, and wait for the others that live."""
+        answer: Future[Quorum] = Future()
+
+        def ask() -> None:  # on a thread, since Python cannot interrupt a request
+            data = {"done": report.done, "failed": report.failed}
+            try:
+                quorum = self._client.quorum(
+                    self._name, _FOREVER, self._name, self._store, report.finished, 1, False, data
+                )
+            except Exception as error:
+                answer.set_exception(self._no_answer(error))
+            else:
+                answer.set_result(quorum)
+
+        threading.Thread(target=ask, daemon=True).start()
+        while True:
+            try:
+                return answer.result(_SILENCE_SECONDS)
+            except TimeoutError:
+                if time.monotonic() - self._heard > _SILENCE_SECONDS:
+                    raise self._no_answer("it has been silent") from None
+                _log.warning("waiting for the lighthouse %s to form a group", self._address)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(_BEAT_SECONDS):
+            try:
+                self._client.heartbeat(self._name)
+                self._heard = time.monotonic()
+            except (RuntimeError, TimeoutError) as error:
+                _log.warning("%s", self._no_answer(error))
+
+    def _no_answer(self, reason: object) -> RuntimeError:
+        return RuntimeError(f"the lighthouse {self._address} does not answer: {reason}")
+
+
+def _client(address: str) -> LighthouseClient:
+    try:
+        from torchft.coordination import LighthouseClient
+    except ImportError as error:
+        text = f"{VARIABLE} needs torchft: pip install 'seqpar[elastic]'"
+        raise ImportError(text) from error
+    return LighthouseClient(address, _CONNECT)
+
+
+def _by_name(quorum: Quorum) -> list[QuorumMember]:
+    return sorted(quorum.participants, key=lambda member: member.replica_id)
+
+
+def _names(quorum: Quorum) -> list[str]:
+    return [member.replica_id for member in _by_name(quorum)]
+
+
+def _data(member: QuorumMember) -> dict[Hashable, object]:
+    assert member.data is not None  # every process sends it
+    return member.data
