@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
         return hooks.beside(function)
     device = tensors[0].device
     if device.type != "cuda":
-        return threads().submit(partial(_run, function, torch.is_inference_mode_enabled())).result
+        return threads().submit(in_this_mode(function)).result
     stream = side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     for x in tensors:  # which are freed before the stream has used them, if the call fails
@@ -35,10 +35,15 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
     return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _run(function: Callable[[], None], inference: bool) -> None:
-    """Call a function in the caller's inference mode, since each thread has its own modes."""
-    with torch.inference_mode(inference), torch.no_grad():
-        function()
+def in_this_mode(function: Callable[[], None]) -> Callable[[], None]:
+    """Return a function for other threads, which have their own modes, without autograd."""
+    inference = torch.is_inference_mode_enabled()
+
+    def run() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            function()
+
+    return run
 
 
 @cache

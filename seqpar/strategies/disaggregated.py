@@ -31,7 +31,7 @@ from seqpar.servers.strategy import OnServers
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.module import COMMON_OPTIONS
-from seqpar.softmax.strategy import ForwardResult, Gradients
+from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tasks.plan import TaskPlan, task_traffic
 from seqpar.softmax.tasks.planner import Planner, Plans
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy

@@ -283,11 +283,13 @@ class Comm:
     def _check(self, headers: list[AwaitedHeader]) -> None:
         """Wait for the peers' headers; raise a PeerError if one is in another exchange."""
         assert self._heartbeat is not None
-        cause = header.disagreement_of(
-            headers, self._heartbeat.names, self._order[self.rank], self.digest
-        )
-        if cause is not None:
-            raise PeerError(self._heartbeat.accuse(cause))
+        names = self._heartbeat.names
+        for awaited in headers:
+            awaited.work.wait()
+            if awaited.received != awaited.expected:
+                own = names[self._order[self.rank]]
+                cause = header.disagreement(awaited, names[awaited.peer], own, self.digest)
+                raise PeerError(self._heartbeat.accuse(cause))
 
     def _watchdog_error(self, exchange: Exchange, error: Exception) -> PeerError:
         """Return the error of a backend with its own watchdog, which does not name the rank."""

@@ -247,21 +247,6 @@ def post(
     return works, awaited
 
 
-def disagreement_of(
-    headers: list[AwaitedHeader], names: Sequence[str], rank: int, digest: CallDigest
-) -> str | None:
-    """Wait for headers; return a description of the first that is not as expected, or None.
-
-    `names` has the group's ranks as errors name them, and `rank` is this rank. `digest` belongs to
-    this rank's arguments.
-    """
-    for awaited in headers:
-        awaited.work.wait()
-        if awaited.received != awaited.expected:
-            return disagreement(awaited, names[awaited.peer], names[rank], digest)
-    return None
-
-
 def disagreement(
     header: AwaitedHeader, peer: str, rank: str, digest: CallDigest = NO_DIGEST
 ) -> str:

@@ -31,8 +31,9 @@ from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
 from seqpar.comm.routing.hops import Described, Ends, PieceLocation, Relaying
 from seqpar.comm.routing.routing import Nodes, Routing
+from seqpar.core.background import in_this_mode
 
-Job = tuple[Future[None], Callable[[], None], bool]  # its result, itself, inference mode
+Job = tuple[Future[None], Callable[[], None]]  # its result, itself
 _MAX_KEPT_PASSES = 128  # kinds of passes; a model's layers share them
 
 
@@ -182,18 +183,16 @@ class _Thread:
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Run a job after the jobs before it, in the caller's inference mode."""
         future: Future[None] = Future()
-        self._jobs.put((future, job, torch.is_inference_mode_enabled()))
+        self._jobs.put((future, in_this_mode(job)))
         return future
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
     while (task := jobs.get()) is not None:
-        future, job, inference = task
+        future, job = task
         try:
-            with torch.inference_mode(inference), torch.no_grad():
-                job()
+            job()
             future.set_result(None)
         except BaseException as error:  # raised where the exchange is waited for
             future.set_exception(error)
