@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
+from traceback import walk_stack
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -316,12 +317,8 @@ def flat_mesh(mesh: Any) -> Any:
 def calling_modules() -> list[torch.nn.Module]:
     """Return the modules whose calls run now in this thread, the innermost first."""
     code = _get("torch.nn.Module._call_impl").__code__
-    frame, modules = inspect.currentframe(), list[torch.nn.Module]()
-    while frame is not None:
-        if frame.f_code is code:
-            modules.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return modules
+    frames = walk_stack(inspect.currentframe())
+    return [frame.f_locals["self"] for frame, _ in frames if frame.f_code is code]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -339,13 +336,11 @@ def compiled_modules() -> type[torch.nn.Module] | None:
 
 def runs_compiled() -> bool:
     """Return whether a caller of this function is code that torch.compile made."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame, _ in walk_stack(inspect.currentframe()))
+    return any(
+        code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
+        for code in codes
+    )
 
 
 def parameters_in(module: torch.nn.Module) -> dict[str, Tensor | None]:

@@ -130,15 +130,20 @@ class RankProcesses:
     def _name(self) -> str:
         return f"seqpar/{self._started}"
 
-    def _start(self, size: int) -> None:
-        """Start exactly `size` ranks; raise a StartError if they do not begin."""
+    def ready(self, ranks: int) -> None:
+        """Start this number of ranks, if a different number is running; this may take a while.
+
+        Raises a StartError if they do not begin.
+        """
+        if ranks == self._size:
+            return
         self._own.stop()
         self._started += 1
         self._asked = 0
-        self._size = size
-        self._own.start(self._address, self._name, size)
-        _begin(self._store, self._started - 1, size)
-        ready = [f"{self._name}/ready/{rank}" for rank in range(size)]
+        self._size = ranks
+        self._own.start(self._address, self._name, ranks)
+        _begin(self._store, self._started - 1, ranks)
+        ready = [f"{self._name}/ready/{rank}" for rank in range(ranks)]
         deadline = time.monotonic() + MAX_START_SECONDS
         while not self._store.check(ready):
             if (lost := self._lost()) is not None or time.monotonic() > deadline:
@@ -151,11 +156,6 @@ class RankProcesses:
         if lost is None and self._store.check([key]):
             return str(self._store.get(key).decode())
         return lost
-
-    def ready(self, ranks: int) -> None:
-        """Start this number of ranks, if a different number is running; this may take a while."""
-        if ranks != self._size:
-            self._start(ranks)
 
     def ask(self, ranks: int, task: Task, limit: float) -> list[Any]:
         """Return each rank's answer; a PointError restarts ranks, unless all refused the task."""
