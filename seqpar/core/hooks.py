@@ -105,13 +105,6 @@ class Hooks:
         if self.trace is not None:
             self.trace.compute(start, moment(device), work())
 
-    def compute(
-        self, work: Callable[[], TracedWork], device: torch.device, function: Callable[[], T]
-    ) -> T | None:
-        """Return `function()`, or None if `replace_compute` ran instead; see `computing`."""
-        with self.computing(device, work) as computes:
-            return function() if computes else None
-
     @staticmethod
     def computes_between(
         trace: Recorder, blocks: Iterable[T], works: Sequence[TracedWork], device: torch.device

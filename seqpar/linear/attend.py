@@ -157,7 +157,8 @@ class HookedSteps(Generic[O, R]):
 
     def _compute(self, step: Callable[[], T], *names: StepName) -> T | None:
         """Return `step()`, or None if a hook replaced it."""
-        return hooks.compute(lambda: self._work(*names), self._device, step)
+        with hooks.computing(self._device, lambda: self._work(*names)) as computes:
+            return step() if computes else None
 
     @property
     def _made(self) -> Steps[O, R]:
