@@ -22,7 +22,7 @@ from benchmarks import RESULTS, harness
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.simulate.ranks import Cell, code, error, exchanges, seconds
 from seqpar import simulate
-from seqpar.auto.launch_overhead import operator_seconds
+from seqpar.auto.machine import operator_seconds
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Device, Link
 from seqpar.costs.fit import describe

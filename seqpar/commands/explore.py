@@ -7,10 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from seqpar.core.arguments import as_int
-from seqpar.explore.answer import answer
-from seqpar.explore.drawing import milliseconds, size
-from seqpar.explore.page import CHOICES, page
-from seqpar.explore.question import Question
+from seqpar.explore.page import milliseconds, page, size
+from seqpar.explore.question import CHOICES, Question, answer
 from seqpar.explore.server import HOST, listening
 from seqpar.simulate.playback.playing import require_simpy
 

@@ -1,8 +1,8 @@
-"""Question: the options of a page, as an address or a command line gives them."""
+"""Question: the options of a page, as an address or a command line gives them, and its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 from urllib.parse import urlencode
@@ -10,14 +10,23 @@ from urllib.parse import urlencode
 import numpy as np
 import torch
 
-from seqpar.core.arguments import as_int
+from seqpar.attention.operands import OperandShape
+from seqpar.auto.choosing import recorded
+from seqpar.core.arguments import Ints, as_int
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import STRATEGIES, Candidate
+from seqpar.simulate.playback.outcome import Outcome
+from seqpar.simulate.playback.playing import play
+from seqpar.simulate.recording.program import Compute, Post, Program
 
 MESHES = ("mesh", "usp")  # the strategies on a 2-D mesh
-LAYOUTS = ("zigzag", "contiguous", "striped")
-DTYPES = ("bfloat16", "float16", "float32")
+CHOICES = {
+    "strategy": STRATEGIES,
+    "layout": ("zigzag", "contiguous", "striped"),
+    "causal": ("yes", "no"),
+    "dtype": ("bfloat16", "float16", "float32"),
+}
 MAX_TOKENS, MAX_DOCUMENTS, MAX_RANKS = 2**22, 1024, 64
 MAX_PARTS = 2**12  # ranks² × documents, so that an answer takes seconds
 SAME = "same"  # the cluster with one H100 for each rank
@@ -46,12 +55,8 @@ class Question:
             ("kv_heads", 1, 1024), ("head_dim", 1, 1024), ("window", -1, MAX_TOKENS),
         ):  # fmt: skip
             object.__setattr__(self, name, as_int(name, getattr(self, name), least, most))
-        for name, known in (
-            ("strategy", STRATEGIES), ("layout", LAYOUTS), ("causal", ("yes", "no")),
-            ("dtype", DTYPES),
-        ):  # fmt: skip
-            if getattr(self, name) not in known:
-                got = getattr(self, name)
+        for name, known in CHOICES.items():
+            if (got := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {got!r}")
         if (parts := self.ranks**2 * len(self.documents())) > MAX_PARTS:
             expected = f"must keep ranks² × documents at most {MAX_PARTS:,}"
@@ -100,21 +105,60 @@ class Question:
         except ValueError as error:
             raise ValueError(f"cluster: {error}") from None
 
-    def laid_out(self) -> Layout:
-        cu_seqlens = np.cumsum([0, *self.documents()])
-        return getattr(Layout, self.layout)(cu_seqlens, self.ranks)
-
     def candidate(self) -> Candidate:
         shape = (self.ranks // self.mesh, self.mesh) if self.strategy in MESHES else None
         return Candidate(self.strategy, shape)
 
-    def call(self) -> dict[str, object]:
-        right = 0 if self.causal == "yes" else -1
-        return {"causal": self.causal == "yes", "window_size": (self.window, right)}
-
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
     def address(self) -> str:
         values = asdict(self).items()
         return urlencode({name: x for name, x in values if x != getattr(Question, name)})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a question."""
+
+    question: Question  # the question
+    layout: Layout  # which rank holds which tokens
+    work: Ints  # (ranks, steps) (query, key) pairs, times heads, that each rank computes in forward
+    bytes: Ints  # (ranks, ranks) bytes from each rank to each, forward and backward
+    outcome: Outcome  # when each rank computes, sends and waits, forward and backward
+
+
+def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answer:
+    """Return the result of a question's call. No numbers are computed and no data is sent.
+
+    `check` is called before each rank and before the programs are played, and may raise to stop.
+    Raises a ValueError if the strategy cannot compute the call.
+    """
+    cluster, is_causal = question.on(), question.causal == "yes"
+    cu_seqlens = np.cumsum([0, *question.documents()])
+    layout: Layout = getattr(Layout, question.layout)(cu_seqlens, question.ranks)
+    sizes = 1, question.heads, question.kv_heads, question.head_dim, question.head_dim
+    shape = OperandShape(getattr(torch, question.dtype), *sizes)
+    call = {"causal": is_causal, "window_size": (question.window, 0 if is_causal else -1)}
+    programs = recorded(
+        question.candidate(), shape, layout, call, ordered=cluster.overlaps, check=check
+    )
+    check()
+    return Answer(question, layout, work_of(programs), sent(programs), play(programs, cluster))
+
+
+def sent(programs: list[Program]) -> Ints:
+    """Return (ranks, ranks) the bytes from each rank to each."""
+    traffic = np.zeros((len(programs), len(programs)), dtype=np.int64)
+    for rank, program in enumerate(programs):
+        for action in program.each():
+            for peer, nbytes in action.sends if isinstance(action, Post) else ():
+                traffic[rank, peer] += nbytes
+    return traffic
+
+
+def work_of(programs: list[Program]) -> Ints:
+    """Return (ranks, steps) the area of each computation in forward."""
+    rows = [
+        [x.area for x in program.each() if isinstance(x, Compute) and x.what.endswith("forward")]
+        for program in programs
+    ]
+    steps = max(map(len, rows))
+    return np.array([row + [0] * (steps - len(row)) for row in rows], dtype=np.int64)

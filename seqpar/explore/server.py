@@ -8,9 +8,8 @@ from threading import Lock
 from urllib.parse import parse_qsl, urlsplit
 
 from seqpar.core.web import BoundedServer, Handler
-from seqpar.explore.answer import answer
 from seqpar.explore.page import page
-from seqpar.explore.question import Question
+from seqpar.explore.question import Question, answer
 
 HOST = "127.0.0.1"
 MAX_ADDRESS_CHARACTERS = 8192

@@ -176,8 +176,9 @@ class RecordingComm(Comm):
         label = exchange.label
         for _, x in (*sends, *recvs):
             if not x.is_meta:  # the data of the other ranks would be missing
-                expected = "only meta tensors are recorded"
-                raise ValueError(f"{label} sends a tensor on {x.device}; {expected}")
+                raise ValueError(
+                    f"{label} sends a tensor on {x.device}; only meta tensors are recorded"
+                )
         sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
         number = self._recorder.post(self._through, sent, received, label, exchange.step)
         return _RecordedExchange(self._recorder, number)

@@ -13,9 +13,8 @@ import torch
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.commands.explore import MEANINGS
-from seqpar.explore.answer import answer
 from seqpar.explore.page import page
-from seqpar.explore.question import Question
+from seqpar.explore.question import Question, answer
 from seqpar.explore.server import answered, listening
 from seqpar.simulate.candidates import STRATEGIES
 
