@@ -40,6 +40,14 @@ TOLERANCE = 1e-4  # of results in fp32, relative
 COMPUTES = (0.5, 1.5)  # of a step on links, over the time of a hop of Ring
 
 
+def by_place(rows: list[Row]) -> dict[str, float]:
+    """Return the RMS error by place of steps that were measured and simulated."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["where"], []).append(row["error"])
+    return {place: float(np.sqrt(np.mean(np.square(x)))) for place, x in errors.items()}
+
+
 def cells(tokens: int) -> list[Cell]:
     """Return the cells: first on cores, then on links."""
     found = []
@@ -232,7 +240,7 @@ def main() -> int:
             "links",
         }:  # the error bars of predictions need both
             Path(error_model.__file__).with_name(error_model.FILE).write_text(
-                json.dumps(error_model.by_place(rows), indent=1) + "\n"
+                json.dumps(by_place(rows), indent=1) + "\n"
             )
     return 0
 

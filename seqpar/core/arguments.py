@@ -97,6 +97,12 @@ def as_path(name: str, value: object) -> Path:
     return Path(value)
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise a TypeError that names the argument unless `value` is of this kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+
+
 def check_function(name: str, value: object) -> None:
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {shown(value)}")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from seqpar.core.arguments import as_int
+from seqpar.core.arguments import as_int, check_type
 from seqpar.costs.device import Device, Link, build
 from seqpar.costs.devices import NODES, core, node_like
 from seqpar.costs.fabric import Fabric, Torus, as_dict, from_dict
@@ -65,9 +65,7 @@ class Cluster:
         for name, least in (("nodes", 1), ("devices_per_node", 1), ("nics", 0)):
             object.__setattr__(self, name, as_int(name, getattr(self, name), least))
         for name, kind in (("device", Device), ("overlaps", bool), *((x, Link) for x in LINKS)):
-            if not isinstance(getattr(self, name), kind):
-                got = getattr(self, name)
-                raise TypeError(f"{name} must be a {kind.__name__}, got {got!r}")
+            check_type(name, getattr(self, name), kind)
         if self.nodes > 1 and self.nics == 0:
             raise ValueError(f"nics must be at least 1 where there are {self.nodes} nodes")
         if not isinstance(self.fabric, Fabric | None):
@@ -117,45 +115,46 @@ class Cluster:
         """
         from seqpar.costs.profile import machine  # imports kernels, which presets do not need
 
-        if path is not None:
-            path = Path(path).expanduser()
-            if not refresh and path.exists():
-                return cls.from_json(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _measuring_alone(path.parent):
-                if refresh or not path.exists():
-                    cls(**describe(machine.profile())).to_json(path)
-            return cls.from_json(path)
-        folder = Path(os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar"))
-        path = Path(folder, f"cluster-{machine.machine()}.json")
+        is_default = path is None
+        if path is None:
+            folder = os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar")
+            path = Path(folder, f"cluster-{machine.machine()}.json")
         try:
-            path = path.expanduser()
+            path = Path(path).expanduser()
             path.parent.mkdir(parents=True, exist_ok=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+            if not is_default:
+                raise
             return cls(**describe(machine.profile()))._unsaved(path, error)
-        if not refresh and (kept := cls._kept(path)):
+        if not refresh and (kept := cls._kept(path, is_default)):
             return kept
         with _measuring_alone(path.parent):
-            if not refresh and (kept := cls._kept(path, quiet=True)):
+            if not refresh and (kept := cls._kept(path, is_default, quiet=True)):
                 return kept
             made = cls(**describe(machine.profile()))
             try:
                 made.to_json(path)
             except OSError as error:
+                if not is_default:
+                    raise
                 return made._unsaved(path, error)
         return made
 
     @classmethod
-    def _kept(cls, path: Path, quiet: bool = False) -> Cluster | None:
+    def _kept(cls, path: Path, is_default: bool, quiet: bool = False) -> Cluster | None:
+        """Return the cluster in a file; None if there is none, or a default file does not fit."""
         if not path.exists():
             return None
         try:
             kept = cls.from_json(path)
         except (ValueError, OSError) as error:
+            if not is_default:
+                raise
             reason = str(error)
         else:
             recorded = None if kept.measured is None else kept.measured.get("environment")
-            if not isinstance(recorded, dict) or kept.device.name == environment()["device"]:
+            is_own = not is_default or not isinstance(recorded, dict)
+            if is_own or kept.device.name == environment()["device"]:
                 return kept
             reason = f"{path} is of another device: {kept.device.name}"
         if not quiet:

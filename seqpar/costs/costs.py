@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.core.arguments import as_int, shown
+from seqpar.core.arguments import as_int, check_type
 from seqpar.costs.cluster import LINKS, Cluster
 from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of, slice_tasks, span_tasks
 from seqpar.costs.model import Layer, Model
@@ -29,9 +29,8 @@ class Costs:
     """
 
     def __init__(self, cluster: Cluster, model: Model) -> None:
-        for name, value, kind in (("cluster", cluster, Cluster), ("model", model, Model)):
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+        check_type("cluster", cluster, Cluster)
+        check_type("model", model, Model)
         self.cluster, self.model = cluster, model
 
     @property

@@ -131,9 +131,7 @@ class Device:
 
     def as_dict(self) -> dict[str, object]:
         """Return the fields as plain numbers, for JSON."""
-        values: dict[str, object] = {x.name: getattr(self, x.name) for x in fields(self)}
-        parts = {"attention": self.attention.as_dict(), "recurrent": asdict(self.recurrent)}
-        return values | parts
+        return asdict(self) | {"attention": self.attention.as_dict()}
 
     @classmethod
     def from_dict(cls, values: object) -> Device:

@@ -150,12 +150,7 @@ class Grid:
 
     def as_dict(self) -> dict[str, object]:
         """Return the fields as plain numbers and lists, for JSON."""
-        plain: dict[str, object] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            plain[field.name] = value.tolist() if isinstance(value, np.ndarray) else value
-        plain["call"] = list(self.call)
-        return plain
+        return {x.name: np.asarray(getattr(self, x.name)).tolist() for x in fields(self)}
 
     def alone(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
         """Return (n,) seconds of each task in a separate call; 0 for tasks without pairs."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
-from typing import TypedDict
 
 import numpy as np
 
@@ -14,13 +12,6 @@ from seqpar.costs.cluster import Cluster
 from seqpar.costs.fit import errors
 
 FILE = "validated.json"  # written by `benchmarks.simulate.validation`
-
-
-class SimulatedStepError(TypedDict):
-    """The signed relative error of one simulated step, and where the step was measured."""
-
-    where: str
-    error: float
 
 
 def error_of(cluster: Cluster) -> float:
@@ -38,16 +29,7 @@ def error_of(cluster: Cluster) -> float:
 @cache
 def validated() -> dict[str, float]:
     """Return the RMS errors of simulated steps, by the place where they were measured."""
-    errors_by_place: dict[str, float] = json.loads((files("seqpar.simulate") / FILE).read_text())
-    return errors_by_place
-
-
-def by_place(rows: Iterable[SimulatedStepError]) -> dict[str, float]:
-    """Return the RMS error by place of steps that were measured and simulated."""
-    errors_by_place: dict[str, list[float]] = {}
-    for row in rows:
-        errors_by_place.setdefault(row["where"], []).append(row["error"])
-    return {place: float(np.sqrt(np.mean(np.square(x)))) for place, x in errors_by_place.items()}
+    return json.loads((files("seqpar.simulate") / FILE).read_text())
 
 
 def _error_of_costs(cluster: Cluster) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from seqpar.core.arguments import shown
+from seqpar.core.arguments import check_type, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.simulate.playback.network import Flight, Hardware, Network
 from seqpar.simulate.playback.op_costs import Pricing, computes, price
@@ -48,8 +48,7 @@ def play(
         ImportError: without simpy, which the extra "plan" installs.
     """
     programs = list(programs)
-    if not isinstance(cluster, Cluster):
-        raise TypeError(f"cluster must be a Cluster, got {shown(cluster)}")
+    check_type("cluster", cluster, Cluster)
     if not programs or not all(isinstance(x, Program) for x in programs):
         raise ValueError(f"programs must be one Program for each rank, got {shown(programs)}")
     if len({x.ordered for x in programs}) > 1:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqpar.core.arguments import CuSeqlens, as_bool, as_lengths, shown
+from seqpar.core.arguments import CuSeqlens, as_bool, as_lengths, check_type, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.fabric import Torus
@@ -74,10 +74,8 @@ def recommend(
             128 devices holds the parameters.
         ImportError: without simpy, which the extra "plan" installs.
     """
-    if not isinstance(model, Model):
-        raise TypeError(f"model must be a Model, got {shown(model)}")
-    if not isinstance(cluster, Cluster):
-        raise TypeError(f"cluster must be a Cluster, got {shown(cluster)}")
+    check_type("model", model, Model)
+    check_type("cluster", cluster, Cluster)
     lengths, simulate_all = as_lengths("lengths", lengths), as_bool("simulate_all", simulate_all)
     if not lengths.sum():
         raise ValueError("lengths must have a token")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.core.arguments import as_int, shown
+from seqpar.core.arguments import as_int, check_type, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.grid import Floats, as_amounts
 from seqpar.simulate.playback.outcome import Outcome
@@ -53,8 +53,7 @@ def pipeline(
     Raises:
         ValueError: if an argument is wrong; the message names it.
     """
-    if not isinstance(cluster, Cluster):
-        raise TypeError(f"cluster must be a Cluster, got {shown(cluster)}")
+    check_type("cluster", cluster, Cluster)
     stages = as_int("stages", stages, 1)
     if cluster.ranks % stages:
         raise ValueError(f"stages must divide the cluster's {cluster.ranks} ranks, got {stages}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.core.arguments import Ints, as_bool, as_float, as_int, shown
+from seqpar.core.arguments import Ints, as_bool, as_float, as_int, check_type, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.costs.grid import Floats
@@ -127,11 +127,9 @@ def step(
         ValueError: if an argument is wrong, which the message names, or if the strategy cannot
             compute the layout.
     """
-    for name, argument, expected in (
-        ("layout", layout, Layout), ("cluster", cluster, Cluster), ("model", model, Model),
-    ):  # fmt: skip
-        if not isinstance(argument, expected):
-            raise TypeError(f"{name} must be a {expected.__name__}, got {shown(argument)}")
+    check_type("layout", layout, Layout)
+    check_type("cluster", cluster, Cluster)
+    check_type("model", model, Model)
     if not isinstance(strategy, str) or strategy not in SOFTMAX:
         raise ValueError(f"strategy must be one of {sorted(SOFTMAX)}, got {shown(strategy)}")
     for name, choice, known in (

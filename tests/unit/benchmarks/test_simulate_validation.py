@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulate.validation import asleep, cells, fit, joined, linked, summary
+from benchmarks.simulate.validation import asleep, by_place, cells, fit, joined, linked, summary
 from seqpar.balance import Cluster
 from seqpar.costs.grid import Tasks
 from seqpar.simulate import error_model
@@ -67,12 +67,14 @@ def test_errors_are_summed_up_by_place():
     found = summary(rows)
     assert found["cores, 2"] == pytest.approx({"median": 0.065, "worst": 0.1, "spread": 0.01})
     assert found["all"]["median"] == 0.03
+    errors = [{"where": "cores", "error": x} for x in (0.03, -0.04)]
+    assert by_place(errors) == pytest.approx({"cores": (0.0025 / 2) ** 0.5})
 
 
 def test_the_page_and_recommend_use_the_committed_errors():
     (file,) = (ROOT / "benchmarks" / "results").glob("*/simulate.json")
     rows = json.loads(file.read_text())["rows"]
-    assert error_model.validated() == error_model.by_place(rows)
+    assert error_model.validated() == by_place(rows)
     page = (ROOT / "docs" / "benchmarks" / "simulate.md").read_text()
     for name, x in summary(rows).items():
         figures = " | ".join(f"{x[figure]:.1%}" for figure in ("median", "worst", "spread"))

@@ -346,8 +346,6 @@ def test_errors_add_those_of_steps_and_prices(monkeypatch):
     assert set(steps) == {"cores", "links"} and all(0 < x < 1 for x in steps.values())
     assert error_of(CLUSTER) == steps["links"]
     assert steps["cores"] < error_of(here) < steps["cores"] + 0.2
-    rows = [{"where": "cores", "error": x} for x in (0.03, -0.04)]
-    assert error_model.by_place(rows) == pytest.approx({"cores": (0.0025 / 2) ** 0.5})
 
 
 def test_what_a_strategy_cannot_is_its_reason(monkeypatch):
