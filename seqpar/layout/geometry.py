@@ -139,7 +139,6 @@ class Geometry:
         return len(self.holdings)
 
     def merged_holding(self, ranks: Sequence[int]) -> Holding:
-        """Return the spans that some ranks hold together, as if they were one rank."""
         parts = [self.holdings[rank].columns for rank in ranks]
         documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(sort_keys(documents, starts))
@@ -182,7 +181,6 @@ class Geometry:
         return np.array_equal(self.cu_seqlens, other.cu_seqlens) and self.digest == other.digest
 
     def merged_ranks(self, size: int) -> Geometry:
-        """Return the geometry in which each `size` consecutive ranks are merged into one."""
         make = partial(Geometry, self.cu_seqlens, Merged(self.cut, size))
         return self.derived(("merged ranks", size), make)
 

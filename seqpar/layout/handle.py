@@ -110,12 +110,6 @@ def name_of(handle: Tensor, canonical: bool) -> str:
     return key_of(handle.numpy()).hex()[:16]
 
 
-def tokens_of(sizes: list[Tensor], ranks: range) -> int:
-    """Return the number of tokens on consecutive ranks, from the tensors of `make_sizes`."""
-    edges = sizes_of(sizes[ranks.start]), sizes_of(sizes[ranks.stop])
-    return edges[1].tokens_before - edges[0].tokens_before
-
-
 def _decode(words: Ints) -> Geometry:
     content = words[DIGEST_WORDS:]
     if words.dtype != np.int64 or words.ndim != 1 or digest_of(content).tobytes() != key_of(words):

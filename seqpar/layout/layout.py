@@ -347,8 +347,9 @@ class Layout:
         """Traceable by torch.compile."""
         if not torch.compiler.is_compiling():
             return sum(self.tokens_per_rank[ranks])
-        first, behind = (min(edge, self.ranks) for edge in (ranks.start, ranks.stop))
-        return handle.tokens_of(self._sizes, range(first, behind))
+        edges = (self._sizes[min(edge, self.ranks)] for edge in (ranks.start, ranks.stop))
+        first, behind = (handle.sizes_of(sizes).tokens_before for sizes in edges)
+        return behind - first
 
     def _rank(self, rank: int) -> int:
         if (number := as_int("rank", rank, 0)) >= self.ranks:

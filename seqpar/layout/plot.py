@@ -38,8 +38,6 @@ class DrawnLayout(Protocol):
 
 
 class DrawnMask(Protocol):
-    """The part of `seqpar.Mask` that is drawn."""
-
     def visible(self, geometry: Geometry) -> NDArray[np.bool_]: ...
 
 

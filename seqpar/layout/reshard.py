@@ -133,8 +133,6 @@ def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim
 
 
 class _Remap(torch.autograd.Function):
-    """`remap` along the first dimension. Backward moves the gradients the other way."""
-
     @staticmethod
     def forward(ctx: _Context, x: Tensor, source: Geometry, target: Geometry, comm: Comm) -> Tensor:
         ctx.layouts, ctx.comm = (source, target), comm

@@ -25,8 +25,6 @@ class Documents(Protocol):
 
 
 class CollateOptions(TypedDict, total=False):
-    """The optional arguments of `collate`."""
-
     label_tokens: int | None
     per_token: Collection[str] | None
 

@@ -67,8 +67,6 @@ class CellPart(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """The price of sending a cell's rows to a server."""
-
     query: float  # bytes of a row
     key: float  # bytes of a row
     held: Intervals  # keys of the document that the server has or receives anyway

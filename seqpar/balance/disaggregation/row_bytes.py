@@ -46,16 +46,12 @@ class RowBytes(NamedTuple):
         """
         value_dim, exact = head_dim if value_dim is None else value_dim, max(4, itemsize)
         operands, width = head_dim * itemsize, head_dim + value_dim
-        queries = (
-            operands + (value_dim + 1) * exact,
-            operands + value_dim * itemsize + (head_dim + 2) * exact,
-        )
-        keys = width * itemsize, width * (itemsize + exact)
-        times = (1 + backward) / 2, (1 + 1 / backward) / 2  # as long as both, for each
-        query, key = (
-            max(x * y for x, y in zip(each, times, strict=True)) for each in (queries, keys)
-        )
-        return cls(heads * query, kv_heads * key)
+        # The passes' mean time, relative to each pass.
+        forward, backward = (1 + backward) / 2, (1 + 1 / backward) / 2
+        query = operands + (value_dim + 1) * exact
+        returned = operands + value_dim * itemsize + (head_dim + 2) * exact
+        keys = max(width * itemsize * forward, width * (itemsize + exact) * backward)
+        return cls(heads * max(query * forward, returned * backward), kv_heads * keys)
 
 
 def check_row_bytes(row_bytes: RowBytes) -> RowBytes:

@@ -25,8 +25,6 @@ LIMIT_TOLERANCE = 2e-3  # relative; a server with a smaller surplus is done
 
 
 class Terms(NamedTuple):
-    """Memory of the servers, and the price of sending rows."""
-
     memory: Floats  # (servers,) bytes that may travel to each server
     query: float  # bytes of a row
     key: float  # bytes of a row

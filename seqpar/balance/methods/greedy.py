@@ -28,9 +28,8 @@ class GreedyAssigner:
     @property
     def load(self) -> Floats:
         """(ranks,) load of each rank: 1 at the mean of seconds, or at its capacity."""
-        return np.maximum(
-            self.seconds / max(self.batch.mean, 1e-30), self.held / self.batch.capacity
-        )
+        of_time = self.seconds / max(self.batch.mean, 1e-30)
+        return np.maximum(of_time, self.held / self.batch.capacity)
 
     def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
         """Place documents on rings. `members` lists the ranks of one ring after another."""
@@ -59,8 +58,8 @@ class GreedyAssigner:
         """Place whole documents as `_rounds` does, faster for few ranks; return the rest."""
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()
-        load = self.held / batch.capacity if by_tokens else self.load
-        lightest = list(zip(load.tolist(), range(batch.ranks), strict=True))
+        loads = self.held / batch.capacity if by_tokens else self.load
+        lightest = list(zip(loads.tolist(), range(batch.ranks), strict=True))
         heapq.heapify(lightest)
         found = np.empty_like(documents)
         taken, weights = batch.held[documents].tolist(), batch.weights[documents].tolist()
@@ -73,9 +72,8 @@ class GreedyAssigner:
             held[rank] += tokens
             seconds[rank] += weight
             full = held[rank] / batch.capacity
-            heapq.heapreplace(
-                lightest, (full if by_tokens else max(seconds[rank] / mean, full), rank)
-            )
+            load = full if by_tokens else max(seconds[rank] / mean, full)
+            heapq.heapreplace(lightest, (load, rank))
         placed = found >= 0
         self.put(documents[placed], np.ones_like(documents[placed]), found[placed])
         return np.flatnonzero(~placed)

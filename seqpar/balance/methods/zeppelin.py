@@ -8,7 +8,6 @@ three zones: inter-node, intra-node and local. Each is on a ring of only its own
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,34 +18,22 @@ from seqpar.core.ranges import count_up
 from seqpar.costs.grid import Floats
 
 
-class Buckets(NamedTuple):
-    """(rows, width) work and tokens of buckets. A row is a node, or the whole cluster."""
-
-    work: Floats
-    tokens: Floats
-
-
 def place(batch: DocumentBatch) -> Pieces:
-    """Partition documents between nodes, then each node's documents between its devices."""
     cluster, order = batch.costs.cluster, batch.longest_first
     nodes, devices = cluster.nodes, cluster.devices_per_node
     # A ring hides its messages if each rank has this share. The smallest rings have two members.
     zone = 2 * devices * batch.hidden_share["between"]
-    cluster_row, no_work = np.zeros_like(order), np.zeros((1, nodes))
-    sizes, members = partition(
-        batch, order, cluster_row, Buckets(no_work, no_work), zone, batch.capacity * devices
-    )
+    cluster_row, empty = np.zeros_like(order), np.zeros((2, 1, nodes))
+    sizes, members = partition(batch, order, cluster_row, empty, zone, batch.capacity * devices)
     inter = sizes > 1
     owner = np.repeat(np.arange(order.size), sizes)
     of_inter = inter[owner]
     devices_of = (members[of_inter][:, None] * devices + np.arange(devices)).ravel()
     sizes = sizes[inter] * devices
     each = np.repeat(1 / sizes, sizes)
-    had = [
-        np.bincount(devices_of, np.repeat(x[order[inter]], sizes) * each, batch.ranks)
-        for x in (batch.weights, batch.held)
-    ]
-    buckets = Buckets(*(x.astype(np.float64).reshape(nodes, devices) for x in had))
+    parts = (np.repeat(x[order[inter]], sizes) * each for x in (batch.weights, batch.held))
+    had = np.stack([np.bincount(devices_of, part, batch.ranks) for part in parts])
+    buckets = had.astype(np.float64).reshape(2, nodes, devices)
     zone = 2 * batch.hidden_share["inside"]
     node = members[~of_inter]
     local_sizes, local = partition(batch, order[~inter], node, buckets, zone, batch.capacity)
@@ -55,18 +42,19 @@ def place(batch: DocumentBatch) -> Pieces:
 
 
 def partition(
-    batch: DocumentBatch, documents: Ints, row: Ints, had: Buckets, zone: float, capacity: int
+    batch: DocumentBatch, documents: Ints, row: Ints, had: Floats, zone: float, capacity: int
 ) -> tuple[Ints, Ints]:
     """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
 
+    A row is a node, or the whole cluster. `had` is (2, rows, width), the buckets' work and tokens.
     Documents of at least `zone` tokens are cut over the number of buckets that their work would
     fill, all others go whole to the bucket with the least work. While a bucket has too many tokens,
     more of the longest documents are cut; the number at least doubles each time.
 
     Return each document's number of buckets, and the bucket numbers, counted through the rows.
     """
-    held, weights, width = batch.held[documents], batch.weights[documents], had.work.shape[1]
-    mean = had.work.sum(1) + np.bincount(row, weights, had.work.shape[0])
+    held, weights, width = batch.held[documents], batch.weights[documents], had.shape[2]
+    mean = had[0].sum(1) + np.bincount(row, weights, had.shape[1])
     most = np.minimum(batch.most_ranks[documents], width)
     filled = np.ceil(weights * width / np.maximum(mean[row], 1e-30)).astype(np.int64)
     needed, dropped = np.ceil(held / capacity).astype(np.int64), 0
@@ -81,11 +69,11 @@ def partition(
 
 
 def _assign(
-    held: Floats, weights: Floats, row: Ints, had: Buckets, sizes: Ints
+    held: Floats, weights: Floats, row: Ints, had: Floats, sizes: Ints
 ) -> tuple[Ints, Floats]:
     """Give documents to the lightest buckets of their rows: cut ones first, one per turn."""
-    rows, width = had.work.shape
-    work, tokens = had.work.copy(), had.tokens.copy()
+    _, rows, width = had.shape
+    work, tokens = had.copy()
     firsts = np.cumsum(sizes) - sizes
     members = np.empty(int(sizes.sum()), np.int64)
     for cut in (True, False):

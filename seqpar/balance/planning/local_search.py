@@ -60,10 +60,8 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
         inflow = np.bincount(ranks, got * kept, batch.ranks)
         got *= np.minimum(1, np.maximum(room, 0) / np.maximum(inflow, 1e-30))[ranks]
         sums = np.bincount(number, given), np.bincount(number, got)
-        moved = np.minimum(*sums)
-        change = (got * (moved / np.maximum(sums[1], 1e-30))[number]) - (
-            given * (moved / np.maximum(sums[0], 1e-30))[number]
-        )
+        shares = [(np.minimum(*sums) / np.maximum(x, 1e-30))[number] for x in sums]
+        change = got * shares[1] - given * shares[0]
         wanted += change
         seconds += np.bincount(ranks, change * each, batch.ranks)
         room -= np.bincount(ranks, change * kept, batch.ranks)

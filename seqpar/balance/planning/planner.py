@@ -66,9 +66,6 @@ GOOD_RATIO = 1.01  # slowest rank / mean, at which a large plan tries no further
 MAX_REFINED = 2  # placements that local search improves, best first
 DONE_RATIO = 1.005  # slowest rank / mean, at which no further placement is refined
 MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks
-# These methods cut more finely than a kernel's tile. "auto" never tries contiguous packing, and
-# tries zigzag only if all documents are long.
-FINE_CUTTING_METHODS = ("contiguous", "zigzag")
 MAX_BATCHES = 2**20
 
 Placed = tuple[str, Ints, LayoutCut, Prediction]  # method, order of documents, cut, prediction
@@ -202,9 +199,7 @@ def _bound(batch: DocumentBatch) -> float:
     if not batch.lengths.size:
         return 0.0
     calls = sum(batch.costs.call_seconds(way) for way in WAYS)
-    longest = float(
-        ((batch.attention.sum(0) + batch.linear) / np.minimum(batch.lengths, batch.ranks)).max()
-    )
+    longest = float((batch.seconds / np.minimum(batch.lengths, batch.ranks)).max())
     least = sum(float(batch.costs.tokenwise(1, way)) for way in WAYS)
     return max(batch.ideal, longest, least) + calls
 
@@ -217,11 +212,10 @@ def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
         pieces = PLACES[method](batch)
         return _ordered(method, batch, pieces, predict(batch, pieces))
     parts = CUT_THRESHOLDS_WHEN_LARGE if many else CUT_THRESHOLDS
-    ways: list[tuple[str, Callable[[DocumentBatch], Pieces]]] = [
-        ("bytescale", partial(greedy.bytescale, part=part)) for part in parts
-    ]
+    ways: list[tuple[str, Callable[[DocumentBatch], Pieces]]]
+    ways = [("bytescale", partial(greedy.bytescale, part=part)) for part in parts]
     if not many:
-        left_out = {"bytescale", *FINE_CUTTING_METHODS}
+        left_out = {"bytescale", "contiguous"}  # contiguous cuts more finely than a kernel's tile
         if batch.lengths.size * batch.ranks > MAX_KARMARKAR_KARP_PRODUCT:
             left_out.add("karmarkar_karp")
         ways += [way for way in PLACES.items() if way[0] not in left_out]
@@ -237,6 +231,7 @@ def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
         best = min(best, (name, *refine(batch, pieces, found)), key=_slowest)
         if _slowest(best) <= DONE_RATIO * batch.ideal:
             break
+    # Zigzag cuts documents that are not long more finely than a kernel's tile.
     if not many and batch.lengths.min() >= MIN_SHARE_TOKENS * batch.ranks:
         cut, found = baselines.zigzag(batch)
         if found.seconds.max() < _slowest(best):
@@ -264,11 +259,10 @@ def _ordered(method: str, batch: DocumentBatch, pieces: Pieces, found: Predictio
 def _zones(batch: DocumentBatch, pieces: Pieces) -> Ints:
     """Return (documents,): 2 if a document is on several nodes, 1 on several ranks, otherwise 0."""
     zones = np.zeros(batch.lengths.size, np.int64)
-    cut = np.flatnonzero(~pieces.whole(batch))
-    documents, node = pieces.documents[cut], pieces.ranks[cut]
-    node = node // batch.costs.cluster.devices_per_node
-    zones[documents] = 1
+    cut = pieces.take(~pieces.whole(batch))
+    node = cut.ranks // batch.costs.cluster.devices_per_node
+    zones[cut.documents] = 1
     first = np.full(batch.lengths.size, batch.ranks)
-    np.minimum.at(first, documents, node)
-    zones[documents[node > first[documents]]] = 2
+    np.minimum.at(first, cut.documents, node)
+    zones[cut.documents[node > first[cut.documents]]] = 2
     return zones

@@ -148,10 +148,8 @@ class Plan:
         figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
-        head = (
-            f"{self.method}: {self.seconds:.4g} s, {self.share:.1%} of the bound {self.bound:.4g} s"
-        )
-        head += f"; {self.ranks} ranks of {self.capacity:,} tokens"
+        head = f"{self.method}: {self.seconds:.4g} s, {self.share:.1%} of the bound "
+        head += f"{self.bound:.4g} s; {self.ranks} ranks of {self.capacity:,} tokens"
         if self.dropped:
             head += f"; {self.dropped} empty documents dropped"
         if self.heads > 1:

@@ -65,8 +65,6 @@ class Offloading:
 
 @dataclass(frozen=True, eq=False)
 class DocumentBatch:
-    """Documents for the ranks of a cluster."""
-
     lengths: Ints  # (documents,) tokens of each document, at least 1; together they fit
     attention: Floats  # (2, documents) seconds of each document's attention, forward and backward
     costs: Costs  # the costs of work and messages
@@ -115,10 +113,8 @@ class DocumentBatch:
     @cached_property
     def token_seconds(self) -> Floats:
         """(2,) seconds of linear modules per token, forward and backward."""
-        return (
-            np.array([self.costs.tokenwise(COMPUTE_BOUND_TOKENS, way) for way in WAYS])
-            / COMPUTE_BOUND_TOKENS
-        )
+        seconds = [self.costs.tokenwise(COMPUTE_BOUND_TOKENS, way) for way in WAYS]
+        return np.array(seconds) / COMPUTE_BOUND_TOKENS
 
     @cached_property
     def weights(self) -> Floats:
@@ -131,6 +127,11 @@ class DocumentBatch:
         return self.token_seconds.sum() * self.lengths
 
     @cached_property
+    def seconds(self) -> Floats:
+        """(documents,) seconds of each whole document, forward and backward."""
+        return self.attention.sum(0) + self.linear
+
+    @cached_property
     def mean(self) -> float:
         """Seconds that documents add to each rank if work could be cut anywhere."""
         return float(self.weights.sum()) / self.ranks
@@ -138,7 +139,7 @@ class DocumentBatch:
     @cached_property
     def ideal(self) -> float:
         """Seconds of each rank if nothing were sent and work could be cut anywhere."""
-        return float((self.attention.sum(0) + self.linear).sum()) / self.ranks
+        return float(self.seconds.sum()) / self.ranks
 
     @cached_property
     def longest_first(self) -> Ints:
@@ -214,13 +215,9 @@ class Pieces(NamedTuple):
         i = np.arange(size.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         document = np.repeat(documents, sizes)
         length = batch.lengths[document]
-        low, high = i, 2 * size - 1 - i
-        whole = cls(
-            np.concatenate([document, document]),
-            np.concatenate([members, members]),
-            np.concatenate([length * low // (2 * size), length * high // (2 * size)]),
-            np.concatenate([length * (low + 1) // (2 * size), length * (high + 1) // (2 * size)]),
-        )
+        chunks = np.stack([i, 2 * size - 1 - i])
+        starts, stops = ((length * x // (2 * size)).ravel() for x in (chunks, chunks + 1))
+        whole = cls(np.tile(document, 2), np.tile(members, 2), starts, stops)
         # A ring of one rank holds a whole document: one span instead of two that touch.
         single = size == 1
         whole.stops[: size.size][single] = length[single]

@@ -44,7 +44,6 @@ class Prediction(NamedTuple):
 
 
 def predict(batch: DocumentBatch, pieces: Pieces) -> Prediction:
-    """Predict a step in which ranks hold these pieces of the batch's documents."""
     length = pieces.stops - pieces.starts
     tokens = np.bincount(pieces.ranks, length, batch.ranks).astype(np.int64)
     whole = pieces.whole(batch)

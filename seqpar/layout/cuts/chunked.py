@@ -52,34 +52,33 @@ class Chunked(CountedCut):
         documents, starts, stops = self.whole.columns(self.documents, rank)
         span, chunk = enumerated(starts // self.size, (stops - 1) // self.size)
         begin = chunk * self.size
+        first_chunks = self._first_chunks[documents[span]]
+        starts, stops = np.maximum(starts[span] - begin, 0), stops[span] - begin
+        return first_chunks + chunk, starts, np.minimum(stops, self.size)
+
+    @property
+    def _first_chunks(self) -> Ints:
         counts = _chunks(self.documents, self.size)
-        return (
-            (np.cumsum(counts) - counts)[documents[span]] + chunk,
-            np.maximum(starts[span], begin) - begin,
-            np.minimum(stops[span], begin + self.size) - begin,
-        )
+        return np.cumsum(counts) - counts
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return lengths
 
     def holders(self, cu_seqlens: Ints) -> HolderLookup:
-        whole, counts = self.whole.holders(self.documents), _chunks(self.documents, self.size)
-        first_chunks = np.cumsum(counts) - counts
+        whole, first_chunks = self.whole.holders(self.documents), self._first_chunks
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             of_whole = np.searchsorted(first_chunks, documents, side="right") - 1
             begins = (documents - first_chunks[of_whole]) * self.size
             spans = whole(of_whole, begins + starts, begins + stops)
-            begins = begins[spans.numbers]
-            return spans._replace(
-                starts=np.maximum(spans.starts - begins, starts[spans.numbers]),
-                stops=np.minimum(spans.stops - begins, stops[spans.numbers]),
-            ).nonempty()
+            begins, starts, stops = (x[spans.numbers] for x in (begins, starts, stops))
+            starts = np.maximum(spans.starts - begins, starts)
+            stops = np.minimum(spans.stops - begins, stops)
+            return spans._replace(starts=starts, stops=stops).nonempty()
 
         return lookup
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Count the tokens, spans and runs of all ranks, from the spans of one rank at a time."""
         rows = []
         for rank in range(self.ranks):
             (documents, starts, stops), _ = joined(self.columns(cu_seqlens, rank))

@@ -47,15 +47,13 @@ HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
 
 
 class Cut(Protocol):
-    """The interface of all cuts. `alike`: documents of equal length are cut alike, anywhere."""
+    """The interface of all cuts. `alike`: the cut of a document depends only on its length."""
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks."""
+    def ranks(self) -> int: ...
 
     @property
-    def alike(self) -> bool:
-        """Whether the cut of a document depends only on its length."""
+    def alike(self) -> bool: ...
 
     @property
     def most_spans(self) -> int | None:
@@ -193,7 +191,7 @@ class Zigzag(CountedCut):
         return lengths[:, None] * np.arange(chunks + 1, dtype=lengths.dtype) // chunks
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Count the tokens, spans and runs of all ranks.
+        """Count documents that are cut alike together.
 
         A document of L = a·2P + b tokens has a tokens in each chunk, and one more in the chunks in
         which a document of b tokens has one, so documents with the same b are counted together.

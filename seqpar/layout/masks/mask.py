@@ -204,7 +204,6 @@ class Slices:
         return (distance >= low).logical_and_(distance <= high)
 
     def positions_on(self, device: torch.device) -> list[Tensor]:
-        """Return the positions of all query rows and of all key rows on a device."""
         host = self.q_positions, self.k_positions
         tables = self.derived("positions", lambda: [torch.from_numpy(x) for x in host])
         return [on_device(x, device) for x in tables]

@@ -90,11 +90,11 @@ class MaskRanges:
         order = np.lexsort(columns[::-1])
         columns, index = columns.take(order), index[order]
         if found := find_overlap(columns):
+            both, query, key = found
             pair = " and ".join(
-                f"ranges[{i}], {given.written(i)}," for i in sorted(index[[*found[:2]]].tolist())
+                f"ranges[{i}], {given.written(i)}," for i in sorted(index[both].tolist())
             )
-            document = columns.documents[found.one]
-            where = f"query {found.query} and key {found.key} of document {document}"
+            where = f"query {query} and key {key} of document {columns.documents[both[0]]}"
             raise ValueError(f"ranges must be disjoint, but {pair} both have {where}")
         return cls(columns)
 
@@ -194,17 +194,10 @@ def _columns(ranges: RangeList) -> list[Ints]:
     return [as_int_array(f"ranges: {name}", column) for name, column in named]
 
 
-class Overlap(NamedTuple):
-    """Two ranges, and a pair that both contain."""
+def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
+    """Return two overlapping ranges (2,), and a query and a key that both have; or None.
 
-    one: int
-    other: int
-    query: int
-    key: int
-
-
-def find_overlap(ranges: Ranges) -> Overlap | None:
-    """Return two overlapping ranges, or None. Ranges are in order of documents and `q_starts`.
+    Ranges are in order of documents and `q_starts`.
 
     A sweep over the queries finds them in time n log n. At each query a range has an interval of
     keys. As long as ranges are disjoint, these intervals stay in the same order: from one query to
@@ -212,8 +205,8 @@ def find_overlap(ranges: Ranges) -> Overlap | None:
     Hoey ("Geometric intersection problems", 1976), the first two intervals that overlap were
     therefore neighbours in that order before.
     """
-    index = _neighbours(ranges)
-    one, other = (ranges.take(column) for column in index)
+    pairs = _neighbours(ranges)
+    one, other = (ranges.take(column) for column in pairs)
     q_first = np.maximum(one.q_starts, other.q_starts)
     q_last = np.minimum(one.q_stops, other.q_stops) - 1
     k_first = np.maximum(one.k_starts, other.k_starts)
@@ -225,7 +218,7 @@ def find_overlap(ranges: Ranges) -> Overlap | None:
         return None
     i = int(shared[0])
     query = int(max(q_first[i], k_first[i] - low[i]))
-    return Overlap(int(index[0, i]), int(index[1, i]), query, query + int(low[i]))
+    return pairs[:, i], query, query + int(low[i])
 
 
 def _neighbours(ranges: Ranges) -> Ints:

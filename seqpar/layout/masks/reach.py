@@ -46,7 +46,6 @@ class Reach:
 
     @classmethod
     def both(cls, queries: Geometry, keys: Geometry, mask: Mask) -> tuple[Reach, Reach]:
-        """Return the reach of queries to keys, and of keys to queries."""
         shift = keys.lengths - queries.lengths
         lows, highs = shift - mask.left, shift + mask.right
         of_queries = cls(lows, highs, keys.lengths, mask, True)
@@ -227,9 +226,8 @@ class Side(NamedTuple):
         ranks = self.others.ranks
         below = np.zeros(2 * ranks + 1, np.int64)
         for block, edges in self._mirrored(reached.documents):
-            starts, stops = (
-                x[block].astype(edges.dtype)[:, None] for x in (reached.starts, reached.stops)
-            )
+            positions = np.stack([reached.starts[block], reached.stops[block]])
+            starts, stops = positions.astype(edges.dtype)[..., None]
             below += np.minimum(np.maximum(edges, starts), stops).sum(0, np.int64)
         chunks = np.diff(below)
         return chunks[:ranks] + chunks[ranks:][::-1]

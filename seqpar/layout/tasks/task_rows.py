@@ -54,19 +54,12 @@ class Segments(NamedTuple):
         begins, ends, covered = edges[:-1][chosen], edges[1:][chosen], covered[:, chosen]
         own, covered = covered[0], covered[1:]
         some = covered.any(0)
-        labels = (
-            begins // max(tokens, 1),
-            np.where(own, count, -1),
-            np.where(some, covered.argmax(0), count),
-            np.where(some, count - 1 - covered[::-1].argmax(0), -1),
-        )
-        apart = np.ones(begins.size, bool)
-        apart[1:] = begins[1:] != ends[:-1]
-        for label in labels:
-            apart[1:] |= label[1:] != label[:-1]
-        first = np.flatnonzero(apart)
-        last = np.r_[first[1:], begins.size][: first.size] - 1
-        owners, *needed = (label[first] for label in labels)
+        firsts = np.where(some, covered.argmax(0), count)
+        lasts = np.where(some, count - 1 - covered[::-1].argmax(0), -1)
+        labels = np.stack([begins // max(tokens, 1), np.where(own, count, -1), firsts, lasts])
+        apart = (labels[:, 1:] != labels[:, :-1]).any(0) | (begins[1:] != ends[:-1])
+        first, last = np.r_[True, apart][: begins.size], np.r_[apart, True][: begins.size]
+        owners, *needed = labels[:, first]
         start = owners * tokens
         return cls(owners, begins[first] - start, ends[last] - start, *needed)
 
@@ -194,8 +187,7 @@ class ServerRows(NamedTuple):
     def of(cls, table: Ints) -> ServerRows:
         """Return rows from a (4, spans) table of ranks, documents, starts and stops, in order."""
         ranks, documents, starts, stops = table
-        begins = np.ones(ranks.size, bool)
-        begins[1:] = (ranks[1:] != ranks[:-1]) | (documents[1:] != documents[:-1])
+        begins = (np.diff(ranks, prepend=-1) != 0) | (np.diff(documents, prepend=-1) != 0)
         holding = Holding((np.cumsum(begins) - 1, starts, stops))
         found, first = np.unique(ranks, return_index=True)
         counts = np.add.reduceat(stops - starts, first) if first.size else first

@@ -137,7 +137,6 @@ class Parts(NamedTuple):
         return cls._make([tasks.documents, *bounds, tasks.servers]).trimmed()
 
     def trimmed(self) -> Parts:
-        """Return the parts without queries and keys that have no visible pair."""
         kept, edges = trim(*self[1:7])
         return Parts(self.documents[kept], *edges, *(x[kept] for x in self[5:]))
 
