@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -119,5 +120,7 @@ def leave(failed: bool = False) -> None:
         dist.destroy_process_group()
 
 
+@functools.cache
 def mesh_of_all(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
+    """Return all processes as a mesh, along its rows; its groups live as long as the process."""
     return init_device_mesh(device.type, shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from seqpar.comm.launch import mesh_of_all
 
 
 def available() -> dict[str, bool]:
@@ -46,16 +46,11 @@ def all_to_all(sent: Tensor) -> Tensor:
     return received
 
 
-@functools.cache
-def _mesh(device: str) -> DeviceMesh:
-    return init_device_mesh(device, (dist.get_world_size(),))
-
-
 @contextmanager
 def context_parallel(buffer: Tensor) -> Iterator[None]:
     """Run SDPA within torch's context parallel over all processes; `buffer` stays cut."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    mesh, kept = _mesh(buffer.device.type), {buffer}
+    mesh, kept = mesh_of_all(buffer.device, (dist.get_world_size(),)), {buffer}
     with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers=kept):
         yield

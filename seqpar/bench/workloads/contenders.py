@@ -73,7 +73,7 @@ def _ours(
     cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
     group: Group = comm
     if "mesh" in inspect.signature(attention_modules()[name]).parameters:
-        group = _mesh(device, grid(comm.size))
+        group = mesh_of_all(device, grid(comm.size))
     attention = make_attention(name, group)
     return _on_layout(attention, cut(batch.cu_seqlens, comm.size), batch, heads, kv_heads)
 
@@ -88,9 +88,6 @@ def _on_layout(
 
     indices = layout.token_indices(attention.rank)
     return Contender(indices, heads, kv_heads, attend, sent_bytes=lambda: int(attention.sent_bytes))
-
-
-_mesh = functools.cache(mesh_of_all)  # groups are never destroyed, so create them once
 
 
 def grid(ranks: int) -> tuple[int, int]:
