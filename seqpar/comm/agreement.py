@@ -28,9 +28,6 @@ class Fault(NamedTuple):
         """Return the fault of an error. Unlike the error, it keeps no tensor alive."""
         return cls(isinstance(error, TypeError), str(error))
 
-    def described(self) -> Described:
-        return {"is a TypeError": self.is_type_error, "text": self.text}
-
 
 def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
     """Return `resolve()` or the fault of its error; with a fault, the first element is None."""
@@ -63,8 +60,7 @@ def compare_calls(
     Every call must run this. If a rank skipped it, because it had checked the same call before, a
     rank with another call would wait for it.
     """
-    described = None if fault is None else fault.described()
-    first: Described = {"fault": described}
+    first: Described = {"fault": fault}  # in JSON a list, or null
     last: Described = {"strategy": str(strategy), "group size": comm.size}
     label = "rank check"  # strategies may differ, so the label names none
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
@@ -73,8 +69,8 @@ def compare_calls(
     if not torch.equal(largest, 255 - negated):  # the maximum is not the minimum
         text = json.dumps(first | shared(True) | last)
         _explain([json.loads(of_rank) for of_rank in comm.all_gather_text(text, label=label)])
-    if described is not None:
-        _raise(described)
+    if fault is not None:
+        _raise(fault)
 
 
 def check_same_weights(comm: Comm, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -123,7 +119,7 @@ def _explain(ranks: list[Described]) -> None:
     """Raise the error that all ranks raise, unless they have the same arguments."""
     for described in ranks:
         if described["fault"]:
-            _raise(cast(Described, described["fault"]))
+            _raise(Fault(*cast(tuple[bool, str], described["fault"])))
     for name in ranks[0]:
         values = [described.get(name) for described in ranks]  # other strategies have other names
         if any(value != values[0] for value in values):
@@ -135,5 +131,5 @@ def _explain(ranks: list[Described]) -> None:
             raise ValueError(f"{name} must be the same on all ranks: {listed}")
 
 
-def _raise(fault: Described) -> NoReturn:
-    raise (TypeError if fault["is a TypeError"] else ValueError)(fault["text"])
+def _raise(fault: Fault) -> NoReturn:
+    raise (TypeError if fault.is_type_error else ValueError)(fault.text)

@@ -54,9 +54,8 @@ class Pending:
         """
         self._works, self._messages, self._check = works, messages, check
         self._error_of = error_of
-        self.contexts: list[
-            WaitContext
-        ] = []  # entered around waiting, to name the rank at fault and to trace
+        # Entered around waiting, to name the rank at fault and to trace.
+        self.contexts: list[WaitContext] = []
 
     def wait(self) -> None:
         """Return when received tensors are complete and sent tensors may be overwritten."""
