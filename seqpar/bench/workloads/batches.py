@@ -19,49 +19,39 @@ from seqpar.layout.masks.mask import Mask, slices_between
 KINDS = ("causal", "full", "window", "full-window", "prefix")
 NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}  # None: half of a document
 _EDGES = (
-    *(0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536),
-    *(131072, 196608, 393216),
-)
+    0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536,
+    131072, 196608, 393216,
+)  # fmt: skip
 # Edges in tokens, and the documents (or percent of them) between two edges. There lengths are
 # uniform, as in the benchmarks that publish the tables. The first three come from LongCA-bench
 # (arXiv 2510.17896), the last from MagiAttention's benchmark.
 COLLECTIONS: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
-    "pile": (
-        (*_EDGES, 524288, 9323147),
-        (
-            *(1103032, 9192701, 15691267, 33759245, 49972885, 19843834, 11070542, 6568231),
-            *(4588038, 1029929, 289899, 159160, 45191, 33943, 17976, 30466, 7054, 2992, 266, 422),
-        ),
-    ),
-    "prolong64k": (
-        _EDGES[:16],
-        (
-            *(15144, 544051, 2113605, 4353117, 8399774, 5991350, 2590745, 906066),
-            *(333593, 82249, 35834, 60844, 33893, 51821, 53497),
-        ),
-    ),
-    "prolong512k": (
-        (*_EDGES, 475862),
-        (
-            *(12527, 511697, 1800359, 3756513, 6876068, 4519766, 1849207, 603531),
-            *(210114, 48472, 18762, 33780, 18271, 32477, 34829, 1219, 2960, 5292, 842),
-        ),
-    ),
+    "pile": ((*_EDGES, 524288, 9323147), (
+        1103032, 9192701, 15691267, 33759245, 49972885, 19843834, 11070542, 6568231, 4588038,
+        1029929, 289899, 159160, 45191, 33943, 17976, 30466, 7054, 2992, 266, 422,
+    )),
+    "prolong64k": (_EDGES[:16], (
+        15144, 544051, 2113605, 4353117, 8399774, 5991350, 2590745, 906066, 333593, 82249, 35834,
+        60844, 33893, 51821, 53497,
+    )),
+    "prolong512k": ((*_EDGES, 475862), (
+        12527, 511697, 1800359, 3756513, 6876068, 4519766, 1849207, 603531, 210114, 48472, 18762,
+        33780, 18271, 32477, 34829, 1219, 2960, 5292, 842,
+    )),
     "magi": (
         (0, 10, 50, 100, 200, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 192000),
         (0.22, 2.91, 5.2, 10.23, 28.19, 24.64, 15.65, 7.34, 3.05, 1.29, 0.85, 0.14, 0.17, 0.14),
     ),
-}
+}  # fmt: skip
 _QUARTER = ("magi",)  # its protocol limits documents to a quarter of the batch
 
 
 def parse(name: str) -> tuple[str, str | None, int | None]:
     words, colon, number = name.partition(":")
-    kind, collection = words, None
-    for name_of_collection in COLLECTIONS:
-        if words.endswith(f"-{name_of_collection}"):
-            kind = words.removesuffix(f"-{name_of_collection}")
-            collection = name_of_collection
+    kind, _, last = words.rpartition("-")
+    collection = last if last in COLLECTIONS else None
+    if collection is None:
+        kind = words
     if kind not in KINDS:
         raise ValueError(
             f"masks must be of {list(KINDS)}, alone or as in causal-pile with one of "
