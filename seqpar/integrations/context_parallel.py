@@ -45,6 +45,7 @@ _BACKWARDS: dict[Any, Callable[..., Any]] = {
 _SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax, torch.ops.aten.softmax.int}
 _SOFTMAXES |= {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
 _SOFTMAXES |= {torch.logsumexp, Tensor.logsumexp, torch.special.softmax, torch.special.logsumexp}
+_ATTENTIONS = "attention", "attn", "transformer_encoder_layer"  # parts of functions' names
 _ENCODER_LAYER = fast_encoder_layer()
 _LOCAL_KEYS = (
     "within context_parallel attends to this rank's keys only, if its last dimension is keys: "
@@ -150,13 +151,7 @@ class _ToAllRanks(TorchFunctionMode):
         self.attn, self.layout, self.replicated_keys = attn, layout, replicated_keys
 
     @inlined_only
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
@@ -178,13 +173,12 @@ class _ToAllRanks(TorchFunctionMode):
                 self._warn_of_local_keys(args, kwargs)
             elif func is torch.arange:
                 self._warn_of_local_positions(*args, **kwargs)
-            elif _is_attention(name) and not str(func).startswith("seqpar."):
+            elif any(x in name for x in _ATTENTIONS) and not str(func).startswith("seqpar."):
                 raise _refusal(name)
         return func(*args, **kwargs)
 
     @inlined_only
     def _warn_of_local_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn of a softmax over scores of this rank's queries with this rank's keys only."""
         scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
         dims = [x for x in (*args[1:], kwargs.get("dim")) if isinstance(x, int | tuple | list)]
         if not isinstance(scores, Tensor) or not dims or scores.dim() < 2:
@@ -223,7 +217,6 @@ class _ToAllRanks(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute a call of SDPA. Its axes are in SDPA's order."""
         replicated = self.replicated_keys and self._is_replicated(key)
         if not (replicated or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             _refuse_reentrant_checkpoint()
@@ -234,14 +227,11 @@ class _ToAllRanks(TorchFunctionMode):
             else:
                 arguments = SdpaArguments(attn_mask, dropout_p, is_causal, enable_gqa, "bhsd")
                 check_call(self.attn, operands, self.layout, None, arguments, self._advice)
-        out: Tensor
-        if replicated:
-            out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        else:
-            out = attend(self.attn, operands, self.layout, is_causal, scale)
-        return out
+        if not replicated:
+            return attend(self.attn, operands, self.layout, is_causal, scale)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
     def _is_replicated(self, x: Tensor) -> bool:
         return x.dim() > 1 and x.shape[-2] in self.replicated_keys
@@ -291,10 +281,6 @@ def _refuse_reentrant_checkpoint() -> None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise ValueError("use_reentrant must be False of checkpoints within context_parallel")
         frame = frame.f_back
-
-
-def _is_attention(name: str) -> bool:
-    return "attention" in name or "attn" in name or "transformer_encoder_layer" in name
 
 
 def _refusal(name: str) -> ValueError:

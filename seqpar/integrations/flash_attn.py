@@ -89,7 +89,7 @@ def flash_attn_func(
     options |= {"causal": causal, "kv_layout": kv_layout, "window_size": window_size}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
     options |= {"alibi_slopes": alibi_slopes}
-    return _attend(attn, q, k, v, layout, return_attn_probs, options)
+    return _attend(attn, (q, k, v), layout, return_attn_probs, options)
 
 
 def flash_attn_varlen_func(
@@ -163,7 +163,7 @@ def flash_attn_varlen_func(
     options |= {"causal": causal, "kv_layout": kv_layout, "window_size": window_size}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
     options |= {"alibi_slopes": alibi_slopes}
-    return _attend(attn, q, k, v, layout, return_attn_probs, options)
+    return _attend(attn, (q, k, v), layout, return_attn_probs, options)
 
 
 def _attention(group: Group | None, strategy: str | Attention, deterministic: bool) -> Attention:
@@ -177,18 +177,12 @@ def _attention(group: Group | None, strategy: str | Attention, deterministic: bo
 
 
 def _attend(
-    attn: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    return_attn_probs: bool,
-    options: dict[str, Any],
+    attn: Attention, qkv: tuple[Tensor, ...], layout: Layout, with_probs: bool, options: Any
 ) -> Any:
     with attn.agreeing():
-        probs = as_bool("return_attn_probs", return_attn_probs)
+        probs = as_bool("return_attn_probs", with_probs)
         returns_lse = as_bool("return_lse", options.pop("return_lse", False)) or probs
-    result = attn(q, k, v, layout, return_lse=returns_lse, **options)
+    result = attn(*qkv, layout, return_lse=returns_lse, **options)
     if not isinstance(result, tuple):
         return result
     out, *more = result

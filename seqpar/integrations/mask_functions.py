@@ -9,7 +9,8 @@ since evaluating all pairs would take quadratic time. All other functions are re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import getclosurevars
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from seqpar.masks import Range, Ranges
 
 __all__ = ["ranges_of"]
 
+Closed = Mapping[str, Any]  # the variables that a function closes over
 _MODULE = "transformers.masking_utils"
 _SAMPLED_PAIRS = 512  # on which the function is compared with the areas
 
@@ -59,9 +61,7 @@ def ranges_of(
     rows = as_int("q_length", q_length, 0)
     keys = rows if kv_length is None else as_int("kv_length", kv_length, 0)
     whole = [Area(0, rows, 0, keys)] if rows and keys else []
-    areas = _shown(mask_function, whole, as_int("batch", batch, 0))
-    areas = [area for some in areas for area in some.trimmed()]
-    _compare(mask_function, areas, whole, batch)
+    areas = _checked(mask_function, whole, as_int("batch", batch, 0))
     cu = parse_cu_seqlens(rows if cu_seqlens is None else cu_seqlens)
     if cu_seqlens is None:
         return [_as_range(area, 0, 0) for area in areas]
@@ -83,13 +83,18 @@ def ranges_within(
     for row, own in rows.items():
         within = [Area(*documents[i][1:], *documents[i][1:]) for i in own]
         within = [part for square in within for part in square.trimmed()]
-        areas = [x for some in _shown(mask_function, within, row) for x in some.trimmed()]
-        _compare(mask_function, areas, within, row)
         starts = [documents[i][1] for i in own]
-        for area in areas:
+        for area in _checked(mask_function, within, row):
             at = bisect_right(starts, area.q_start) - 1
             found.append(_as_range(area, own[at], starts[at]))
     return found
+
+
+def _checked(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
+    """Return what a mask function shows of disjoint areas, compared with it on a sample."""
+    areas = [x for some in _shown(function, within, batch) for x in some.trimmed()]
+    _compare(function, areas, within, batch)
+    return areas
 
 
 def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
@@ -100,12 +105,7 @@ def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list
         where = f"{getattr(function, '__module__', '?')}.{name}"
         expected = f"composed of functions of {_MODULE} that show ranges"
         raise ValueError(f"mask_function must be {expected}, got {where}")
-    return known(within, _closed_over(function), batch)
-
-
-def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
-    code, cells = function.__code__, getattr(function, "__closure__", None) or ()
-    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    return known(within, getclosurevars(function).nonlocals, batch)
 
 
 def _banded(within: list[Area], low: int, high: int) -> list[Area]:
@@ -116,13 +116,13 @@ def _banded(within: list[Area], low: int, high: int) -> list[Area]:
     ]
 
 
-def _and(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+def _and(within: list[Area], closed: Closed, batch: int) -> list[Area]:
     for function in closed["mask_functions"]:
         within = _shown(function, within, batch)
     return within
 
 
-def _or(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+def _or(within: list[Area], closed: Closed, batch: int) -> list[Area]:
     """Add each function's areas outside of those before it, beginning with the fewest areas."""
     functions = closed["mask_functions"]
     counts = [len(_shown(function, within, batch)) for function in functions]
@@ -135,7 +135,7 @@ def _or(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
     return found
 
 
-def _chunked(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+def _chunked(within: list[Area], closed: Closed, batch: int) -> list[Area]:
     size, first = int(closed["chunk_size"]), int(closed["left_padding"][batch])
     found = []
     for area in within:
@@ -157,21 +157,19 @@ def _alike(within: list[Area], labels: Tensor, least: int | None = None) -> list
 
 
 def _met(within: list[Area], others: list[Area]) -> list[Area]:
-    queries = [
-        np.array([x[:2] for x in areas], np.int64).reshape(-1, 2) for areas in (within, others)
-    ]
-    lists = [(np.zeros(len(x), np.int64), x[:, 0], x[:, 1]) for x in queries]
-    pairs = (index.tolist() for index in overlapping(*lists))
+    edges = [np.array(x, np.int64).reshape(-1, 6) for x in (within, others)]
+    queries = [(np.zeros(len(x), np.int64), x[:, 0], x[:, 1]) for x in edges]
+    pairs = (index.tolist() for index in overlapping(*queries))
     return [found for i, j in zip(*pairs, strict=True) for found in within[i].meets(others[j])]
 
 
-def _padded(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+def _padded(within: list[Area], closed: Closed, batch: int) -> list[Area]:
     shown = closed["padding_mask"][batch].detach().cpu().numpy().astype(bool)
     edges = np.flatnonzero(np.diff(np.r_[False, shown, False])).reshape(-1, 2).tolist()
     return _met(within, [Area(0, MAX_DOCUMENT_TOKENS, start, stop) for start, stop in edges])
 
 
-def _remapped(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+def _remapped(within: list[Area], closed: Closed, batch: int) -> list[Area]:
     """Cut areas where positions do not count up, and evaluate each piece at its positions."""
     positions = closed["position_ids"][batch].detach().cpu().numpy()
     edges = np.flatnonzero(np.r_[True, np.diff(positions) != 1, True])
@@ -180,9 +178,8 @@ def _remapped(within: list[Area], closed: dict[str, Any], batch: int) -> list[Ar
         for q0, q1 in _pieces(edges, area.q_start, area.q_stop):
             for k0, k1 in _pieces(edges, area.k_start, area.k_stop):
                 by = int(positions[q0]) - q0, int(positions[k0]) - k0
-                part = [x.moved(*by) for x in area.meets(Area(q0, q1, k0, k1))]
-                shown = _shown(closed["mask_function"], part, batch)
-                found += [x.moved(-by[0], -by[1]) for x in shown]
+                part = area.meets(Area(q0, q1, k0, k1))
+                found += _shown_at(by, closed["mask_function"], part, batch)
     return found
 
 
@@ -191,9 +188,14 @@ def _pieces(edges: Any, start: int, stop: int) -> Iterator[tuple[int, int]]:
     return pairwise([start, *inside, stop])
 
 
-def _offset(within: list[Area], closed: dict[str, Any], batch: int) -> list[Area]:
+def _offset(within: list[Area], closed: Closed, batch: int) -> list[Area]:
     by = int(closed["q_offset"]), int(closed["kv_offset"])
-    shown = _shown(closed["mask_function"], [area.moved(*by) for area in within], batch)
+    return _shown_at(by, closed["mask_function"], within, batch)
+
+
+def _shown_at(by: tuple[int, int], function: Any, within: list[Area], batch: int) -> list[Area]:
+    """Return what a function shows that counts queries and keys from other numbers."""
+    shown = _shown(function, [area.moved(*by) for area in within], batch)
     return [area.moved(-by[0], -by[1]) for area in shown]
 
 
@@ -243,7 +245,7 @@ def _as_range(area: Area, document: int, first: int) -> Range:
     return document, q0, q1, k0, k1, low, high
 
 
-_KNOWN: dict[str, Callable[[list[Area], dict[str, Any], int], list[Area]]] = {
+_KNOWN: dict[str, Callable[[list[Area], Closed, int], list[Area]]] = {
     "and_masks.<locals>.and_mask": _and,
     "or_masks.<locals>.or_mask": _or,
     "causal_mask_function": lambda within, closed, batch: _banded(within, -UNLIMITED, 0),
@@ -278,15 +280,8 @@ class Area(NamedTuple):
     high: int = UNLIMITED
 
     def meets(self, other: Area) -> list[Area]:
-        found = Area(
-            max(self.q_start, other.q_start),
-            min(self.q_stop, other.q_stop),
-            max(self.k_start, other.k_start),
-            min(self.k_stop, other.k_stop),
-            max(self.low, other.low),
-            min(self.high, other.high),
-        )
-        return found.trimmed()
+        q0, q1, k0, k1, low, high = zip(self, other, strict=True)
+        return Area(max(q0), min(q1), max(k0), min(k1), max(low), min(high)).trimmed()
 
     def trimmed(self) -> list[Area]:
         """Return the area without queries and keys that have no pair, or nothing if it is empty."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
@@ -72,30 +74,32 @@ def is_packed(function: Callable[..., Any]) -> bool:
 
 
 def _read(function: Callable[..., Any]) -> MaskShape:
-    name = getattr(function, "__qualname__", repr(function)).split(".")[0]
+    name = _name(function)
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         raise ValueError(f"the mask has the function {name}, which is not transformers' own")
     within = inspect.getclosurevars(function).nonlocals
-    if name in ("bidirectional_mask_function", "packed_sequence_mask_function"):
-        return MaskShape()
-    if name == "causal_mask_function":
-        return MaskShape(causal=True)
-    if name == "sliding_window_overlay":
-        return MaskShape(left=int(within["sliding_window"]) - 1)
-    if name == "sliding_window_bidirectional_overlay":
-        window = int(within["sliding_window"])
-        return MaskShape(left=window, right=window)
-    if name == "chunked_overlay":
-        return MaskShape(chunk=int(within["chunk_size"]))
-    if name == "remap_positions_for_packed_sequence":
-        return _read(within["mask_function"])
-    if name == "and_masks":
-        shape = MaskShape()
-        for part in within["mask_functions"]:
-            shape = shape & _read(part)
-        return shape
+    if name in _SHAPES:
+        return _SHAPES[name](within)
     if name == "or_masks":
-        parts = [getattr(part, "__qualname__", repr(part)) for part in within["mask_functions"]]
-        names = ", ".join(part.split(".")[0] for part in parts)
+        names = ", ".join(map(_name, within["mask_functions"]))
         raise ValueError(f"the mask is a union, of {names}")
     raise ValueError(f"the mask has {name}")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function)).split(".")[0]
+
+
+# Of the functions that make masks: the shape, from the variables that they close over.
+_SHAPES: dict[str, Callable[[Mapping[str, Any]], MaskShape]] = {
+    "and_masks": lambda x: reduce(and_, map(_read, x["mask_functions"]), MaskShape()),
+    "bidirectional_mask_function": lambda x: MaskShape(),
+    "causal_mask_function": lambda x: MaskShape(causal=True),
+    "chunked_overlay": lambda x: MaskShape(chunk=int(x["chunk_size"])),
+    "packed_sequence_mask_function": lambda x: MaskShape(),
+    "remap_positions_for_packed_sequence": lambda x: _read(x["mask_function"]),
+    "sliding_window_bidirectional_overlay": lambda x: MaskShape(
+        left=int(x["sliding_window"]), right=int(x["sliding_window"])
+    ),
+    "sliding_window_overlay": lambda x: MaskShape(left=int(x["sliding_window"]) - 1),
+}
