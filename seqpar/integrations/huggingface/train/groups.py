@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -77,11 +77,8 @@ class Groups:
         if device_placement is None:
             device_placement = accelerator.device_placement
         # By default, accelerate reads an iterable dataset once for all processes.
-        dispatches = (
-            isinstance(loader.dataset, IterableDataset)
-            and accelerator.dispatch_batches is None
-            and device_placement
-        )
+        dispatches = accelerator.dispatch_batches is None and device_placement
+        dispatches = dispatches and isinstance(loader.dataset, IterableDataset)
         _seed_workers(loader, self.index)
         alone = self.evaluates or dispatches
         made = prepare_data_loader(
@@ -116,6 +113,8 @@ class Groups:
 
     def gather_for_metrics(self, x: Any, use_gather_object: bool = False) -> Any:
         """Return an evaluation's rows, each batch's once, up to the dataset's last sample."""
+        from accelerate.utils import gather_object
+
         objects = use_gather_object or not _only_tensors(x)
         turn, end = self._turn, self._accelerator.gradient_state.end_of_dataloader
         last = self._accelerator.gradient_state.remainder
@@ -123,7 +122,11 @@ class Groups:
             last = turn.rows if turn.dispatches else last
             if self.index == turn.batches - 1 and last > 0:
                 x = _first_rows(x, last, objects)
-        x = self._gather_objects(x) if objects else self.gather(x)
+        if not objects:
+            x = self.gather(x)
+        elif self.count > 1:
+            parts = gather_object([x])
+            x = [value for first in self._counted for value in parts[first]]
         return _first_rows(x, last, objects) if end and turn is None and last > 0 else x
 
     @property
@@ -146,29 +149,18 @@ class Groups:
         parts = self._gather_processes(padded.contiguous()).chunk(len(rows))
         return torch.cat([parts[first][: rows[first]] for first in self._counted])
 
-    def _gather_objects(self, x: Any) -> Any:
-        from accelerate.utils import gather_object
-
-        if self.count == 1:
-            return x
-        parts = gather_object([x])
-        return [value for first in self._counted for value in parts[first]]
-
     def _deal(self, made: Any, dispatches: bool) -> None:
         turn = _Turn(self.count, self.index, dispatches)
         base = made.base_dataloader
-        options = {name: getattr(base, name) for name in _OPTIONS}
+        make = partial(DataLoader, base.dataset)
         if isinstance(base.dataset, IterableDataset):
-            options |= {"batch_size": base.batch_size, "drop_last": base.drop_last}
-            made.base_dataloader = _DealtLoader(turn, base.dataset, **options)
+            make = partial(_DealtLoader, turn, base.dataset)
+            options = {"batch_size": base.batch_size, "drop_last": base.drop_last}
         elif isinstance(base.sampler, BatchSampler):
-            sampler = _DealtSampler(turn, base.sampler)
-            made.base_dataloader = DataLoader(
-                base.dataset, sampler=sampler, batch_size=None, **options
-            )
+            options = {"sampler": _DealtSampler(turn, base.sampler), "batch_size": None}
         else:
-            options["batch_sampler"] = _DealtSampler(turn, base.batch_sampler)
-            made.base_dataloader = DataLoader(base.dataset, **options)
+            options = {"batch_sampler": _DealtSampler(turn, base.batch_sampler)}
+        made.base_dataloader = make(**options, **_options_of(base))
         setattr(made, KEY, turn)
 
     def _dispatch(self, made: Any) -> None:
@@ -180,10 +172,8 @@ class Groups:
             what = f"a multiple of the {self.count} groups to be split, got {size}"
             raise ValueError(f"per_device_train_batch_size must be {what}")
         dataset = _Dispatched(base.dataset, size, base.drop_last, self)
-        options = {name: getattr(base, name) for name in _OPTIONS}
-        made.base_dataloader = DataLoader(
-            dataset, batch_size=size // self.count, drop_last=base.drop_last, **options
-        )
+        options = {"batch_size": size // self.count, "drop_last": base.drop_last}
+        made.base_dataloader = DataLoader(dataset, **options, **_options_of(base))
 
 
 class _Turn:
@@ -249,27 +239,25 @@ class _Dispatched(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        first: list[Any] = []
-        turn: list[Any] = []
-        for sample in self.dataset:
-            if len(first) < self._groups:
-                first.append(sample)
-            turn.append(sample)
-            if len(turn) == self._size:
-                yield from self._part(turn)
-                turn = []
-        if turn and not self._drop_last:
-            turn += islice(cycle(first), -len(turn) % self._groups)
-            yield from self._part(turn)
+        samples = iter(self.dataset)
+        first = list(islice(samples, self._groups))
+        samples = chain(first, samples)
+        while turn := list(islice(samples, self._size)):
+            if len(turn) < self._size:
+                if self._drop_last:
+                    return
+                turn += islice(cycle(first), -len(turn) % self._groups)
+            part = len(turn) // self._groups
+            yield from turn[self._group * part : (self._group + 1) * part]
 
     def __len__(self) -> int:
         turns, samples = divmod(len(self.dataset), self._size)
         last = 0 if self._drop_last else math.ceil(samples / self._groups)
         return turns * (self._size // self._groups) + last
 
-    def _part(self, turn: list[Any]) -> list[Any]:
-        size = len(turn) // self._groups
-        return turn[self._group * size : (self._group + 1) * size]
+
+def _options_of(loader: Any) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in _OPTIONS}
 
 
 def _seed_workers(loader: Any, group: int) -> None:

@@ -13,8 +13,6 @@ from seqpar.integrations.huggingface.batch.sharding import KEY
 from seqpar.integrations.huggingface.model.layers import loss_shifts
 from seqpar.integrations.huggingface.session import SequenceParallel, require
 
-_SHIFTS = "_loss_shifts_labels"  # attribute of transformers' Trainer
-
 
 def trainer(base: type) -> type:
     """Return a Trainer class for enabled models, whose ranks share each sequence.
@@ -56,12 +54,10 @@ def trainer(base: type) -> type:
         way_out = "for its loss write a loop with sp.shard and sp.total, as in the guide's GRPO"
         raise ValueError(f"base must be {known}, got TRL's {unknown[0].__name__}: {way_out}")
     made: type = type("Trainer", (OverRanks, Trainer), {"__doc__": Trainer.__doc__})
-    root: type = Trainer
     if sft is not None:
-        root, made = sft, type(sft.__name__, (OverRanksSFT, sft, made), {})
-    if base is root:
-        return type(base.__name__, (made,), {"__doc__": base.__doc__})
-    return type(base.__name__, (base, made), {"__doc__": base.__doc__})
+        made = type(sft.__name__, (OverRanksSFT, sft, made), {})
+    bases = (made,) if base in (Trainer, sft) else (base, made)
+    return type(base.__name__, bases, {"__doc__": base.__doc__})
 
 
 class _Whole:
@@ -89,7 +85,7 @@ class OverRanks:
         super().__init__(*args, **kwargs)
         self._sp = _session_in(self.model)
         # For a few models, such as GPT-2, transformers counts the first label of each row too.
-        shifts = getattr(self, _SHIFTS, True)
+        shifts = getattr(self, "_loss_shifts_labels", True)
         self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
         balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
         refused = {
@@ -183,9 +179,8 @@ class OverRanks:
         labels = batch.pop("labels")  # this rank's labels, shifted already
         outputs = model(**batch)
         given = given or {"num_items_in_batch": max(1, batch[KEY].labels)}
-        return self._scaled(
-            self._sp.total(self.label_smoother(outputs, labels, **given)), items
-        ), outputs
+        loss = self._sp.total(self.label_smoother(outputs, labels, **given))
+        return self._scaled(loss, items), outputs
 
     def _scaled(self, loss: Tensor, items: Any) -> Tensor:
         """Return a loss, times the number of groups if it was divided by averaged `items`."""
