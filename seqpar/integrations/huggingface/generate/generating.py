@@ -1,38 +1,43 @@
-"""`generate` of an enabled model: calls with a cache take and return whole batches."""
+"""`generate` of an enabled model: calls with a cache take and return whole batches.
+
+The first such call is a sharded prefill; decoding steps follow it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
+from seqpar.integrations.huggingface.batch.documents import BatchDocuments, shape_of
 from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, check_all_logits
-from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, digest_of
+from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, Side, digest_of
 from seqpar.integrations.huggingface.generate.cache import Cache, cache_type
-from seqpar.integrations.huggingface.generate.steps import Kept, begun, kept_of_prefill, to_step
 from seqpar.integrations.huggingface.loss.outputs import mark, tensors_in, unshard
-from seqpar.integrations.huggingface.model.layers import Uncopied, check_reached, encoder_of
+from seqpar.integrations.huggingface.model.code import default_positions
+from seqpar.integrations.huggingface.model.layers import Uncopied, encoder_of
 from seqpar.integrations.huggingface.model.patched_globals import Replaced
+from seqpar.layout.layout import Layout
 
 _drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
 
 
 class Generation(Uncopied):
-    """The hooks of an enabled model for calls with a cache. `groups` come from `groups_of`."""
+    """The hooks of an enabled model for calls with a cache."""
 
-    def __init__(
-        self, session: EnabledModel, sharder: BatchSharder, groups: list[list[set[nn.Module]]]
-    ) -> None:
+    def __init__(self, session: EnabledModel, sharder: BatchSharder) -> None:
         self._session, self._sharder = session, sharder
-        self._groups = groups
         self._tokens: list[tuple[ModelCall | None, Kept | None]] = []
         inner = session.inner
         self._handles: list[Any] = [
@@ -67,8 +72,8 @@ class Generation(Uncopied):
         def check() -> Cache:
             if model is not self._session.inner:
                 raise ValueError("the model is a copy of one that is enabled")
-            configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
             for name, (kept, reason) in _REFUSED.items():
+                configs = _configs(model, kwargs)
                 values = [kwargs.get(name), *(getattr(x, name, None) for x in configs)]
                 value = next((x for x in values if x is not None), kept)
                 if value not in (kept, "hybrid"):  # Gemma's; transformers replaces it
@@ -92,10 +97,6 @@ class Generation(Uncopied):
         kwargs = dict(kwargs)
         cache: Cache = kwargs.pop("past_key_values")
 
-        def resolve() -> tuple[dict[str, Any], ModelCall, Kept | None, Any]:
-            self._check(inner, args, kwargs, cache)
-            return self._resolved(cache, kwargs)
-
         def shared() -> dict[str, Any]:
             described = {"past_key_values": repr(cache), "keywords": sorted(kwargs)}
             described["training"] = str(inner.training)
@@ -106,6 +107,7 @@ class Generation(Uncopied):
                 names.append("attention_mask")
             return described | {name: digest_of(kwargs.get(name)) for name in names}
 
+        resolve = partial(self._resolved, inner, args, kwargs, cache)
         made, call, kept, start = self._session.agree(resolve, shared)
         start()
         if kept is not None:
@@ -144,30 +146,30 @@ class Generation(Uncopied):
             raise ValueError("past_key_values must be empty where the batch is sharded")
 
     def _resolved(
-        self, cache: Cache, kwargs: dict[str, Any]
+        self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache
     ) -> tuple[dict[str, Any], ModelCall, Kept | None, Callable[[], None]]:
         """Return the arguments, the call, the tokens with logits, and a function to begin it."""
+        self._check(inner, args, kwargs, cache)
         kwargs = {name: x for name, x in kwargs.items() if name != "use_cache"}
         session = self._session
         if cache.is_initialized:
-            made, sharding, kept = to_step(session.inner, cache, kwargs)
+            made, sharding, kept = _to_step(session.inner, cache, kwargs)
             tokens = sharding.main.documents.columns
             self._sharder.check(made, sharding)
             call = ModelCall(session, sharding, cache=cache)
-            return made, call, kept, lambda: cache.extend(tokens)
+            return made, call, kept, partial(cache.extend, tokens)
         whole = kwargs.get(KEY) is None
         made = self._sharder.shard(kwargs, cached=True) if whole else dict(kwargs)
         sharding = made.pop(KEY)
         self._sharder.check(made, sharding)
         side = sharding.main
-        layout, padding = begun(side)
+        layout, padding = _begun(side)
         kept = None
         if whole:
             count = made.pop("logits_to_keep", None) or 0
-            kept = kept_of_prefill(layout, session.comm.rank, count, side.index.device)
+            kept = _kept_of_prefill(layout, session.comm.rank, count, side.index.device)
         call = ModelCall(session, sharding, cache=cache, joined=whole)
-        columns = side.documents.columns
-        return made, call, kept, lambda: cache.begin(layout, columns, padding)
+        return made, call, kept, partial(cache.begin, layout, side.documents.columns, padding)
 
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Return whole outputs. Runs after a failure too."""
@@ -179,19 +181,26 @@ class Generation(Uncopied):
         if outputs is None:
             call.cache.abort()
             return None
-        check_reached(self._groups, self._session.layers, call.reached)
+        call.check_reached()
         call.cache.finish()
+        mark(outputs, call.sharding)
+        comm = self._session.comm
         if call.joined:
-            outputs = _whole(outputs, call.sharding, kept, self._session.comm)
-        else:
-            mark(outputs, call.sharding)
-        if self._session.comm.size > 1:
+            made = {
+                name: kept.put_back(x, comm)
+                if kept and name == "logits"
+                else unshard(x, None, comm)
+                for name, x in outputs.items()
+            }
+            outputs = type(outputs)(**made)
+        if comm.size > 1:
             for _, x in tensors_in(outputs):
                 if x.requires_grad:
                     x.register_hook(_refuse_gradient)
         return outputs
 
 
+_PLAIN = (bool, int, float, str, type(None))
 _KEYS_STAY = "keys stay on their ranks, in a cache of seqpar's"
 _REFUSED = {  # setting of `generate`: the only value that it may have, and the reason
     "cache_implementation": (None, _KEYS_STAY),
@@ -207,11 +216,14 @@ def _refuse_gradient(_: Tensor) -> None:
     raise ValueError(f"past_key_values must be None where gradients are needed: {how}")
 
 
+def _configs(model: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return kwargs.get("generation_config"), getattr(model, "generation_config", None)
+
+
 def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the settings, by name, that change tokens and must agree on all ranks."""
-    configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
     named: dict[str, Any] = {}
-    for config in reversed(configs):
+    for config in reversed(_configs(model, kwargs)):
         if hasattr(config, "to_dict"):
             named |= {str(name): x for name, x in config.to_dict().items()}
     named |= {f"{i}. argument": x for i, x in enumerate(args)} | kwargs
@@ -227,7 +239,7 @@ def _described(x: Any, depth: int = 3) -> Any:
     """Return a text, or texts, that are the same for equal settings of two processes."""
     if isinstance(x, Tensor):
         return f"{tuple(x.shape)} {digest_of(x)}"
-    if x is None or isinstance(x, bool | int | float | str):
+    if isinstance(x, _PLAIN):
         return repr(x)
     if not depth:
         return type(x).__name__
@@ -240,18 +252,9 @@ def _described(x: Any, depth: int = 3) -> Any:
     kept = {
         name: _described(value, depth - 1)
         for name, value in getattr(x, "__dict__", {}).items()
-        if value is None or isinstance(value, bool | int | float | str | Tensor | list | tuple)
+        if isinstance(value, (*_PLAIN, Tensor, list, tuple))
     }
     return {"type": getattr(x, "__qualname__", type(x).__name__), **kept}
-
-
-def _whole(outputs: Any, sharding: Sharding, kept: Kept | None, comm: Comm) -> Any:
-    mark(outputs, sharding)
-    made = {
-        name: kept.put_back(x, comm) if kept and name == "logits" else unshard(x, None, comm)
-        for name, x in outputs.items()
-    }
-    return type(outputs)(**made)
 
 
 def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -282,3 +285,123 @@ def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
         if comm.rank:
             for source, state in zip(sources, own, strict=True):
                 source.set_rng_state(state)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodingStep(Side):
+    """A step's tokens, B rows of T in one row as in a prefill, so layers get one kind of call.
+
+    They are the same on every rank. `layout` is the prefill's, and does not contain these tokens.
+    """
+
+    def put_back(self, x: Tensor, comm: Comm) -> Tensor:
+        """Return the tokens in their rows, (1, B·T, …) -> (B, T, …)."""
+        return x[0].unflatten(0, self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The last tokens of each row, whose logits a call returns, and the ranks that hold them."""
+
+    rows: int
+    index: Tensor  # places of this rank's kept tokens among the tokens that it computes
+    layout: Layout | None  # the layout of the kept tokens; None: every rank has all
+
+    def put_back(self, logits: Tensor, comm: Comm) -> Tensor:
+        """Return the logits of all rows, (1, kept here, V) -> (B, kept, V)."""
+        if logits.shape[1] != self.index.numel():
+            logits = logits[:, self.index]
+        packed = logits[0] if self.layout is None else self.layout.unshard(logits[0], comm)
+        return packed.unflatten(0, (self.rows, -1))
+
+
+def _begun(side: Side) -> tuple[Layout, Any]:
+    """Return a prefill's layout without padding, and the padding (B,), which is on the left."""
+    documents = side.documents
+    by_rows = documents.by_rows().cu_seqlens
+    lengths = np.diff(by_rows)
+    if not np.array_equal(by_rows, documents.cu_seqlens):
+        if not lengths.all():
+            raise ValueError("attention_mask must leave each row a token")
+        reason = "a cache has one sequence in each row"
+        raise ValueError(f"position_ids must not restart within a row: {reason}")
+    last = np.arange(1, documents.rows + 1) * documents.columns - 1
+    if not np.isin(last, documents.kept).all():
+        reason = "new tokens follow a row's last one"
+        raise ValueError(f"attention_mask must have its padding on the left: {reason}")
+    of_rank = [
+        [span for span in side.layout.spans(rank) if span.document < documents.rows]
+        for rank in range(side.layout.ranks)
+    ]
+    return Layout.from_spans(of_rank, documents.cu_seqlens), documents.columns - lengths
+
+
+def _kept_of_prefill(layout: Layout, rank: int, count: int, device: torch.device) -> Kept | None:
+    """Return the last `count` tokens of each row; None for all logits, if a row is shorter."""
+    lengths = np.diff(layout.cu_seqlens)
+    if not count or count > lengths.min():
+        return None
+    first = lengths - count
+    spans = [
+        [
+            (i, max(start, first[i]) - first[i], stop - first[i])
+            for i, start, stop in layout.spans(peer)
+            if stop > first[i]
+        ]
+        for peer in range(layout.ranks)
+    ]
+    documents = np.searchsorted(layout.cu_seqlens, layout.token_indices(rank).numpy(), "right") - 1
+    here = layout.position_ids(rank).numpy() >= first[documents]
+    index = torch.from_numpy(np.flatnonzero(here)).to(device)
+    return Kept(lengths.size, index, Layout.from_spans(spans, np.arange(lengths.size + 1) * count))
+
+
+def _to_step(
+    model: nn.Module, cache: Cache, kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Sharding, Kept | None]:
+    """Return a step's arguments in one row, their sharding, and `Kept`; refuse other arguments."""
+    made = dict(kwargs)
+    given = [made.get(name) for name in ("input_ids", "inputs_embeds")]
+    given = [x for x in given if isinstance(x, Tensor)]
+    rows, past = cache.batch_size, cache.get_seq_length()
+    x = given[0] if len(given) == 1 else None
+    if x is None or x.dim() < 2 or x.shape[0] != rows or not x.shape[1]:
+        found = "both or none" if x is None else tuple(x.shape)
+        raise ValueError(f"input_ids must be ({rows}, T), new tokens of the cache's rows: {found}")
+    tokens = x.shape[1]
+    mask = made.pop("attention_mask", None)
+    _check_mask(cache, mask, tokens)
+    positions = made.pop("position_ids", None)
+    if positions is None:
+        whole = {"inputs_embeds": x} | ({} if mask is None else {"attention_mask": mask})
+        positions = default_positions(model, whole, rows, past + tokens)[:, past:]
+    if tuple(positions.shape[-2:]) not in ((rows, tokens), (1, tokens)):
+        raise ValueError(f"position_ids must be ({rows}, {tokens}), got {tuple(positions.shape)}")
+    positions = positions.expand(*positions.shape[:-2], rows, tokens)
+    count = made.pop("logits_to_keep", None) or 0
+    for name, value in made.items():
+        if isinstance(value, Tensor) and tuple(value.shape[:2]) == (rows, tokens):
+            made[name] = value.flatten(0, 1)[None]
+    made["position_ids"] = positions.flatten(-2)[..., None, :]
+    cu_seqlens = np.arange(rows + 1) * tokens
+    documents = BatchDocuments(rows, tokens, np.arange(rows * tokens), cu_seqlens, cu_seqlens)
+    index = torch.arange(rows * tokens, device=x.device)
+    assert cache.layout is not None
+    last = int(positions.max())
+    side = DecodingStep(documents, cache.layout, index, made["position_ids"], last)
+    if not 0 < count < tokens:
+        return made, Sharding(side), None
+    last_ones = index.view(rows, tokens)[:, tokens - count :].flatten()
+    return made, Sharding(side), Kept(rows, last_ones, None)
+
+
+def _check_mask(cache: Cache, mask: Any, tokens: int) -> None:
+    if mask is None:
+        return
+    rows, columns = cache.batch_size, cache.get_seq_length() + tokens
+    if shape_of(mask) != (rows, columns):
+        raise ValueError(f"attention_mask must be ({rows}, {columns}), got {shape_of(mask)}")
+    left = torch.zeros(rows) if cache.padding is None else cache.padding
+    real = torch.arange(columns, device=mask.device) >= left.to(mask.device)[:, None]
+    if not torch.equal(mask.bool(), real):
+        raise ValueError("attention_mask must have the prefill's padding, and no other")
