@@ -14,25 +14,15 @@ from torch import Tensor, nn
 from seqpar.comm.agreement import check_same_weights
 from seqpar.comm.averaging import Averaging, own_weights
 from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.integrations.huggingface.attention.attention import FeatureMap, make_linear, session_of
+from seqpar.core.arguments import as_int
+from seqpar.integrations.huggingface.attention import compiling, enabling
+from seqpar.integrations.huggingface.attention.attention import FeatureMap, LinearLayer, session_of
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
 from seqpar.integrations.huggingface.attention.counting import track
-from seqpar.integrations.huggingface.attention.enabling import (
-    Removable,
-    check_attention,
-    guard_models,
-    replace_attention,
-)
 from seqpar.integrations.huggingface.attention.multimodal import OutsideText
 from seqpar.integrations.huggingface.batch.documents import shape_of
 from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, check_all_logits
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
-from seqpar.integrations.huggingface.compiling import (
-    CompiledForward,
-    check_compiles,
-    check_not_compiled,
-    refuse_compile,
-)
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.generate.generating import Generation
 from seqpar.integrations.huggingface.loss.gradients import ModelGradients
@@ -41,13 +31,10 @@ from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, un
 from seqpar.integrations.huggingface.model.code import computes_itself
 from seqpar.integrations.huggingface.model.layers import (
     AttentionLayer,
-    check_reached,
-    encoder_of,
     find_layers,
-    groups_of,
-    loss_shifts,
 )
-from seqpar.integrations.huggingface.model.patched_globals import Replaced
+from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
+from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
 _NOISE = "neftune_noise_alpha"  # attribute of embeddings, and of TrainingArguments
@@ -148,7 +135,7 @@ class SequenceParallel(EnabledModel):
         self.model = model
         self.inner = inner_model(model)
         for x in {model, self.inner}:
-            check_not_compiled(x)
+            compiling.check_not_compiled(x)
         self.attention = make_attention(strategy, group, **options)
         self.comm = Comm.of(group)
         self.strategy = strategy
@@ -163,31 +150,27 @@ class SequenceParallel(EnabledModel):
         for layer in self.layers.values():
             track(layer)
         self.traces = any(computes_itself(type(x)) for x in self.layers)
-        self._groups = groups_of(body, self.layers)
-        self._shifts = loss_shifts(self.inner)
-        encoder = encoder_of(self.inner)
         with_images = self._outside.text is not None
-        self._sharder = BatchSharder(
-            self.inner, self.comm, layout, self._shifts, encoder is not None, with_images
-        )
-        check_attention(self, body)
+        self._sharder = BatchSharder(self.inner, self.comm, layout, with_images)
+        enabling.check_attention(self, body)
         check_same_weights(self.comm, own_weights(model))
         lists = [x for x in model.modules() if isinstance(x, nn.ModuleList)]
         layers = self.layers.keys()
-        blocks = [x for xs in lists for x in xs if not layers.isdisjoint(x.modules())]
+        self.blocks = [{block: layers & set(block.modules()) for block in x} for x in lists]
+        blocks = [block for x in self.blocks for block, inside in x.items() if inside]
         self._gradients = ModelGradients(model, self.comm, blocks, self.check_ranks)
         self._outer_calls: list[ModelCall | None] = []
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._outside.modules)
         setattr(self.inner, KEY, self)  # copies of the model have it too, and are refused by it
-        self._compiled: CompiledForward | None = None
+        self._compiled: compiling.CompiledForward | None = None
         self._handles: list[Removable] = [
-            *replace_attention(self, body, encoder, with_images),
+            *enabling.replace_attention(self, body),
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-            *(Replaced(x, "compile", refuse_compile) for x in {model, self.inner}),
+            *(Replaced(x, "compile", compiling.refuse_compile) for x in {model, self.inner}),
         ]
-        self.generation = Generation(self, self._sharder, self._groups)
+        self.generation = Generation(self, self._sharder)
 
     def __repr__(self) -> str:
         return f"SequenceParallel({type(self.inner).__name__}, {self.attention!r})"
@@ -208,7 +191,7 @@ class SequenceParallel(EnabledModel):
             ValueError: if the batch or the layout is wrong, or, with `check_ranks`, differs between
                 ranks.
         """
-        guard_models()  # again, because the compiler may be loaded meanwhile
+        enabling.guard_models()  # again, because the compiler may be loaded meanwhile
         part = self.agree(
             lambda: self._sharder.shard(self._gradients.spread(batch), layout),
             lambda: self._sharder.shared(batch),
@@ -279,7 +262,20 @@ class SequenceParallel(EnabledModel):
             feature_map: a function applied to q and k.
             log_decay: the option of `LASP2Attention`.
         """
-        make_linear(self, layers, feature_map, log_decay)
+        softmax_layers = [layer for layer in self.layers.values() if layer.recurrence is None]
+        by_name = {layer.name: layer for layer in softmax_layers}
+        chosen = []
+        for name in [layers] if isinstance(layers, str | int) else layers:
+            if not isinstance(name, str):
+                chosen.append(softmax_layers[as_int("layers", name, 0, len(softmax_layers) - 1)])
+            elif name in by_name:
+                chosen.append(by_name[name])
+            else:
+                expected = f"names or numbers of {list(by_name)}"
+                raise ValueError(f"layers must be {expected}, got {name!r}")
+        attention = LASP2Attention(self.comm, check_ranks=self.check_ranks)
+        for layer in chosen:
+            layer.linear = LinearLayer(attention, feature_map, log_decay)
 
     def compile(self, **options: Any) -> None:
         """Compile the model's forward, with the options of `torch.compile`; `disable` undoes it.
@@ -289,14 +285,19 @@ class SequenceParallel(EnabledModel):
 
         Raises a ValueError if the model has other layers than causal layers of text.
         """
+        config, bidirectional = self.inner.config.get_text_config(), "use_bidirectional_attention"
         reasons = {
+            f"it has {bidirectional}": getattr(config, bidirectional, None),
+            "its masks are not those of causal models": self._sharder.shifts is not True,
             "it is compiled already": self._compiled is not None,
             "it was disabled": not self._handles,
             "it has images or sound in addition to its text": self._outside.text is not None,
             "its layers compute attention themselves": self.traces,
         }
-        check_compiles(self.inner, self._shifts, reasons)
-        self._compiled = CompiledForward(self.inner, options)
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(f"model cannot be compiled whole: {reason}")
+        self._compiled = compiling.CompiledForward(self.inner, options)
         self._handles.append(self._compiled)
 
     def disable(self) -> None:
@@ -313,7 +314,7 @@ class SequenceParallel(EnabledModel):
             vars(module).pop(KEY, None)
 
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_not_compiled(root)
+        compiling.check_not_compiled(root)
         if self.generation.takes(kwargs):
             return None
         kwargs = dict(kwargs)
@@ -370,7 +371,7 @@ class SequenceParallel(EnabledModel):
         self._gradients.end_call()
         if outputs is None:
             return None
-        check_reached(self._groups, self.layers, call.reached)
+        call.check_reached()
         total = self._gradients.total_of_model
         losses = losses_of(self.inner, call, outputs, self.comm, total)
         self._gradients.check_outputs(outputs)

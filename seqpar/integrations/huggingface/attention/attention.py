@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.arguments import as_int
 from seqpar.integrations.huggingface.attention.buckets import BandMasks, attend_in_buckets, masks_of
 from seqpar.integrations.huggingface.attention.call import (
     EnabledModel,
@@ -52,7 +51,6 @@ def session_of(module: nn.Module) -> EnabledModel | None:
 
 
 def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
-    """Return a layer's session and its record. Raise a ValueError for a copied layer."""
     session = session_of(module)
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"
@@ -109,7 +107,6 @@ def _check_packing(side: Side, function: Any) -> None:
 
 
 def _check_prepared(mask: PreparedMask, function: Any) -> None:
-    """Raise a ValueError if a layer asks for another mask than the one prepared for the model."""
     name = function.__name__  # a compiled graph can read it, but not the closure
     bounded = mask.pattern.left >= 0 or mask.pattern.chunk is not None
     if name != ("and_mask" if bounded else "causal_mask_function"):
@@ -310,26 +307,3 @@ class LinearLayer:
         if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
         return self.attention(q, k, v, layout, log_decay=self.log_decay, scale=scale)
-
-
-def make_linear(
-    session: EnabledModel,
-    names: Iterable[int | str],
-    feature_map: FeatureMap | None,
-    log_decay: Tensor | None,
-) -> None:
-    softmax_layers = [layer for layer in session.layers.values() if layer.recurrence is None]
-    by_name = {layer.name: layer for layer in softmax_layers}
-    if isinstance(names, str | int):
-        names = [names]
-    chosen = []
-    for name in names:
-        if not isinstance(name, str):
-            chosen.append(softmax_layers[as_int("layers", name, 0, len(softmax_layers) - 1)])
-        elif name in by_name:
-            chosen.append(by_name[name])
-        else:
-            raise ValueError(f"layers must be names or numbers of {list(by_name)}, got {name!r}")
-    attention = LASP2Attention(session.comm, check_ranks=session.check_ranks)
-    for layer in chosen:
-        layer.linear = LinearLayer(attention, feature_map, log_decay)

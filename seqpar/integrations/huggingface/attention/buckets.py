@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.huggingface.model.code import has_buckets, takes
-from seqpar.integrations.huggingface.model.patched_globals import Replaced
+from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.compute.merge import merge
 
@@ -45,18 +45,18 @@ def bands_of(layer: Any) -> list[Band]:
         }
     distances = torch.arange(-last, 1 if layer.is_decoder else last + 1)
     buckets = bucket_of(distances, **options).tolist()
-    starts = [i for i in range(len(buckets)) if i == 0 or buckets[i] != buckets[i - 1]]
-    found = []
-    for start, stop in zip(starts, [*starts[1:], len(buckets)], strict=True):
+    found, stop = [], 0
+    for bucket, same in groupby(buckets):
+        start, stop = stop, stop + len(list(same))
         low = None if start == 0 else start - last
         high = None if stop == len(buckets) and not layer.is_decoder else stop - 1 - last
-        found.append(Band(low, high, buckets[start]))
+        found.append(Band(low, high, bucket))
     return found
 
 
-def add_bucket_hooks(model: nn.Module) -> list[RemovableHandle | Replaced]:
+def add_bucket_hooks(model: nn.Module) -> list[Removable]:
     """Make layers pass on one bias for each band, (1, H, 1, bands), not one for each pair."""
-    handles: list[RemovableHandle | Replaced] = []
+    handles: list[Removable] = []
     for x in model.modules():
         if not has_buckets(x):
             continue

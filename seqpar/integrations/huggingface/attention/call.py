@@ -32,6 +32,7 @@ class EnabledModel(Uncopied):
     check_ranks: bool
     attention: Attention  # the strategy's module, which all softmax layers call
     layers: dict[nn.Module, AttentionLayer]  # the model's attention layers, by module
+    blocks: list[dict[nn.Module, set[nn.Module]]]  # for each ModuleList: block -> layers inside
     traces: bool  # whether layers compute attention themselves and are traced (`own_attention.py`)
 
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
@@ -75,9 +76,17 @@ class ModelCall:
     def __post_init__(self) -> None:
         self.counted = {x: layer.calls for x, layer in self.session.layers.items()}
 
-    @property
-    def reached(self) -> set[nn.Module]:
-        return {x for x, layer in self.session.layers.items() if layer.calls > self.counted[x]}
+    def check_reached(self) -> None:
+        """Refuse a call that reached some, but not all, blocks of a list of blocks."""
+        layers = self.session.layers
+        reached = {x for x, layer in layers.items() if layer.calls > self.counted[x]}
+        if not reached:
+            raise ValueError(f"0 of {len(layers)} attention layers were reached")
+        for blocks in self.session.blocks:
+            missed = [x for x in blocks.values() if x and not x & reached]
+            if missed and any(x & reached for x in blocks.values()):
+                names = ", ".join(layers[x].name for inside in missed for x in inside)
+                raise ValueError(f"attention layers were not reached: {names}")
 
     @property
     def decodes(self) -> bool:

@@ -6,10 +6,9 @@ transformers model refuse a sharded batch unless the model is enabled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial, wraps
 from inspect import BoundArguments, signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,18 +30,13 @@ from seqpar.integrations.huggingface.batch.sharding import (
     has_noted_tokens,
 )
 from seqpar.integrations.huggingface.model.code import has_buckets, is_formula, is_table, takes
-from seqpar.integrations.huggingface.model.layers import configs_of, kind_of
+from seqpar.integrations.huggingface.model.layers import configs_of, encoder_of, kind_of
+from seqpar.integrations.huggingface.model.patched_globals import Removable
 
 _NAME = "seqpar"  # of the attention implementation, in configs
 _SETTING = "_attn_implementation"  # of configs
 _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
 _GUARD = "_refuses_sharded_batches"  # attribute of the checked PreTrainedModel.__call__
-
-
-class Removable(Protocol):
-    """A change of a model that can be undone."""
-
-    def remove(self) -> None: ...
 
 
 def check_attention(session: EnabledModel, body: nn.Module) -> None:
@@ -53,9 +47,7 @@ def check_attention(session: EnabledModel, body: nn.Module) -> None:
         raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
 
 
-def replace_attention(
-    session: EnabledModel, body: Any, encoder: nn.Module | None, with_images: bool
-) -> list[Removable]:
+def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
     """Make the model's layers call seqpar. Removing the returned handles undoes it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -67,18 +59,17 @@ def replace_attention(
         setattr(module, KEY, layer)
     if session.traces:
         # The public setter refuses models whose layers compute attention themselves.
-        configs: Iterator[Any] = configs_of(body)
-        for config in configs:
+        for config in configs_of(body):
             setattr(config, _SETTING, _NAME)
     else:
         body.set_attn_implementation(_NAME)
     handles: list[Removable] = [
-        *_add_position_hooks(body, encoder),
+        *_add_position_hooks(body, encoder_of(session.inner)),
         *add_bucket_hooks(body),
         *trace_layers(session),
         *patch_recurrent_layers(session, body),
     ]
-    if with_images:
+    if body is not session.inner:
         hook = take_tokens(session.comm)
         handles.append(body.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
@@ -109,7 +100,6 @@ def _guard(kind: type[nn.Module]) -> None:
 
 
 def _refuse_sharded_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a ValueError if a model that is not enabled gets one rank's tokens."""
     from transformers import PreTrainedModel
 
     values = [*args, *kwargs.values()]

@@ -24,8 +24,7 @@ _FEATURES = {
 }  # image features of the text model -> the argument that marks their tokens
 
 
-def text_of(model: Any) -> Any:
-    """Return the text model of a model that has other parts, such as a vision tower, or None."""
+def _text_of(model: Any) -> Any:
     config = model.config
     text_config = config.get_text_config()
     if text_config is config or getattr(config, "is_encoder_decoder", False):
@@ -38,7 +37,7 @@ class OutsideText:
     """The parts of a model outside of its text model, such as a vision tower."""
 
     def __init__(self, model: Any) -> None:
-        self.text = text_of(model)  # None if the model has no other part
+        self.text = _text_of(model)  # None if the model has no other part
         self.body: Any = model if self.text is None else self.text
         self.name = next(name for name, x in model.named_modules() if x is self.body)
         around = {x for x in model.modules() if self.body in set(x.modules())}

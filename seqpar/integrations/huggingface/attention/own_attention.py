@@ -52,9 +52,7 @@ class Noted:
         return lambda *args, **kwargs: _note(name, (self, *args), kwargs)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _note(func.__name__, args, kwargs or {})
 
     __add__ = __radd__ = _operator("add")
@@ -151,9 +149,7 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self._attend, self._bands = attend, bands
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name(func.__name__)
         if name == "getitem" and id(args[0]) in self._bands:
             part = func(*args)

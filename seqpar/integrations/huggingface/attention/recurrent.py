@@ -158,7 +158,6 @@ def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
 
 
 def patch_recurrent_layers(session: EnabledModel, body: nn.Module) -> list[Overlay]:
-    """Run the model's recurrent layers over the ranks until the overlays are removed."""
     attentions: dict[str, RecurrentAttention] = {}
     overlays = []
     for module, layer in session.layers.items():

@@ -22,7 +22,7 @@ class BatchDocuments(NamedTuple):
     columns: int
     kept: Ints  # (T,) where the tokens that are not padding are among the B·S tokens of all rows
     cu_seqlens: Ints  # where documents begin among these T tokens
-    samples: Ints | None = None  # where samples begin, for shifts of labels; None: cu_seqlens
+    samples: Ints  # where samples begin, for shifts of labels
     packed: bool | None = None  # whether jumps of positions began documents; None: no jump mattered
 
     @property
@@ -62,9 +62,8 @@ def find_documents(
     Raises a ValueError that names the key if keys contradict each other, if padding lies between a
     row's tokens, or if positions jump and `cuts` is a string.
     """
-    real = _real_tokens(
-        batch.get(f"{prefix}attention_mask"), f"{prefix}attention_mask", rows, columns
-    )
+    mask_name = f"{prefix}attention_mask"
+    real = _real_tokens(batch.get(mask_name), mask_name, rows, columns)
     begins = real.copy()
     begins[:, 1:] &= ~real[:, :-1]
     positions = None if prefix else _positions(batch.get("position_ids"), rows, columns)
@@ -109,7 +108,7 @@ def _offsets(begins: Bools, kept: Ints) -> Ints:
 def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
     if mask is None:
         return np.ones((rows, columns), dtype=bool)
-    if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, columns):
+    if shape_of(mask) != (rows, columns):
         got = f"{shape_of(mask)}: other masks are not documents"
         raise ValueError(f"{name} must be None or ({rows}, {columns}), got {got}")
     values = mask.detach().cpu().float().numpy()
@@ -134,13 +133,8 @@ def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | Non
         return None
     shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()
     expected = (rows, columns)
-    if len(shape) not in (1, 2, 3) or shape not in (
-        (columns,),
-        expected,
-        (1, columns),
-        (*shape[:1], *expected),
-        (*shape[:1], 1, columns),
-    ):
+    planes = (*shape[:1], *expected), (*shape[:1], 1, columns)
+    if shape not in ((columns,), expected, (1, columns), *planes):
         raise ValueError(f"position_ids must be {expected}, or planes of that, got {shape}")
     if len(shape) == 3 and shape[0] != 4:
         return None

@@ -25,7 +25,7 @@ from seqpar.integrations.huggingface.batch.sharding import (
     side_of,
 )
 from seqpar.integrations.huggingface.model.code import cuts_documents, default_positions, global_of
-from seqpar.integrations.huggingface.model.layers import kind_of
+from seqpar.integrations.huggingface.model.layers import encoder_of, kind_of, loss_shifts
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 
@@ -45,24 +45,16 @@ class BatchSharder:
     A model `with_images` gets whole batches if they have more than text.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Comm,
-        kind: str,
-        shifts: bool | None,
-        with_encoder: bool,
-        with_images: bool,
-    ) -> None:
+    def __init__(self, model: Any, comm: Comm, kind: str, with_images: bool) -> None:
         self._model, self._comm, self._kind = model, comm, kind
-        self._shifts, self._with_encoder = shifts, with_encoder
-        self._with_images = with_images
-        self._origin = Origin(comm, type(model).__module__, shifts)
+        self._with_encoder, self._with_images = encoder_of(model) is not None, with_images
+        self.shifts = loss_shifts(model)
+        self._origin = Origin(comm, type(model).__module__, self.shifts)
         self._takes = set(inspect.signature(type(model).forward).parameters)
         kinds: set[Any] = {type(x) for x in model.modules()}
         self._reads_documents = any(cuts_documents(x) for x in kinds)
         self._recurrent = any(kind_of(x) for x in kinds)
-        self._chunk = getattr(_text_config(model), "attention_chunk_size", None)
+        self._chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
 
     def shared(self, batch: Any) -> dict[str, Any]:
         if not isinstance(batch, Mapping):
@@ -78,21 +70,23 @@ class BatchSharder:
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
         if KEY in batch:
             raise ValueError("batch must be whole: it was sharded before")
-        layout = _layout_of(layout)
+        layout = getattr(layout, "layout", layout)
+        if layout is not None and not isinstance(layout, Layout):
+            expected, found = "a seqpar.Layout or a micro-batch of a plan", type(layout).__name__
+            raise ValueError(f"layout must be {expected}, got {found}")
         if not self._with_encoder:
             main = self._side(batch, "", layout, cached)
-            if self._with_images and any(self._is_beside(main, *item) for item in batch.items()):
-                return self._cut(batch, Sharding(main, whole=True), {"": main})
-            return self._cut(batch, Sharding(main, None, None), {"": main})
+            images = self._with_images and any(self._is_beside(main, *x) for x in batch.items())
+            return self._cut(batch, Sharding(main, whole=images), {"": main})
         if layout is not None:
             raise ValueError("layout must be None for a model with an encoder, which needs two")
         batch = self._with_decoder_tokens(batch)
         encoder, main = self._side(batch, "", None), self._side(batch, "decoder_", None)
-        return self._cut(batch, Sharding(main, encoder, None), {"": encoder, "decoder_": main})
+        return self._cut(batch, Sharding(main, encoder), {"": encoder, "decoder_": main})
 
     def check_tokens(self, batch: Mapping[str, Any]) -> None:
         """Refuse tokens outside the vocabulary, with which one rank would fail in a layer."""
-        table = self._model.get_input_embeddings() if not self._with_images else None  # type: ignore[operator]
+        table = self._model.get_input_embeddings() if not self._with_images else None
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or not isinstance(table, nn.Embedding) or not ids.numel():
             return
@@ -155,24 +149,20 @@ class BatchSharder:
         """Return whether a value belongs to images: the model takes it, or it has another shape."""
         if name == "mm_encoder_outputs":  # image features that `generate` computes first
             return bool(x)
-        of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape
-        return (
-            isinstance(x, Tensor) and name not in _TEXT and (name in self._takes or not of_tokens)
-        )
+        if not isinstance(x, Tensor) or name in _TEXT:
+            return False
+        return name in self._takes or tuple(x.shape[:2]) != side.shape
 
     def _with_decoder_tokens(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with the decoder's tokens, which are the labels moved by one."""
         if batch.get("decoder_input_ids") is not None:
             return batch
-        model: Any = self._model
+        model, config, labels = self._model, self._model.config, batch.get("labels")
         own = global_of(model, "shift_tokens_right")
-        labels = batch.get("labels")
-        made = _like(batch)
-        made.update(batch)
+        made = copy.copy(batch)
         if labels is not None and hasattr(model, "prepare_decoder_input_ids_from_labels"):
             moved = model.prepare_decoder_input_ids_from_labels(labels=labels)
         elif labels is not None and own is not None:
-            config = model.config
             moved = own(labels, config.pad_token_id, config.decoder_start_token_id)
         else:
             raise ValueError("batch must have decoder_input_ids, or labels to make them of")
@@ -183,10 +173,9 @@ class BatchSharder:
         self, batch: Mapping[str, Any], prefix: str, cached: bool = False
     ) -> tuple[Tensor, BatchDocuments]:
         names = f"{prefix}input_ids", f"{prefix}inputs_embeds"
-        given = [batch[name] for name in names if batch.get(name) is not None]
-        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+        x, *others = [batch[name] for name in names if batch.get(name) is not None] or [None]
+        if others or not isinstance(x, Tensor) or x.dim() < 2:
             raise ValueError(f"batch must have either {names[0]} (B, S) or {names[1]} (B, S, D)")
-        x = given[0]
         cuts = None if cached else self._cuts(batch)
         documents = find_documents(batch, x.shape[0], x.shape[1], prefix, cuts)
         return x, documents.by_rows() if self._with_encoder else documents
@@ -205,7 +194,7 @@ class BatchSharder:
             return "its recurrent layers keep their states there; give an attention_mask"
         cache = batch.get("use_cache")
         if cache is None:
-            cache = getattr(_text_config(self._model), "use_cache", False)
+            cache = getattr(self._model.config.get_text_config(), "use_cache", False)
         if not cache:
             return True
         way_out = (
@@ -233,8 +222,8 @@ class BatchSharder:
     def _default_positions(
         self, batch: Mapping[str, Any], prefix: str, documents: BatchDocuments
     ) -> Tensor:
-        names = [name for name in _OF_POSITIONS if batch.get(f"{prefix}{name}") is not None]
-        whole = {name: batch[f"{prefix}{name}"] for name in names}
+        found = {name: batch.get(f"{prefix}{name}") for name in _OF_POSITIONS}
+        whole = {name: x for name, x in found.items() if x is not None}
         return default_positions(self._model, whole, documents.rows, documents.columns)
 
     def _check_positions(
@@ -261,7 +250,8 @@ class BatchSharder:
             raise ValueError(f"position_ids must be None: {name} counts positions by itself")
 
     def _cut(self, batch: Mapping[str, Any], sharding: Sharding, sides: dict[str, Side]) -> Any:
-        made = _like(batch)
+        made: Any = copy.copy(batch)
+        made.clear()
         inputs: list[tuple[Side, str]] = []
         for name, x in batch.items():
             whole = sharding.whole and (name in self._takes or name in _WHOLE)
@@ -270,11 +260,11 @@ class BatchSharder:
             if whole and name == "attention_mask" and not self._needs_mask(batch, sharding.main):
                 continue
             prefix = "decoder_" if "decoder_" in sides and name.startswith("decoder_") else ""
-            side = sides[prefix]
-            if not whole and name.removeprefix(prefix) in _INPUTS:
+            side, is_input = sides[prefix], name.removeprefix(prefix) in _INPUTS
+            if not whole and is_input:
                 inputs.append((side, name))
             if not whole and isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
-                x = side.take(x, None if name.removeprefix(prefix) in _INPUTS else 0)
+                x = side.take(x, None if is_input else 0)
             made[name] = x
         documents = sharding.main.documents
         labels = self._labels(batch, documents)
@@ -304,19 +294,18 @@ class BatchSharder:
         labels, shifted = batch.get("labels"), batch.get("shift_labels")
         expected = documents.rows, documents.columns
         for name, x in (("labels", labels), ("shift_labels", shifted)):
-            if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != expected):
-                got = shape_of(x)
+            got = shape_of(x)
+            if x is not None and got != expected:
                 raise ValueError(f"{name} must be {expected}, a label for each token, got {got}")
-            if x is not None and self._shifts is None:
+            if x is not None and self.shifts is None:
                 raise ValueError(f"{name} must be None: {type(self._model).__name__} has no loss")
         if shifted is not None or labels is None:
             return shifted
-        if not self._shifts:
+        if not self.shifts:
             return labels
         kept = torch.from_numpy(documents.kept).to(labels.device)
         flat = labels.flatten()
-        samples = documents.cu_seqlens if documents.samples is None else documents.samples
-        next_ones = shift_labels(flat[kept], samples)
+        next_ones = shift_labels(flat[kept], documents.samples)
         return torch.full_like(flat, -100).index_copy(0, kept, next_ones).view_as(labels)
 
 
@@ -340,19 +329,9 @@ def check_all_logits(kwargs: Mapping[str, Any]) -> None:
         raise ValueError(f"logits_to_keep must not be given with a sharded batch, got {found}")
 
 
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config()
-
-
 def _counted(labels: Tensor, documents: BatchDocuments) -> int:
     kept = torch.from_numpy(documents.kept).to(labels.device)
     return int((labels.flatten()[kept] != -100).sum())
-
-
-def _like(batch: Mapping[str, Any]) -> Any:
-    made: Any = copy.copy(batch)
-    made.clear()
-    return made
 
 
 def _check_layout(layout: Layout, documents: BatchDocuments, ranks: int) -> None:
@@ -370,11 +349,3 @@ def _check_layout(layout: Layout, documents: BatchDocuments, ranks: int) -> None
 
 def _few(lengths: list[int]) -> str:
     return ", ".join(map(str, lengths[:8])) + (", …" if len(lengths) > 8 else "")
-
-
-def _layout_of(layout: Any) -> Layout | None:
-    layout = getattr(layout, "layout", layout)
-    if layout is not None and not isinstance(layout, Layout):
-        found = type(layout).__name__
-        raise ValueError(f"layout must be a seqpar.Layout or a micro-batch of a plan, got {found}")
-    return layout

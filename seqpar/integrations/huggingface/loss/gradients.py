@@ -35,6 +35,7 @@ from seqpar.integrations.huggingface.model.layers import Uncopied
 
 _BUCKET_ELEMENTS = 1 << 24  # summed in one all-reduce
 _KEY = "seqpar"  # key in a graph node's metadata, for the Averaging of its call
+_LOCAL = "where its gradient would be of one rank's tokens"
 _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
     "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
@@ -198,21 +199,18 @@ class ModelGradients(Uncopied):
             if id(x) not in averaged and not embeds:
                 used = names.get(id(x), f"a tensor {tuple(x.shape)} that is not its own")
                 how = "make it a parameter of a module in the model, and read it there in each call"
-                raise ValueError(
-                    f"model must not use {used} in a hook, "
-                    f"where its gradient would be of one rank's tokens: {how}"
-                )
+                raise ValueError(f"model must not use {used} in a hook, {_LOCAL}: {how}")
         self._code = code
 
     def spread(self, batch: Any) -> Any:
         """Return a whole batch, whose tensors get the gradients of all ranks' tokens."""
         if not isinstance(batch, Mapping) or self.comm.size == 1 or not torch.is_grad_enabled():
             return batch
-        names = [name for name, x in batch.items() if isinstance(x, Tensor) and x.requires_grad]
-        if not names:
+        own = {k: x for k, x in batch.items() if isinstance(x, Tensor) and x.requires_grad}
+        if not own:
             return batch
-        tensors = _OverRanks.apply(self, 0, *(batch[name] for name in names))
-        return dict(batch) | dict(zip(names, tensors, strict=True))
+        tensors = _OverRanks.apply(self, 0, *own.values())
+        return dict(batch) | dict(zip(own, tensors, strict=True))
 
     def total(self, local: Tensor) -> Tensor:
         reached, leaves, nodes = _reached(local)
@@ -226,7 +224,6 @@ class ModelGradients(Uncopied):
         return self._total(local, averaged, reached)
 
     def total_of_model(self, local: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses that the ending call's model computed."""
         return self._total(local, self._last.averaged, [])
 
     def begin_backward(self, scale: int, outputs: list[Any]) -> None:
@@ -251,9 +248,8 @@ class ModelGradients(Uncopied):
         factors = torch.cat(self.comm.all_gather(own, label="loss scale"))
         differ = (factors - factors[0]).abs() > 1e-3 * factors[0].abs()
         if differ.any():  # not where they are NaN, as a scaler of gradients may make them
-            listed = ", ".join(
-                f"rank {rank} has {x:.6g}" for rank, x in enumerate(factors.tolist())
-            )
+            values = enumerate(factors.tolist())
+            listed = ", ".join(f"rank {rank} has {x:.6g}" for rank, x in values)
             raise ValueError(f"loss must be multiplied by the same number on all ranks: {listed}")
 
     def check_output(self, node: Any) -> None:
@@ -301,10 +297,10 @@ class ModelGradients(Uncopied):
     def _note_local_gradients(self, parameters: list[Tensor]) -> None:
         if self._step_hook is not None:
             self._step_hook.remove()
+            self._step_hook = None
         self._left_local = parameters
-        self._step_hook = (
-            register_optimizer_step_pre_hook(self._before_step) if parameters else None
-        )
+        if parameters:
+            self._step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         left = {id(x) for x in self._left_local if x.grad is not None}
@@ -403,14 +399,12 @@ class ModelGradients(Uncopied):
         for x in leaves:
             if id(x) in own or not averaged:
                 name = names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
+                where = f"outside of the model's call, {_LOCAL}"
                 how = "use it in a module's call within the model that you enable"
-                raise ValueError(
-                    f"loss must not depend on {name} outside of the model's call, "
-                    f"where its gradient would be of one rank's tokens: {how}"
-                )
+                raise ValueError(f"loss must not depend on {name} {where}: {how}")
 
 
-def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
+def sum_of_ranks(x: Tensor, comm: Comm, divisor: int) -> Tensor:
     """Return all ranks' sum (N,) over `divisor`, in rank order, by 2·(P − 1)/P·N sent elements."""
     parts = [part.contiguous() for part in x.tensor_split(comm.size)]
     call = comm.call()
@@ -421,9 +415,7 @@ def sum_of_ranks(x: Tensor, comm: Comm, divisor: int = 1) -> Tensor:
     recvs = [(peer, others[peer]) for peer in comm.peers]
     call.exchange(sends, recvs, label="gradients").wait()
     wide = torch.promote_types(x.dtype, torch.float32)
-    total = others[0].to(wide)
-    for other in others[1:]:
-        total = total + other
+    total = sum(others[1:], others[0].to(wide))
     if divisor != 1:
         total = total / divisor
     parts[comm.rank] = total.to(x.dtype)

@@ -21,6 +21,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.call import ModelCall
 from seqpar.integrations.huggingface.batch.sharding import Side
 from seqpar.integrations.huggingface.model.code import global_of
+from seqpar.integrations.huggingface.model.layers import configs_of
 
 
 def losses_of(
@@ -57,10 +58,6 @@ def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
     )
 
 
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-_TOP = ("num_experts_per_tok",)
-
-
 @dataclass(frozen=True)
 class RouterLoss:
     """A model's router loss: the number of experts per token, and the coefficient of the loss."""
@@ -72,7 +69,8 @@ class RouterLoss:
     def of(cls, model: Any) -> RouterLoss | None:
         """Return a model's router loss, or None if it is not known to be this one."""
         own = global_of(model, "load_balancing_loss_func")
-        top, coefficient = _setting(model, _TOP), _setting(model, _COEFFICIENTS)
+        top = _setting(model, "num_experts_per_tok")
+        coefficient = _setting(model, "router_aux_loss_coef", "aux_loss_coef")
         if own is None or top is None or coefficient is None or not _is_this(own):
             return None
         return cls(int(top), float(coefficient))
@@ -92,8 +90,7 @@ class RouterLoss:
 
 def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
     """Return why a router loss would be wrong. `padded`: a whole batch with padding."""
-    configs = (getattr(x, "config", None) for x in model.modules())
-    asked = asked or any(getattr(config, "output_router_logits", False) for config in configs)
+    asked = asked or any(getattr(x, "output_router_logits", False) for x in configs_of(model))
     if not asked or "aux_loss" not in _source(type(model).forward):
         return []
     if padded:
@@ -104,12 +101,10 @@ def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[s
     return [f"output_router_logits is set, and {what}: each rank would have another"]
 
 
-def _setting(model: Any, names: tuple[str, ...]) -> Any:
-    for where in (model, model.config, model.config.get_text_config()):
-        for name in names:
-            if getattr(where, name, None) is not None:
-                return getattr(where, name)
-    return None
+def _setting(model: Any, *names: str) -> Any:
+    places = model, model.config, model.config.get_text_config()
+    values = (getattr(place, name, None) for place in places for name in names)
+    return next((x for x in values if x is not None), None)
 
 
 def _sums(logits: tuple[Tensor, ...], held: Tensor, top: int) -> tuple[Tensor, Tensor]:

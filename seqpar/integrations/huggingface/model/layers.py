@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -84,8 +84,6 @@ class Uncopied:
 
 @dataclass(eq=False)
 class AttentionLayer(Uncopied):
-    """An attention layer of an enabled model, with its counters."""
-
     name: str
     cross: bool  # whether a decoder's queries attend to the encoder's keys
     in_encoder: bool
@@ -114,11 +112,13 @@ def find_layers(
 ) -> dict[nn.Module, AttentionLayer]:
     """Return the attention layers by module; a ValueError names all others, and `faults`."""
     modules = dict(model.named_modules(prefix=prefix))
-    softmax = _modules_of_class(modules, lambda kind: dispatches(kind) or computes_itself(kind))
-    reached = _modules_of_class(
-        modules, lambda kind: kind_of(kind) or dispatches(kind) or computes_itself(kind)
-    )
-    refused = [*_deaf(modules, reached), *_mixing(model, modules, reached)]
+    kinds: dict[str, type] = {name: type(x) for name, x in modules.items()}
+    softmax = {
+        name: modules[name] for name, x in kinds.items() if dispatches(x) or computes_itself(x)
+    }
+    recurrent = {name for name, x in kinds.items() if kind_of(x)}
+    reached = {name: x for name, x in modules.items() if name in softmax or name in recurrent}
+    refused = [*_deaf(modules, reached), *_mixing(model, modules, reached, recurrent)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
     refused += [*_by_setting(model, softmax), *faults]
@@ -152,34 +152,6 @@ def loss_shifts(model: Any) -> bool | None:
     return None if kind is None else _LOSSES[kind]
 
 
-def groups_of(
-    model: nn.Module, layers: dict[nn.Module, AttentionLayer]
-) -> list[list[set[nn.Module]]]:
-    """Return the model's lists of blocks: for each block, the attention layers inside it."""
-    groups = []
-    for x in model.modules():
-        if isinstance(x, nn.ModuleList):
-            inside = [{y for y in block.modules() if y in layers} for block in x]
-            if any(inside):
-                groups.append(inside)
-    return groups
-
-
-def check_reached(
-    groups: list[list[set[nn.Module]]],
-    layers: dict[nn.Module, AttentionLayer],
-    reached: set[nn.Module],
-) -> None:
-    """Refuse a call that reached some, but not all, blocks of a group of `groups_of`."""
-    if not reached:
-        raise ValueError(f"0 of {len(layers)} attention layers were reached")
-    for blocks in groups:
-        missed = [inside for inside in blocks if inside and not inside & reached]
-        if missed and any(inside & reached for inside in blocks):
-            names = ", ".join(layers[x].name for inside in missed for x in inside)
-            raise ValueError(f"attention layers were not reached: {names}")
-
-
 def encoder_of(model: Any) -> nn.Module | None:
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
@@ -205,10 +177,13 @@ def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[
 
 
 def _mixing(
-    model: nn.Module, modules: dict[str, nn.Module], reached: dict[str, nn.Module]
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    reached: Collection[str],
+    recurrent: Collection[str],
 ) -> list[str]:
     """List modules that mix tokens in other ways than attention: each rank would mix its own."""
-    mixers, recurrent = {}, _modules_of_class(modules, kind_of)
+    mixers = {}
     for name, x in modules.items():
         kind = type(x).__name__
         whole = hasattr(x, "base_model_prefix")  # a model, whose class name repeats its layers'
@@ -217,10 +192,8 @@ def _mixing(
         if _MIXER.search(kind) and not apart:
             mixers[name] = kind
     outermost = _outermost(mixers)
-    reasons = [
-        f"{name} ({kind}) mixes tokens along the sequence, which it would do on each rank alone"
-        for name, kind in outermost.items()
-    ]
+    how = "mixes tokens along the sequence, which it would do on each rank alone"
+    reasons = [f"{name} ({kind}) {how}" for name, kind in outermost.items()]
     known = _LAYER_TYPES | (_RECURRENT_TYPES if recurrent else set())
     for config in configs_of(model):
         others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
@@ -228,12 +201,8 @@ def _mixing(
             reasons.append(f"layer_types of its config has {', '.join(map(str, others))}")
     for name, x in modules.items():
         if isinstance(x, nn.ModuleList) and not outermost and not re.search(r"\.\d+\.", name):
-            blocks = {f"{name}.{i}": block for i, block in enumerate(x)}
-            without = {
-                key: type(block).__name__
-                for key, block in blocks.items()
-                if not any(_is_inside(y, key) for y in reached)
-            }
+            blocks = [f"{name}.{i}" for i in range(len(x))]
+            without = [key for key in blocks if not any(_is_inside(y, key) for y in reached)]
             if 0 < len(without) < len(blocks) and len(set(map(type, x))) > 1:
                 reasons.append(f"{_listed(without)} have no attention that can be reached")
     for name, x in modules.items():
@@ -246,10 +215,8 @@ def _mixing(
 def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
     reasons = []
     for name, x in reached.items():
-        if strange := sorted(read_elsewhere(type(x)) - _READ):
-            reasons.append(
-                f"{name}: its attention reads {', '.join(strange)}, whose meaning is unknown"
-            )
+        if strange := ", ".join(sorted(read_elsewhere(type(x)) - _READ)):
+            reasons.append(f"{name}: its attention reads {strange}, whose meaning is unknown")
         if hasattr(x, "has_relative_attention_bias") and not has_buckets(x):
             reasons.append(f"{name} adds a bias to its scores, which is not offered")
     for name, x in model.named_modules():
@@ -273,28 +240,17 @@ def _has_parameters(x: nn.Module) -> bool:
     return next(x.parameters(), None) is not None
 
 
-def configs_of(model: nn.Module) -> Iterator[object]:
-    seen = set()
-    for x in model.modules():
-        config = getattr(x, "config", None)
-        if config is not None and id(config) not in seen:
-            seen.add(id(config))
-            yield config
+def configs_of(model: nn.Module) -> Collection[Any]:
+    configs = (getattr(x, "config", None) for x in model.modules())
+    return {id(x): x for x in configs if x is not None}.values()
 
 
-def _listed(named: Collection[str]) -> str:
-    names = list(named)[:4]
-    more = len(named) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
+def _listed(names: Collection[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(list(names)[:4]) + more
 
 
-def _modules_of_class(
-    modules: Mapping[str, nn.Module], matches: Callable[[type], object]
-) -> dict[str, nn.Module]:
-    return {name: x for name, x in modules.items() if matches(type(x))}
-
-
-def _related(name: str, layers: Mapping[str, nn.Module]) -> bool:
+def _related(name: str, layers: Iterable[str]) -> bool:
     return any(_is_inside(name, x) or _is_inside(x, name) for x in layers)
 
 

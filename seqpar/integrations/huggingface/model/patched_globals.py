@@ -12,15 +12,14 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-
-Around = Callable[..., Any]
+from torch.utils.hooks import RemovableHandle
 
 
 class Replaced:
     """An attribute that a module has itself, in place until `remove`."""
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self._module, self._name = module, name
+        self._module, self._name, self._value = module, name, value
         self._known = vars(module).get(name)
         object.__setattr__(module, name, value)
 
@@ -30,25 +29,33 @@ class Replaced:
             object.__setattr__(self._module, self._name, self._known)
 
 
-class Overlay:
+Removable = RemovableHandle | Replaced  # a change of a model, undone by `remove`
+
+
+class Overlay(Replaced):
     """A forward that calls other functions, until `remove`, within `around(own, module, …)`."""
 
     def __init__(
-        self, module: nn.Module, functions: Mapping[str, Any], around: Around | None = None
+        self,
+        module: nn.Module,
+        functions: Mapping[str, Any],
+        around: Callable[..., Any] | None = None,
     ) -> None:
-        self._module = module
         forward = type(module).forward
         assert isinstance(forward, FunctionType)
-        made = with_globals(forward, functions)
-        if around is not None:
-            made = _within(around, made)
-        self._forward = MethodType(made, module)
-        module.forward = self._forward
+        own = with_globals(forward, functions)
+
+        def within(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            assert around is not None
+            return around(own, module, *args, **kwargs)
+
+        made = own if around is None else within
+        super().__init__(module, "forward", MethodType(made, module))
 
     def remove(self) -> None:
         """Restore the class's forward, unless the module has been given another forward since."""
-        if vars(self._module).get("forward") is self._forward:
-            del self._module.forward
+        if vars(self._module).get("forward") is self._value:
+            super().remove()
 
 
 def check_forward(module: nn.Module, names: Iterable[str]) -> None:
@@ -96,14 +103,6 @@ def _holds_what_it_decorates(function: object) -> bool:
         return True
     held = any(_has(cell, inner) for cell in function.__closure__ or ())
     return held and _holds_what_it_decorates(inner)
-
-
-def _within(around: Around, own: FunctionType) -> FunctionType:
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(own, module, *args, **kwargs)
-
-    assert isinstance(forward, FunctionType)
-    return forward
 
 
 def _has(cell: CellType, content: object) -> bool:

@@ -64,16 +64,6 @@ class CompiledForward(Replaced):
         return PreparedMask(made.call, made.pattern) if isinstance(made, ShardedMask) else made
 
 
-def check_compiles(model: Any, shifts: bool | None, reasons: dict[str, bool]) -> None:
-    if shifts is not True:
-        reasons = {"its masks are not those of causal models": True} | reasons
-    if getattr(model.config.get_text_config(), "use_bidirectional_attention", None):
-        reasons = {"it has use_bidirectional_attention": True} | reasons
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"model cannot be compiled whole: {reason}")
-
-
 _INSTEAD = "call sp.compile(**options) of its session, or compile its blocks one by one"
 
 
