@@ -28,7 +28,6 @@ from seqpar.strategies.registry import make_attention
 
 __all__ = ["sequence_parallel"]
 
-_BALANCERS = ("headtail", None)
 _KEY = "_seqpar_layout"  # attribute of a tensor of positions, for its layout
 
 
@@ -136,7 +135,7 @@ def sequence_parallel(
     Raises:
         ValueError: if the block has another attention, or the load balancer is another one.
     """
-    if load_balancer not in _BALANCERS:
+    if load_balancer not in ("headtail", None):
         raise ValueError(f"load_balancer must be 'headtail' or None, got {load_balancer!r}")
     inner, left = cfg.inner_attention, -1
     if isinstance(inner, VarlenAttention.Config):

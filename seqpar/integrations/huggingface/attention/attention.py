@@ -253,11 +253,8 @@ def _compute(own: LayerCall, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
-    unknown = [
-        name
-        for name, x in arguments.items()
-        if name not in _HARMLESS.union(known) and x is not None and x is not False
-    ]
+    given = [name for name, x in arguments.items() if x is not None and x is not False]
+    unknown = [name for name in given if name not in _HARMLESS and name not in known]
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} is given, which is not understood here")
 

@@ -39,15 +39,10 @@ class CompiledForward(Replaced):
         make = getattr(self._model, "create_masks_for_generate", create_masks_for_generate)
         side = call.sharding.main
         embeddings = torch.empty((), device=side.index.device).expand(1, side.tokens, 1)
+        nothing = dict.fromkeys(("attention_mask", "past_key_values", "position_ids"))
         before = current.set(call)
         try:
-            made = make(
-                config=self._model.config,
-                inputs_embeds=embeddings,
-                attention_mask=None,
-                past_key_values=None,
-                position_ids=None,
-            )
+            made = make(config=self._model.config, inputs_embeds=embeddings, **nothing)
         finally:
             current.set(before)
         if isinstance(made, dict):

@@ -70,8 +70,7 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
         *patch_recurrent_layers(session, body),
     ]
     if body is not session.inner:
-        hook = take_tokens(session.comm)
-        handles.append(body.register_forward_pre_hook(hook, with_kwargs=True))
+        handles.append(body.register_forward_pre_hook(take_tokens, with_kwargs=True))
     return handles
 
 

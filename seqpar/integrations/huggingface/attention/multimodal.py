@@ -7,13 +7,12 @@ and computes all images; the gradients of their weights are summed like all othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.attention.call import ModelCall, ShardedMask, current
 from seqpar.integrations.huggingface.batch.sharding import Side, side_of
 from seqpar.integrations.huggingface.model.code import dispatches, dropout_of, takes
@@ -73,33 +72,30 @@ def _most_dropped(x: nn.Module) -> float:
     return max(p, layers if isinstance(layers, float) else 0.0)
 
 
-def take_tokens(comm: Comm) -> Callable[..., Any]:
-    """Return a hook of the text model that cuts its arguments to this rank's tokens."""
-
-    def hook(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = current.call
-        cached = call is not None and call.cache is not None
-        if not cached and takes(text, "use_cache"):
-            kwargs = kwargs | {"use_cache": False}  # the outer model may not pass it on
-        if call is None or not call.sharding.whole:  # only text, or a step after the images
-            if call is not None and isinstance(mask := kwargs.get("attention_mask"), ShardedMask):
-                call.prepared, kwargs = mask, kwargs | {"attention_mask": None}
-            return args, kwargs
-        with call.session.faults():
-            if args or call.entered:
-                raise ValueError("the text model must be called once, with keywords only")
-            call.entered = True
-            return (), _taken(call, kwargs, comm)
-
-    return hook
+def take_tokens(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cut the arguments of the text model, whose hook this is, to this rank's tokens."""
+    call = current.call
+    cached = call is not None and call.cache is not None
+    if not cached and takes(text, "use_cache"):
+        kwargs = kwargs | {"use_cache": False}  # the outer model may not pass it on
+    if call is None or not call.sharding.whole:  # only text, or a step after the images
+        if call is not None and isinstance(mask := kwargs.get("attention_mask"), ShardedMask):
+            call.prepared, kwargs = mask, kwargs | {"attention_mask": None}
+        return args, kwargs
+    with call.session.faults():
+        if args or call.entered:
+            raise ValueError("the text model must be called once, with keywords only")
+        call.entered = True
+        return (), _taken(call, kwargs)
 
 
-def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any]:
+def _taken(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
     side = call.sharding.main
     positions = kwargs.get("position_ids")
     if positions is not None:
         x = next(x for x in kwargs.values() if isinstance(x, Tensor))
-        side = side_of(side.documents, side.layout, comm.rank, positions, x.device)
+        rank = call.session.comm.rank
+        side = side_of(side.documents, side.layout, rank, positions, x.device)
         call.sharding = replace(call.sharding, main=side)
     taken: dict[str, Any] = {}
     for name, value in kwargs.items():
@@ -108,10 +104,8 @@ def _taken(call: ModelCall, kwargs: dict[str, Any], comm: Comm) -> dict[str, Any
         elif name == "attention_mask":
             value = _mask(value, call)
         elif name in _FEATURES and value is not None:
-            shown = kwargs[_FEATURES[name]]
-            single = isinstance(value, Tensor)
-            rows = [_rows(x, shown, side) for x in ([value] if single else value)]
-            value = rows[0] if single else rows
+            cut = partial(_rows, visual=kwargs[_FEATURES[name]], side=side)
+            value = cut(value) if isinstance(value, Tensor) else list(map(cut, value))
         elif isinstance(value, Tensor) and tuple(value.shape[:2]) == side.shape:
             value = side.take(value, None if value.is_floating_point() else 0)
         taken[name] = value

@@ -75,8 +75,7 @@ class Bias(Noted):
         if name in _CASTS | _SHAPES or name == "getitem":
             return self
         if self.slopes is not None and name in ("div", "mul"):
-            by = _number(args[1])
-            return replace(self, slopes=self.slopes * (by if name == "mul" else 1 / by))
+            return replace(self, slopes=self.slopes * _factor(name, args[1]))
         if self.slopes is None and name in ("mul", "rsub"):  # ones and zeros that hide keys
             return self
         raise _refusal(name, "its mask or bias")
@@ -116,8 +115,7 @@ class Scores(Noted):
         if name == "softmax" and kwargs.get("dim", other) in (-1, self.like.dim() - 1):
             return replace(self, weights=True)
         if name in ("div", "mul") and not isinstance(other, Noted):
-            by = _number(other)
-            return self.scaled(by if name == "mul" else 1 / by)
+            return self.scaled(_factor(name, other))
         if name in ("add", "mul") and isinstance(other, Bias):
             return self.biased(other)
         if name == "masked_fill" and isinstance(other, Bias) and _leaves_out(args[2]):
@@ -194,12 +192,12 @@ def _note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     raise _refusal(name, "its scores")
 
 
-def _number(x: Any) -> float:
-    if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
-        return float(x)
-    if isinstance(x, int | float) and x:
-        return float(x)
-    raise ValueError("it multiplies its scores by something other than a number")
+def _factor(name: str, x: Any) -> float:
+    """Return the factor of "mul", or of "div", by a number."""
+    constant = isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad
+    if not constant and not (isinstance(x, int | float) and x):
+        raise ValueError("it multiplies its scores by something other than a number")
+    return float(x) if name == "mul" else 1 / float(x)
 
 
 def _leaves_out(x: Any) -> bool:
@@ -270,27 +268,16 @@ class OwnForward(Replaced):
 
 
 def trace_layers(session: EnabledModel) -> list[OwnForward]:
-    return [
-        OwnForward(x, layer, session)
-        for x, layer in session.layers.items()
-        if computes_itself(type(x))
-    ]
+    layers = session.layers.items()
+    return [OwnForward(x, layer, session) for x, layer in layers if computes_itself(type(x))]
 
 
 def _attend(module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
     """Return attention (…, T, Dv) of the recorded scores, in the layer's own shape."""
     q, k, v = (x if x.dim() == 4 else x[None] for x in (scores.q, scores.k, v))
-    out, _ = attend(
-        module,
-        q.to(v.dtype),
-        k.to(v.dtype),
-        v,
-        scores.mask,
-        scaling=scores.scale,
-        is_causal=False,
-        band=scores.band,
-        alibi_slopes=scores.slopes,
-    )
+    options = {"scaling": scores.scale, "band": scores.band, "alibi_slopes": scores.slopes}
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    out, _ = attend(module, q, k, v, scores.mask, is_causal=False, **options)
     return out.transpose(1, 2).reshape(*scores.like.shape[:-1], v.shape[-1])
 
 

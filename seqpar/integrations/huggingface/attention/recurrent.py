@@ -146,7 +146,7 @@ class PatchedRecurrence:
 
 
 def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
-    kinds = {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
+    kinds = _recurrent_kinds(layers)
     for x, kind in kinds.items():
         check_forward(x, CALLED[kind])
         activation = getattr(x, "activation", None)
@@ -158,24 +158,23 @@ def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:
 
 
 def patch_recurrent_layers(session: EnabledModel, body: nn.Module) -> list[Overlay]:
-    attentions: dict[str, RecurrentAttention] = {}
-    overlays = []
-    for module, layer in session.layers.items():
-        kind = kind_of(type(module))
-        if kind is None:
-            continue
-        attention, comm = None, session.comm
+    comm, overlays = session.comm, []
+    attentions: dict[str, RecurrentAttention | None] = {"convolution": None}
+    for module, kind in _recurrent_kinds(session.layers).items():
         if len(comm.shape) > 1:
             comm = as_mesh(comm, comm.size)
-        if kind != "convolution":
-            if kind not in attentions:
-                attentions[kind] = RecurrentAttention(comm, kind, check_ranks=session.check_ranks)
-            attention = attentions[kind]
-        layer.recurrence = PatchedRecurrence(module, kind, comm, attention)
-        overlays.append(Overlay(module, layer.recurrence.functions(), _forward))
+        if kind not in attentions:
+            attentions[kind] = RecurrentAttention(comm, kind, check_ranks=session.check_ranks)
+        recurrence = PatchedRecurrence(module, kind, comm, attentions[kind])
+        session.layers[module].recurrence = recurrence
+        overlays.append(Overlay(module, recurrence.functions(), _forward))
     if overlays:
         overlays += [Overlay(x, {_MASK: _mask_of_call}) for x in _making_masks(body)]
     return overlays
+
+
+def _recurrent_kinds(layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    return {x: kind for x in layers if (kind := kind_of(type(x))) is not None}
 
 
 def _making_masks(body: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,1 @@
-"""A batch of a transformers model, divided among ranks: documents, positions, padding and labels.
-
-Start with `sharding.py`.
-"""
+"""A batch of a transformers model, divided among ranks. Start with `sharding.py`."""

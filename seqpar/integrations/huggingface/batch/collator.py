@@ -77,10 +77,9 @@ class Collator:
         for name in _MASKS:
             if values.get(name) is not None:
                 labels[torch.as_tensor(values.pop(name)) == 0] = _IGNORED_LABEL
-        kept = torch.ones(count, dtype=torch.bool)
-        if values.get("attention_mask") is not None:
-            kept = torch.as_tensor(values["attention_mask"]).bool()
-        for name in ("attention_mask", "position_ids", "seq_lengths", "length"):
+        mask = values.pop("attention_mask", None)
+        kept = torch.as_tensor(torch.ones(count) if mask is None else mask).bool()
+        for name in ("position_ids", "seq_lengths", "length"):
             values.pop(name, None)
         made = {"input_ids": ids[kept][: self._most], "labels": labels[kept][: self._most]}
         made["labels"][:1] = _IGNORED_LABEL

@@ -25,10 +25,6 @@ class BatchDocuments(NamedTuple):
     samples: Ints  # where samples begin, for shifts of labels
     packed: bool | None = None  # whether jumps of positions began documents; None: no jump mattered
 
-    @property
-    def padded(self) -> bool:
-        return self.kept.size < self.rows * self.columns
-
     def by_rows(self) -> BatchDocuments:
         """Return the same batch with exactly one document for each row, even an empty one."""
         counts = np.bincount(self.kept // self.columns, minlength=self.rows)

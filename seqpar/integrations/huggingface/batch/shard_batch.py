@@ -159,7 +159,7 @@ class BatchSharder:
             return batch
         model, config, labels = self._model, self._model.config, batch.get("labels")
         own = global_of(model, "shift_tokens_right")
-        made = copy.copy(batch)
+        made: Any = copy.copy(batch)
         if labels is not None and hasattr(model, "prepare_decoder_input_ids_from_labels"):
             moved = model.prepare_decoder_input_ids_from_labels(labels=labels)
         elif labels is not None and own is not None:
@@ -197,10 +197,8 @@ class BatchSharder:
             cache = getattr(self._model.config.get_text_config(), "use_cache", False)
         if not cache:
             return True
-        way_out = (
-            "an attention_mask keeps them as positions, use_cache=False begins documents there"
-        )
-        return f"transformers decides by its cache what that means; {way_out}"
+        hint = "an attention_mask keeps them as positions, use_cache=False begins documents there"
+        return f"transformers decides by its cache what that means; {hint}"
 
     def _side(
         self, batch: Mapping[str, Any], prefix: str, layout: Layout | None, cached: bool = False
@@ -284,10 +282,11 @@ class BatchSharder:
         return made
 
     def _needs_mask(self, batch: Mapping[str, Any], side: Side) -> bool:
-        if side.documents.padded:
+        documents = side.documents
+        if documents.kept.size < documents.rows * documents.columns:  # it has padding
             return True
         cut = find_documents(batch, *side.shape, "", True).cu_seqlens
-        return not np.array_equal(cut, side.documents.cu_seqlens)
+        return not np.array_equal(cut, documents.cu_seqlens)
 
     def _labels(self, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor | None:
         """Return each token's label (B, S): the next token's label, if the model shifts labels."""

@@ -1,4 +1,1 @@
-"""`generate` over ranks: its cache and its steps.
-
-Start with `generating.py`.
-"""
+"""`generate` over ranks: its cache and its calls. Start with `generating.py`."""

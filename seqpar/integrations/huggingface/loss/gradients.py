@@ -305,11 +305,9 @@ class ModelGradients(Uncopied):
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         left = {id(x) for x in self._left_local if x.grad is not None}
         if any(id(x) in left for group in optimizer.param_groups for x in group["params"]):
-            reason = (
-                "the last backward ran in DDP's no_sync, and gradients are of one rank's tokens"
-            )
+            why = "the last backward ran in DDP's no_sync, and gradients are of one rank's tokens"
             way_out = "leave no_sync for the last forward and backward before a step"
-            raise ValueError(f"optimizer must not step: {reason}; {way_out}")
+            raise ValueError(f"optimizer must not step: {why}; {way_out}")
 
     def _forget_backward(self) -> None:
         self._scale = None

@@ -1,4 +1,1 @@
-"""Inspection of a transformers model: its layers, their code, and its configuration.
-
-Start with `layers.py`.
-"""
+"""A transformers model's layers and their code. Start with `layers.py`."""

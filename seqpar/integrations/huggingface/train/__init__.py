@@ -1,4 +1,1 @@
-"""transformers' Trainer, TRL's SFTTrainer and accelerate with groups of ranks.
-
-Start with `trainer.py`.
-"""
+"""Trainers of transformers and TRL with groups of ranks. Start with `trainer.py`."""
