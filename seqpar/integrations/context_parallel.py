@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -276,11 +276,9 @@ class _ToAllRanks(TorchFunctionMode):
 
 def _refuse_reentrant_checkpoint() -> None:
     """Its backward would repeat the call outside of the context, for local keys only."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise ValueError("use_reentrant must be False of checkpoints within context_parallel")
-        frame = frame.f_back
+    code = CheckpointFunction.forward.__code__
+    if any(frame.f_code is code for frame, _ in traceback.walk_stack(None)):
+        raise ValueError("use_reentrant must be False of checkpoints within context_parallel")
 
 
 def _refusal(name: str) -> ValueError:

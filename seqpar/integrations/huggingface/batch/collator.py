@@ -84,7 +84,7 @@ class Collator:
         made = {"input_ids": ids[kept][: self._most], "labels": labels[kept][: self._most]}
         made["labels"][:1] = _IGNORED_LABEL
         for name, value in values.items():
-            per_token = not isinstance(value, str) and _length(value) == count
+            per_token = _length(value) == count
             made[name] = torch.as_tensor(value)[kept][: self._most] if per_token else value
         return made
 

@@ -29,6 +29,7 @@ from seqpar.integrations.huggingface.model.layers import encoder_of, kind_of, lo
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 
+Batch = Mapping[str, Any]
 # Arguments that describe documents. After sharding, the layout describes them.
 _DOCUMENTS = (
     "attention_mask", "decoder_attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -64,7 +65,7 @@ class BatchSharder:
         described = {f"batch[{name!r}]": digest_of(batch.get(name)) for name in names}
         return {"keys of batch": sorted(map(str, batch)), **described}
 
-    def shard(self, batch: Mapping[str, Any], layout: Any = None, cached: bool = False) -> Any:
+    def shard(self, batch: Batch, layout: Any = None, cached: bool = False) -> Any:
         """As `SequenceParallel.shard`, for a call with a cache if `cached`."""
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
@@ -84,7 +85,7 @@ class BatchSharder:
         encoder, main = self._side(batch, "", None), self._side(batch, "decoder_", None)
         return self._cut(batch, Sharding(main, encoder), {"": encoder, "decoder_": main})
 
-    def check_tokens(self, batch: Mapping[str, Any]) -> None:
+    def check_tokens(self, batch: Batch) -> None:
         """Refuse tokens outside the vocabulary, with which one rank would fail in a layer."""
         table = self._model.get_input_embeddings() if not self._with_images else None
         ids = batch.get("input_ids")
@@ -97,7 +98,7 @@ class BatchSharder:
             expected = f"from 0 to {table.num_embeddings - 1}, the model's vocabulary"
             raise ValueError(f"input_ids must be {expected}, got {low} to {high}")
 
-    def count(self, batch: Mapping[str, Any]) -> int | None:
+    def count(self, batch: Batch) -> int | None:
         if self._with_encoder:
             batch = self._with_decoder_tokens(batch)
         _, documents = self._documents(batch, "decoder_" if self._with_encoder else "")
@@ -153,7 +154,7 @@ class BatchSharder:
             return False
         return name in self._takes or tuple(x.shape[:2]) != side.shape
 
-    def _with_decoder_tokens(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _with_decoder_tokens(self, batch: Batch) -> Batch:
         """Return the batch with the decoder's tokens, which are the labels moved by one."""
         if batch.get("decoder_input_ids") is not None:
             return batch
@@ -170,7 +171,7 @@ class BatchSharder:
         return made
 
     def _documents(
-        self, batch: Mapping[str, Any], prefix: str, cached: bool = False
+        self, batch: Batch, prefix: str, cached: bool = False
     ) -> tuple[Tensor, BatchDocuments]:
         names = f"{prefix}input_ids", f"{prefix}inputs_embeds"
         x, *others = [batch[name] for name in names if batch.get(name) is not None] or [None]
@@ -180,7 +181,7 @@ class BatchSharder:
         documents = find_documents(batch, x.shape[0], x.shape[1], prefix, cuts)
         return x, documents.by_rows() if self._with_encoder else documents
 
-    def _cuts(self, batch: Mapping[str, Any]) -> bool | str | None:
+    def _cuts(self, batch: Batch) -> bool | str | None:
         """Return the effect of a jump in the positions, as `cuts` of `find_documents`.
 
         As in transformers, a batch with a mask keeps its positions. Without one, models that make
@@ -200,9 +201,7 @@ class BatchSharder:
         hint = "an attention_mask keeps them as positions, use_cache=False begins documents there"
         return f"transformers decides by its cache what that means; {hint}"
 
-    def _side(
-        self, batch: Mapping[str, Any], prefix: str, layout: Layout | None, cached: bool = False
-    ) -> Side:
+    def _side(self, batch: Batch, prefix: str, layout: Layout | None, cached: bool = False) -> Side:
         x, documents = self._documents(batch, prefix, cached)
         if layout is None:
             make = getattr(Layout, self._kind)
@@ -217,16 +216,12 @@ class BatchSharder:
             self._check_positions(batch, ids, documents)
         return side_of(documents, layout, self._comm.rank, ids, x.device)
 
-    def _default_positions(
-        self, batch: Mapping[str, Any], prefix: str, documents: BatchDocuments
-    ) -> Tensor:
+    def _default_positions(self, batch: Batch, prefix: str, documents: BatchDocuments) -> Tensor:
         found = {name: batch.get(f"{prefix}{name}") for name in _OF_POSITIONS}
         whole = {name: x for name, x in found.items() if x is not None}
         return default_positions(self._model, whole, documents.rows, documents.columns)
 
-    def _check_positions(
-        self, batch: Mapping[str, Any], ids: Tensor, documents: BatchDocuments
-    ) -> None:
+    def _check_positions(self, batch: Batch, ids: Tensor, documents: BatchDocuments) -> None:
         if ids.dim() != 2:
             return
         positions = ids.detach().cpu().numpy()
@@ -247,7 +242,7 @@ class BatchSharder:
             name = type(self._model).__name__
             raise ValueError(f"position_ids must be None: {name} counts positions by itself")
 
-    def _cut(self, batch: Mapping[str, Any], sharding: Sharding, sides: dict[str, Side]) -> Any:
+    def _cut(self, batch: Batch, sharding: Sharding, sides: dict[str, Side]) -> Any:
         made: Any = copy.copy(batch)
         made.clear()
         inputs: list[tuple[Side, str]] = []
@@ -281,14 +276,14 @@ class BatchSharder:
         made[KEY] = replace(sharding, labels=count, origin=self._origin)
         return made
 
-    def _needs_mask(self, batch: Mapping[str, Any], side: Side) -> bool:
+    def _needs_mask(self, batch: Batch, side: Side) -> bool:
         documents = side.documents
         if documents.kept.size < documents.rows * documents.columns:  # it has padding
             return True
         cut = find_documents(batch, *side.shape, "", True).cu_seqlens
         return not np.array_equal(cut, documents.cu_seqlens)
 
-    def _labels(self, batch: Mapping[str, Any], documents: BatchDocuments) -> Tensor | None:
+    def _labels(self, batch: Batch, documents: BatchDocuments) -> Tensor | None:
         """Return each token's label (B, S): the next token's label, if the model shifts labels."""
         labels, shifted = batch.get("labels"), batch.get("shift_labels")
         expected = documents.rows, documents.columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, cycle, islice
@@ -152,7 +152,7 @@ class Groups:
     def _deal(self, made: Any, dispatches: bool) -> None:
         turn = _Turn(self.count, self.index, dispatches)
         base = made.base_dataloader
-        make = partial(DataLoader, base.dataset)
+        make: Callable[..., DataLoader[Any]] = partial(DataLoader, base.dataset)
         if isinstance(base.dataset, IterableDataset):
             make = partial(_DealtLoader, turn, base.dataset)
             options = {"batch_size": base.batch_size, "drop_last": base.drop_last}

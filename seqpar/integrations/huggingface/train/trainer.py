@@ -79,7 +79,6 @@ class OverRanks:
     model: Any
     gather_function: Any
     label_smoother: Any
-    state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
