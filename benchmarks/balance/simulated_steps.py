@@ -27,7 +27,6 @@ from benchmarks.balance.task_figures import as_parts, travelling
 from benchmarks.balance.units import TENSOR, WAYS, Machine
 from benchmarks.balance.wlb_steps import wlb
 from seqpar.balance import Tasks, disaggregate, place_homes
-from seqpar.balance.disaggregation.cells import spans_of
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import sort_keys
 from seqpar.layout.cuts.cuts import Spans
@@ -76,7 +75,7 @@ def tick(machine: Machine, layout: Layout, tasks: TaskRectangles) -> float:
 
 def home_of(tasks: TaskRectangles, layout: Layout) -> NDArray[np.bool_]:
     """Return whether the owner of its queries computes each task."""
-    ranks, documents, starts, _ = spans_of(layout.geometry)
+    ranks, documents, starts, _ = layout.geometry.all_spans()
     keys = sort_keys(documents, starts)
     order = np.argsort(keys)
     wanted = sort_keys(tasks.documents, tasks.q_starts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from seqpar.balance import RowBytes
-from seqpar.balance.disaggregation.cells import Unions, spans_of
+from seqpar.balance.disaggregation.cells import Unions
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
@@ -27,7 +27,7 @@ def loads(tasks: TaskRectangles, servers: int) -> Floats:
 
 def travelling(tasks: TaskRectangles, layout: Layout) -> tuple[Ints, Ints]:
     """Return (servers,) the rows of queries and of keys that travel to each server, once each."""
-    home, found = spans_of(layout.geometry), []
+    home, found = layout.geometry.all_spans(), []
     columns = tasks.q_starts, tasks.q_stops, tasks.k_starts, tasks.k_stops
     for starts, stops in (columns[:2], columns[2:]):
         needed = tasks.servers, tasks.documents, starts, stops

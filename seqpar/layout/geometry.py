@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
-from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys
-from seqpar.layout.cuts.cuts import Columns, Cut, HolderLookup, Merged, joined
+from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
+from seqpar.layout.cuts.cuts import Columns, Cut, HolderLookup, Merged, TableCut, joined
 
 _SAMPLED_DOCUMENTS = 16
 _MAX_KEPT_BYTES = 2**26  # of cached holdings, not counting the last one used
@@ -68,6 +68,13 @@ class Holding:
     def runs(self) -> Runs:
         documents, first = np.unique(self.documents, return_index=True)
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
+
+    def spans_in(self, starts: Ints, stops: Ints) -> tuple[Ints, Columns]:
+        """Return the spans of ascending ranges of rows, and the index of the range of each."""
+        span, first, last = split_at(self.offsets, starts, stops)
+        index = np.searchsorted(stops, self.offsets[span] + first, side="right")
+        start = self.starts[span]
+        return index, (self.documents[span], start + first, start + last)
 
     def holds_some(self, begins: Ints, ends: Ints) -> NDArray[np.bool_]:
         """Return whether the rank has rows in each nonempty range between two sort keys."""
@@ -137,6 +144,16 @@ class Geometry:
     @property
     def ranks(self) -> int:
         return len(self.holdings)
+
+    def all_spans(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return the spans of all ranks as (n,) ranks, documents, starts and stops."""
+        if isinstance(self.cut, TableCut):
+            edges, columns = self.cut.table(self.cu_seqlens)
+            return np.repeat(np.arange(self.ranks), np.diff(edges)), *columns
+        parts = [self.cut.columns(self.cu_seqlens, rank) for rank in range(self.ranks)]
+        documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+        ranks = np.repeat(np.arange(self.ranks), [part[0].size for part in parts])
+        return ranks, documents, starts, stops
 
     def merged_holding(self, ranks: Sequence[int]) -> Holding:
         parts = [self.holdings[rank].columns for rank in ranks]

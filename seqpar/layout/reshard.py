@@ -178,10 +178,9 @@ def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
     """Return the start of each span in the pack, ascending, followed by T; and the spans' ranks."""
 
     def build() -> tuple[Ints, Ints]:
-        starts = [geometry.cu_seqlens[x.documents] + x.starts for x in geometry.holdings]
-        owners = np.repeat(np.arange(geometry.ranks), [x.size for x in starts])
-        starts_of_all = np.concatenate(starts)
-        order = np.argsort(starts_of_all)
-        return np.r_[starts_of_all[order], geometry.tokens], owners[order]
+        owners, documents, starts, _ = geometry.all_spans()
+        starts = geometry.cu_seqlens[documents] + starts
+        order = np.argsort(starts)
+        return np.r_[starts[order], geometry.tokens], owners[order]
 
     return geometry.derived(("owners",), build)

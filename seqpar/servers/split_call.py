@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.balance.disaggregation.cells import cells_of, spans_of
+from seqpar.balance.disaggregation.cells import cells_of
 from seqpar.balance.disaggregation.disaggregate import disaggregate
 from seqpar.balance.disaggregation.row_bytes import RowBytes
 from seqpar.core.arguments import Ints
-from seqpar.core.ranges import split_at
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Slices
@@ -99,7 +98,7 @@ def _divided(call: ResolvedCall, count: int, tile: int) -> Parts:
 
 def _with_idle_ranks(geometry: Geometry, count: int) -> Geometry:
     """Return the geometry with `count` more ranks, which have no tokens."""
-    owner, *columns = spans_of(geometry)
+    owner, *columns = geometry.all_spans()
     return Geometry(geometry.cu_seqlens, Spans.of(1 + count, owner, *columns))
 
 
@@ -114,9 +113,7 @@ def _rows_in_several(segments: Segments, tokens: int) -> Ints:
 def _rows_of(segments: Segments, geometry: Geometry) -> tuple[Rows, ServerRows]:
     """Return a task's rows on the only rank, and the same rows as a server has them."""
     # The rank has all tokens, so its local rows are positions in the packed batch.
-    starts, stops, holding = segments.starts, segments.stops, geometry.holdings[0]
-    span, first, last = split_at(holding.offsets, starts, stops)
-    positions = holding.starts[span]
-    ranges: tuple[Ints, ...] = holding.documents[span], positions + first, positions + last
-    table = np.stack([np.zeros_like(span), *ranges])
+    starts, stops = segments.starts, segments.stops
+    index, spans = geometry.holdings[0].spans_in(starts, stops)
+    table = np.stack([np.zeros_like(index), *spans])
     return Rows(np.stack([starts, stops], 1)), ServerRows.of(table)

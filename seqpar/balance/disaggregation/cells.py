@@ -14,7 +14,6 @@ from seqpar.core.arguments import Ints
 from seqpar.core.ranges import POSITION_BITS, sort_keys
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
-from seqpar.layout.cuts.cuts import Contiguous, Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.tasks import Parts, TaskRectangles
@@ -33,21 +32,9 @@ def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
     return grid.work(calls, *heads) + grid.work(calls, *heads, backward=True)
 
 
-def spans_of(geometry: Geometry) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return all spans of a geometry as (n,) ranks, documents, starts and stops."""
-    cut, cu = geometry.cut, geometry.cu_seqlens
-    if isinstance(cut, Spans | Contiguous):
-        edges, columns = cut.table(cu)
-        return np.repeat(np.arange(cut.ranks), np.diff(edges)), *columns
-    parts = [cut.columns(cu, rank) for rank in range(cut.ranks)]
-    documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
-    ranks = np.repeat(np.arange(cut.ranks), [part[0].size for part in parts])
-    return ranks, documents, starts, stops
-
-
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
     """Return a mask's cells, on the owners of their queries. Keys of a prefix are separate."""
-    servers, documents, starts, stops = spans_of(queries)
+    servers, documents, starts, stops = queries.all_spans()
     first, length = np.zeros_like(documents), keys.lengths[documents]
     at_home = TaskRectangles(documents, starts, stops, first, length, servers)
     return Parts.of(at_home, queries, keys, mask)

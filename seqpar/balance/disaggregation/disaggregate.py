@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.balance.disaggregation.cells import KeyPlacement, cells_of, seconds_of, spans_of
+from seqpar.balance.disaggregation.cells import KeyPlacement, cells_of, seconds_of
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
 from seqpar.balance.disaggregation.transfers import LIMIT_TOLERANCE, ServerLoads, Terms
 from seqpar.core.arguments import Ints, as_float, as_int, as_ranks, shown
@@ -213,7 +213,7 @@ def _concatenated(
             expected = f"{queries.ranks} different numbers below {servers}"
             raise ValueError(f"servers of a stage must be {expected}, got {shown(stage.servers)}")
         cells = cells_of(queries, keys, stage.mask)
-        home = [spans_of(queries), spans_of(keys)]
+        home = [queries.all_spans(), keys.all_spans()]
         for (ranks, _, starts, stops), each in zip(home, row_bytes, strict=True):
             resident += each * np.bincount(number[ranks], stops - starts, servers)
         shift = {"documents": cells.documents + edges[-1], "servers": number[cells.servers]}

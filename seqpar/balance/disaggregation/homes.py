@@ -100,7 +100,10 @@ class _Placing:
             if with_keys.max() >= self.tile:  # or no memory is left, but tokens must go somewhere
                 room = with_keys
             rank, start = self._choose(length, room)
-            self._put(rank, document, start, length)
+            self.pieces.append((rank, document, start, length))
+            self.time[rank] -= (length * (length + 1) - start * (start + 1)) / 2
+            self.tokens[rank] += length - start
+            self.received[rank] += start * self.key
             if length < self.light:
                 self._count(length, -1)
             if start:
@@ -131,9 +134,3 @@ class _Placing:
             start = max(start, length - float(room[rank]))
         start = -(-start // self.tile) * self.tile
         return rank, int(start) if start < length else (length - 1) // self.tile * self.tile
-
-    def _put(self, rank: int, document: int, start: int, stop: int) -> None:
-        self.pieces.append((rank, document, start, stop))
-        self.time[rank] -= (stop * (stop + 1) - start * (start + 1)) / 2
-        self.tokens[rank] += stop - start
-        self.received[rank] += start * self.key

@@ -36,11 +36,6 @@ class Cell(NamedTuple):
             return inf
         return self.q_stop + self.high - self.k_start
 
-    @property
-    def windowed(self) -> bool:
-        """Whether some row does not attend to the first keys."""
-        return self.low > self.k_start - self.q_stop + 1
-
     def without(self, part: CellPart) -> list[Cell]:
         """Return the remainder of the cell: the other rows, and the other keys of the same rows."""
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
@@ -88,11 +83,6 @@ class Prices(NamedTuple):
         keys = max(width - held, 0) - sum(stop - start for start, stop in self.foreign)
         return self.query / width + keys * self.key / pairs
 
-    def bytes(self, cell: Cell, rows: float, width: float) -> float:
-        """Return the additional bytes that travel if a cell's last rows over its first keys go."""
-        keys, freed = self.keys(cell, rows, cell.k_start, cell.k_start + width)
-        return rows * self.query + (keys - freed) * self.key
-
 
 def area(q0: int, q1: int, k0: int, k1: int, low: int, high: int) -> int:
     """Count the pairs of a rectangle inside the band low ≤ j − i ≤ high."""
@@ -123,7 +113,7 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:
         return _part(cell, rows, width, prices)
-    if cell.windowed:
+    if cell.low > cell.k_start - cell.q_stop + 1:  # some row does not attend to the first keys
         return _last_rows(cell, pairs, prices, tile, at_least)
     bottom, best, least = cell.bottom, float(rows), inf
     for w in _widths(cell, pairs, bottom, prices):
@@ -131,7 +121,8 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
         if rows - tile / 2 < n < rows * (1 + ROUNDING_ERROR):
             n = rows  # n is rounded to this below, and moving all rows frees many keys
         if n <= rows:
-            nbytes = prices.bytes(cell, n, w)
+            keys, freed = prices.keys(cell, n, cell.k_start, cell.k_start + w)
+            nbytes = n * prices.query + (keys - freed) * prices.key
             if nbytes < least:
                 best, least = n, nbytes
     before = min(int((rows - best) / tile + 0.5), (rows - 1) // tile) * tile

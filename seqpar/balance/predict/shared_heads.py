@@ -13,13 +13,13 @@ from numpy.typing import ArrayLike
 
 from seqpar.balance.predict.prediction import Prediction
 from seqpar.core.arguments import Ints
-from seqpar.core.ranges import split_at
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.device import Link
 from seqpar.costs.grid import Floats
 from seqpar.costs.model import Model
 from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.geometry import Holding
 from seqpar.layout.handle import LayoutCut
 
 
@@ -73,12 +73,10 @@ def spread(
     groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
     table = []
     for group in range(groups):
-        documents, starts, stops = cut.columns(cu, group)
-        offsets = np.r_[0, np.cumsum(stops - starts)]
-        edges = offsets[-1] * np.arange(heads + 1) // heads
-        span, first, last = split_at(offsets, edges[:-1], edges[1:])
-        rank = group * heads + np.searchsorted(edges, offsets[span] + first, side="right") - 1
-        table.append(np.stack([rank, documents[span], starts[span] + first, starts[span] + last]))
+        holding = Holding(cut.columns(cu, group))
+        edges = holding.tokens * np.arange(heads + 1) // heads
+        index, spans = holding.spans_in(edges[:-1], edges[1:])
+        table.append(np.stack([group * heads + index, *spans]))
     ranks, documents, starts, stops = np.concatenate(table, 1)
     tokens = np.bincount(ranks, stops - starts, groups * heads).astype(np.int64)
     sent = found.bytes + 2 * costs.exchange_bytes(found.tokens)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from seqpar.core.arguments import Ints
-from seqpar.core.ranges import split_at
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
@@ -36,12 +35,10 @@ def token_balanced(layout: Layout, cluster: Cluster) -> Layout:
     tokens = np.array(layout.tokens_per_rank, np.int64)
     owners, counts = _owners(tokens, moves(tokens, cluster))
     pieces = []  # each rank's spans, cut where tokens go to another rank
-    for rank, (owner, count) in enumerate(zip(owners, counts, strict=True)):
-        holding, edges = layout.geometry.holdings[rank], np.r_[0, np.cumsum(count)]
-        span, first, last = split_at(holding.offsets, edges[:-1], edges[1:])
-        row, start = holding.offsets[span] + first, holding.starts[span]
-        owned = owner[np.searchsorted(edges, row, side="right") - 1]
-        pieces.append(np.stack([owned, holding.documents[span], start + first, start + last]))
+    for holding, owner, count in zip(layout.geometry.holdings, owners, counts, strict=True):
+        stops = np.cumsum(count)
+        index, spans = holding.spans_in(stops - count, stops)
+        pieces.append(np.stack([owner[index], *spans]))
     return Layout(layout.cu_seqlens, Spans.of(layout.ranks, *np.concatenate(pieces, 1)))
 
 

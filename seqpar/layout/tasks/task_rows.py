@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.core.arguments import Ints, RowIndex
-from seqpar.core.ranges import enumerated, split_at
+from seqpar.core.ranges import enumerated
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.band_intersection import cut_at_gaps, in_reach
 from seqpar.layout.masks.mask import Mask, Slices
@@ -256,12 +256,9 @@ def arriving_at(
         if not chosen.any():
             continue
         rows = needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
-        holding = geometry.holdings[home]
-        span, first, last = split_at(holding.offsets, rows.starts, rows.stops)
-        segment = np.searchsorted(rows.stops, holding.offsets[span] + first, side="right")
-        labels, positions = np.stack(rows[3:])[:, segment], holding.starts[span]
-        columns = np.full_like(span, home), holding.documents[span]
-        tables.append(np.stack([*labels, *columns, positions + first, positions + last]))
+        segment, spans = geometry.holdings[home].spans_in(rows.starts, rows.stops)
+        labels = np.stack(rows[3:])[:, segment]
+        tables.append(np.stack([*labels, np.full_like(segment, home), *spans]))
     table = np.concatenate(tables, axis=1)
     kinds, kind = np.unique(table[:3], axis=1, return_inverse=True)
     return {
@@ -304,10 +301,7 @@ def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints
     bands = parts.lows[part], parts.highs[part]
     limits = parts.k_starts[part], parts.k_stops[part]
     table = in_reach(q, k, (q_runs, k_runs), (q_start, q_stop), bands, limits)
-    table = table[:, np.argsort(table[2], kind="stable")]
-    q_rows, k_rows, found = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
-    none, aligned = np.empty((0, 2), np.int64), q.aligned(shift[queries.documents])
-    return Slices(q_rows, k_rows, found, q.positions, k.positions, none, q_aligned=aligned)
+    return Slices.of(table, q, k, shift[queries.documents], np.empty((0, 2), np.int64))
 
 
 def _runs_of(documents: Ints, block: ServerRows) -> tuple[Ints, Ints]:
