@@ -34,7 +34,7 @@ from seqpar.layout.geometry import Geometry
 LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | Chunked
 _KINDS = get_args(LayoutCut)
 
-DIGEST_WORDS = 4  # at the start of a handle
+_DIGEST_WORDS = 4  # at the start of a handle
 # A different multiple is added to each size: torch.compile specialises on sizes of 0 and 1, and on
 # which sizes are equal.
 _SIZE_STRIDE = 2**42
@@ -47,15 +47,18 @@ class _OwningArray(np.ndarray[tuple[int], np.dtype[np.int64]]):
 
 def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
     """Return the geometry of these documents and this cut, and the handle that determines it."""
-    content = np.concatenate([[cu_seqlens.size], cu_seqlens, encode(cut)])
-    words = np.concatenate([digest_of(content), content])
+    words = with_digest(np.concatenate([[cu_seqlens.size], cu_seqlens, encode(cut)]))
     geometry = _by_digest.get(key_of(words)) or _decode(words)
     array = words.view(_OwningArray)
     array.geometry = geometry
+    return geometry, as_tensor(array)
+
+
+def as_tensor(words: Ints) -> Tensor:
     with torch.inference_mode(False):  # autograd could not save it otherwise
-        handle = torch.from_numpy(array)
+        handle = torch.from_numpy(words)
     mark_dynamic(handle, 0)
-    return geometry, handle
+    return handle
 
 
 class Sizes(NamedTuple):
@@ -92,7 +95,7 @@ def sizes_of(tensor: Tensor) -> Sizes:
 
 def from_handle(handle: Tensor) -> Geometry:
     """Return the geometry of a handle or its copy. Raises a ValueError if it was changed."""
-    words = (handle if handle.is_cpu else handle.cpu()).numpy()
+    words = words_of(handle)
     geometry = _by_digest.get(key_of(words))
     if geometry is None:
         geometry = _decode(words)
@@ -111,22 +114,33 @@ def name_of(handle: Tensor, canonical: bool) -> str:
 
 
 def _decode(words: Ints) -> Geometry:
-    content = words[DIGEST_WORDS:]
-    if words.dtype != np.int64 or words.ndim != 1 or digest_of(content).tobytes() != key_of(words):
-        raise ValueError("layout: the tensor that describes it was changed since it was made")
+    content = content_of("layout", words)
     stop = 1 + int(content[0])
     geometry = Geometry(content[1:stop], decode(content[stop:]))
     return _by_digest.setdefault(key_of(words), geometry)
 
 
-def digest_of(content: Ints) -> Ints:
+def with_digest(content: Ints) -> Ints:
+    """Return the words of a handle of this content."""
     sha = hashlib.sha256(content.astype("<i8", copy=False).tobytes())
-    return np.frombuffer(sha.digest(), dtype=np.int64)
+    return np.concatenate([np.frombuffer(sha.digest(), dtype=np.int64), content])
+
+
+def content_of(name: str, words: Ints) -> Ints:
+    content = words[_DIGEST_WORDS:]
+    wrong = words.dtype != np.int64 or words.ndim != 1
+    if wrong or key_of(with_digest(content)) != key_of(words):
+        raise ValueError(f"{name}: the tensor that describes it was changed since it was made")
+    return content
+
+
+def words_of(handle: Tensor) -> Ints:
+    return (handle if handle.is_cpu else handle.cpu()).numpy()
 
 
 def key_of(words: Ints) -> bytes:
     """Return the digest at the start of a handle, the key of tables of geometries and masks."""
-    return words[:DIGEST_WORDS].tobytes()
+    return words[:_DIGEST_WORDS].tobytes()
 
 
 def encode(cut: LayoutCut) -> Ints:

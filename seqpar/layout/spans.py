@@ -67,11 +67,7 @@ PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[np.generic] | Te
 
 
 def cu_seqlens_of(position_ids: PositionIds) -> Ints:
-    """Return the cu_seqlens of a batch from the positions of its tokens, (T,) or (B, S).
-
-    The rows of (B, S) follow one another. A document begins with each row, and wherever a position
-    is not one more than the position before. Raise a ValueError if a document does not begin at 0.
-    """
+    """Return cu_seqlens as `Layout.from_position_ids` describes, from (T,) or (B, S) positions."""
     ids = _as_rows(position_ids)
     begins = np.ones(ids.shape, dtype=bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1

@@ -70,14 +70,6 @@ class Deal:
         begin = self._begin[kind] * self.ranks
         return begin + (number - self._first_number[kind]) * self._part[kind]
 
-    def parts(self, ranks: int | Ints) -> tuple[Ints, Ints]:
-        """Return where the parts of a rank, or of (n, 1) ranks, begin and end, in a row of P·n."""
-        stops = np.r_[self._begin[1:], self.per_rank]
-        dealt = [np.arange(*bounds) for bounds in zip(self._begin, stops, self._part, strict=True)]
-        part = np.repeat(self._part, [rounds.size for rounds in dealt])
-        starts = np.concatenate(dealt) * self.ranks + ranks * part
-        return starts, starts + part
-
 
 class _Shares(NamedTuple):
     """Each rank's share of each document: n_c tokens on rank c, ⌊(n_c + up)/2⌋ in its low chunk."""
@@ -221,8 +213,10 @@ class EvenStripes(CountedCut):
     most_spans: ClassVar[int | None] = None
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        starts, stops = np.minimum(self._deal(cu_seqlens).parts(rank), cu_seqlens[-1])
-        return split_at(cu_seqlens, starts, stops)
+        deal = self._deal(cu_seqlens)
+        numbers = rank + self.ranks * np.arange(-(-deal.per_rank // self.stripe))
+        edges = (np.minimum(deal.edge(x), cu_seqlens[-1]) for x in (numbers, numbers + 1))
+        return split_at(cu_seqlens, *edges)
 
     def most_spans_of(self, lengths: Ints) -> Ints:
         return np.minimum(lengths, lengths // self.stripe + self.ranks + 2)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from seqpar.core.compiling import outside_graphs
 from seqpar.core.device_tables import on_device
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.ranges import UNLIMITED, ranges, rows_before, union
-from seqpar.layout.geometry import Geometry
+from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.band_intersection import in_reach, of_band
 from seqpar.layout.masks.mask_ranges import MaskRanges, RangeList
 from seqpar.layout.plot import DrawnLayout, plot_masks
@@ -234,22 +235,28 @@ class Slices:
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
 
     @classmethod
+    def of(cls, table: Ints, q: Holding, k: Holding, shift: Ints, sent_rows: Ints) -> Slices:
+        """Return slices from (6, n): q start and stop, k start and stop, lo and hi of the band.
+
+        `shift` (documents of q,) aligns the ends of each document.
+        """
+        table = table[:, np.argsort(table[2], kind="stable")]
+        columns = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
+        return cls(*columns, q.positions, k.positions, sent_rows, q_aligned=q.aligned(shift))
+
+    @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
         """Return the slices of the same query rows over several blocks of keys, as one block."""
         if not parts:
             pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
             return cls(pairs, pairs, pairs, positions, positions, pairs)
         first = np.cumsum([0] + [part.key_rows for part in parts])[:-1]
-        k_rows = [part.k_rows + offset for part, offset in zip(parts, first, strict=True)]
-        return cls(
-            np.concatenate([part.q_rows for part in parts]),
-            np.concatenate(k_rows),
-            np.concatenate([part.bands for part in parts]),
-            parts[0].q_positions,
-            np.concatenate([part.k_positions for part in parts]),
-            np.concatenate([part.sent_rows for part in parts]),
-            q_aligned=parts[0].q_aligned,
-        )
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("q_rows", "k_rows", "bands", "k_positions", "sent_rows")
+        }
+        columns["k_rows"] += np.repeat(first, [len(part) for part in parts])[:, None]
+        return replace(parts[0], **columns, derived=Memo())
 
 
 def slices_between(
@@ -288,10 +295,7 @@ def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, ma
         rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
         runs = own.documents, own.documents
         table = in_reach(q, k, runs, rows, own[5:], own[3:5])
-    table = table[:, np.argsort(table[2], kind="stable")]
-    q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
-    sent, aligned = np.array([[0, k.tokens]]), q.aligned(shift)
-    return Slices(q_rows, k_rows, bands, q.positions, k.positions, sent, q_aligned=aligned)
+    return Slices.of(table, q, k, shift, np.array([[0, k.tokens]]))
 
 
 def slices_over(

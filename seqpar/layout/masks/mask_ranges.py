@@ -1,9 +1,6 @@
-"""MaskRanges: a mask as a list of disjoint rectangles, each under a band.
+"""MaskRanges: a mask as a list of disjoint rectangles, each under a band (`Mask.of_ranges`).
 
-In a range (document, q_start, q_stop, k_start, k_stop, low, high), these queries of a document
-attend to those of these keys for which low ≤ k_pos − q_pos ≤ high. Queries are counted among the
-document's queries and keys among its keys, so ends are not aligned where the two differ. An
-operator takes ranges as a tensor, like a layout (`handle.py`).
+An operator takes ranges as a tensor, like a layout (`handle.py`).
 """
 
 from __future__ import annotations
@@ -15,15 +12,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, Ints, RowIndex, as_int_array, shown
 from seqpar.core.ranges import UNLIMITED, sort_keys
-from seqpar.core.torch_private import mark_dynamic
 from seqpar.layout.geometry import Geometry, Holding
-from seqpar.layout.handle import DIGEST_WORDS, digest_of, key_of
+from seqpar.layout.handle import as_tensor, content_of, key_of, with_digest, words_of
 from seqpar.layout.masks.band_intersection import cut_at_gaps, trim
 
 _NAMES = "document", "q_start", "q_stop", "k_start", "k_stop", "low", "high"
@@ -75,12 +70,8 @@ class MaskRanges:
     """
 
     def __init__(self, columns: Ranges) -> None:
-        content = np.concatenate([[columns.documents.size], *columns])
-        words = np.concatenate([digest_of(content), content])
-        self.columns, self.key = columns, key_of(words)
-        with torch.inference_mode(False):  # autograd could not save it otherwise
-            self.handle = torch.from_numpy(words)
-        mark_dynamic(self.handle, 0)
+        words = with_digest(np.concatenate([[columns.documents.size], *columns]))
+        self.columns, self.key, self.handle = columns, key_of(words), as_tensor(words)
         _by_key.setdefault(self.key, self)
 
     @classmethod
@@ -137,18 +128,16 @@ class MaskRanges:
 
 def from_handle(handle: Tensor) -> MaskRanges:
     """Return the ranges of a handle or its copy. Raises a ValueError if it was changed."""
-    key = key_of_handle(handle)
-    found = _by_key.get(key)
+    words = words_of(handle)
+    found = _by_key.get(key_of(words))
     if found is None:
-        content = handle.cpu().numpy()[DIGEST_WORDS:]
-        if digest_of(content).tobytes() != key:
-            raise ValueError("mask: the tensor that describes it was changed since it was made")
+        content = content_of("mask", words)
         found = MaskRanges(Ranges(*content[1:].reshape(7, -1).copy()))
     return found
 
 
 def key_of_handle(handle: Tensor) -> bytes:
-    return key_of((handle if handle.is_cpu else handle.cpu()).numpy())
+    return key_of(words_of(handle))
 
 
 _by_key: weakref.WeakValueDictionary[bytes, MaskRanges] = weakref.WeakValueDictionary()
