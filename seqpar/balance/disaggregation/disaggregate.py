@@ -162,15 +162,13 @@ def _even(
     shares: Floats,
     tolerance: float,
 ) -> Parts:
-    """Move parts of cells until no server exceeds its share by more than the tolerance.
-
-    If messages or memory forbid that, bisection looks for the lowest level within reach. After each
-    round, the ratio of predicted to planned work corrects a server's next limit.
-    """
+    """Move parts of cells until no server exceeds its share by more than the tolerance."""
     work = seconds_of(cells, costs)
     low = level = (1 + tolerance) * work.sum()
     trust = np.ones(shares.size)
     best, least = cells, np.inf
+    # If messages or memory forbid that, bisection looks for the lowest level within reach. After
+    # each round, the ratio of predicted to planned work corrects a server's next limit.
     for _ in range(LIMIT_ROUNDS):
         limits = level * shares * trust * (1 - min(LIMIT_TOLERANCE, tolerance))
         plan = ServerLoads(cells, work, keys, limits, terms)

@@ -138,10 +138,8 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
 def _last_rows(
     cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool
 ) -> CellPart | None:
-    """Return the part with about `pairs` pairs that has the last rows and all of their keys.
-
-    Rows of a window attend to different keys, so fewer keys would save little.
-    """
+    """Return the part with about `pairs` pairs that has the last rows and all of their keys."""
+    # Rows of a window attend to different keys, so fewer keys would save little.
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     low, high = 0, (rows - 1) // tile  # tiles of rows before the part
     while low < high:
@@ -186,22 +184,21 @@ def _width_of(rows: float, bottom: float, pairs: float) -> float:
 
 
 def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[float]:
-    """Return candidate numbers of keys for a part with `pairs` pairs, the cheapest among them.
-
-    They are: all keys of the cell; the cheapest full rectangle; the largest width that loses no
-    corner to the mask; the width at which both sides of a rectangle with a lost corner cost the
-    same; the width if the part takes all rows; and the keys that the server has anyway.
-    """
+    """Return candidate numbers of keys for a part with `pairs` pairs, the cheapest among them."""
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     ratio = prices.query / prices.key
+    # All keys of the cell, the cheapest full rectangle, and the width if the part takes all rows.
     found = [float(width), sqrt(pairs * ratio), _width_of(rows, bottom, pairs)]
     if bottom < inf:
+        # The largest width that loses no corner to the mask.
         square = bottom * bottom - 4 * pairs
         if square >= 0:  # (bottom − w)·w = pairs
             found.append((bottom + sqrt(square)) / 2)
+        # The width at which both sides of a rectangle with a lost corner cost the same:
         # bottom − n = ratio·(bottom − w), put into n·w − (n + w − bottom)²/2 = pairs
         square = bottom * bottom - ((bottom / ratio) ** 2 + 2 * pairs) / (1 + 1 / ratio**2)
         if square >= 0:
             found.append(bottom - sqrt(square) / ratio)
+    # The keys that the server has anyway.
     found += [stop - cell.k_start for _, stop in prices.held]
     return [w for w in found if 0 < w <= width]

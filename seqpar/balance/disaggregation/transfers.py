@@ -103,10 +103,9 @@ class ServerLoads:
         return max(self._home[server], self._terms.exposed * self._received[server])
 
     def level(self) -> None:
-        """Move parts away from the server with the largest surplus until no server has a surplus.
-
-        If one can give nothing more away, all limits rise in proportion until its surplus is gone.
-        """
+        """Move parts away from the server with most surplus until no server has a surplus."""
+        # If one can give nothing more away, all limits rise in proportion until its surplus is
+        # gone.
         while (stuck := self._move()) is not None:
             late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]
             self._limits = [limit * late for limit in self._limits]
@@ -142,11 +141,9 @@ class ServerLoads:
         return room < -LIMIT_TOLERANCE * self._limits[server]
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return the move with the fewest bytes per unit of work; larger parts are cheaper.
-
-        Candidates are servers with keys of the document, and the server with the smallest room that
-        holds all of the surplus, or else the largest room.
-        """
+        """Return the move with the fewest bytes per unit of work; larger parts are cheaper."""
+        # Candidates are servers with keys of the document, and the server with the smallest room
+        # that holds all of the surplus, or else the largest room.
         fitting = bisect_left(takers, (surplus, -1))
         room, server = takers[fitting if fitting < len(takers) else -1]
         least = min(surplus, room) * MIN_TASK_SHARE
@@ -229,10 +226,8 @@ class ServerLoads:
         return found
 
     def _holders(self, document: int, least: float) -> list[int]:
-        """Return at most `MAX_HOLDERS` servers with keys of a document and `least` room.
-
-        With more than `MAX_SERVERS_SCANNED` servers of a document, any server likely has keys.
-        """
+        """Return at most `MAX_HOLDERS` servers with keys of a document and `least` room."""
+        # With more than `MAX_SERVERS_SCANNED` servers of a document, any server likely has keys.
         found, guests = set[int](), self._guest_keys.get(document, {})
         if len(guests) <= MAX_SERVERS_SCANNED:
             found.update(guests)

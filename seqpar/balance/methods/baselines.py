@@ -28,11 +28,7 @@ def contiguous(batch: DocumentBatch) -> Pieces:
 
 
 def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
-    """Cut every document into 2P chunks, as usual in context parallelism, and predict the ranks.
-
-    Pieces are not listed: there would be documents × ranks of them. The first and the last rank are
-    predicted, and the other ranks, which differ little, are interpolated.
-    """
+    """Cut every document into 2P chunks, as usual in context parallelism, and predict the ranks."""
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
     if ranks == 1:  # one span per document instead of two that touch
         documents = np.arange(batch.lengths.size)
@@ -40,6 +36,8 @@ def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
         return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
     cu = _cu_seqlens(batch)
     tokens = cut.counts(cu).tokens
+    # Pieces are not listed: there would be documents × ranks of them. The first and the last rank
+    # are predicted, and the other ranks, which differ little, are interpolated.
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
     pairs = (ends[0].seconds, ends[1].seconds), (ends[0].bytes, ends[1].bytes)
     seconds, sent = (np.linspace(float(x[0]), float(y[-1]), ranks) for x, y in pairs)

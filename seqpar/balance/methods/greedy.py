@@ -79,16 +79,14 @@ class GreedyAssigner:
         return np.flatnonzero(~placed)
 
     def _rounds(self, documents: Ints, sizes: Ints, by_tokens: bool) -> Ints:
-        """Place documents in rounds; return the indices of documents that found no room.
-
-        Each round sorts the ranks by load and fills them in that order, at least a sixteenth of
-        them, until the next rank is not the lightest any more.
-        """
+        """Place documents in rounds; return the indices of documents that found no room."""
         batch, place, ends = self.batch, 0, np.cumsum(sizes)
         weights = batch.weights[documents] / sizes
         held, before = batch.ring_held(documents, sizes), self.held.copy()
         heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
         late, chosen = np.zeros(sizes.size, bool), []
+        # Each round sorts the ranks by load and fills them in that order, at least a sixteenth of
+        # them, until the next rank is not the lightest any more.
         while place < documents.size:
             load = self.held / batch.capacity if by_tokens else self.load
             order = np.argsort(load, kind="stable")
@@ -182,10 +180,10 @@ def power_of_two(batch: DocumentBatch) -> Pieces:
     """Give each document, longest first, to the lightest aligned block of a power of two of ranks.
 
     So does Megatron Core's dynamic context parallelism (`default_dynamic_cp`), because
-    communicators are created once for such blocks. A block's size follows from the share of all
-    work and from the tokens. Documents that no block has room for are cut to fit the remaining
-    room.
+    communicators are created once for such blocks.
     """
+    # A block's size follows from the share of all work and from the tokens. Documents that no block
+    # has room for are cut to fit the remaining room.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
     sizes = np.minimum(wanted, 2 ** int(np.log2(batch.ranks)))
@@ -208,10 +206,10 @@ def power_of_two(batch: DocumentBatch) -> Pieces:
 def karmarkar_karp(batch: DocumentBatch) -> Pieces:
     """Partition the documents into sets of nearly equal work, one per rank.
 
-    Documents longer than a rank's capacity are first cut over the fewest ranks. The sets with the
-    most work then go to the lightest ranks, and documents that do not fit go to others. Trainers
-    for reinforcement learning use this to balance lengths.
+    Trainers for reinforcement learning use this to balance lengths.
     """
+    # Documents longer than a rank's capacity are first cut over the fewest ranks. The sets with the
+    # most work then go to the lightest ranks, and documents that do not fit go to others.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     cut = batch.least_ranks[order] > 1
     ranks.deal(order[cut], batch.least_ranks[order[cut]])
@@ -230,10 +228,8 @@ def karmarkar_karp(batch: DocumentBatch) -> Pieces:
 def partition(weights: Floats, ranks: int) -> list[Ints]:
     """Return the indices of `ranks` sets of nearly equal weight, the heaviest set first.
 
-    Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). Each step merges the two
-    partial solutions (lists of sets) whose heaviest and lightest sets differ most: the heaviest
-    sets of one with the lightest sets of the other. It takes P·log P steps per document, so it
-    suits few ranks.
+    Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). It takes P·log P steps
+    per document, so it suits few ranks.
     """
     empty: list[list[int]] = [[] for _ in range(ranks)]
     heap: list[tuple[float, int, Floats, list[list[int]]]] = []
@@ -244,6 +240,8 @@ def partition(weights: Floats, ranks: int) -> list[Ints]:
         return [np.zeros(0, np.int64)] * ranks
     heapq.heapify(heap)
     number = len(heap)
+    # Each step merges the two partial solutions (lists of sets) whose heaviest and lightest sets
+    # differ most: the heaviest sets of one with the lightest sets of the other.
     while len(heap) > 1:
         _, _, one, of_one = heapq.heappop(heap)
         _, _, two, of_two = heapq.heappop(heap)

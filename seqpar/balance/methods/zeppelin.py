@@ -48,16 +48,16 @@ def partition(
 
     A row is a node, or the whole cluster. `had` is (2, rows, width), the buckets' work and tokens.
     Documents of at least `zone` tokens are cut over the number of buckets that their work would
-    fill, all others go whole to the bucket with the least work. While a bucket has too many tokens,
-    more of the longest documents are cut; the number at least doubles each time.
-
-    Return each document's number of buckets, and the bucket numbers, counted through the rows.
+    fill, all others go whole to the bucket with the least work. Return each document's number of
+    buckets, and the bucket numbers, counted through the rows.
     """
     held, weights, width = batch.held[documents], batch.weights[documents], had.shape[2]
     mean = had[0].sum(1) + np.bincount(row, weights, had.shape[1])
     most = np.minimum(batch.most_ranks[documents], width)
     filled = np.ceil(weights * width / np.maximum(mean[row], 1e-30)).astype(np.int64)
     needed, dropped = np.ceil(held / capacity).astype(np.int64), 0
+    # While a bucket has too many tokens, more of the longest documents are cut; the number at least
+    # doubles each time.
     while True:
         sizes = np.where(batch.lengths[documents] >= zone, filled, 1)
         sizes[:dropped] = np.maximum(sizes[:dropped], width)

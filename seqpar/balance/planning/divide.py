@@ -14,11 +14,9 @@ from seqpar.costs.grid import Floats
 
 
 def as_few(batch: DocumentBatch) -> list[Ints]:
-    """Divide documents between the fewest micro-batches that hold them, as far as they pack well.
-
-    They are assigned longest first, back and forth over the micro-batches. Those that do not fit go
-    to the micro-batch with the fewest tokens, or to an additional one.
-    """
+    """Divide documents between the fewest micro-batches that hold them, if they pack well."""
+    # They are assigned longest first, back and forth over the micro-batches. Those that do not fit
+    # go to the micro-batch with the fewest tokens, or to an additional one.
     most, lengths, held = batch.room, batch.lengths, batch.held
     count = math.ceil(held.sum() / most)
     turn, place = np.divmod(np.arange(lengths.size), max(count, 1))
@@ -114,15 +112,13 @@ def steps_of_epoch(
 
 
 def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
-    """Deal the steps' documents again, longest first, each to the step with least work.
-
-    Work is the share of tokens plus that of squared lengths. Without room, the steps stay.
-    """
+    """Deal the steps' documents again, longest first, each to the step with least work."""
     documents = np.concatenate(steps)
     documents = documents[np.argsort(-lengths[documents], kind="stable")]
     size = lengths[documents].astype(np.float64)
+    # The share of tokens plus that of squared lengths.
     work = size / size.sum() + np.square(size) / np.square(size).sum()
     found = to_lightest(lengths[documents], work, len(steps), tokens)
-    if found is None:
+    if found is None:  # without room, the steps stay
         return steps
     return [documents[found == number] for number in range(len(steps))]

@@ -36,11 +36,10 @@ def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pie
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Return pieces in which the ranks that share documents have more nearly equal seconds.
 
-    A symmetric cut gives a rank the same number of tokens from a document's front and back. Each
-    such pair has the same work, so ranks that share a document can be balanced to the token. In
-    each sweep all documents simultaneously move tokens from their slower to their faster ranks. No
-    rank exceeds its capacity, or gets a share of less than a tile. Whole documents stay.
+    No rank exceeds its capacity, or gets a share of less than a tile. Whole documents stay.
     """
+    # A symmetric cut gives a rank the same number of tokens from a document's front and back. Each
+    # such pair has the same work, so ranks that share a document can be balanced to the token.
     cut = ~pieces.whole(batch)
     if not cut.any():
         return pieces
@@ -52,6 +51,7 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     number = np.unique(documents, return_inverse=True)[1]
     count = np.bincount(number)
     degree = np.bincount(ranks, minlength=batch.ranks)[ranks]
+    # In each sweep all documents simultaneously move tokens from their slower to faster ranks.
     for _ in range(MAX_SWEEPS):
         mine = seconds[ranks]
         mean = (np.bincount(number, mine) / count)[number]
@@ -114,8 +114,7 @@ def _symmetric(
 def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Move or swap whole documents between ranks until the slowest rank is close to the mean.
 
-    Each step moves a document from the slowest rank to one of the fastest, possibly in exchange for
-    another, so that the two come as close as possible. Returns `pieces` itself if no step helps.
+    Return `pieces` itself if no step helps.
     """
     seconds, ranks = found.seconds.copy(), pieces.ranks.copy()
     taken, room = pieces.held(batch), batch.capacity - pieces.held_by_rank(batch)
@@ -131,6 +130,8 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
             held[rank] = whole[edges[rank] : edges[rank + 1]]
         return held[rank]
 
+    # Each step moves a document from the slowest rank to one of the fastest, possibly in exchange
+    # for another, so that the two come as close as possible.
     for _ in range(MAX_STEPS):
         slow = int(seconds.argmax())
         if seconds[slow] <= enough or not of(slow).size:

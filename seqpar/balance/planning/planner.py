@@ -16,13 +16,7 @@ from seqpar.balance.planning.divide import as_few, even, in_order
 from seqpar.balance.planning.local_search import refine
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
-from seqpar.balance.predict.batch import (
-    MIN_SHARE_TOKENS,
-    WAYS,
-    DocumentBatch,
-    Offloading,
-    Pieces,
-)
+from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Offloading, Pieces
 from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.balance.predict.shared_heads import SharedHeads, spread
 from seqpar.core.arguments import (
@@ -116,7 +110,7 @@ def plan(
     capacity of all ranks together.
     """
     lengths = as_lengths("lengths", lengths)
-    costs = alone = Costs(cluster, model)
+    costs = Costs(cluster, model)
     as_ranks("cluster.ranks", cluster.ranks)
     heads = as_int("heads", heads, 1, MAX_DOCUMENT_TOKENS)
     if heads > 1:
@@ -163,7 +157,9 @@ def plan(
         methods.append(name)
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
     dropped = lengths.size - kept.size
-    bound = _bound(whole if heads == 1 else DocumentBatch.of(lengths[kept], alone, capacity))
+    if heads > 1:
+        whole = DocumentBatch.of(lengths[kept], Costs(cluster, model), capacity)
+    bound = whole.lower_bound()
     return Plan(tuple(batches), named, cluster.ranks, capacity, bound, dropped, remap, heads)
 
 
@@ -188,20 +184,6 @@ def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
         f"lengths: document {indices[i]} has {batch.lengths[i]} tokens{stays}, and all "
         f"{ranks} ranks have capacity for {most}"
     )
-
-
-def _bound(batch: DocumentBatch) -> float:
-    """Return a lower bound on the seconds of any plan, according to the predicted costs.
-
-    It is the largest of three times: all work shared evenly, the longest document over all ranks,
-    and a rank with a single token; each without messages, and with one call per layer.
-    """
-    if not batch.lengths.size:
-        return 0.0
-    calls = sum(batch.costs.call_seconds(way) for way in WAYS)
-    longest = float((batch.seconds / np.minimum(batch.lengths, batch.ranks)).max())
-    least = sum(float(batch.costs.tokenwise(1, way)) for way in WAYS)
-    return max(batch.ideal, longest, least) + calls
 
 
 def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:

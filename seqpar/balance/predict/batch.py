@@ -141,6 +141,19 @@ class DocumentBatch:
         """Seconds of each rank if nothing were sent and work could be cut anywhere."""
         return float(self.seconds.sum()) / self.ranks
 
+    def lower_bound(self) -> float:
+        """Return a lower bound on the seconds of any plan, according to the predicted costs.
+
+        It is the largest of three times: all work shared evenly, the longest document over all
+        ranks, and a rank with a single token; each without messages, and with one call per layer.
+        """
+        if not self.lengths.size:
+            return 0.0
+        calls = sum(self.costs.call_seconds(way) for way in WAYS)
+        longest = float((self.seconds / np.minimum(self.lengths, self.ranks)).max())
+        least = sum(float(self.costs.tokenwise(1, way)) for way in WAYS)
+        return max(self.ideal, longest, least) + calls
+
     @cached_property
     def longest_first(self) -> Ints:
         return self.by_length(np.arange(self.lengths.size))
@@ -164,10 +177,8 @@ class DocumentBatch:
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def ring_held(self, documents: Ints, sizes: Ints) -> Floats:
-        """Return the most tokens of capacity that documents take of each rank of their rings.
-
-        A rank of a ring has two chunks, and each may have one token more than another chunk.
-        """
+        """Return the most tokens of capacity that documents take of each rank of their rings."""
+        # A rank of a ring has two chunks, and each may have one token more than another chunk.
         tokens = -(-self.lengths[documents] // sizes) + 2 * (sizes > 1)
         return tokens * self.kept[documents]
 
@@ -205,12 +216,10 @@ class Pieces(NamedTuple):
 
     @classmethod
     def rings(cls, batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
-        """Cut each document over a ring, and give its parts to the ring's members, in order.
-
-        Rank i of G gets chunks i and 2G − 1 − i of 2G, cut at ⌊cL/2G⌋ (Zeppelin, section 4.2).
-        """
+        """Cut each document over a ring, and give its parts to the ring's members, in order."""
         if (sizes == 1).all():
             return cls(documents, members, np.zeros_like(documents), batch.lengths[documents])
+        # Rank i of G gets chunks i and 2G − 1 − i of 2G, cut at ⌊cL/2G⌋ (Zeppelin, section 4.2).
         size = np.repeat(sizes, sizes)
         i = np.arange(size.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         document = np.repeat(documents, sizes)

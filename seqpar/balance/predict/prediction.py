@@ -58,15 +58,13 @@ def summed(index: Ints, values: Floats | Ints, count: int) -> Floats:
 
 
 def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
-    """Return (2, n) seconds of attention on each piece, forward and backward.
-
-    With softmax layers without windows only, a piece takes at least its share of its document's
-    seconds, since interpolation between a grid's points makes some spans seem cheaper.
-    """
+    """Return (2, n) seconds of attention on each piece, forward and backward."""
     costs, starts, stops = batch.costs, pieces.starts, pieces.stops
     alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
     if any(layer.kind != "softmax" for layer in costs.model.counts):
         return alone
+    # A piece takes at least its share of its document's seconds. Interpolation between a grid's
+    # points makes some spans seem cheaper.
     length = batch.lengths[pieces.documents]
     share = causal_pairs(starts, stops) / causal_pairs(np.zeros_like(length), length)
     return np.maximum(alone, share * batch.attention[:, pieces.documents])

@@ -62,11 +62,9 @@ def moves(tokens: Ints, cluster: Cluster) -> Ints:
 
 
 def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
-    """Return how many tokens each rank of a node sends inside it, to `room` free places.
-
-    The seconds of a rank that sends a of s surplus tokens inside are inside·a + between·(s − a).
-    The longest time is least if all ranks above a level are brought down to that level.
-    """
+    """Return how many tokens each rank of a node sends inside it, to `room` free places."""
+    # The seconds of a rank that sends a of s surplus tokens inside are inside·a + between·(s − a).
+    # The longest time is least if all ranks above a level are brought down to that level.
     if surplus.sum() <= room:
         return surplus
     gain = max(between - inside, 0.0)
@@ -113,12 +111,10 @@ def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
 
 
 def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
-    """Return (ranks,) seconds and bytes sent of remapping all layers, in forward or in backward.
-
-    A rank with more of the `tokens` (ranks,) in attention than in linear modules receives
-    attention's inputs and sends its results for the difference; others do the opposite. Gradients
-    go the other way, so over both passes each rank sends half of all that is moved.
-    """
+    """Return (ranks,) seconds and bytes sent of remapping all layers, in forward or in backward."""
+    # A rank with more of the `tokens` (ranks,) in attention than in linear modules receives
+    # attention's inputs and sends its results for the difference; others do the opposite. Gradients
+    # go the other way, so over both passes each rank sends half of all that is moved.
     cluster, ranks = costs.cluster, tokens.size
     one, other, count = moves(tokens, cluster).T
     inside = one // cluster.devices_per_node == other // cluster.devices_per_node

@@ -191,12 +191,9 @@ class Zigzag(CountedCut):
         return lengths[:, None] * np.arange(chunks + 1, dtype=lengths.dtype) // chunks
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        """Count documents with the same length modulo 2P together.
-
-        A document of L = a·2P + b tokens has a tokens in each chunk, and one more in the chunks in
-        which a document of b tokens has one. Documents of fewer than 2P tokens, the short ones,
-        have empty chunks.
-        """
+        # A document of L = a·2P + b tokens has a tokens in each chunk, and one more in the chunks
+        # in which a document of b tokens has one, so documents with the same b are counted
+        # together. Documents of fewer than 2P tokens, the short ones, have empty chunks.
         lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
         rest, is_long = lengths % chunks, lengths >= chunks
         short = lengths[~is_long & (lengths > 0)]

@@ -33,8 +33,9 @@ def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[In
     """Cut ranges of query rows, each within a run, where clusters of a band's width hi − lo begin.
 
     Return the index of each piece's range, and the pieces' starts and stops; empty ranges have
-    none. A range with a gap wider than its band is cut for the narrowest of such bands.
+    none.
     """
+    # A range with a gap wider than its band is cut for the narrowest of such bands.
     gaps = q.starts[1:] - q.stops[:-1]
     widest = gaps[q.documents[1:] == q.documents[:-1]].max(initial=0)
     narrow = widths < widest

@@ -325,10 +325,8 @@ _TILE_ROWS = 128  # long slices are cut at multiples of this, so that kernels' t
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
-    """Return two parts of the slices, in order, which together are all of them.
-
-    Each slice is cut at half of its area, so a document's bits do not depend on its neighbours.
-    """
+    """Return two parts of the slices, in order, which together are all of them."""
+    # Each slice is cut at half of its area, so a document's bits do not depend on its neighbours.
     lengths = np.diff(slices.q_rows)[:, 0]
     queries, keys = (np.stack([x, x], axis=1) for x in (slices.q_rows, slices.k_rows))
     queries[:, 0, 1] = queries[:, 1, 0] = slices.q_rows[:, 0] + _middle(lengths)

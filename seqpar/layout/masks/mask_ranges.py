@@ -186,13 +186,7 @@ def _columns(ranges: RangeList) -> list[Ints]:
 def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
     """Return two overlapping ranges (2,), and a query and a key that both have; or None.
 
-    Ranges are in order of documents and `q_starts`.
-
-    A sweep over the queries finds them in time n log n. At each query a range has an interval of
-    keys. As long as ranges are disjoint, these intervals stay in the same order: from one query to
-    the next an edge of an interval moves by one key or not at all. As in the sweep of Shamos and
-    Hoey ("Geometric intersection problems", 1976), the first two intervals that overlap were
-    therefore neighbours in that order before.
+    Ranges are in order of documents and `q_starts`. The search takes time n log n.
     """
     pairs = _neighbours(ranges)
     one, other = (ranges.take(column) for column in pairs)
@@ -212,6 +206,11 @@ def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
 
 def _neighbours(ranges: Ranges) -> Ints:
     """Return all pairs (2, n) of ranges that are ever neighbours, at least to the first overlap."""
+    # A sweep over the queries: at each query a range has an interval of keys. As long as ranges are
+    # disjoint, these intervals stay in the same order: from one query to the next an edge of an
+    # interval moves by one key or not at all. As in the sweep of Shamos and Hoey ("Geometric
+    # intersection problems", 1976), the first two intervals that overlap were therefore neighbours
+    # in that order before.
     begins, ends = (sort_keys(ranges.documents, edges) for edges in ranges[1:3])
     shares = begins[1:] < np.maximum.accumulate(ends)[:-1]
     index = np.flatnonzero(np.r_[False, shares] | np.r_[shares, False])

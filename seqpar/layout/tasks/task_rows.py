@@ -85,11 +85,9 @@ class Segments(NamedTuple):
         return coming
 
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
-        """Return (servers, count + 1): the positions that divide a server's stages.
-
-        The same number of rows is `coming` in each stage, except for half of that in the first,
-        which has less work to hide under. They are assumed to be spread evenly within a segment.
-        """
+        """Return (servers, count + 1): the positions that divide a server's stages."""
+        # The same number of rows is `coming` in each stage, except for half of that in the first,
+        # which has less work to hide under. They are assumed to be spread evenly within a segment.
         edges = np.zeros((geometry.ranks, count + 1), np.int64)
         edges[:, 1:] = geometry.tokens
         for server in np.flatnonzero(np.bincount(self.servers)).tolist() if count > 1 else ():
@@ -110,12 +108,10 @@ class Segments(NamedTuple):
         return Segments(*(column[own] for column in self))
 
     def staged(self, count: int) -> Segments:
-        """Assign stages to one rank's rows, also to rows that servers' own queries need.
-
-        Each server uses the same number of the latter in every stage, except for half of that in
-        the first. Keys then arrive early, gradients return early, and the queries of other ranks
-        wait for only a part of the server's own work.
-        """
+        """Assign stages to one rank's rows, also to rows that servers' own queries need."""
+        # Each server uses the same number of the latter in every stage, except for half of that in
+        # the first. Keys then arrive early, gradients return early, and the queries of other ranks
+        # wait for only a part of the server's own work.
         ready, some = self.take(self.owns < 0), self.take(self.owns >= 0)
         columns = np.stack([some.servers, some.firsts, some.lasts])
         alike = np.unique(columns, axis=1, return_inverse=True)[1].ravel()

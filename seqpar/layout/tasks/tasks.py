@@ -186,14 +186,14 @@ def check_tasks(
 ) -> None:
     """Raise a ValueError that names the argument unless every visible pair is in exactly one task.
 
-    Each (query, key) pair has a hash, the product of a query's and a key's hash. The sum over a
-    document's tasks, modulo 2**64, is compared with the sum over its visible pairs, in time linear
-    in the number of the tasks' queries.
+    It takes time linear in the number of the tasks' queries.
     """
     check_rectangles(name, tasks, queries, keys)
     documents = np.arange(queries.lengths.size)
     none = np.zeros_like(documents)
     whole = TaskRectangles(documents, none, queries.lengths, none, keys.lengths, none)
+    # Each (query, key) pair has a hash, the product of a query's and a key's hash. The sum over a
+    # document's tasks, modulo 2**64, is compared with the sum over its visible pairs.
     found, expected = (_hashes(x, queries, keys, mask) for x in (tasks, whole))
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
