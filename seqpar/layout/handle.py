@@ -73,10 +73,8 @@ class Sizes(NamedTuple):
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return one empty tensor per rank, and one more, whose shapes hold the ranks' sizes.
-
-    torch.compile takes shapes as data, but specialises on numbers of a module's objects.
-    """
+    """Return one empty tensor per rank, and one more, whose shapes hold the ranks' sizes."""
+    # torch.compile takes shapes as data, but specialises on numbers of a module's objects.
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
     held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
     tensors, strides = [], [0] * (1 + len(Sizes._fields))

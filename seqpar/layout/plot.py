@@ -1,8 +1,4 @@
-"""Pictures of layouts and masks: which rank holds which token, and which keys a query attends to.
-
-Separate functions return the data of the pictures as arrays, so that tests compare numbers instead
-of pixels.
-"""
+"""Pictures of layouts and masks: the ranks that hold tokens, the keys that queries attend to."""
 
 from __future__ import annotations
 
@@ -41,6 +37,7 @@ class DrawnMask(Protocol):
     def visible(self, geometry: Geometry) -> NDArray[np.bool_]: ...
 
 
+# Separate functions return the data of the pictures, so that tests compare numbers, not pixels.
 def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[np.float64]:
     """Return (ranks, min(columns, T)): the fraction of each column's tokens that each rank holds.
 
@@ -49,10 +46,8 @@ def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[n
     geometry = layout.geometry
     columns = min(columns, geometry.tokens)
     column = np.arange(geometry.tokens) * columns // max(geometry.tokens, 1)
-    counts = [
-        np.bincount(column[geometry.token_indices(rank)], minlength=columns)
-        for rank in range(geometry.ranks)
-    ]
+    held = [column[geometry.token_indices(rank)] for rank in range(geometry.ranks)]
+    counts = [np.bincount(columns_of_rank, minlength=columns) for columns_of_rank in held]
     return np.array(counts) / np.maximum(np.bincount(column, minlength=columns), 1)
 
 

@@ -54,10 +54,9 @@ class MicroBatch:
     def check(self, ranks: int) -> None:
         """Raise a ValueError that names an attribute unless it has one entry per rank."""
         for name in ("seconds", "tokens", "bytes", "offload"):
-            if getattr(self, name).shape != (ranks,):
-                found = getattr(self, name).shape
+            if (shape := getattr(self, name).shape) != (ranks,):
                 expected = f"an entry for each of {ranks} ranks"
-                raise ValueError(f"{name} must have {expected}, got {found}")
+                raise ValueError(f"{name} must have {expected}, got {shape}")
 
     def as_dict(self) -> dict[str, list[float]]:
         """Return the fields as plain numbers and lists, for JSON. The cut becomes integers."""

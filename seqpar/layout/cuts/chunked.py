@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -38,7 +37,6 @@ class Chunked(CountedCut):
     whole: Cut  # the cut of the whole documents
     documents: Ints  # cu_seqlens of the whole documents
     size: int
-    alike: ClassVar[bool] = False
 
     @property
     def ranks(self) -> int:

@@ -81,6 +81,8 @@ class Cut(Protocol):
 class CountedCut:
     """The defaults of a cut that counts its tokens, and whose chunks are not mirrored."""
 
+    alike: ClassVar[bool] = False
+
     def counts(self, cu_seqlens: Ints) -> Counts:
         raise NotImplementedError
 
@@ -111,7 +113,6 @@ class Contiguous(TableCut):
     """Rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
 
     ranks: int
-    alike: ClassVar[bool] = False
     most_spans: ClassVar[int | None] = 1
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
@@ -287,7 +288,6 @@ class Spans(TableCut):
     documents: Ints
     starts: Ints
     stops: Ints
-    alike: ClassVar[bool] = False
     most_spans: ClassVar[int | None] = None
 
     @classmethod

@@ -92,9 +92,10 @@ class _Shares(NamedTuple):
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
         """Return the borders (6, documents) and n_c (5, documents) of groups of equal ranks.
 
-        The groups divide the ranks below `behind`. Five suffice: in a round all ranks get the same
-        number, except for the ranks whose turn it is when the document begins and ends.
+        The groups divide the ranks below `behind`.
         """
+        # Five suffice: in a round all ranks get the same number, except for the ranks whose turn it
+        # is when the document begins and ends.
         turns = self.first.turn, self.last.turn
         low = np.minimum(*turns)
         high = np.maximum(np.maximum(*turns), low + 1)
@@ -131,7 +132,6 @@ class EvenZigzag(CountedCut):
 
     ranks: int
     min_chunk: int = 0
-    alike: ClassVar[bool] = False
     most_spans: ClassVar[int | None] = 2
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
@@ -209,7 +209,6 @@ class EvenStripes(CountedCut):
 
     ranks: int
     stripe: int
-    alike: ClassVar[bool] = False
     most_spans: ClassVar[int | None] = None
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:

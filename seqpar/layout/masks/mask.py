@@ -189,8 +189,8 @@ class Slices:
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """Numbers of visible pairs of each slice: all, and of rows that skip the first keys."""
-        areas = (np.diff(self.q_rows) * np.diff(self.k_rows))[:, 0].tolist()
-        pairs = [(area, 0) for area in areas]
+        areas = (np.diff(self.q_rows) * np.diff(self.k_rows))[:, 0]
+        pairs = [(area, 0) for area in areas.tolist()]
         for i in np.flatnonzero(~self.full).tolist():
             start, stop = self.key_intervals(i)
             counts = stop - start
