@@ -110,36 +110,32 @@ def choose(
     if ordered is None:
         ordered = cluster.overlaps
     some = _observed(layout.ranks, cluster) if cluster.overlaps and pricing is None else None
-    simulated: list[tuple[CandidatePrediction, Outcome | None]] = []
-    for candidate in found:
-        outcome = None
+
+    def simulated(candidate: Candidate) -> tuple[CandidatePrediction, Outcome | None]:
         try:
             programs = recorded(
                 candidate, shape, layout, call, backward=backward, ordered=ordered, only=some
             )
         except ValueError as refusal:
-            prediction = CandidatePrediction(candidate, why_not=str(refusal))
-        else:
-            if some is not None:
-                observed = dict(zip(some, programs, strict=True))
-                simulated.append((_in_step(candidate, observed, cluster), None))
-                continue
-            outcome = play(programs, cluster, pricing=pricing)
-            sent = int(outcome.sent_bytes.max())
-            prediction = CandidatePrediction(candidate, outcome.seconds, sent, outcome.limit)
-        simulated.append((prediction, outcome))
-    simulated.sort(key=lambda x: x[0].seconds)  # a stable sort
-    (first, best), *losers = simulated
+            return CandidatePrediction(candidate, why_not=str(refusal)), None
+        if some is not None:
+            return _in_step(candidate, dict(zip(some, programs, strict=True)), cluster), None
+        outcome = play(programs, cluster, pricing=pricing)
+        sent = int(outcome.sent_bytes.max())
+        return CandidatePrediction(candidate, outcome.seconds, sent, outcome.limit), outcome
+
+    ranked = sorted(map(simulated, found), key=lambda x: x[0].seconds)  # a stable sort
+    (first, best), *losers = ranked
     if first.seconds == torch.inf:
-        reasons = {x.why_not for x, _ in simulated}
+        reasons = {x.why_not for x, _ in ranked}
         if len(reasons) == 1:
             raise ValueError(*reasons)
-        listed = "; ".join(f"{x.candidate}: {x.why_not}" for x, _ in simulated)
+        listed = "; ".join(f"{x.candidate}: {x.why_not}" for x, _ in ranked)
         raise ValueError(f"no strategy can compute this call: {listed}")
-    ranked = [
+    compared = (
         x if x.seconds == torch.inf else _compared(x, outcome, first, best) for x, outcome in losers
-    ]
-    return Choice((first, *ranked), cluster.name)
+    )
+    return Choice((first, *compared), cluster.name)
 
 
 def recorded(

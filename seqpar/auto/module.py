@@ -166,8 +166,10 @@ class AutoAttention(Attention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> Tensor | tuple[Tensor, ...]:
-        fixed = self._fixed() if self._settled else None
-        chosen = fixed or self._agreed(q, k, v, layout, options)
+        if self._once and self._settled and self.choice is not None:
+            chosen = self._module(self.choice.candidate)
+        else:
+            chosen = self._agreed(q, k, v, layout, options)
         return chosen(q, k, v, layout, **options)
 
     forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
@@ -183,10 +185,7 @@ class AutoAttention(Attention):
         has measured the candidates, the choice follows the predictions. Of the tensors, only shapes
         and dtypes matter. No other thread may compute attention meanwhile: it would be recorded.
         """
-        if (fixed := self._fixed()) is not None:
-            return fixed
-        key, predicted = self._predicted(q, k, v, layout, **options)
-        self.choice = self._measured.get(key, predicted)
+        self.choice = self._known_choice(q, k, v, layout, **options)
         return self._module(self.choice.candidate)
 
     def unsupported(
@@ -197,10 +196,7 @@ class AutoAttention(Attention):
         Nothing is computed or sent.
         """
         try:
-            module = self._fixed()
-            if module is None:
-                key, predicted = self._predicted(q, k, v, layout, **options)
-                module = self._module(self._measured.get(key, predicted).candidate)
+            module = self._module(self._known_choice(q, k, v, layout, **options).candidate)
         except (ValueError, TypeError) as refusal:
             return str(refusal)
         return module.unsupported(q, k, v, layout, **options)
@@ -272,13 +268,15 @@ class AutoAttention(Attention):
         with beside_the_caller(), torch.set_grad_enabled(backward):
             return measured(predicted, error, self._module, call, leaves, comm, backward)
 
-    def _fixed(self) -> Attention | None:
-        if not self._once or self.choice is None:
-            return None
-        return self._module(self.choice.candidate)
+    def _known_choice(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
+    ) -> Choice:
+        if self._once and self.choice is not None:
+            return self.choice
+        key, predicted = self._predicted(q, k, v, layout, **options)
+        return self._measured.get(key, predicted)
 
     def _module(self, candidate: Candidate) -> Attention:
-
         if candidate not in self._made:
             bound = self._bound
             options = {"check_ranks": bound.check_ranks, "deterministic": self.deterministic}

@@ -69,8 +69,8 @@ class Costs:
     def recurrent_call(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of one linear layer's attention over a number of tokens."""
         tokens = as_amounts("tokens", tokens)
-        work, call = self._recurrent_work(tokens, backward), self._recurrent_call(backward)
-        return np.where(tokens > 0, call + work, 0.0)
+        call = self.cluster.device.recurrent.call[backward]
+        return np.where(tokens > 0, call + self._recurrent_work(tokens, backward), 0.0)
 
     def span_work(self, starts: ArrayLike, stops: ArrayLike, backward: bool = False) -> Floats:
         """Return (n,) seconds that each span adds to a rank in the attention of all layers.
@@ -92,11 +92,10 @@ class Costs:
 
     def call_seconds(self, backward: bool = False) -> float:
         """Return the constant seconds of attention's calls in all layers."""
-        softmax = self.cluster.device.attention.call[backward]
-        linear = self._recurrent_call(backward)
+        device = self.cluster.device
         return sum(
-            count * (linear if layer.kind == "linear" else softmax)
-            for layer, count in self._attentions
+            count * (device.recurrent if x.kind == "linear" else device.attention).call[backward]
+            for x, count in self._attentions
         )
 
     def span_seconds(
@@ -263,9 +262,6 @@ class Costs:
 
     def _heads(self, heads: int | None) -> int:
         return self.model.heads if heads is None else as_int("heads", heads, 1)
-
-    def _recurrent_call(self, backward: bool) -> float:
-        return self.cluster.device.recurrent.call[backward]
 
     def _recurrent_work(self, tokens: Floats, backward: bool) -> Floats:
         r = self.model.recurrence

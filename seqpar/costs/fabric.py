@@ -76,7 +76,6 @@ _KINDS = {"fat_tree": FatTree, "torus": Torus}
 
 
 def as_dict(fabric: Fabric | None) -> dict[str, object] | None:
-    """Return a fabric as plain values, for JSON."""
     if fabric is None:
         return None
     (kind,) = (name for name, x in _KINDS.items() if isinstance(fabric, x))

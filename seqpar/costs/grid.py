@@ -149,7 +149,6 @@ class Grid:
         return hash((self.rows.tobytes(), self.keys.tobytes(), self.forward.tobytes()))
 
     def as_dict(self) -> dict[str, object]:
-        """Return the fields as plain numbers and lists, for JSON."""
         return {x.name: np.asarray(getattr(self, x.name)).tolist() for x in fields(self)}
 
     def alone(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:

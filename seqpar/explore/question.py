@@ -116,8 +116,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a question."""
-
     question: Question  # the question
     layout: Layout  # which rank holds which tokens
     work: Ints  # (ranks, steps) (query, key) pairs, times heads, that each rank computes in forward

@@ -71,7 +71,6 @@ def as_strategies(strategies: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text as a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)

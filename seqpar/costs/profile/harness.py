@@ -97,8 +97,6 @@ class Profile(TypedDict):
 
 
 class Environment(TypedDict):
-    """The hardware and software of a measurement."""
-
     cpu: str
     device: str
     cores: int
@@ -161,19 +159,13 @@ def pyplot() -> ModuleType:
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar, or lines, for `total` points; yield the function that begins a point."""
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
-    text, left = TextColumn("{task.description}"), TimeRemainingColumn()
-    columns = (BarColumn(), MofNCompleteColumn(), left, text)
+    text, left = bars.TextColumn("{task.description}"), bars.TimeRemainingColumn()
+    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), left, text)
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
+    with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         begun = 0
 

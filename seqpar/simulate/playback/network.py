@@ -155,7 +155,6 @@ class Network:
         self._gathering: dict[str, list[Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
-        """Post a rank's exchange at the current time."""
         flight = Flight(rank, post, self._env.now, self._env.event())
         if isinstance(post, ShardExchange):
             flight.left = 1  # until all ranks have begun

@@ -68,7 +68,8 @@ class _Clock:
             if isinstance(action, Compute):
                 now += self._seconds[id(action)]
             elif isinstance(action, Post):
-                end = max(now, self._free[action.channel]) + self._exchange(action)
+                seconds = max(self._direction(action.sends), self._direction(action.recvs))
+                end = max(now, self._free[action.channel]) + seconds
                 self._free[action.channel] = self._ends[action.number] = end
             elif isinstance(action, Wait):
                 now = max(now, self._ends.get(action.number, now))
@@ -76,7 +77,8 @@ class _Clock:
                 now += float(self._cluster.host.seconds(action.nbytes))
             elif isinstance(action, Begin):
                 # The order of its exchanges and the outer program's is known only in a simulation.
-                left_out = self._is_bound and _posts(action.program)
+                has_posts = any(isinstance(x, Post) for x in action.program.each())
+                left_out = self._is_bound and has_posts
                 end = now if left_out else self.play(action.program, now)
                 self._programs[id(action.program)] = end
             elif isinstance(action, End):
@@ -84,9 +86,6 @@ class _Clock:
             else:
                 raise ValueError("program must not serve requests")
         return now
-
-    def _exchange(self, post: Post) -> float:
-        return max(self._direction(post.sends), self._direction(post.recvs))
 
     def _direction(self, messages: Sizes) -> float:
         cluster = self._cluster
@@ -103,7 +102,3 @@ class _Clock:
             shared = sum(between) / self._nics
             seconds = max(seconds, cluster.between.latency + max(*between, shared))
         return seconds
-
-
-def _posts(program: Program) -> bool:
-    return any(isinstance(action, Post) for action in program.each())

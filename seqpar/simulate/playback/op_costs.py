@@ -22,7 +22,6 @@ Pricing = Callable[[list[Compute]], Mapping[int, float]]
 
 
 def computes(programs: Iterable[Program]) -> list[Compute]:
-    """Return all computations of the programs."""
     return [x for program in programs for x in program.each() if isinstance(x, Compute)]
 
 

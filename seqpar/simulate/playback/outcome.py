@@ -93,17 +93,14 @@ def _spent(events: list[list[Event]], kind: str) -> Floats:
 
 
 def limit_of(compute: float, imbalance: float, communication: float) -> str:
-    """Return the name of the largest of these times."""
     parts = {"compute": compute, "imbalance": imbalance, "communication": communication}
     return max(parts, key=lambda name: parts[name])
 
 
 def slower_by(seconds: float, best: float) -> str:
-    """Return in words how much slower a time is than the best one."""
     slower = seconds / best - 1 if best else 0.0
     return AS_FAST if slower < 5e-4 else f"{slower:.1%} slower"
 
 
 def slower_for(waiting: float, busy: float) -> str:
-    """Return the reason for a difference in seconds of waiting and of computation."""
     return "messages are less hidden" if waiting > busy else "its busiest rank computes longer"

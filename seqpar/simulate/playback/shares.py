@@ -15,6 +15,7 @@ changes the pace of at most 13 groups instead of 832 jobs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -66,8 +67,6 @@ class JobGroup:
 
 
 class ActiveJobs:
-    """All jobs of a simulation."""
-
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._groups: dict[tuple[Resource, ...], JobGroup] = {}
@@ -118,20 +117,12 @@ class ActiveJobs:
             group.next_end = next_end
             group.version += 1
             left = next_end - group.progress_at(now)
-            self._after(max(0.0, left) / pace, self._timer(group))
+            self._after(max(0.0, left) / pace, partial(self._end_next, group, group.version))
 
-    def _timer(self, group: JobGroup) -> Callable[[], None]:
-        """Return a callback that ends the group's next jobs, unless a later timer replaced it."""
-        version = group.version
-
-        def ring() -> None:
-            if group.version == version:
-                self._end_next(group)
-
-        return ring
-
-    def _end_next(self, group: JobGroup) -> None:
-        """End the jobs whose work is done."""
+    def _end_next(self, group: JobGroup, version: int) -> None:
+        """End the jobs whose work is done, unless a later timer replaced this one."""
+        if group.version != version:
+            return
         group.progress, group.since = group.next_end, self._env.now
         ended: list[Callable[[], object]] = []
         load = 0

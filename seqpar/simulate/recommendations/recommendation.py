@@ -151,7 +151,6 @@ class Recommendation:
         return f"{imports}\nimport seqpar\n\n{program}\n"
 
     def _lines(self) -> list[str]:
-        """Lines for one device of a group of all devices."""
         group = "dist.group.WORLD"
         lines: list[str] = []
         if (mesh := self.options.get("mesh")) is not None:

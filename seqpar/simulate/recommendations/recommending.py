@@ -118,7 +118,6 @@ def _rank(x: Recommendation) -> tuple[bool, bool, bool, float, bool, float]:
 
 
 def _compared(x: Recommendation, best: Recommendation) -> Recommendation:
-    """Return a recommendation with the reason why it is not the best."""
     if x.excluded:
         slower = slower_by(x.seconds, best.seconds)
         return replace(x, why_not=f"not simulated: at best {slower}")

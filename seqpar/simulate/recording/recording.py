@@ -115,7 +115,6 @@ class ProgramRecorder:
         self._label, self._computes = label, count()
 
     def compute(self, start: Moment, stop: Moment, work: TracedWork) -> None:
-        """Record a call of attention's kernels."""
         call: SoftmaxCompute | LinearCompute
         if isinstance(work, SoftmaxWork):
             head_dim = -(-sum(work.dims) // 2)

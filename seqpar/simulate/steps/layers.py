@@ -65,7 +65,6 @@ class Attending:
 
     @property
     def linear(self) -> bool:
-        """Whether the layer has linear attention instead of softmax attention."""
         return self.layer.kind == "linear"
 
     def shapes(self, tokens: int) -> list[tuple[int, int, int]]:
@@ -263,9 +262,8 @@ def record_layers(
             call = attn if attending.linear else attn.begin
             return call(*operands, layout, **attending.call(layout.tokens))
 
-        def finish(begun: object) -> Tensor:
-            out: Tensor = begun if isinstance(begun, Tensor) else attn.finish(begun)
-            return out
+        def finish(begun: Any) -> Tensor:
+            return begun if isinstance(begun, Tensor) else attn.finish(begun)
 
         first = torch.empty(0, dtype=attending.dtype, device="meta", requires_grad=True)
         begun = [begin(first, layout) for layout in layouts]
