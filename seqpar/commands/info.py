@@ -120,19 +120,16 @@ def version(package: str) -> str | None:
 
 def devices() -> list[dict[str, object]]:
     """Return the GPUs, each with the GPUs that it can access directly."""
-    gpus: list[dict[str, object]] = []
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        others = [j for j in range(torch.cuda.device_count()) if j != i]
-        gpus.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory, GiB": round(properties.total_memory / 2**30, 1),
-                "peers": [j for j in others if torch.cuda.can_device_access_peer(i, j)],
-            }
-        )
-    return gpus
+    numbers, accesses = range(torch.cuda.device_count()), torch.cuda.can_device_access_peer
+    return [
+        {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory, GiB": round(gpu.total_memory / 2**30, 1),
+            "peers": [j for j in numbers if j != i and accesses(i, j)],
+        }
+        for i, gpu in enumerate(map(torch.cuda.get_device_properties, numbers))
+    ]
 
 
 def links(root: Path) -> dict[str, str]:

@@ -51,7 +51,6 @@ class Trace:
         self._epoch = time.time() - time.perf_counter()
 
     def begin(self, label: str, rank: int) -> None:
-        """Record that a strategy begins a pass, with a label such as "ring backward"."""
         self._label, self._rank = label, rank
         self._computes[label] = 0
 
@@ -70,7 +69,6 @@ class Trace:
         sends: Sequence[Message],
         recvs: Sequence[Message],
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Record that messages are posted; return a function that makes their wait's context."""
         device = (sends or recvs)[0][1].device
         flight = Event("flight", label, step, moment(device), 0.0, rank)
         flight.bytes = sum(tensor.nbytes for _, tensor in sends)

@@ -52,10 +52,6 @@ class MeasuredStep:
             gradients = torch.autograd.grad(out, leaves, dout) if self.backward else ()
         return [out.detach(), *gradients]
 
-    @property
-    def operand_bytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors[: 4 if self.backward else 3])
-
 
 class Rank:
     """One rank of the group; it performs the driver's tasks and keeps a workload's steps."""
@@ -120,12 +116,13 @@ class Rank:
         self._together()
         before = 0 if sent is None else sent()
         peak = peak_memory(step, self._device)
+        operands = sum(x.nbytes for x in step.tensors[: 4 if step.backward else 3])
         nbytes = None if sent is None else sent() - before
         exposed = None
         if name in attention_modules() and self._comm.size > 1:
             exposed = harness.exposed(step, self._comm, EXPOSURE_ROUNDS)
         return {
-            "memory": None if peak is None else peak + step.operand_bytes,
+            "memory": None if peak is None else peak + operands,
             "bytes": nbytes,
             "exposure": exposed,
         }

@@ -56,7 +56,12 @@ def make(
         part = divisor(comm.size, kv_heads)
         return one_device(batch, heads // part, kv_heads // part)
     if name in attention_modules():
-        return _ours(name, comm, batch, heads, kv_heads, device)
+        cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
+        group: Group = comm
+        if "mesh" in inspect.signature(attention_modules()[name]).parameters:
+            group = mesh_of_all(device, grid(comm.size))
+        layout = cut(batch.cu_seqlens, comm.size)
+        return _on_layout(make_attention(name, group), layout, batch, heads, kv_heads)
     indices, attend, context = make_peer(name, batch, device)
     return Contender(indices, heads, kv_heads, attend, context)
 
@@ -65,17 +70,6 @@ def one_device(batch: PackedBatch, heads: int, kv_heads: int) -> Contender:
     """Return our kernel on one device: all tokens of some heads, without communication."""
     attention = make_attention("ring", Comm(ONE, 0, 1))
     return _on_layout(attention, Layout.contiguous(batch.cu_seqlens, 1), batch, heads, kv_heads)
-
-
-def _ours(
-    name: str, comm: Comm, batch: PackedBatch, heads: int, kv_heads: int, device: torch.device
-) -> Contender:
-    cut = Layout.contiguous if name in ON_CONTIGUOUS else Layout.zigzag
-    group: Group = comm
-    if "mesh" in inspect.signature(attention_modules()[name]).parameters:
-        group = mesh_of_all(device, grid(comm.size))
-    attention = make_attention(name, group)
-    return _on_layout(attention, cut(batch.cu_seqlens, comm.size), batch, heads, kv_heads)
 
 
 def _on_layout(
