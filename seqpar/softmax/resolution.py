@@ -7,7 +7,7 @@ from torch import Tensor
 
 from seqpar.attention.backend import anchored_refusal, refusal
 from seqpar.attention.operands import check_operands, digest_of_call, naming_rank
-from seqpar.comm.agreement import Described, Fault
+from seqpar.comm.agreement import Described, attempt
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.dtypes import DTYPES
@@ -57,11 +57,7 @@ def resolve_on_ranks(
     """
     device = operands.q.device
     if bound.check_ranks:
-        fault: Fault | None = None
-        try:
-            call = resolve(bound, arguments, operands, decodes)
-        except (ValueError, TypeError) as error:
-            fault = Fault.of(error)
+        call, fault = attempt(lambda: resolve(bound, arguments, operands, decodes))
         comm = bound.begin_compared_call(
             device, fault, lambda canonical: _agreed(bound, arguments, operands, canonical, decodes)
         )
