@@ -35,12 +35,7 @@ from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tasks.plan import TaskPlan, task_traffic
 from seqpar.softmax.tasks.planner import Planner, Plans
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
-from seqpar.softmax.tasks.task_attention import (
-    TaskExchange,
-    complete_backward,
-    complete_forward,
-    post_backward,
-)
+from seqpar.softmax.tasks.task_attention import TaskExchange, complete_backward, complete_forward
 from seqpar.strategies.registry import register
 
 # A stage has about this many foreign rows, or more if the largest number of stages is reached.
@@ -90,7 +85,13 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         residuals: list[Tensor],
     ) -> TaskExchange:
         plan, label = self.task_plan(call, "backward"), "disaggregated backward"
-        return post_backward(comm, call, plan, label, output, operands, residuals)
+        dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
+        columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
+        rows, kept = [output.dout, operands.q], None
+        if residuals:  # the blocks that servers kept in forward, which do not travel again
+            rows, kept = [output.dout], residuals[1]
+        moving, keys = [rows, [torch.stack(columns, -1)]], [operands.k, operands.v]
+        return TaskExchange(comm, plan, label, moving, keys, kept)
 
     complete_gradients = staticmethod(complete_backward)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm, Pending
@@ -182,28 +181,6 @@ def complete_forward(
         for sent, results in each.wait():
             total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))
     return ForwardResult(*total.finish(sinks, q.dtype), received)
-
-
-def post_backward(
-    comm: Comm,
-    call: ResolvedCall,
-    plan: TaskPlan,
-    label: str,
-    output: OutputGradient,
-    operands: Operands,
-    kept: list[Tensor],
-) -> TaskExchange:
-    """Post the rows of a backward.
-
-    `kept` are the blocks of queries and keys that servers kept in forward, if any; these do not
-    travel again.
-    """
-    q, k, v, _ = operands
-    dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
-    columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
-    rows = [output.dout] if kept else [output.dout, q]
-    moving = [rows, [torch.stack(columns, -1)]]
-    return TaskExchange(comm, plan, label, moving, [k, v], kept[1] if kept else None)
 
 
 def complete_backward(
