@@ -87,9 +87,9 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         plan, label = self.task_plan(call, "backward"), "disaggregated backward"
         dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
-        rows, kept = [output.dout, operands.q], None
-        if residuals:  # the blocks that servers kept in forward, which do not travel again
-            rows, kept = [output.dout], residuals[1]
+        # The blocks that servers kept in forward do not travel again.
+        rows = [output.dout] if residuals else [output.dout, operands.q]
+        kept = residuals[1] if residuals else None
         moving, keys = [rows, [torch.stack(columns, -1)]], [operands.k, operands.v]
         return TaskExchange(comm, plan, label, moving, keys, kept)
 
