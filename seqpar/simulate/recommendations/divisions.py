@@ -22,7 +22,8 @@ from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_size
 from seqpar.simulate.steps.steps import head_seconds
 
 LAYOUTS = ("zigzag", "contiguous")
-MAX_CONTEXT_RANKS = 128  # of one group: simulating more takes minutes
+MAX_CONTEXT_RANKS = 512  # of one group: simulating more takes minutes, with each strategy
+MAX_RANKS_AS_ONE = 128  # devices that are also tried as one group, with all strategies and servers
 _MICRO_BATCHES_PER_STAGE = (2, 4)
 Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents
 
@@ -79,12 +80,13 @@ class Division:
 
 
 def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
-    """Yield the ways to divide a cluster's devices, except one batch for one context group.
+    """Yield the ways to divide a cluster's devices.
 
-    Tensor ranks share a node and divide the heads. Pipeline ranks divide the layers. A group of
-    context ranks fills nodes or divides them, and has at most 128 ranks. A data group has one
-    micro-batch, or two or four for each stage, or the fewest that fit into memory, with as little
-    recomputation as possible; and at least one document for each.
+    Of up to 128 devices, one group for one batch is left out. Tensor ranks share a node and divide
+    the heads. Pipeline ranks divide the layers. A group of context ranks fills nodes or divides
+    them, and has at most 512 ranks. A data group has one micro-batch, or two or four for each
+    stage, or the fewest that fit into memory, with as little recomputation as possible; and at
+    least one document for each.
     """
     devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
     layers = len(costs.model.layers)
@@ -110,7 +112,7 @@ def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
         divided = DividedCosts(costs, parallelism)
         most = kept.size // parallelism.data
         for count in _numbers_of_micro_batches(divided, lengths, most):
-            if parallelism.context == devices and count == 1:
+            if parallelism.context == devices <= MAX_RANKS_AS_ONE and count == 1:
                 continue
             bins = dealt(parallelism.tensor, parallelism.data * count)
             yield _division(divided, lengths, bins)

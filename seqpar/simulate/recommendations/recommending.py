@@ -14,7 +14,7 @@ from seqpar.costs.model import Model
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, slower_by, slower_for
 from seqpar.simulate.playback.playing import require_simpy
-from seqpar.simulate.recommendations.divisions import MAX_CONTEXT_RANKS, divisions
+from seqpar.simulate.recommendations.divisions import MAX_RANKS_AS_ONE, divisions
 from seqpar.simulate.recommendations.recommendation import (
     NOT_SIMULATED,
     Recommendation,
@@ -42,9 +42,10 @@ def recommend(
 
     With `parallelism="all"`, devices are also divided into data, pipeline, tensor and context
     ranks, as `Recommendation.parallelism` says, and documents into data groups and micro-batches of
-    similar work. Attention of the micro-batch with most work is simulated on its context ranks, at
-    most 128; formulas add the rest (`simulate.steps.divided`). A division is left out if its work
-    takes longer than the fastest step even when its context ranks share it evenly.
+    similar work. Attention of the micro-batch with most work is simulated on its context ranks;
+    formulas add the rest (`simulate.steps.divided`). Groups have at most 512 context ranks. Those
+    of more than 128 are tried with strategies of few exchanges, such as USP. A division is left out
+    if its work takes longer than the fastest step even when its context ranks share it evenly.
 
     Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
     the messages of one of them take longer than the fastest step, the way is `excluded`: it is not
@@ -71,7 +72,7 @@ def recommend(
     Raises:
         ValueError: if `lengths` has no tokens; if `parallelism` is "all" and the devices are cores
             that move messages themselves, or their nodes a torus, or if no division of more than
-            128 devices holds the parameters.
+            128 devices holds the parameters and is simulated in time.
         ImportError: without simpy, which the extra "plan" installs.
     """
     check_type("model", model, Model)
@@ -88,18 +89,17 @@ def recommend(
     require_simpy()
     costs = Costs(cluster, model)
     divided = list(divisions(lengths, costs)) if parallelism == "all" else []
-    # Divisions have groups that are small enough to simulate.
-    as_one = parallelism == "context" or cluster.ranks <= MAX_CONTEXT_RANKS
-    if not as_one and not divided:
-        raise ValueError(
-            f"cluster: {model.name} and {np.count_nonzero(lengths)} documents cannot be divided "
-            f"over {cluster.ranks} devices with at most {MAX_CONTEXT_RANKS} context ranks; "
-            'parallelism="context" simulates one group'
-        )
+    as_one = parallelism == "context" or cluster.ranks <= MAX_RANKS_AS_ONE
     # Among divisions, only the fastest counts. Otherwise, so do ways within the error.
     search = Search(costs, simulate_all, 1.0 if divided else 1.0 + error_of(cluster))
     search.run(ways_in_one_group(lengths, costs) if as_one else [], divided)
     ways = search.results()
+    if not ways:
+        raise ValueError(
+            f"cluster: {model.name} and {np.count_nonzero(lengths)} documents cannot be divided "
+            f"over {cluster.ranks} devices with groups of context ranks that take seconds to "
+            'simulate; parallelism="context" simulates one group'
+        )
     ways.sort(key=_rank)  # equally good ways keep their order
     best = ways[0]
     ranked = [best, *(_compared(way, best) for way in ways[1:])]

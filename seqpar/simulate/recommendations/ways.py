@@ -15,11 +15,14 @@ from seqpar.simulate.candidates import STRATEGIES, Candidate, candidates
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.recommendations.divisions import Division, NamedLayout, layouts
 from seqpar.simulate.recommendations.recommendation import Recommendation
+from seqpar.simulate.steps.layers import ranks_alike
 from seqpar.simulate.steps.steps import step
 from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
+# Of all ranks of a way, in each direction. Recording one takes about a millisecond.
+_MAX_RECORDED_EXCHANGES = 128**2
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
 
@@ -36,7 +39,10 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 
 
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
-    """Yield the ways of a division, by the strategies of most use or by all others."""
+    """Yield the ways of a division, by the strategies of most use or by all others.
+
+    Ways that would take minutes to record are left out.
+    """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
     if context.model.kv_heads % ranks:  # ranks then send equal heads, or parts of documents
@@ -48,9 +54,17 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     if costs.model.recurrence is not None:  # whose layers need one group of the context ranks
         found = [x for x in found if x.mesh is None]
     for named in layouts(division.lengths, context, division.largest) if found else ():
-        yield from _in_place(found, named, context, costs, division)
+        quick = [x for x in found if _exchanges(x, named, context) <= _MAX_RECORDED_EXCHANGES]
+        yield from _in_place(quick, named, context, costs, division)
         if ranks == 1:
             return
+
+
+def _exchanges(candidate: Candidate, named: NamedLayout, costs: Costs) -> int:
+    """Return about how many exchanges are recorded in each direction."""
+    (strategy, mesh), layout = candidate, named.layout
+    recorded = layout.ranks // ranks_alike(strategy, mesh, layout, costs.model)
+    return recorded * (layout.ranks if mesh is None else sum(mesh))
 
 
 def _in_place(

@@ -50,6 +50,15 @@ def test_context_groups_are_small_enough_to_simulate(monkeypatch):
     assert {x.parallelism.context for x in found} == {1, 2}
 
 
+def test_large_context_groups_are_tried_with_few_exchanges():
+    """On 256 ranks, rings would be recorded 256 times, each with 256 exchanges."""
+    costs = Costs(Cluster.preset("32x8-h100"), MODEL)
+    (division,) = (x for x in divisions(np.array([2**17]), costs) if x.parallelism.context == 256)
+    first, others = ({x.name for x in ways_of(division, costs, more)} for more in (False, True))
+    assert {name.split(",")[0] for name in first} == {"usp 64x4", "usp 32x8"}, first
+    assert {name.split(",")[0] for name in others} == {"mesh 16x16", "mesh 32x8"}, others
+
+
 def test_parameters_that_do_not_fit_are_not_tried():
     tight = dataclasses.replace(CLUSTER.device, memory=1e6)
     costs = Costs(dataclasses.replace(CLUSTER, device=tight), MODEL)
