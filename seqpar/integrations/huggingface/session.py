@@ -29,10 +29,7 @@ from seqpar.integrations.huggingface.loss.gradients import ModelGradients
 from seqpar.integrations.huggingface.loss.losses import losses_of, router_faults
 from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, unshard
 from seqpar.integrations.huggingface.model.code import computes_itself
-from seqpar.integrations.huggingface.model.layers import (
-    AttentionLayer,
-    find_layers,
-)
+from seqpar.integrations.huggingface.model.layers import AttentionLayer, find_layers
 from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention

@@ -39,14 +39,12 @@ _HARMLESS = {
 
 
 def session_of(module: nn.Module) -> EnabledModel | None:
-    """Return the session of an enabled model's layer; None for other modules and copies.
-
-    Layers share compiled graphs, in which an entry of a dictionary would be that of one layer.
-    """
+    """Return the session of an enabled model's layer; None for other modules and copies."""
     layer = getattr(module, KEY, None)
     if not isinstance(layer, AttentionLayer):
         return None
     session: EnabledModel = layer.session
+    # Layers share compiled graphs, in which an entry of a dictionary would be that of one layer.
     return session if torch.compiler.is_compiling() or module in session.layers else None
 
 
@@ -114,20 +112,16 @@ def _check_prepared(mask: PreparedMask, function: Any) -> None:
 
 
 class ScoreOptions(NamedTuple):
-    """The keyword arguments of `attend` that decide how scores are computed.
-
-    `sliding_window` is ignored: as in transformers' sdpa, the mask has the window. `alibi_slopes`
-    (Hq,) and `band`, the layer's own causal mask, come from layers that are traced.
-    """
+    """The keyword arguments of `attend` that decide how scores are computed."""
 
     dropout: float = 0.0
     scaling: float | None = None
     is_causal: bool | None = None
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # ignored: as in transformers' sdpa, the mask has the window
     softcap: float | None = None
     s_aux: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    band: MaskShape | None = None
+    alibi_slopes: Tensor | None = None  # (Hq,), of a layer that is traced
+    band: MaskShape | None = None  # the own causal mask of a layer that is traced
 
     def arguments(self) -> dict[str, Any]:
         slopes = {} if self.alibi_slopes is None else {"alibi_slopes": self.alibi_slopes}
@@ -136,19 +130,16 @@ class ScoreOptions(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """One layer's attention in a call of its model, after all checks.
-
-    `bias` (1, Hq, 1, bands) and `bias_masks` are T5's; `cached` is the layer's number in the cache.
-    """
+    """One layer's attention in a call of its model, after all checks."""
 
     session: EnabledModel
     layer: AttentionLayer
     call: ModelCall
     shape: MaskShape
     scores: ScoreOptions
-    bias: Tensor | None
-    bias_masks: BandMasks
-    cached: int | None
+    bias: Tensor | None  # (1, Hq, 1, bands), T5's
+    bias_masks: BandMasks  # T5's
+    cached: int | None  # the layer's number in the cache
 
 
 def attend(
@@ -285,13 +276,11 @@ def call_and_shape(
     return call, MaskShape(causal=bool(causal))
 
 
+# A hybrid model of mostly linear layers continues training from the weights of the softmax layers
+# (Sun et al., "LASP-2", 2025: LASP-2H).
 @dataclass(eq=False)
 class LinearLayer:
-    """The linear attention that a layer computes in place of softmax attention.
-
-    A hybrid model of mostly linear layers continues training from the weights of the softmax
-    layers (Sun et al., "LASP-2", 2025: LASP-2H).
-    """
+    """The linear attention that a layer computes in place of softmax attention."""
 
     attention: LASP2Attention
     feature_map: FeatureMap | None

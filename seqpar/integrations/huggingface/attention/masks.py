@@ -16,17 +16,13 @@ from seqpar.layout.masks.mask import Mask
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The keys that a query attends to within its document; `ranges` replaces all other fields.
-
-    `left` and `right` are the sizes of a window, −1 without limit. `chunk` cuts documents into
-    chunks of that many tokens, which do not attend to each other.
-    """
+    """The keys that a query attends to within its document."""
 
     causal: bool = False
-    left: int = -1
+    left: int = -1  # the size of a window, −1 without limit
     right: int = -1
-    chunk: int | None = None
-    ranges: Mask | None = None
+    chunk: int | None = None  # the length of chunks, which do not attend to each other
+    ranges: Mask | None = None  # replaces all other fields
 
     def arguments(self) -> dict[str, Any]:
         """Return the mask arguments of an attention call. Chunks are part of the layout instead."""

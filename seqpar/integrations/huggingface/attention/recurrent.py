@@ -128,13 +128,11 @@ class PatchedRecurrence:
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)
 
     def log_decay(self, slopes: Tensor) -> Tensor:
-        """Return the constant decays (H,) of lightning attention, −slopes.
-
-        They stay on the CPU until `slopes` is written to, so later calls do not wait.
-        """
+        """Return the constant decays (H,) of lightning attention, −slopes."""
         exact = torch.promote_types(slopes.dtype, torch.float32)
         if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:
             return -slopes.flatten().to(exact)
+        # They stay on the CPU until `slopes` is written to, so later calls do not wait.
         version = version_of(slopes)
         if self._slopes is None or self._slopes[0] is not slopes or self._slopes[1] != version:
             self._slopes = slopes, version, -slopes.flatten().to("cpu", exact)

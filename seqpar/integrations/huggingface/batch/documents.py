@@ -121,10 +121,7 @@ def _real_tokens(mask: Any, name: str, rows: int, columns: int) -> Bools:
 
 
 def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | None:
-    """Return positions (B, S) from which documents can be read; None if the batch has none.
-
-    Of four planes (4, B, S), the first is the text's. Three planes show no documents.
-    """
+    """Return positions (B, S) from which documents can be read; None if the batch has none."""
     if position_ids is None:
         return None
     shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()
@@ -132,6 +129,7 @@ def _positions(position_ids: Any, rows: int, columns: int) -> NDArray[Any] | Non
     planes = (*shape[:1], *expected), (*shape[:1], 1, columns)
     if shape not in ((columns,), expected, (1, columns), *planes):
         raise ValueError(f"position_ids must be {expected}, or planes of that, got {shape}")
+    # Of four planes (4, B, S), the first is the text's. Three planes show no documents.
     if len(shape) == 3 and shape[0] != 4:
         return None
     plane = position_ids[0] if len(shape) == 3 else position_ids

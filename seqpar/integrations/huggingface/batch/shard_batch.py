@@ -41,10 +41,7 @@ _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 
 class BatchSharder:
-    """Cuts the batches of one model into layouts of a `kind`; `shifts` is as in `Origin`.
-
-    A model `with_images` gets whole batches if they have more than text.
-    """
+    """Cuts the batches of one model into layouts of a `kind`; `shifts` is as in `Origin`."""
 
     def __init__(self, model: Any, comm: Comm, kind: str, with_images: bool) -> None:
         self._model, self._comm, self._kind = model, comm, kind
@@ -77,6 +74,7 @@ class BatchSharder:
             raise ValueError(f"layout must be {expected}, got {found}")
         if not self._with_encoder:
             main = self._side(batch, "", layout, cached)
+            # A model with images gets whole batches if they have more than text.
             images = self._with_images and any(self._is_beside(main, *x) for x in batch.items())
             return self._cut(batch, Sharding(main, whole=images), {"": main})
         if layout is not None:
@@ -182,11 +180,10 @@ class BatchSharder:
         return x, documents.by_rows() if self._with_encoder else documents
 
     def _cuts(self, batch: Batch) -> bool | str | None:
-        """Return the effect of a jump in the positions, as `cuts` of `find_documents`.
-
-        As in transformers, a batch with a mask keeps its positions. Without one, models that make
-        masks from positions begin documents there, unless they keep a cache, as they do by default.
-        """
+        """Return the effect of a jump in the positions, as `cuts` of `find_documents`."""
+        # As in transformers, a batch with a mask keeps its positions. Without one, models that make
+        # masks from positions begin documents there, unless they keep a cache, as they do by
+        # default.
         if batch.get("attention_mask") is not None:
             return None
         if not self._reads_documents:

@@ -289,10 +289,9 @@ def _random_numbers_of_rank_0(comm: Comm) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class DecodingStep(Side):
-    """A step's tokens, B rows of T in one row as in a prefill, so layers get one kind of call.
+    """A step's tokens, B rows of T in one row as in a prefill, so layers get one kind of call."""
 
-    They are the same on every rank. `layout` is the prefill's, and does not contain these tokens.
-    """
+    # They are the same on every rank. `layout` is the prefill's, and does not contain these tokens.
 
     def put_back(self, x: Tensor, comm: Comm) -> Tensor:
         """Return the tokens in their rows, (1, B·T, …) -> (B, T, …)."""

@@ -90,11 +90,10 @@ class _Output(torch.autograd.Function):
 
 
 class _OverRanks(torch.autograd.Function):
-    """Tensors that are equal on all ranks but used differently: backward sums their gradients.
+    """Tensors that are equal on all ranks but used differently: backward sums their gradients."""
 
-    The first `tied` tensors pass through. A block's input does, so that backward runs on every
-    rank, right after the block's, even where no token reached the block's trained experts.
-    """
+    # The first `tied` tensors pass through. A block's input does, so that backward runs on every
+    # rank, right after the block's, even where no token reached the block's trained experts.
 
     @staticmethod
     def forward(
@@ -182,11 +181,10 @@ class ModelGradients(Uncopied):
         return with_tensors(outputs, watched)
 
     def check_outputs(self, outputs: Any) -> None:
-        """Raise a ValueError if outputs depend on trainable tensors that a user's hook brought.
-
-        Their gradients would not be summed. The check follows the graph in the first call and when
-        the number of hooks has changed, but not under FSDP1, where flat parameters look the same.
-        """
+        """Raise a ValueError if outputs depend on trainable tensors that a user's hook brought."""
+        # Their gradients would not be summed. The check follows the graph in the first call and
+        # when the number of hooks has changed, but not under FSDP1, where flat parameters look the
+        # same.
         if self.comm.size == 1 or not torch.is_grad_enabled() or self._last.flattened:
             return
         code = sum(map(_patches, self._modules))
@@ -267,10 +265,8 @@ class ModelGradients(Uncopied):
     def sum_over_ranks(
         self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
     ) -> list[Tensor | None]:
-        """Return the sums of all ranks' gradients, or None for tensors without a gradient anywhere.
-
-        Every rank sends each gradient, or zeros, and whether it has one.
-        """
+        """Return the sums of all ranks' gradients; None for tensors without a gradient anywhere."""
+        # Every rank sends each gradient, or zeros, and whether it has one.
         if self._scale is None:
             raise ValueError(_NO_TOTAL)
         sums: list[Tensor | None] = [None] * len(tensors)

@@ -74,11 +74,7 @@ class _Cleared(torch.autograd.Function):
 
 
 def clear_padding(outputs: Any) -> Any:
-    """Return marked outputs with zeros in the rows of padding, which pass no gradient on.
-
-    Logits are cleared in place, because a copy could double a step's memory and no backward needs
-    them. Others, such as hidden states, may be inputs of recomputed layers, and are copied.
-    """
+    """Return marked outputs with zeros in the rows of padding, which pass no gradient on."""
     cleared: dict[int, Tensor] = {}
 
     def clear(x: Tensor, name: str) -> Tensor:
@@ -87,6 +83,9 @@ def clear_padding(outputs: Any) -> Any:
             return x
         if id(x) not in cleared:
             dim = int(_is_of(x, side))  # otherwise flat
+            # Logits are cleared in place, because a copy could double a step's memory and no
+            # backward needs them. Others, such as hidden states, may be inputs of recomputed
+            # layers, and are copied.
             cleared[id(x)] = _Cleared.apply(x, dim, side.padding, name == "logits")
         return cleared[id(x)]
 

@@ -77,14 +77,12 @@ def dispatches(kind: type) -> bool:
 
 
 def computes_itself(kind: type) -> bool:
-    """Return whether a class multiplies queries and keys itself, in a way that can be traced.
-
-    Such code has two products for each softmax, and nothing else that mixes tokens.
-    """
+    """Return whether a class multiplies queries and keys itself, in a way that can be traced."""
     if hasattr(kind, "base_model_prefix") or not ATTENTION.search(kind.__name__):
         return False
     text = _text_of(kind)
     softmaxes, products = (len(x.findall(text)) for x in (_SOFTMAX, _PRODUCT))
+    # Such code has two products for each softmax, and nothing else that mixes tokens.
     paired = softmaxes > 0 and products in (2, 2 * softmaxes)
     return paired and not dispatches(kind) and not _OTHER_MIXING.search(text)
 
