@@ -47,11 +47,6 @@ class Holding:
     def tokens(self) -> int:
         return int(self.offsets[-1])
 
-    @property
-    def nbytes(self) -> int:
-        """Upper limit on the bytes of this object, including its positions and runs."""
-        return 64 * self.documents.size + 4 * self.tokens
-
     @cached_property
     def positions(self) -> NDArray[np.int32]:
         """(tokens,) int32 position of every row in its document."""
@@ -112,10 +107,11 @@ class Holdings(Sequence[Holding]):
         holding = self._kept.get(rank)
         if holding is None:
             holding = Holding(self._cut.columns(self._cu_seqlens, rank))
-            if self._kept_bytes + holding.nbytes > _MAX_KEPT_BYTES:
+            nbytes = 64 * holding.documents.size + 4 * holding.tokens  # with positions and runs
+            if self._kept_bytes + nbytes > _MAX_KEPT_BYTES:
                 self._kept, self._kept_bytes = {}, 0
             self._kept[rank] = holding
-            self._kept_bytes += holding.nbytes
+            self._kept_bytes += nbytes
         return holding
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypedDict
 
 import numpy as np
@@ -154,8 +155,6 @@ def _document(
 
 def _as_tensor(value: object) -> object:
     if isinstance(value, np.ndarray | list | tuple):
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):  # strings, ragged lists
             return torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):  # strings, ragged lists
-            return value
     return value

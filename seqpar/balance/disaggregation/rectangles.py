@@ -8,6 +8,7 @@ over the first keys, which may lose a corner to the mask.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
@@ -28,13 +29,6 @@ class Cell(NamedTuple):
     low: int
     high: int
     rate: float  # the work of a pair
-
-    @property
-    def bottom(self) -> float:
-        """Number of keys that the last row could attend to; inf if all rows attend to all keys."""
-        if self.pairs == (self.q_stop - self.q_start) * (self.k_stop - self.k_start):
-            return inf
-        return self.q_stop + self.high - self.k_start
 
     def without(self, part: CellPart) -> list[Cell]:
         """Return the remainder of the cell: the other rows, and the other keys of the same rows."""
@@ -115,7 +109,9 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
         return _part(cell, rows, width, prices)
     if cell.low > cell.k_start - cell.q_stop + 1:  # some row does not attend to the first keys
         return _last_rows(cell, pairs, prices, tile, at_least)
-    bottom, best, least = cell.bottom, float(rows), inf
+    # Number of keys that the last row could attend to; inf if all rows attend to all keys.
+    bottom = inf if cell.pairs == rows * width else cell.q_stop + cell.high - cell.k_start
+    best, least = float(rows), inf
     for w in _widths(cell, pairs, bottom, prices):
         n = _rows_over(w, bottom, pairs)
         if rows - tile / 2 < n < rows * (1 + ROUNDING_ERROR):
@@ -141,19 +137,16 @@ def _last_rows(
     """Return the part with about `pairs` pairs that has the last rows and all of their keys."""
     # Rows of a window attend to different keys, so fewer keys would save little.
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
-    low, high = 0, (rows - 1) // tile  # tiles of rows before the part
-    while low < high:
-        middle = (low + high + 1) // 2
-        found = _part(cell, rows - middle * tile, width, prices).pairs
-        if found >= pairs:
-            low = middle
-        else:
-            high = middle - 1
-    part = _part(cell, rows - low * tile, width, prices)
-    if part.pairs <= pairs or at_least:
-        return part
-    low += 1
-    return _part(cell, rows - low * tile, width, prices) if low * tile < rows else None
+
+    def part(before: int) -> CellPart:
+        return _part(cell, rows - before * tile, width, prices)
+
+    # The most tiles of rows that the part can leave out and still have at least `pairs`.
+    tiles = range(1, (rows - 1) // tile + 1)
+    before = bisect_left(tiles, True, key=lambda tiles: part(tiles).pairs < pairs)
+    if at_least or part(before).pairs <= pairs:
+        return part(before)
+    return part(before + 1) if (before + 1) * tile < rows else None
 
 
 def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:

@@ -47,13 +47,12 @@ class Offloading:
         """The share of activations that leaves the device if all are offloaded: (l − 2)/l."""
         return max(self.layers - 2, 0) / self.layers
 
-    def hidden(self, tokens: Ints, forward: Floats) -> Floats:
-        """Return the ratios, up to `most`, whose copies hide under forward, and so backward."""
-        return np.minimum(forward / (tokens * self.copy_seconds), self.most)
+    def kept(self, tokens: Ints, forward: Floats) -> Floats:
+        """Return the shares of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
 
-    def kept(self, ratio: Floats) -> Floats:
-        """Return the shares of activations that stay on the device: [2 + (1 − r)(l − 2)]/l."""
-        return 1 - ratio * self.free
+        The ratios r, up to `most`, are those whose copies hide under forward, and so backward.
+        """
+        return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
     def needed(self, tokens: Ints) -> Floats:
         """Return the least ratios that let ranks hold `tokens` tokens, up to `most`."""
@@ -98,7 +97,7 @@ class DocumentBatch:
         if self.offloading is None:
             return np.ones(self.lengths.size)
         forward = self.attention[0] + self.token_seconds[0] * self.lengths
-        return self.offloading.kept(self.offloading.hidden(self.lengths, forward))
+        return self.offloading.kept(self.lengths, forward)
 
     @cached_property
     def held(self) -> Floats:

@@ -75,8 +75,8 @@ def spread(
     for group in range(groups):
         holding = Holding(cut.columns(cu, group))
         edges = holding.tokens * np.arange(heads + 1) // heads
-        index, spans = holding.spans_in(edges[:-1], edges[1:])
-        table.append(np.stack([group * heads + index, *spans]))
+        index, parts = holding.spans_in(edges[:-1], edges[1:])
+        table.append(np.stack([group * heads + index, *parts]))
     ranks, documents, starts, stops = np.concatenate(table, 1)
     tokens = np.bincount(ranks, stops - starts, groups * heads).astype(np.int64)
     sent = found.bytes + 2 * costs.exchange_bytes(found.tokens)

@@ -241,8 +241,9 @@ class Slices:
         `shift` (documents of q,) aligns the ends of each document.
         """
         table = table[:, np.argsort(table[2], kind="stable")]
-        columns = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
-        return cls(*columns, q.positions, k.positions, sent_rows, q_aligned=q.aligned(shift))
+        q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
+        rows, positions = (q_rows, k_rows, bands), (q.positions, k.positions)
+        return cls(*rows, *positions, sent_rows, q_aligned=q.aligned(shift))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
