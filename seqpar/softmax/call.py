@@ -10,11 +10,7 @@ from typing import NamedTuple, TypedDict, TypeVar, Unpack
 from torch import Tensor
 
 from seqpar.attention.backend import current_backend
-from seqpar.attention.operands import (
-    OperandShape,
-    check_layouts,
-    check_ranks_of,
-)
+from seqpar.attention.operands import OperandShape, check_layouts, check_ranks_of
 from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import (
@@ -33,9 +29,14 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks import mask_ranges
-from seqpar.layout.masks.mask import Mask, Slices, slices_between, slices_over
-from seqpar.softmax.compute.alibi import check_slopes, parse_slopes
-from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
+from seqpar.layout.masks.mask import Mask, Slices, slices_between
+from seqpar.softmax.compute.call_options import (
+    CallOptions,
+    check_numbers,
+    check_slopes,
+    parse_slopes,
+    parse_softcap,
+)
 from seqpar.softmax.compute.max_logits import MaxLogits
 
 T = TypeVar("T")
@@ -97,9 +98,10 @@ class CallKeywords(ArgumentKeywords, total=False):
 class CallArguments(NamedTuple):
     """A call's arguments other than q, k, v and sinks, in the form that the operator carries.
 
-    `layout` and `kv_layout` are handles of geometries, `ranges` is a handle of a mask's ranges, and
-    `strategy` is the key of a BoundStrategy. `tokens` and `kv_tokens` are the numbers of query and
-    key tokens that this rank computes with: its own tokens or, if the strategy merges ranks
+    `layout` and `kv_layout` are handles of geometries, and `strategy` is the key of a
+    BoundStrategy. `ranges` is a handle of the ranges of `Mask.of_ranges`; the mask's other fields
+    then allow every pair. `tokens` and `kv_tokens` are the numbers of query and key tokens that
+    this rank computes with: its own tokens or, if the strategy merges ranks
     (`Strategy.merged_size`), the tokens of all ranks that are merged with it.
     """
 
@@ -145,31 +147,27 @@ class CallArguments(NamedTuple):
         if as_float("dropout_p", user["dropout_p"]) != 0:
             reason = "dropout is not offered over sharded keys"
             raise ValueError(f"dropout_p must be 0, got {user['dropout_p']}: {reason}")
-        masking = Masking.of(user["causal"], user["window_size"], user["prefix_lens"], user["mask"])
+        prefix_lens, ranges, causal, left, right = _parse_mask(user)
         scale = head_dim**-0.5 if user["softmax_scale"] is None else user["softmax_scale"]
         return cls(
             layout=layout._handle,
             kv_layout=kv_layout._handle,
-            prefix_lens=masking.prefix_lens,
-            ranges=masking.ranges,
+            prefix_lens=prefix_lens,
+            ranges=ranges,
             alibi_slopes=parse_slopes(user["alibi_slopes"]),
             tokens=layout._tokens_on(merged),
             kv_tokens=kv_layout._tokens_on(merged),
             strategy=strategy,
             backend=current_backend("softmax"),
-            causal=masking.causal,
-            left=masking.left,
-            right=masking.right,
+            causal=causal,
+            left=left,
+            right=right,
             scale=as_float("softmax_scale", scale),
             softcap=parse_softcap(user["softcap"]),
             return_lse=as_bool("return_lse", user["return_lse"]),
             return_max_logits=as_bool("return_max_logits", user["return_max_logits"]),
             deterministic=deterministic,
         )
-
-    @property
-    def masking(self) -> Masking:
-        return Masking(self.prefix_lens, self.ranges, self.causal, self.left, self.right)
 
     @classmethod
     def restored(
@@ -193,17 +191,16 @@ class CallArguments(NamedTuple):
         """
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
-        masking = self.masking
 
         def check_settings() -> tuple[Mask, CallOptions, Memo]:
             _check_layouts(comm, layout, kv_layout)
-            mask = masking.to_mask(layout, kv_layout)
+            mask = self._mask(layout, kv_layout)
             options = CallOptions(self.scale, self.softcap, self.backend, self.deterministic)
             check_numbers(options, shape)
             return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
 
         checked = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, shape, *masking.contents(), *self.settings()
+        key = comm.rank, comm.size, shape, *self.mask_contents(), *self.settings()
         mask, options, kept = checked(key, check_settings)
         if self.alibi_slopes is not None:
             options = options.with_slopes(check_slopes(self.alibi_slopes, shape))
@@ -219,16 +216,34 @@ class CallArguments(NamedTuple):
             kept=kept,
         )
 
+    def _mask(self, layout: Geometry, kv_layout: Geometry) -> Mask:
+        """Return the mask; raise a ValueError that names an argument which does not fit."""
+        if self.ranges is None:
+            prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
+            return Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
+        mask = Mask(UNLIMITED, UNLIMITED, ranges=mask_ranges.from_handle(self.ranges))
+        mask.check_fits(layout, kv_layout)
+        return mask
+
+    def mask_contents(self) -> tuple[bytes | None, bytes | None]:
+        """Return a key of the contents of `prefix_lens` and `ranges`."""
+        prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
+        return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
+
     def shared(self, has_sinks: bool, canonical: bool) -> dict[str, object]:
         """Return the values that must be the same on all ranks, under their public names.
 
         Equal layouts that were made in different ways are only equal if `canonical`, which takes
         longer.
         """
+        _, ranges = self.mask_contents()
         return {
             "layout": name_of(self.layout, canonical),
             "kv_layout": name_of(self.kv_layout, canonical),
-            **self.masking.shared(),
+            "causal": self.causal,
+            "window_size": [self.left, self.right],
+            "prefix_lens": None if self.prefix_lens is None else self.prefix_lens.tolist(),
+            "mask": None if ranges is None else ranges.hex()[:16],
             "softmax_scale": self.scale,
             "softcap": self.softcap,
             "backend": self.backend,
@@ -257,67 +272,26 @@ _DEFAULTS: ArgumentKeywords = {
 }
 
 
-class Masking(NamedTuple):
-    """A mask in the form that the operator carries.
-
-    `ranges` is a handle of the ranges of `Mask.of_ranges`; the other fields then allow every pair.
-    """
-
-    prefix_lens: Tensor | None
-    ranges: Tensor | None
-    causal: bool
-    left: int
-    right: int
-
-    @classmethod
-    def of(
-        cls,
-        causal: Causal,
-        window_size: WindowSize,
-        prefix_lens: CuSeqlens | None,
-        mask: Mask | None,
-    ) -> Masking:
-        """Make it from a user's arguments; raise an error that names a wrong one."""
-        left, right = parse_window(window_size)
-        if mask is None:
-            if causal is ...:
-                raise TypeError("causal must be given, True or False, unless there is a mask")
-            prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
-            return cls(prefix, None, as_bool("causal", causal), left, right)
-        if not isinstance(mask, Mask) or mask.ranges is None:
-            expected = "made by seqpar.Mask.of_ranges; causal and other arguments make other masks"
-            raise ValueError(f"mask must be {expected}, got {shown(mask)}")
-        reason = "because mask has all ranges"
-        if causal is not ... and as_bool("causal", causal):
-            raise ValueError(f"causal must be left out, or False, {reason}")
-        if (left, right) != (-1, -1):
-            raise ValueError(f"window_size must be unlimited, {reason}; got ({left}, {right})")
-        if prefix_lens is not None:
-            raise ValueError(f"prefix_lens must be None, {reason}; got {shown(prefix_lens)}")
-        return cls(None, mask.ranges.handle, False, left, right)
-
-    def to_mask(self, layout: Geometry, kv_layout: Geometry) -> Mask:
-        """Return the mask; raise a ValueError that names an argument which does not fit."""
-        if self.ranges is None:
-            prefix = None if self.prefix_lens is None else self.prefix_lens.numpy()
-            return Mask.of(self.causal, (self.left, self.right), prefix, kv_layout)
-        mask = Mask(UNLIMITED, UNLIMITED, ranges=mask_ranges.from_handle(self.ranges))
-        mask.check_fits(layout, kv_layout)
-        return mask
-
-    def contents(self) -> tuple[bytes | None, bytes | None]:
-        prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
-        return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
-
-    def shared(self) -> dict[str, object]:
-        """Return the values that must be the same on all ranks, under their public names."""
-        _, key = self.contents()
-        return {
-            "causal": self.causal,
-            "window_size": [self.left, self.right],
-            "prefix_lens": None if self.prefix_lens is None else self.prefix_lens.tolist(),
-            "mask": None if key is None else key.hex()[:16],
-        }
+def _parse_mask(user: ArgumentKeywords) -> tuple[Tensor | None, Tensor | None, bool, int, int]:
+    """Return prefix_lens, ranges, causal, left and right; raise an error that names a wrong one."""
+    causal, mask, prefix_lens = user["causal"], user["mask"], user["prefix_lens"]
+    left, right = parse_window(user["window_size"])
+    if mask is None:
+        if causal is ...:
+            raise TypeError("causal must be given, True or False, unless there is a mask")
+        prefix = None if prefix_lens is None else as_int_tensor("prefix_lens", prefix_lens)
+        return prefix, None, as_bool("causal", causal), left, right
+    if not isinstance(mask, Mask) or mask.ranges is None:
+        expected = "made by seqpar.Mask.of_ranges; causal and other arguments make other masks"
+        raise ValueError(f"mask must be {expected}, got {shown(mask)}")
+    reason = "because mask has all ranges"
+    if causal is not ... and as_bool("causal", causal):
+        raise ValueError(f"causal must be left out, or False, {reason}")
+    if (left, right) != (-1, -1):
+        raise ValueError(f"window_size must be unlimited, {reason}; got ({left}, {right})")
+    if prefix_lens is not None:
+        raise ValueError(f"prefix_lens must be None, {reason}; got {shown(prefix_lens)}")
+    return None, mask.ranges.handle, False, left, right
 
 
 class CallChanges(TypedDict, total=False):
@@ -369,6 +343,11 @@ class ResolvedCall:
         settings = call.rank, call.mask, call.options.with_slopes(None), call.shape
         return replace(call, kept=_kept(call.layout, call.kv_layout, *settings))
 
+    def with_heads_of(self, call: ResolvedCall, heads: slice) -> ResolvedCall:
+        """Return this call with the slopes and max logits of query heads of another call."""
+        max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
+        return replace(self, options=call.options.of_heads(heads), max_logits=max_logits)
+
     @property
     def ranks(self) -> int:
         return self.layout.ranks
@@ -389,16 +368,6 @@ class ResolvedCall:
     def slices(self, q_rank: int, k_rank: int) -> Slices:
         """Return the slices of `q_rank`'s queries over the keys of `k_rank` that travel to it."""
         return slices_between(self.layout, q_rank, self.kv_layout, k_rank, self.mask)
-
-    def visitors(self, q_rank: int, k_rank: int) -> Slices:
-        """Return the slices of `q_rank`'s queries that travel to `k_rank`, over its keys."""
-        return slices_between(
-            self.layout, q_rank, self.kv_layout, k_rank, self.mask, queries_travel=True
-        )
-
-    def slices_over(self, q_rank: int, k_ranks: Sequence[int]) -> Slices:
-        """Return the slices of `q_rank`'s queries over the keys of several ranks, in one block."""
-        return slices_over(self.layout, q_rank, self.kv_layout, tuple(k_ranks), self.mask)
 
 
 def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:

@@ -77,9 +77,7 @@ def refuse_gradients(**tensors: object) -> None:
 
 
 def attend_to_cache(
-    bound: BoundStrategy[Strategy],
-    arguments: CallArguments,
-    operands: Operands,
+    bound: BoundStrategy[Strategy], arguments: CallArguments, operands: Operands
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of queries that all ranks have, over the keys of all ranks.
 

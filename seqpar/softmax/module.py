@@ -361,10 +361,7 @@ class Attention(BoundModule[Strategy]):
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
     ) -> OperatorInputs:
-        """Return the operator's inputs; with `check_ranks`, raise an error of one rank on all.
-
-        Meta tensors are resolved here, because the operator's fake rule checks nothing.
-        """
+        """Do what `_agreed_inputs` does, but without handing q to another file and back."""
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
         except (ValueError, TypeError) as fault:

@@ -39,7 +39,7 @@ from seqpar.softmax.call import SCHEMA, CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import cast_each, sinks_gradient
 from seqpar.softmax.rehearsal import upload_tables
-from seqpar.softmax.resolution import describe, resolve_on_ranks
+from seqpar.softmax.resolution import describe, resolve_on_ranks, shared_values
 from seqpar.softmax.strategy import ForwardResult, Strategy
 
 # The results are out, lse, the call's numbers, the max logits if they were requested, and the
@@ -73,22 +73,23 @@ def _attention(
     bound: BoundStrategy[Strategy] = BoundStrategy.of(arguments.strategy)
     call, comm = resolve_on_ranks(bound, arguments, operands)
     bound.announce("forward")
-    comm = bound.routed(
-        comm,
-        q.device,
-        "forward",
-        lambda: call.shape.described() | arguments.shared(call.has_sinks, False),
-    )
+    shared = lambda: shared_values(call.shape, arguments, call.has_sinks)  # noqa: E731
+    comm = bound.routed(comm, q.device, "forward", shared)
     with without_autocast(q):
-        operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
-        call = with_max_logits(call, arguments, q)
-        upload_tables(bound.strategy, comm, call, q.device, operands.differentiated)
+        operands, call = prepare_forward(bound.strategy, comm, call, operands, arguments)
         return results_of(bound.strategy.forward(comm, call, operands), comm, call)
 
 
-def with_max_logits(call: ResolvedCall, arguments: CallArguments, q: Tensor) -> ResolvedCall:
-    """Return the call with a max-logit tracker attached, if one was requested."""
-    return replace(call, max_logits=MaxLogits.nothing(q)) if arguments.return_max_logits else call
+def prepare_forward(
+    strategy: Strategy, comm: Comm, call: ResolvedCall, operands: Operands, arguments: CallArguments
+) -> tuple[Operands, ResolvedCall]:
+    """Return operands for kernels, and the call with a max-logit tracker, if one was requested."""
+    q, k, v, sinks = operands
+    operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
+    if arguments.return_max_logits:
+        call = replace(call, max_logits=MaxLogits.nothing(q))
+    upload_tables(strategy, comm, call, q.device, operands.differentiated)
+    return operands, call
 
 
 def results_of(result: ForwardResult, comm: Comm, call: ResolvedCall) -> list[Tensor]:
@@ -139,13 +140,11 @@ def _attention_backward(
     bound.announce("backward")
     with without_autocast(dout):
         comm = bound.comm.call(numbers)
-        call = arguments.to_call(comm, shape, sinks is not None)
+        has_sinks = sinks is not None
+        call = arguments.to_call(comm, shape, has_sinks)
         describe(comm, bound, arguments, call, dout.device, sinks)
         comm = bound.routed(
-            comm,
-            dout.device,
-            "backward",
-            lambda: shape.described() | arguments.shared(call.has_sinks, False),
+            comm, dout.device, "backward", lambda: shared_values(shape, arguments, has_sinks)
         )
         residuals = [unit_stride(x) for x in residuals]
         gradients = bound.strategy.backward(comm, call, dout, dlse, sinks, residuals)
@@ -173,23 +172,26 @@ def _attention_backward_fake(
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
-class _CallContext(FunctionCtx):
+class CallContext(FunctionCtx):
+    """The attributes that forward leaves for backward."""
+
     saved_tensors: tuple[Tensor | None, ...]
-    shapes: tuple[torch.Size, torch.Size, torch.Size]
     settings: tuple[object, ...]
     bound: BoundStrategy[Strategy]
     handles: tuple[Tensor | None, ...]
 
 
-def _save_for_backward(ctx: _CallContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
+class _WholeCallContext(CallContext):
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+
+
+def _save_for_backward(
+    ctx: _WholeCallContext, inputs: tuple[Any, ...], results: list[Tensor]
+) -> None:
     q, k, v, sinks, *carried = inputs
     arguments = CallArguments._make(carried)
-    out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
-    ctx.set_materialize_grads(False)
+    out, lse, numbers, *residuals = save_call(ctx, arguments, results)
     ctx.shapes = q.shape, k.shape, v.shape
-    ctx.settings = arguments.settings()
-    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
-    ctx.handles = arguments.tensors()  # hooks may copy saved tensors
     sink_inputs = [] if sinks is None else [out, lse]
     if not residuals or ctx.bound.strategy.keeps_operands:
         residuals = [q, k, v, out, lse, *residuals]
@@ -217,13 +219,15 @@ def as_result(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def without_max_logits(
-    ctx: FunctionCtx, arguments: CallArguments, results: list[Tensor]
-) -> list[Tensor]:
-    """Return the operator's results without the max logits.
+def save_call(ctx: CallContext, arguments: CallArguments, results: list[Tensor]) -> list[Tensor]:
+    """Keep the call for backward; return the operator's results without the max logits.
 
     Marks the max logits and the call's numbers as results without a gradient.
     """
+    ctx.set_materialize_grads(False)
+    ctx.settings = arguments.settings()
+    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
+    ctx.handles = arguments.tensors()  # hooks may copy saved tensors
     if not arguments.return_max_logits:
         ctx.mark_non_differentiable(results[2])
         return results
@@ -232,7 +236,7 @@ def without_max_logits(
 
 
 def _differentiate(
-    ctx: _CallContext, dout: Tensor | None, dlse: Tensor | None, *_: object
+    ctx: _WholeCallContext, dout: Tensor | None, dlse: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
     arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
     numbers, sinks, *saved = saved

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.backend import anchored_refusal, refusal
-from seqpar.attention.operands import check_operands, digest_of_call, naming_rank
+from seqpar.attention.operands import OperandShape, check_operands, digest_of_call, naming_rank
 from seqpar.comm.agreement import Described, attempt
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.dtypes import DTYPES
 from seqpar.layout.handle import from_handle, key_of
 from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
-from seqpar.softmax.compute.alibi import described_slopes
 from seqpar.softmax.strategy import Strategy
 
 
@@ -90,20 +89,13 @@ def describe(
     sinks: Tensor | None,
     decodes: bool = False,
 ) -> None:
-    """Put a digest of the call's arguments into the headers of its messages.
-
-    In a call that `decodes`, every rank has all queries, so their layouts differ between ranks;
-    their documents are compared instead.
-    """
+    """Put a digest of the call's arguments into the headers of its messages."""
     if not comm.has_headers(device):
         return
     slopes = arguments.alibi_slopes
 
     def described(canonical: bool) -> Described:
-        names = call.shape.described() | arguments.shared(call.has_sinks, canonical)
-        if decodes:
-            del names["layout"]
-            names["cu_seqlens"] = call.layout.cu_seqlens.tolist()
+        names = shared_values(call.shape, arguments, call.has_sinks, canonical, decodes)
         names |= {"strategy": str(bound.strategy), "routing": str(bound.routing)}
         try:
             return names | bound.strategy.agreed(call)
@@ -116,13 +108,32 @@ def describe(
         comm.rank,
         kv_key,
         call.shape,
-        arguments.masking.contents(),
+        arguments.mask_contents(),
         sinks is not None,
         slopes is not None,
         arguments.settings(),
     )
     digest = digest_of_call(call.layout, key, described)
     comm.digest = digest.extended(sinks=sinks, alibi_slopes=slopes)
+
+
+def shared_values(
+    shape: OperandShape,
+    arguments: CallArguments,
+    has_sinks: bool,
+    canonical: bool = False,
+    decodes: bool = False,
+) -> dict[str, object]:
+    """Return the values that must be the same on all ranks; see `CallArguments.shared`.
+
+    In a call that `decodes`, every rank has all queries, so their layouts differ between ranks;
+    their documents are compared instead.
+    """
+    names = shape.described() | arguments.shared(has_sinks, canonical)
+    if decodes:
+        del names["layout"]
+        names["cu_seqlens"] = from_handle(arguments.layout).cu_seqlens.tolist()
+    return names
 
 
 def _agreed(
@@ -132,13 +143,12 @@ def _agreed(
     canonical: bool,
     decodes: bool,
 ) -> Described:
-    """Return the values that must be the same on all ranks; see `CallArguments.shared`."""
     shape, has_sinks = operands.shape, operands.sinks is not None
-    described = shape.described() | arguments.shared(has_sinks, canonical)
-    described |= described_slopes(arguments.alibi_slopes)
+    described = shared_values(shape, arguments, has_sinks, canonical, decodes)
+    slopes = arguments.alibi_slopes
+    described["alibi_slopes"] = None if slopes is None or slopes.is_meta else slopes.tolist()
     if decodes:
-        del described["layout"]
-        return described | {"cu_seqlens": from_handle(arguments.layout).cu_seqlens.tolist()}
+        return described
     try:
         call = arguments.to_call(bound.comm, shape, has_sinks)
         return described | bound.strategy.agreed(call)

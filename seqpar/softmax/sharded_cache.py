@@ -32,24 +32,19 @@ class CacheRows:
     A rank's tensors have some rows for sequence 0, then for sequence 1, and so on. The first rows
     of each sequence hold its tokens and the others are free, so a sequence can grow without moving
     the rows of others.
-
-    Attributes:
-        lengths: (N,) the lengths of the sequences.
-        held: (P, N) how many tokens of each sequence each rank has.
-        capacities: (P, N) how many rows each rank has for each sequence.
     """
 
     def __init__(self, layout: Layout, free_rows: int) -> None:
         """Begin with the documents of a layout, and with free rows for each of them."""
-        self.lengths = np.diff(layout.cu_seqlens)
+        self.lengths = np.diff(layout.cu_seqlens)  # (N,)
         self._spans: list[list[list[tuple[int, int]]]] = []
         for rank in range(layout.ranks):
             rank_spans: list[list[tuple[int, int]]] = [[] for _ in range(self.lengths.size)]
             for document, start, stop in layout.spans(rank):
                 rank_spans[document].append((start, stop))
             self._spans.append(rank_spans)
-        self.held = self._count_tokens()
-        self.capacities = self.held + free_rows
+        self.held = self._count_tokens()  # (P, N) how many tokens of each sequence each rank has
+        self.capacities = self.held + free_rows  # (P, N) rows of each rank for each sequence
 
     def extend(self, owner: int, tokens: int, min_growth: int) -> None:
         """Give a rank this many more tokens of each sequence.

@@ -82,11 +82,7 @@ class Strategy:
         return self.gradients(comm, call, output, Operands(q, k, v, sinks))
 
     def gradients(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        output: OutputGradient,
-        operands: Operands,
+        self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
     ) -> Gradients:
         """Return dq, dk and dv as `backward` does, from the gradient of this rank's output."""
         raise NotImplementedError

@@ -32,8 +32,7 @@ from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.strategy import ForwardResult
-from seqpar.softmax.tasks.plan import TaskPlan, task_traffic
-from seqpar.softmax.tasks.planner import Planner, Plans
+from seqpar.softmax.tasks.plan import Planner, Plans, TaskPlan, task_traffic
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
 from seqpar.softmax.tasks.task_attention import TaskExchange, complete_backward, complete_forward
 from seqpar.strategies.registry import register

@@ -124,7 +124,7 @@ class Ulysses(Strategy):
             merged = next(arrivals)
             heads = in_heads(group.arriving, merged)
             kv = group.keys(heads, kv)
-            own_call = group.call_with(call)
+            own_call = group.call.with_heads_of(call, group.own.q)
             own = Operands(heads["q"], kv[0], kv[1], group.sinks(sinks))
             out, lse, _ = self.outer.forward(exchange.outer, own_call, own)
             if self.keep == "heads":
@@ -172,7 +172,10 @@ class Ulysses(Strategy):
         kv: list[Tensor] = []
         sums: Tensors = {}  # dk and dv of KV heads that the next group shares
         for group in plan.groups:
-            heads, own_call = in_heads(group.arriving, next(arrivals)), group.call_with(call)
+            heads, own_call = (
+                in_heads(group.arriving, next(arrivals)),
+                group.call.with_heads_of(call, group.own.q),
+            )
             if self.keep == "tokens":
                 output = OutputGradient(
                     heads["dout"], None, heads["lse"], heads.get("dlse"), heads["delta"]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.device_tables import device_of, is_on_cuda
+from seqpar.core.device_tables import is_on_cuda
 from seqpar.core.torch_private import (
     cpu_attention,
     cpu_attention_backward,
@@ -27,7 +27,6 @@ from seqpar.core.torch_private import (
 )
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten_cuda, pieces, reference
-from seqpar.softmax.backends.aten_cuda import gpu_major
 from seqpar.softmax.backends.choice import aten_kernel
 from seqpar.softmax.backends.kernel_operands import (
     joint_head_dim,
@@ -36,7 +35,6 @@ from seqpar.softmax.backends.kernel_operands import (
     with_column,
 )
 from seqpar.softmax.backends.pieces import Piece
-from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -69,7 +67,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     if aten_cuda.computes(q):
-        kernel = _cuda_kernel(q, v, slices, options)
+        kernel = aten_kernel(q, v, slices, options)
         kernel.merge_forward(q, k, v, slices, partial, options)
         return
     if is_on_cuda(q) or options.softcap:
@@ -98,7 +96,7 @@ def backward(
     options: CallOptions,
 ) -> None:
     if aten_cuda.computes(q):
-        kernel = _cuda_kernel(q, v, slices, options)
+        kernel = aten_kernel(q, v, slices, options)
         kernel.add_gradients(output, q, k, v, slices, gradients, options)
         return
     if is_on_cuda(q) or options.softcap:
@@ -120,10 +118,6 @@ def backward(
         gradients.dq[:, rows].add_(dq[..., :dim], alpha=sign)
         gradients.dk[:, keys] += dk[..., :dim]
         gradients.dv[:, keys] += dv[..., :value_dim]
-
-
-def _cuda_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
-    return aten_kernel(q, v, slices, options, gpu_major(device_of(q)))
 
 
 def _pieces_of(q: Tensor, slices: Slices, options: CallOptions) -> list[Piece]:

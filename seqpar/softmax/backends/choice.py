@@ -72,11 +72,12 @@ CALLS = {  # head dim and softcap of kinds of calls that varlen kernels may comp
 OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 
 
-def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions, major: int) -> str:
+def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the backend of the first kernel that is available and computes all slices.
 
     It also computes them with a gradient of lse.
     """
+    major = gpu_major(device_of(q))
     for name in ("triton",) if torch.version.hip else ORDERS.get(major, ORDERS[12]).names:
         if name == "triton":
             if triton_refusal(q, v) is None:
@@ -88,11 +89,9 @@ def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions, maj
     return "aten"
 
 
-def aten_kernel(
-    q: Tensor, v: Tensor, slices: Slices, options: CallOptions, major: int
-) -> VarlenKernel:
+def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
     """Return cuDNN through ATen where it computes all slices, otherwise ATen's FlashAttention-2."""
-    cudnn = _load("cuDNN", major)
+    cudnn = _load("cuDNN", gpu_major(device_of(q)))
     if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
         return aten_cuda.KERNEL
     return cudnn
@@ -155,4 +154,4 @@ def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: Ca
         return "triton" if is_on_cuda(q) else "aten"
     if not aten_cuda.computes(q):
         return "aten"
-    return best_backend(q, v, slices, options, gpu_major(device_of(q)))
+    return best_backend(q, v, slices, options)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.alibi import aligned_positions, distances
+from seqpar.softmax.compute.call_options import aligned_positions, distances
 
 # Query rows of a masked tile. From 768 rows on, ATen's CPU kernel takes its largest blocks.
 _MIN_TILE_ROWS, _MAX_TILE_ROWS = 64, 768
@@ -103,7 +103,7 @@ def _cut_slice(slices: Slices, i: int) -> list[Piece]:
     if causal and (stop == np.minimum(base + 1 + np.arange(rows), keys)).all():
         return _cut_causal(q0, q1, k0, k1, base)
     if (runs := key_runs(start, stop)) is not None:
-        return [Piece(*run) for run in np.add(runs, [q0, q0, k0, k0]).tolist()]
+        return [Piece(a, b, c, d) for a, b, c, d in np.add(runs, [q0, q0, k0, k0]).tolist()]
     return _cut_tiles(q0, k0, start, stop, tuple(slices.bands[i].tolist()))
 
 

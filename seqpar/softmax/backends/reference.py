@@ -16,8 +16,7 @@ from torch import Tensor
 from seqpar.core.device_tables import rehearsing
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.alibi import make_add_bias
-from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.call_options import CallOptions, make_add_bias
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block

@@ -8,6 +8,7 @@ the slices, together with their copy on the device.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -180,18 +181,15 @@ def _backward_launches(
     """Return the launches and the configuration of each kernel; the first kernel is transposed."""
 
     def build() -> list[kernels.Launches]:
-        transposed = [number == 0 for number in range(len(configs))]
         return [
-            kernels.backward_launches(slices, config, _CPU, first)
-            for config, first in zip(configs, transposed, strict=True)
+            kernels.backward_launches(slices, config, _CPU, transposed)
+            for config, transposed in zip(configs, (True, False), strict=False)
         ]
 
     def place() -> tuple[kernels.Launches | kernels.Config, ...]:
         planned = slices.derived(("backward tables", configs), build)
-        arguments: list[kernels.Launches | kernels.Config] = []
-        for launches, config in zip(planned, configs, strict=True):
-            arguments += [_placed(launches, device), config]
-        return tuple(arguments)
+        placed = [_placed(launches, device) for launches in planned]
+        return tuple(chain.from_iterable(zip(placed, configs, strict=True)))
 
     if rehearsing():
         return place()

@@ -78,13 +78,8 @@ class SegmentTables(NamedTuple):
 class VarlenCall:
     """One call of a varlen kernel.
 
-    No two segments share a query row or a key row.
-
-    Attributes:
-        queries, keys: the rows of all segments, in their order.
-        query_key: equal for calls with the same query rows.
-        is_dense: whether all segments have the same rows and keys, multiples of 128, and are full,
-            or causal with equal numbers of keys and rows.
+    No two segments share a query row or a key row. `queries` and `keys` are the rows of all
+    segments, in their order. `query_key` is equal for calls with the same query rows.
     """
 
     def __init__(self, segments: Sequence[Segment], window: Window) -> None:
@@ -94,6 +89,8 @@ class VarlenCall:
         self._lengths = rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
         self._window = window
         shapes = {*zip(rows.tolist(), keys.tolist(), strict=True)}
+        # Whether all segments have the same numbers of rows and keys, multiples of 128, and are
+        # full, or causal with as many keys as rows.
         self.is_dense = len(shapes) == 1 and _is_dense(*shapes.pop(), window)
         self._tables = Memo()
 
@@ -172,7 +169,7 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Segme
         if (runs := key_runs(start, stop)) is None:
             return None
         moved = np.add(runs, [q_start, q_start, k_start, k_start])
-        return [Segment(*run, -1, -1) for run in moved.tolist()]
+        return [Segment(a, b, c, d, -1, -1) for a, b, c, d in moved.tolist()]
     if left < 0 < right:  # causal rows, then rows that attend to all keys
         cut = keys - high + 1
         causal = Segment(q_start, q_start + cut, k_start, k_start + keys, -1, 0)
@@ -280,13 +277,6 @@ class VarlenKernel(NamedTuple):
         is_dense = not self.only_dense or all(call.is_dense for call in calls)
         return remaining is None and is_dense
 
-    def _work(
-        self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions, has_dlse: bool
-    ) -> VarlenWork:
-        if not self.takes(q, v, options, has_dlse):
-            return VarlenWork([], slices)
-        return varlen_work(slices)
-
     def merge_forward(
         self,
         q: Tensor,
@@ -297,7 +287,8 @@ class VarlenKernel(NamedTuple):
         options: CallOptions,
     ) -> None:
         value_dim, batch = v.shape[-1], q.shape[0]
-        calls, remaining = self._work(q, v, slices, options, has_dlse=False)
+        takes = self.takes(q, v, options, has_dlse=False)
+        calls, remaining = varlen_work(slices) if takes else VarlenWork([], slices)
         if remaining is not None:
             reference.forward(q, k, v, remaining, partial, options)
         if not calls:
@@ -329,15 +320,15 @@ class VarlenKernel(NamedTuple):
         options: CallOptions,
     ) -> None:
         has_dlse = output.dlse is not None
-        untrusted = options.deterministic and not self.deterministic
-        if untrusted and self.takes(q, v, options, has_dlse):
+        takes = self.takes(q, v, options, has_dlse)
+        if takes and options.deterministic and not self.deterministic:
             from seqpar.softmax.backends import triton
 
             triton.backward(output, q, k, v, slices, gradients, options)
             return
         has_column = has_dlse and not self.lse_gradient
         value_dim, batch = v.shape[-1], q.shape[0]
-        calls, remaining = self._work(q, v, slices, options, has_dlse)
+        calls, remaining = varlen_work(slices) if takes else VarlenWork([], slices)
         if remaining is not None:
             reference.backward(output, q, k, v, remaining, gradients, options)
         if not calls:

@@ -64,10 +64,6 @@ class HeadGroups:
     Each rank's heads are cut into `groups` groups, or fewer if it has fewer heads. Cuts are between
     KV heads if possible; with `whole_kv` all of them are. There are more groups if that is needed
     to give all KV heads of a group the same number of query heads.
-
-    Attributes:
-        count: how many groups the rank with the most groups has.
-        kv_on_several_ranks: whether some KV head goes to several ranks.
     """
 
     def __init__(
@@ -84,10 +80,11 @@ class HeadGroups:
         unit = self._group_size if whole_on_ranks else 1  # query heads that stay together
         edges = [rank * (q_heads // unit) // ranks * unit for rank in range(ranks + 1)]
         cuts = [self._cut(start, stop, groups) for start, stop in pairwise(edges)]
-        self.count = max(map(len, cuts)) - 1
+        self.count = max(map(len, cuts)) - 1  # the groups of the rank with the most
         padded = [cut + cut[-1:] * (self.count + 1 - len(cut)) for cut in cuts]
         self._ranks = [self._groups(cut) for cut in padded]
         sent = (group.arriving_kv for rank in self._ranks for group in rank)
+        # Whether some KV head goes to several ranks.
         self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
 
     def group(self, number: int) -> list[HeadGroup]:
@@ -141,15 +138,6 @@ class GroupPlan:
     leaving: list[MessageBlock]
     kept: list[MessageBlock]  # the blocks that an earlier pass received and kept
 
-    def call_with(self, call: ResolvedCall) -> ResolvedCall:
-        """Return the call of these heads, with their slopes and max logits of the whole call."""
-        heads, max_logits = self.own.q, call.max_logits
-        return replace(
-            self.call,
-            max_logits=None if max_logits is None else max_logits.of_heads(heads),
-            options=call.options.of_heads(heads),
-        )
-
     def sinks(self, sinks: Tensor | None) -> Tensor | None:
         return None if sinks is None else sinks[self.own.q]
 
@@ -164,14 +152,6 @@ class HeadPlan:
     """The exchange of heads in one pass, within this rank's row of the mesh.
 
     Tensors are named as in the code: q, k, v, out, lse, their gradients, and delta.
-
-    Attributes:
-        index: this rank's number in its row.
-        row, column: the ranks of its row, and of its column.
-        groups: the groups of this rank's heads, in the order in which they are computed.
-        kv_tokens: how many key tokens this rank has.
-        kv_dtype: the dtype in which dk and dv travel.
-        adds_kv: whether dk and dv are sums over several ranks.
     """
 
     def __init__(
@@ -185,19 +165,20 @@ class HeadPlan:
         kept: Sequence[str] = (),
     ) -> None:
         """Plan to exchange the tensors of these names in rows of `size` ranks."""
-        self.index, shape = rank % size, call.shape
+        self.index, shape = rank % size, call.shape  # this rank's number in its row
         self.row = range(rank - self.index, rank - self.index + size)
         self.column = range(self.index, call.ranks, size)
         # If several ranks compute with a KV head, the owner of the tokens sums their dk and dv,
         # which travel in the accumulator's dtype. Otherwise dk and dv are complete, and travel in
         # q's dtype.
-        self._shape, self.adds_kv = shape, heads.kv_on_several_ranks
+        self._shape, self.adds_kv = shape, heads.kv_on_several_ranks  # whether dk and dv are sums
         self.kv_dtype = accumulator_dtype(shape.dtype) if self.adds_kv else shape.dtype
         self._queries = self._keys = MergedRows.of(call.layout, self.row)
         if call.kv_layout is not call.layout and call.kv_layout.digest != call.layout.digest:
             self._keys = MergedRows.of(call.kv_layout, self.row)
-        self.kv_tokens = self._keys.counts[self.index]
+        self.kv_tokens = self._keys.counts[self.index]  # of this rank
         merged = merged_call(call, rank, size)
+        # The groups of this rank's heads, in the order in which they are computed.
         self.groups = [
             GroupPlan(
                 own := heads.group(number)[self.index],
@@ -257,11 +238,7 @@ def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
 
 
 class HeadExchange:
-    """Carries out a `HeadPlan`.
-
-    Attributes:
-        outer: communication within this rank's column, for the outer strategy.
-    """
+    """Carries out a `HeadPlan`."""
 
     def __init__(
         self,
@@ -278,6 +255,7 @@ class HeadExchange:
         """
         self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
         between = comm.channel("rows") if len(plan.column) > 1 else comm
+        # Communication within this rank's column, for the outer strategy.
         self.outer = SubComm(between, plan.column, outer_name, label)
         self._make_results, self._results = make_results, Tensors()
         self._returning: tuple[list[MessageBlock], Arriving] | None = None

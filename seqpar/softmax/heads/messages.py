@@ -30,20 +30,16 @@ class MergedRows:
     """Rows of some ranks, one rank after another, and their order on the merged rank.
 
     Indices are copied to a device once and cached: a copy in each call would make the host wait.
-
-    Attributes:
-        counts: how many rows each rank has.
-        total: how many rows the merged rank has.
-        in_order: whether the merged order is just one rank after another.
     """
 
     def __init__(self, layout: Geometry, ranks: range) -> None:
         indices = [layout.token_indices(rank) for rank in ranks]
-        self.counts = [index.size for index in indices]
+        self.counts = [index.size for index in indices]  # how many rows each rank has
         self.total = sum(self.counts)
         tokens = np.concatenate(indices)
         # 32 bits need half the memory of torch's usual indices, and are faster to read.
         order = np.argsort(tokens).astype(np.int32 if self.total < 2**31 else np.int64)
+        # Whether the merged order is just one rank after another.
         self.in_order = bool((tokens[1:] > tokens[:-1]).all())
         self._order = None if self.in_order else order
         self._derived = Memo()
@@ -148,20 +144,15 @@ class _Section(NamedTuple):
 class MessageBlock:
     """Tensors of one dtype, exchanged in one buffer; tensors of the same tokens share messages.
 
-    Attributes:
-        dtype: the dtype of all tensors.
-        names: their names, in the order in which methods take and return them.
-        token_sizes, head_sizes: the elements of each message, in each form. There is one message
-            per rank of the row. If queries and keys are different tokens, messages of the tokens
-            that come first are followed by messages of the others.
-        token_elements, head_elements: the sums of these sizes.
-        own, others: the numbers of messages from this rank to itself, and (number, rank) of the
-            messages of other ranks.
+    Methods take and return tensors in the order of `names`.
     """
 
     def __init__(self, operands: Sequence[Operand], row: range, index: int, batch: int) -> None:
         """Plan the exchange in a row of ranks; this rank is number `index` of it."""
         self.dtype, self.names = operands[0].dtype, list[str]()
+        # The elements of each message, in each form. There is one message per rank of the row. If
+        # queries and keys are different tokens, messages of the tokens that come first are followed
+        # by messages of the others.
         self.token_sizes: list[int] = []
         self.head_sizes: list[int] = []
         self._parts: list[_Part] = []
@@ -171,6 +162,7 @@ class MessageBlock:
         self.token_elements, self.head_elements = sum(self.token_sizes), sum(self.head_sizes)
         self._in_order = all(section.rows.in_order for section in self._sections)
         messages = list(enumerate([*row] * len(self._sections)))
+        # The numbers of messages from this rank to itself, and (number, rank) of the others.
         self.own = [number for number, rank in messages if rank == row[index]]
         self.others = [(number, rank) for number, rank in messages if rank != row[index]]
 

@@ -8,18 +8,15 @@ the same form, and dk and dv are views of these.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Arriving, Comm
 from seqpar.comm.messages.header import Message
-from seqpar.softmax.attend import attend_backward
-from seqpar.softmax.call import Operands
-from seqpar.softmax.compute.call_options import CallOptions
-from seqpar.softmax.compute.partial import OutputGradient, PackedGradients
-from seqpar.softmax.keys.plan import KeyPlan, KeyStep
+from seqpar.softmax.compute.partial import PackedGradients
+from seqpar.softmax.keys.plan import KeyStep
 from seqpar.softmax.wire.message_dtypes import decode, encode, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -94,57 +91,11 @@ def travelling_keys(
             yield no_rows
 
 
-def attend_backward_to_all(
-    plan: KeyPlan,
-    options: CallOptions,
-    output: OutputGradient,
-    operands: Operands,
-    keys: Generator[Sequence[Tensor], None, None],
-    send_back: Callable[[KeyStep, Tensor | None], GradientReturn],
-    total: PackedGradients,
-) -> None:
-    """Add the gradients of this rank's q, k and v, the `operands`, to `total`.
-
-    `keys` is what `travelling_keys` returned, and `send_back` makes a GradientReturn. The gradients
-    of each step return to the rows' owners while the next step is computed. Owners add them in the
-    order of the steps.
-    """
-    q, k, v, _ = operands
-    returning: GradientReturn | None = None
-    next(keys)
-    attend_backward(output, q, k, v, plan.own[0], total, options)
-    for step in plan.steps:
-        k_block, v_block = next(keys)
-        gradients = total.of_block(k_block, v_block) if step.travels else None
-        if gradients is not None:
-            attend_backward(output, q, k_block, v_block, step.slices, gradients, options)
-        del k_block, v_block
-        if returning is not None:
-            returning.add_to(total)
-        packed = None if gradients is None else gradients.packed
-        returning = send_back(step, packed)
-        del gradients, packed
-    keys.close()  # frees the last block
-    if returning is not None and plan.ends_early:
-        # Sums have the same bits whether steps without rows are left out or not.
-        returning.add_to(total)
-        returning = None
-    for slices in plan.own[1:]:
-        attend_backward(output, q, k, v, slices, total, options)
-    if returning is not None:
-        returning.add_to(total)
-
-
 class GradientReturn:
     """A step's exchange of gradients: they return to the owners of the rows that travelled."""
 
     def __init__(
-        self,
-        comm: Comm,
-        label: str,
-        dtype: torch.dtype | None,
-        step: KeyStep,
-        block: Tensor | None,
+        self, comm: Comm, label: str, dtype: torch.dtype | None, step: KeyStep, block: Tensor | None
     ) -> None:
         """Post the exchange, in a dtype, or in the block's if it is None.
 

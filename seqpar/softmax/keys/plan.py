@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -93,12 +93,6 @@ class KeyPlan:
 
     Which ranks exchange how many rows is known at the start. Rows and slices of a step are found
     when the step is posted and computed, while earlier steps travel.
-
-    Attributes:
-        steps: the steps in which this rank sends or receives rows, or all steps, if ranks relay
-            messages for others: such ranks count exchanges.
-        blocks: for forward, the slices over this rank's own keys and over the keys of each step.
-        ends_early: whether steps without rows were left out at the end.
     """
 
     def __init__(self, call: ResolvedCall, distances: Distances, every_step: bool = False) -> None:
@@ -107,6 +101,8 @@ class KeyPlan:
         numbers, senders, receivers = _numbered(call.rank, call.ranks, distances)
         sent, received = key_counts(call, call.rank)
         used = np.full(numbers.size, every_step) | (sent[receivers] > 0) | (received[senders] > 0)
+        # The steps in which this rank sends or receives rows, or all steps, if ranks relay messages
+        # for others: such ranks count exchanges.
         self.steps = list[KeyStep]()
         used_steps, first = np.unique(numbers[used], return_index=True)
         edges = [*first.tolist(), int(used.sum())]
@@ -120,8 +116,9 @@ class KeyPlan:
             step = KeyStep(number, *leaving, owners, arriving, tables.rows_for, build)
             self.steps.append(step)
         last = self.steps[-1].number if self.steps else 0
-        self.ends_early = last < len(distances)
+        self.ends_early = last < len(distances)  # whether steps without rows were left out
         own = partial(tables.slices_over, [call.rank])
+        # For forward, the slices over this rank's own keys and over the keys of each step.
         self.blocks = Blocks(LazySlices(own, self.steps))
 
     @cached_property
@@ -255,11 +252,6 @@ class HeadSlices(NamedTuple):
 
     queries: slice
     keys: slice
-
-    def call(self, call: ResolvedCall) -> ResolvedCall:
-        max_logits = None if call.max_logits is None else call.max_logits.of_heads(self.queries)
-        options = call.options.of_heads(self.queries)
-        return replace(call, options=options, max_logits=max_logits)
 
     def operands(self, operands: Operands) -> Operands:
         q, k, v, sinks = operands

@@ -6,7 +6,6 @@ Subclasses choose which ranks' keys arrive together, and how many exchanges are 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self
 
 import torch
@@ -15,14 +14,10 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
-from seqpar.softmax.attend import attend_blocks
+from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
-from seqpar.softmax.keys.exchange import (
-    GradientReturn,
-    attend_backward_to_all,
-    travelling_keys,
-)
+from seqpar.softmax.keys.exchange import GradientReturn, travelling_keys
 from seqpar.softmax.keys.invariant_attention import TileCall
 from seqpar.softmax.keys.invariant_plan import tile_areas, tile_traffic
 from seqpar.softmax.keys.plan import (
@@ -95,7 +90,9 @@ class KeyStrategy(Strategy):
         out = q.new_empty((*q.shape[:-1], value_dim))
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
         for heads in groups:
-            part = self._attend(comm, heads.call(call), heads.operands(operands))
+            part = self._attend(
+                comm, call.with_heads_of(call, heads.queries), heads.operands(operands)
+            )
             out[:, :, heads.queries], lse[:, :, heads.queries] = part
             del part
         return ForwardResult(out, lse, [])
@@ -117,11 +114,7 @@ class KeyStrategy(Strategy):
         return attend_blocks(q, keys, plan.blocks, call.options, sinks, None, call.max_logits)
 
     def gradients(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        output: OutputGradient,
-        operands: Operands,
+        self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
     ) -> Gradients:
         if self.anchored:
             return self._tiles(comm, call, "backward").gradients(output, operands)
@@ -132,7 +125,7 @@ class KeyStrategy(Strategy):
         else:
             for heads in groups:
                 part = heads.output(output), heads.operands(operands), heads.gradients(total)
-                self._attend_backward(comm, heads.call(call), *part)
+                self._attend_backward(comm, call.with_heads_of(call, heads.queries), *part)
         return total.results()
 
     def _attend_backward(
@@ -143,11 +136,37 @@ class KeyStrategy(Strategy):
         operands: Operands,
         total: PackedGradients,
     ) -> None:
+        """Add the gradients of the heads in `operands` to `total`.
+
+        The gradients of each step return to the rows' owners while the next step is computed.
+        Owners add them in the order of the steps.
+        """
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
-        k, v, ahead = operands.k, operands.v, self.ahead(call.ranks)
+        (q, k, v, _), options, ahead = operands, call.options, self.ahead(call.ranks)
         keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
-        send_back = partial(GradientReturn, comm, label, self.gradient_dtype)
-        attend_backward_to_all(plan, call.options, output, operands, keys, send_back, total)
+        returning: GradientReturn | None = None
+        next(keys)
+        attend_backward(output, q, k, v, plan.own[0], total, options)
+        for step in plan.steps:
+            k_block, v_block = next(keys)
+            gradients = total.of_block(k_block, v_block) if step.travels else None
+            if gradients is not None:
+                attend_backward(output, q, k_block, v_block, step.slices, gradients, options)
+            del k_block, v_block
+            if returning is not None:
+                returning.add_to(total)
+            packed = None if gradients is None else gradients.packed
+            returning = GradientReturn(comm, label, self.gradient_dtype, step, packed)
+            del gradients, packed
+        keys.close()  # frees the last block
+        if returning is not None and plan.ends_early:
+            # Sums have the same bits whether steps without rows are left out or not.
+            returning.add_to(total)
+            returning = None
+        for slices in plan.own[1:]:
+            attend_backward(output, q, k, v, slices, total, options)
+        if returning is not None:
+            returning.add_to(total)
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         distances = self.distances(call.ranks)

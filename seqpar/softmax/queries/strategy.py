@@ -161,11 +161,7 @@ class TileStrategy(Strategy):
         return ForwardResult(*total.finish(sinks, q.dtype), [])
 
     def gradients(
-        self,
-        comm: Comm,
-        call: ResolvedCall,
-        output: OutputGradient,
-        operands: Operands,
+        self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
     ) -> Gradients:
         q, k, v, _ = operands
         label, dlse = f"{self.name} backward", call.dlse_on_all_ranks(output.dlse, output.dout)

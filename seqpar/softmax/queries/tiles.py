@@ -135,21 +135,18 @@ class Tile:
 
     Which ranks exchange how many rows is known at the start. The slices of queries that arrive are
     built when their hop is computed, while other hops travel.
-
-    Attributes:
-        steps: how keys travel in its column, one rank per step.
-        blocks: the slices of the rank's queries over its keys and over the keys of each step.
-        query_hops: how queries travel in its row; their steps are numbered after those of keys.
-            Hops in which no rows travel are left out, unless `every_hop`.
-        last_step: the number of the last hop, which may be left out.
     """
 
     def __init__(self, call: ResolvedCall, tiles: Tiles, every_hop: bool = False) -> None:
         rank = call.rank
-        self.steps = _key_steps(rank, tiles)
+        self.steps = _key_steps(rank, tiles)  # how keys travel in its column, one rank per step
         own = partial(tiles.slices, rank, rank, rank)
+        # The slices of the rank's queries over its keys and over the keys of each step.
         self.blocks = [own(), *(step.slices for step in self.steps)]
+        # How queries travel in its row; their steps are numbered after those of keys. Hops in which
+        # no rows travel are left out, unless `every_hop`.
         self.query_hops = _query_hops(rank, tiles, every_hop)
+        # The number of the last hop, which may be left out.
         self.last_step = len(tiles.column(rank)) + len(tiles.row(rank))
 
     @cached_property

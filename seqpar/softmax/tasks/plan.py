@@ -1,21 +1,26 @@
 """Plan the messages and the work of one rank, once for a layout, a mask and tasks.
 
+A `Planner` is the option that assigns tasks to ranks: tasks, or a function that makes them.
+
 Every rank is the owner of the tokens that it holds, and the server of the tasks that it computes.
 Queries and keys that it receives from other owners are *foreign*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
+from seqpar.core.arguments import shown
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import union
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.mask import Blocks, Slices, halves
+from seqpar.layout.masks.mask import Blocks, Mask, Slices, halves
 from seqpar.layout.tasks.task_rows import (
     Segments,
     ServerRows,
@@ -25,6 +30,7 @@ from seqpar.layout.tasks.task_rows import (
     sent_by,
     task_slices,
 )
+from seqpar.layout.tasks.tasks import TaskRectangles, as_tasks, check_tasks, digest_of
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -179,6 +185,69 @@ def task_traffic(
         ],
     }
     for counts, size in sizes[direction]:
-        for stages, peer, count in counts:
+        for stages, peer, row_count in counts:
             step = stages.last if counts is foreign_keys else stages.first
-            yield Traffic(direction, step, peer, 1, count * size)
+            yield Traffic(direction, step, peer, 1, row_count * size)
+
+
+Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
+
+
+class Planner:
+    """A user's tasks, or function that makes tasks, with a name that is the same on all ranks.
+
+    Strategies are compared by their strings, so planners with the same name are one object.
+    """
+
+    def __init__(self, name: str, plan: TaskRectangles | Plans) -> None:
+        self._name, self._plan = name, plan
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Planner.of, ("plan", self._plan)
+
+    @classmethod
+    def of(cls, option: str, plan: TaskRectangles | Plans | Planner) -> Planner:
+        """Return the planner for a user's tasks or function; raise a ValueError for other values.
+
+        The error names the option.
+        """
+        if isinstance(plan, Planner):
+            return plan
+        if isinstance(plan, TaskRectangles):
+            plan = as_tasks(option, plan)
+            name = f"Tasks({digest_of(plan)})"
+            return _planners.setdefault(name, cls(name, plan))
+        if not callable(plan):
+            raise ValueError(f"{option} must be None, Tasks, or a function, got {shown(plan)}")
+        kind = plan if hasattr(plan, "__qualname__") else type(plan)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        # Different functions with one name are numbered in the order in which they are first used.
+        for number in count(1):
+            planner = _planners.setdefault(f"{name}#{number}", cls(f"{name}#{number}", plan))
+            if _same(planner._plan, plan):
+                return planner
+        raise AssertionError
+
+    def tasks(self, option: str, queries: Geometry, keys: Geometry, mask: Mask) -> TaskRectangles:
+        """Return the tasks of a batch.
+
+        Raises a ValueError that names the option if the tasks do not have each visible pair once.
+        """
+        tasks = self._plan
+        if not isinstance(tasks, TaskRectangles):
+            tasks = as_tasks(option, tasks(queries, keys, mask))
+        check_tasks(option, tasks, queries, keys, mask)
+        return tasks
+
+
+def _same(plan: object, other: object) -> bool:
+    try:
+        return bool(plan == other)
+    except Exception:  # for example, callable objects that compare arrays
+        return plan is other
+
+
+_planners: weakref.WeakValueDictionary[str, Planner] = weakref.WeakValueDictionary()

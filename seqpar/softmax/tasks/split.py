@@ -41,15 +41,15 @@ from seqpar.softmax.call import SCHEMA, CallArguments, CallKeywords, Operands, R
 from seqpar.softmax.compute.partial import OutputGradient, cast_each, sinks_gradient
 from seqpar.softmax.module import Attention
 from seqpar.softmax.operator import (
+    CallContext,
     as_result,
     backward_flops,
     empty_results,
     forward_flops,
+    prepare_forward,
     results_of,
-    with_max_logits,
-    without_max_logits,
+    save_call,
 )
-from seqpar.softmax.rehearsal import upload_tables
 from seqpar.softmax.resolution import describe, resolve_on_ranks
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 
@@ -160,9 +160,7 @@ def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: obje
     call, comm = resolve_on_ranks(bound, arguments, operands)
     bound.announce("forward")
     with without_autocast(q):
-        operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
-        call = with_max_logits(call, arguments, q)
-        upload_tables(bound.strategy, comm, call, q.device, operands.differentiated)
+        operands, call = prepare_forward(bound.strategy, comm, call, operands, arguments)
         messages = bound.strategy.post(comm, call, operands)
     number = next(_numbers)
     _posted["forward", number] = _Posted(bound, comm, call, messages, operands)
@@ -266,12 +264,8 @@ class _BegunContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _FinishedContext(FunctionCtx):
-    saved_tensors: tuple[Tensor | None, ...]
+class _FinishedContext(CallContext):
     number: int
-    settings: tuple[object, ...]
-    bound: BoundStrategy[SplitStrategy[object]]
-    handles: tuple[Tensor | None, ...]
 
 
 def _save_begun(ctx: _BegunContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
@@ -289,13 +283,9 @@ def _differentiate_begin(ctx: _BegunContext, dticket: Tensor | None) -> tuple[Te
 def _save_finished(ctx: _FinishedContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ticket, sinks, q, k, v, *carried = inputs
     arguments = CallArguments._make(carried)
-    out, lse, numbers, *residuals = without_max_logits(ctx, arguments, results)
-    ctx.set_materialize_grads(False)
+    out, lse, numbers, *residuals = save_call(ctx, arguments, results)
     # The ticket itself is not kept: if a checkpoint repeats the call, it has another number.
     ctx.number = ticket.shape[1]
-    ctx.settings = arguments.settings()
-    ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
-    ctx.handles = arguments.tensors()  # hooks may copy saved tensors
     saved = *arguments.tensors(), numbers, sinks, q, k, v, out, lse, *residuals
     ctx.save_for_backward(*saved)
 

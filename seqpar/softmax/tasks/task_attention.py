@@ -50,13 +50,7 @@ class Returning:
 
 
 class TaskExchange:
-    """The messages of a pass. The constructor posts all messages to servers.
-
-    Attributes:
-        plan: the plan that it follows.
-        foreign_queries: one block (n, B, Hq, …) per group of tensors that travel with queries.
-        foreign_keys: the block of foreign keys and values, (n, B, Hkv, D + Dv).
-    """
+    """The messages of a pass. The constructor posts all messages to servers."""
 
     def __init__(
         self,
@@ -75,6 +69,8 @@ class TaskExchange:
         """
         # A separate channel: in the same communicator, results would wait for later stages' rows.
         self.plan, self._label, self._results = plan, label, comm.channel("results")
+        # One block (n, B, Hq, …) per group of tensors that travel with queries, and one block
+        # (n, B, Hkv, D + Dv) of keys and values.
         self.foreign_queries = [_block(plan.foreign_queries, group) for group in queries]
         self.foreign_keys = _block(plan.foreign_keys, keys) if kept is None else kept
         self._pending = list[Pending]()
@@ -221,10 +217,7 @@ def complete_backward(
 
 
 def _serve(
-    q: Tensor,
-    blocks: list[tuple[Tensor, Tensor]],
-    stage: TaskStage,
-    call: ResolvedCall,
+    q: Tensor, blocks: list[tuple[Tensor, Tensor]], stage: TaskStage, call: ResolvedCall
 ) -> Tensor:
     """Return the results of a stage's foreign queries, (n, B, Hq·(Dv + 1)), in fp32 or fp64.
 

@@ -24,17 +24,13 @@ class Rows:
     """Ranges of local rows that make up a block, one range after another.
 
     Indices are copied to a device once and cached: a copy in each call would make the host wait.
-
-    Attributes:
-        count: how many rows there are.
-        is_range: whether they are a single range; in a contiguous tensor they are then a view.
-        reach: the first row and the row after the last one; (0, 0) if there are none.
     """
 
     def __init__(self, ranges: Ints) -> None:
         self._table = ranges
         self.count = int((ranges[:, 1] - ranges[:, 0]).sum())
-        self.is_range = len(ranges) == 1
+        self.is_range = len(ranges) == 1  # in a contiguous tensor they are then a view
+        # The first row and the row after the last one; (0, 0) if there are none.
         self.reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if self.count else (0, 0)
         self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
 
