@@ -1,5 +1,5 @@
 """Arithmetic on one rank that all strategies share: partial results (out, lse) and their merging,
-ALiBi slopes, max logits, and computing on one thread each.
+options of scores, and max logits.
 
 Start with `partial.py`.
 """

@@ -12,8 +12,13 @@ Legend: B batch, n rows of a tile, m keys that it attends to, H heads, D head di
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from functools import partial as bind
 from typing import NamedTuple, TypeVar
 
@@ -23,13 +28,11 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.device_tables import is_on_cuda
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.layout.geometry import Geometry
 from seqpar.layout.reshard import move
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.compute.one_thread import on_one_thread_each
 from seqpar.softmax.compute.partial import (
     OutputGradient,
     PackedGradients,
@@ -90,52 +93,43 @@ class TileCall:
 
     def forward(self, operands: Operands) -> ForwardResult:
         q, k, v, sinks = operands
-        q = self._to_tiles(q)
+        q = self._move(q)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator_dtype(q.dtype))
-        pool, parts, results = self._pool(k, v), self._parts(q, k), (out, lse)
+        pool, parts = self._pool(k, v), self._parts(q, k)
+
+        def compute(unit: Unit, part: HeadTile) -> tuple[HeadTile, MaxLogits | None]:
+            """Write a part of a unit; return the part and any requested max logits."""
+            keys, values = pool.of_unit(unit, part)
+            queries = part.rows_of(q, unit.rows)
+            partial = Partial.nothing(queries, values, anchored=True)
+            max_logits = None if self._call.max_logits is None else MaxLogits.nothing(queries)
+            options = part.options(self._options)
+            attend(queries, keys, values, unit.slices, partial, options, max_logits)
+            at = part.batch, unit.rows, part.heads
+            out[at], lse[at] = partial.finish(None if sinks is None else sinks[part.heads], q.dtype)
+            return part, max_logits
 
         def jobs() -> Iterator[Callable[[], tuple[HeadTile, MaxLogits | None]]]:
             for _, units in self._plan.nodes:
                 for unit in units:
                     pool.fill(unit.ready)
                     for part in parts:
-                        yield bind(self._forward_part, unit, part, q, sinks, pool, results)
+                        yield bind(compute, unit, part)
 
         for part, max_logits in self._run(q, jobs()):
             if max_logits is not None:
                 assert self._call.max_logits is not None
                 self._call.max_logits.of_heads(part.heads).update(max_logits.values)
         pool.fill()  # receive messages that no tile needs, too
-        return ForwardResult(self._to_owners(out), self._to_owners(lse), [])
-
-    def _forward_part(
-        self,
-        unit: Unit,
-        part: HeadTile,
-        q: Tensor,
-        sinks: Tensor | None,
-        pool: Pool,
-        results: tuple[Tensor, Tensor],
-    ) -> tuple[HeadTile, MaxLogits | None]:
-        """Write a part of a unit into `results`; return the part and any requested max logits."""
-        (out, lse), rows = results, unit.rows
-        keys, values = pool.of_unit(unit, part)
-        queries = part.rows_of(q, rows)
-        partial = Partial.nothing(queries, values, anchored=True)
-        max_logits = None if self._call.max_logits is None else MaxLogits.nothing(queries)
-        options = part.options(self._options)
-        attend(queries, keys, values, unit.slices, partial, options, max_logits)
-        at = part.batch, rows, part.heads
-        out[at], lse[at] = partial.finish(None if sinks is None else sinks[part.heads], q.dtype)
-        return part, max_logits
+        return ForwardResult(self._move(out, back=True), self._move(lse, back=True), [])
 
     def gradients(self, output: OutputGradient, operands: Operands) -> Gradients:
         q, k, v, _ = operands
         output, q = self._output_to_tiles(output, q)
         dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q.dtype))
         dk, dv = self._return(self._sums(output, q, k, v, dq), k, v)
-        return self._to_owners(dq), dk, dv
+        return self._move(dq, back=True), dk, dv
 
     def _sums(
         self, output: OutputGradient, q: Tensor, k: Tensor, v: Tensor, dq: Tensor
@@ -144,6 +138,22 @@ class TileCall:
         pool, parts = self._pool(k, v), self._parts(q, k)
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
 
+        def compute(unit: Unit, part: HeadTile, total: PackedGradients) -> Tensor:
+            """Add a part's dq, dk and dv to the unit's `total`, and return the packed dk and dv."""
+            assert output.out is not None
+            keys, values = pool.of_unit(unit, part)
+            queries, dout, out, lse = (
+                part.rows_of(x, unit.rows) for x in (q, output.dout, output.out, output.lse)
+            )
+            dlse = None if output.dlse is None else part.rows_of(output.dlse, unit.rows)
+            part_dq = queries.new_zeros(queries.shape, dtype=dq.dtype)
+            dk, dv = (x[part.batch, :, part.kv_heads] for x in (total.dk, total.dv))
+            operands = OutputGradient(dout, out, lse, dlse), queries, keys, values
+            sums, options = PartialGradients.of(part_dq, dk, dv), part.options(self._options)
+            attend_backward(*operands, unit.slices, sums, options)
+            dq[part.batch, unit.rows, part.heads] = part_dq
+            return total.packed
+
         def jobs() -> Iterator[Callable[[], Tensor]]:
             for _, units in self._plan.nodes:
                 for unit in units:
@@ -151,7 +161,7 @@ class TileCall:
                     rows = sum(keys.stop - keys.start for keys in unit.keys)
                     total = PackedGradients.over(dq, (rows, batch, heads), dims)
                     for part in parts:
-                        yield bind(self._backward_part, unit, part, output, q, pool, total)
+                        yield bind(compute, unit, part, total)
 
         packed = self._run(q, jobs())
 
@@ -165,31 +175,6 @@ class TileCall:
         ]
         pool.fill()
         return sums
-
-    def _backward_part(
-        self,
-        unit: Unit,
-        part: HeadTile,
-        output: OutputGradient,
-        q: Tensor,
-        pool: Pool,
-        total: PackedGradients,
-    ) -> Tensor:
-        """Add a part's dq, dk and dv to the unit's `total`, and return the packed dk and dv."""
-        assert output.out is not None
-        keys, values = pool.of_unit(unit, part)
-        rows, dlse = unit.rows, output.dlse
-        queries, dout, out, lse = (
-            part.rows_of(x, rows) for x in (q, output.dout, output.out, output.lse)
-        )
-        dlse = None if dlse is None else part.rows_of(dlse, rows)
-        dq = queries.new_zeros(queries.shape, dtype=total.dq.dtype)
-        dk, dv = (x[part.batch, :, part.kv_heads] for x in (total.dk, total.dv))
-        operands = OutputGradient(dout, out, lse, dlse), queries, keys, values
-        options = part.options(self._options)
-        attend_backward(*operands, unit.slices, PartialGradients.of(dq, dk, dv), options)
-        total.dq[part.batch, rows, part.heads] = dq
-        return total.packed
 
     def _parts(self, q: Tensor, k: Tensor) -> list[HeadTile]:
         """Return the parts of a tile, one per backend call."""
@@ -248,17 +233,13 @@ class TileCall:
         total.packed.add_(0.0)  # −0 becomes 0, as where other layouts add 0 to it
         return total.dk, total.dv
 
-    def _to_tiles(self, x: Tensor) -> Tensor:
-        """Move rows (B, T_local, …) from the ranks that own them to the ranks of their tiles."""
-        return self._move(x, self._call.layout, self._tiled, 0)
-
-    def _to_owners(self, x: Tensor) -> Tensor:
-        step = len(self._keys.steps) + 1
-        return self._move(x, self._tiled, self._call.layout, step)
-
-    def _move(self, x: Tensor, source: Geometry, target: Geometry, step: int) -> Tensor:
+    def _move(self, x: Tensor, back: bool = False) -> Tensor:
+        """Move rows (B, T_local, …) from their owners to the ranks of their tiles, or back."""
         if self._plan.moved is None:
             return x
+        source, target, step = self._call.layout, self._tiled, 0
+        if back:
+            source, target, step = target, source, len(self._keys.steps) + 1
         moved = move(x.transpose(0, 1), source, target, self._comm, self._label, step)
         return moved.transpose(0, 1)
 
@@ -269,10 +250,10 @@ class TileCall:
         if self._plan.moved is None:
             return replace(output, dlse=dlse), q
         dims = [q.shape[3], *2 * [output.dout.shape[3]]]
-        rows = self._to_tiles(torch.cat([q, output.dout, output.out], -1))
+        rows = self._move(torch.cat([q, output.dout, output.out], -1))
         q, dout, out = rows.split_with_sizes(dims, -1)
         columns = [output.lse] if dlse is None else [output.lse, dlse]
-        lse, *others = self._to_tiles(torch.stack(columns, -1)).unbind(-1)
+        lse, *others = self._move(torch.stack(columns, -1)).unbind(-1)
         return OutputGradient(dout, out, lse, others[0] if others else None), q
 
 
@@ -399,3 +380,55 @@ def _sum(one: SumBlock, other: SumBlock) -> SumBlock:
         first = block.start - start
         total.rows[first : first + len(block.rows)] += block.rows
     return total
+
+
+# ATen and the libraries below it divide a matrix product among threads and add the parts in an
+# order that depends on the number of threads. On one thread, operands with the same shapes, strides
+# and alignment give the same bits. To use all cores, several computations run simultaneously
+# instead.
+def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Run each job on one torch thread, and yield the results in the order of the jobs.
+
+    The number of jobs that run simultaneously is the caller's number of torch threads, so jobs must
+    not depend on each other. Up to that many finished results are held.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        for job in jobs:
+            yield job()
+        return
+    workers, inference = _workers(os.getpid(), threads), torch.is_inference_mode_enabled()
+    pending = deque[Future[T]]()
+    try:
+        for job in jobs:
+            pending.append(workers.submit(_run, job, inference))
+            del job  # it holds tensors
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
+def _run(job: Callable[[], T], inference: bool) -> T:
+    with torch.inference_mode(inference), torch.no_grad():
+        return job()
+
+
+@cache
+def _workers(process: int, threads: int) -> ThreadPoolExecutor:
+    """Return the worker threads of a process; a forked process has its own."""
+    lock = threading.Lock()
+
+    def limit_this_thread() -> None:
+        with lock:
+            default = torch.get_num_threads()
+            # This also sets the default of threads that start later, so another thread restores it.
+            torch.set_num_threads(1)
+            restore = threading.Thread(target=torch.set_num_threads, args=(default,))
+            restore.start()
+            restore.join()
+
+    return ThreadPoolExecutor(threads, "seqpar one thread", limit_this_thread)

@@ -63,16 +63,14 @@ class AnchoredTiles:
         stops = np.minimum(starts + TILE, queries.lengths[documents])
         first_rows = np.r_[queries.cu_seqlens[documents] + starts, queries.tokens]
         parts, areas = _parts(_whole(queries, keys, mask), first_rows)
-        owners, moved = _owners(queries, counts, areas), None
-        if owners.cut:
-            spans = Spans.of(queries.ranks, owners.ranks, documents, starts, stops)
+        (owners, is_cut), moved = _owners(queries, counts, areas), None
+        if is_cut:
+            spans = Spans.of(queries.ranks, owners, documents, starts, stops)
             moved = Geometry(queries.cu_seqlens, spans)
         k_starts, k_stops = np.full(areas.size, keys.tokens), np.zeros(areas.size, np.int64)
         np.minimum.at(k_starts, parts[:, 0], parts[:, 3])
         np.maximum.at(k_stops, parts[:, 0], parts[:, 4])
-        return cls(
-            documents, numbers, first_rows, parts, areas, k_starts, k_stops, owners.ranks, moved
-        )
+        return cls(documents, numbers, first_rows, parts, areas, k_starts, k_stops, owners, moved)
 
     def parts_of(self, tile: int) -> Ints:
         return self.parts[slice(*np.searchsorted(self.parts[:, 0], [tile, tile + 1]))]
@@ -136,15 +134,10 @@ def _parts(whole: Slices, first_rows: Ints) -> tuple[Ints, Ints]:
     return parts[np.argsort(parts[:, 0], kind="stable")], areas
 
 
-@dataclass(frozen=True)
-class _Owners:
-    ranks: Ints  # (n,) the rank that computes each tile
-    cut: bool  # whether several ranks hold parts of some tile
-
-
-def _owners(queries: Geometry, counts: Ints, areas: Ints) -> _Owners:
+def _owners(queries: Geometry, counts: Ints, areas: Ints) -> tuple[Ints, bool]:
     """Give each tile to a rank that holds some of it.
 
+    Return (n,) the rank of each tile, and whether several ranks hold parts of some tile.
     Tiles that several ranks hold are assigned by area, the largest first, to the rank with the
     smallest area so far.
     """
@@ -164,7 +157,7 @@ def _owners(queries: Geometry, counts: Ints, areas: Ints) -> _Owners:
         candidates = ranks[edges[tile] : edges[tile + 1]]
         owners[tile] = candidates[np.argmin(loads[candidates])]
         loads[owners[tile]] += areas[tile]
-    return _Owners(owners, bool(cut.size))
+    return owners, bool(cut.size)
 
 
 class Unit(NamedTuple):
