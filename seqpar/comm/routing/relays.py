@@ -29,8 +29,7 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
-from seqpar.comm.routing.hops import Described, Ends, PieceLocation, Relaying
-from seqpar.comm.routing.routing import Nodes, Routing
+from seqpar.comm.routing.routing import Described, Ends, Nodes, PieceLocation, Relaying, Routing
 from seqpar.core.background import in_this_mode
 
 Job = tuple[Future[None], Callable[[], None]]  # its result, itself

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Routing
-from seqpar.comm.routing.hops import HELD, RECEIVED, SENT, Described, RelayHop, Relaying
-from seqpar.comm.routing.routing import Nodes
+from seqpar.comm.routing.routing import HELD, RECEIVED, SENT, Described, Nodes, RelayHop, Relaying
 
 
 @st.composite
