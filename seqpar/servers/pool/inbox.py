@@ -6,33 +6,29 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from seqpar.servers.pool.connection import PendingWork
-from seqpar.servers.transport.wakeup import Wakeup
-from seqpar.servers.wire.errors import ServersError
+from seqpar.servers.pool.connection import Answer, PendingWork
+from seqpar.servers.transport.sockets import Wakeup
+from seqpar.servers.wire.request import ServersError
 
 
 class Inbox:
-    """Work and calls that any thread hands to the pool's thread.
-
-    Attributes:
-        works, calls: not yet taken by the pool's thread.
-        wakeup: wakes the pool's thread.
-        ended: why the inbox accepts nothing more, or None.
-    """
+    """Work and calls that any thread hands to the pool's thread."""
 
     def __init__(self) -> None:
         self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
         self.wakeup = Wakeup()
-        self.ended: str | None = None
+        self.ended: str | None = None  # why the inbox accepts nothing more
         self._lock = threading.Lock()
 
-    def put(self, work: PendingWork) -> None:
+    def put(self, work: PendingWork) -> Answer:
+        """Hand over work; return the future of its result."""
         with self._lock:
             if self.ended is not None:
                 raise ServersError(self.ended)
             self.works.append(work)
         self.wakeup.set()
+        return work.future
 
     def call(self, call: Callable[[], None]) -> None:
         """Queue a call, which the pool's thread makes the next time that it wakes up."""

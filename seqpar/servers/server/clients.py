@@ -302,7 +302,7 @@ class Clients:
 
     def forgive_uncredited(self, peer: Peer) -> None:
         """Count one payload without credit less, because the peer sent a request with credit."""
-        self._socket.forgive_uncredited(peer)
+        self._socket.connections.forgive_uncredited(peer.route)
         if self._beyond[peer.key] > 0:
             self._beyond[peer.key] -= 1
 
@@ -314,13 +314,14 @@ class Clients:
         lease never sends a request `beyond` its credits, so these count for all leases of a key
         together, which all end. The key then gets no new connection for some time.
         """
-        most, count = self._limits.requests, self._socket.count_uncredited(peer)
+        connections, most = self._socket.connections, self._limits.requests
+        count = connections.count_uncredited(peer.route)
         for_key = beyond and self._socket.shared
         if for_key:
             self._beyond[peer.key] += 1
             count = self._beyond[peer.key]
         elif self._socket.shared and count > _DEPTH_OF_POOLS:
-            share = most // max(1, self._socket.connections_of(peer.key))
+            share = most // max(1, connections.number_of(peer.key))
             most = min(most, max(_DEPTH_OF_POOLS, share))
         if count <= most:
             return

@@ -29,7 +29,7 @@ from seqpar.servers.transport.choose import open_transports, own_name, transport
 from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.peers import Peer
 from seqpar.servers.transport.server_socket import ServerSocket
-from seqpar.servers.transport.wakeup import Wakeup
+from seqpar.servers.transport.sockets import Wakeup
 from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import unpack

@@ -45,11 +45,8 @@ class ClientSocket:
 
     A Unix socket's file must be this user's; the folders above it and the process that listens
     there may also be root's. Nothing is sent before that is known. Call `connect` until it is
-    connected.
-
-    Attributes:
-        socket, monitor: registered with the poller; readable when frames or events have arrived.
-        heard: when the last frame arrived, on the monotonic clock.
+    connected. The poller has `socket` and `monitor`, which are readable when frames or events have
+    arrived. `heard` is when the last frame arrived, on the monotonic clock.
     """
 
     def __init__(

@@ -61,42 +61,22 @@ _MAX_CONNECTIONS_PER_LEASE = 8
 
 @dataclass(eq=False)
 class _Connection:
-    """An open connection.
-
-    Attributes:
-        descriptor: the number of the server's end.
-        cookie: identifies the socket that had this number when the connection was accepted.
-        patience: seconds without a message after which it is ended.
-        counted: whether the system counts the bytes that it receives.
-        heard: when its last message was read, or enough of one had arrived.
-        received: bytes that had been received when progress was last judged.
-        first_unread: bytes that had been received when the last message was read, or None if that
-            has not been looked up.
-        unread: bytes received since then.
-        looked: when bytes were last counted.
-        received_then: bytes that had been received at that time.
-        sending: when it was last seen to receive more than 8 KiB between two looks.
-        buffer: bytes of its receive buffer, or 0 if the system chooses them.
-        peer: its route and key, once a message was read.
-        uncredited: how many more payloads it has sent without credit than, later, with credit.
-        ended: whether the server has ended it.
-    """
-
-    descriptor: int
-    cookie: bytes
-    patience: float
-    counted: bool
-    heard: float
-    received: int = 0
+    descriptor: int  # the number of the server's end
+    cookie: bytes  # identifies the socket that had this number when the connection was accepted
+    patience: float  # seconds without a message after which it is ended
+    counted: bool  # whether the system counts the bytes that it receives
+    heard: float  # when its last message was read, or enough of one had arrived
+    received: int = 0  # bytes that had been received when progress was last judged
+    # Bytes that had been received when the last message was read; None if not looked up yet.
     first_unread: int | None = 0
-    unread: int = 0
-    looked: float = 0.0
-    received_then: int = 0
-    sending: float = -math.inf
-    buffer: int = 0
-    peer: Peer | None = None
-    uncredited: int = 0
-    ended: bool = False
+    unread: int = 0  # bytes received since then
+    looked: float = 0.0  # when bytes were last counted
+    received_then: int = 0  # bytes that had been received at that time
+    sending: float = -math.inf  # when it was last seen to receive more than 8 KiB between two looks
+    buffer: int = 0  # bytes of its receive buffer, or 0 if the system chooses them
+    peer: Peer | None = None  # its route and key, once a message was read
+    uncredited: int = 0  # how many more payloads it has sent without credit than, later, with it
+    ended: bool = False  # whether the server has ended it
 
 
 class Connections:

@@ -36,18 +36,12 @@ _NEVER_BANNED = -math.inf, 0.0
 
 
 class CurveKeys(NamedTuple):
-    """The key pair of one side, and the public keys of its peers.
-
-    Attributes:
-        public, secret: this side's key pair.
-        server: on a client, the server's public key.
-        trusted: on a server, the folder with the public keys of its clients.
-    """
+    """The key pair of one side, and the public keys of its peers."""
 
     public: bytes
     secret: bytes
-    server: bytes = b""
-    trusted: Path = Path()
+    server: bytes = b""  # on a client
+    trusted: Path = Path()  # on a server: the folder with the public keys of its clients
 
 
 def generate(folder: Path) -> list[Path]:
@@ -92,14 +86,10 @@ def client_keys(folder: Path) -> CurveKeys:
 
 
 class Trusted:
-    """The public keys in a folder, whose files may be added and removed while a server runs.
-
-    Attributes:
-        keys: the public keys when the folder was last read.
-    """
+    """The public keys in a folder, whose files may be added and removed while a server runs."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.keys = folder, frozenset[bytes]()
+        self._folder, self.keys = folder, frozenset[bytes]()  # when the folder was last read
         self._refused: deque[bytes] = deque(maxlen=_MOST_REFUSED)
         self._banned: dict[bytes, tuple[float, float]] = {}  # until when, and for how long
         self._seen: object = None

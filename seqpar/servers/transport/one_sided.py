@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,22 +51,21 @@ def _fits(place: int | None, size: int, arena: int) -> bool:
     return place is not None and 0 <= place <= arena - size
 
 
+@dataclass
 class _Peer:
-    """A peer's agent and arena, and the bytes reserved here for its writes."""
-
-    def __init__(self, start: int, size: int) -> None:
-        self.start, self.size = start, size
-        self.agent: str | None = None
-        self.reach = Reach()
+    start: int  # of the bytes reserved here for its writes
+    size: int
+    agent: str | None = None
+    reach: Reach = field(default_factory=Reach)  # its arena
 
 
+@dataclass
 class _Flight:
-    """The resources of one transfer: its arrays, their registration, and NIXL's handle."""
+    """The resources of one transfer."""
 
-    def __init__(self, arrays: Sequence[Bytes]) -> None:
-        self.arrays = arrays
-        self.handle: object = None
-        self.registered: object = None
+    arrays: Sequence[Bytes]
+    handle: object = None  # NIXL's
+    registered: object = None  # the registration of the arrays
 
 
 class OneSided(Transport):

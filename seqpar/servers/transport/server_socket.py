@@ -34,12 +34,7 @@ _MORE = 8  # control messages of a client that may be queued in addition to its 
 
 
 class ServerSocket:
-    """A socket bound to an address, which must be local unless there are keys.
-
-    Attributes:
-        socket: the ZeroMQ socket.
-        address: the address to which it is bound.
-    """
+    """A socket bound to an address, which must be local unless there are keys."""
 
     def __init__(
         self, address: str, keys: CurveKeys | None, limits: Limits, deadlines: ServerDeadlines
@@ -62,13 +57,13 @@ class ServerSocket:
         self.socket.rcvhwm = limits.requests + _MORE
         secure(self.socket, keys)
         bound(self.socket, deadlines.handshake, limits.bytes)
-        self._connections = Connections(self.socket, deadlines.idle, limits)
+        self.connections = Connections(self.socket, deadlines.idle, limits)
         try:
             self._lock = _bind(self.socket, address)
         except (OSError, zmq.ZMQError) as error:
             self.close()
             raise ValueError(f"address: {address} cannot be bound: {error}") from None
-        self._connections.look()  # at the listener, before clients connect
+        self.connections.look()  # at the listener, before clients connect
         # From now on the socket itself numbers its peers and ignores ids that they claim: libzmq
         # aborts the process when a claimed id equals the next number. The listener that is already
         # bound speaks ZMTP as before. Messages to peers have one frame each.
@@ -86,7 +81,7 @@ class ServerSocket:
             peer, frames = received
             if not self.trusts(peer):
                 self.look_at_keys()  # the key may have been added since the last beat
-            if self.trusts(peer) and not self._connections.ended(peer.route):
+            if self.trusts(peer) and not self.connections.ended(peer.route):
                 return peer, [frame.buffer for frame in frames]
             self.cut(peer)
         return None
@@ -111,7 +106,7 @@ class ServerSocket:
         # Without keys a client can claim any User-Id, of any bytes, in its handshake.
         authenticated = frames and self._trusted is not None
         peer = Peer(route.bytes, _key_of(frames[0]) if authenticated else "")
-        self._connections.heard(peer, frame)
+        self.connections.heard(peer, frame)
         return peer, [] if self._skips else frames
 
     def send(
@@ -124,7 +119,7 @@ class ServerSocket:
         Otherwise the result has trackers, which tell when frames have left. Small frames have no
         tracker, except the last frame if `track`.
         """
-        if self._connections.ended(peer.route):
+        if self.connections.ended(peer.route):
             return None
         head, *parts = frames
         parts = [part for part in parts if view_of(part).nbytes]
@@ -140,19 +135,7 @@ class ServerSocket:
 
     def cut(self, peer: Peer) -> None:
         """End a peer's connection: no message is read from it or sent to it from now on."""
-        self._connections.end(peer.route)
-
-    def forgive_uncredited(self, peer: Peer) -> None:
-        """Count one payload less, because a peer has sent a request with credit."""
-        self._connections.forgive_uncredited(peer.route)
-
-    def count_uncredited(self, peer: Peer) -> int:
-        """Count a payload that a peer sent without credit; return its connection's count."""
-        return self._connections.count_uncredited(peer.route)
-
-    def connections_of(self, key: str) -> int:
-        """Return how many open connections a key has."""
-        return self._connections.number_of(key)
+        self.connections.end(peer.route)
 
     def ban(self, peer: Peer) -> None:
         """Give a peer's key no new connection for `idle` seconds; later bans are longer."""
@@ -180,11 +163,11 @@ class ServerSocket:
     def beat(self) -> None:
         """Read the keys that are trusted now, and end connections that stall."""
         self.look_at_keys()
-        self._connections.look()
+        self.connections.look()
 
     def close(self) -> None:
         """Close the socket; frames in its queue are sent for one more second."""
-        self._connections.close()
+        self.connections.close()
         self.socket.close(linger=1000)
         if self._authenticator is not None:
             self._authenticator.stop()

@@ -9,7 +9,6 @@ the payload, at most a knock. All calls to an end come from the thread that owns
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,29 +42,17 @@ class Reach(NamedTuple):
 
 @dataclass(eq=False)
 class Sending:
-    """A payload in transit, with its control message.
-
-    Attributes:
-        peer: the receiver.
-        message: the control message of the payload.
-        frames: frames to send with the message.
-        deadline: when the payload counts as lost, by the monotonic clock.
-        moving: whether the payload is still in transit.
-        notifies: whether the transport delivers the message with the payload, to a peer that polls.
-        error: why the payload did not arrive, or None.
-        started: when the transport began to send, by the monotonic clock.
-        told: whether the peer was told that a payload is in transit.
-    """
+    """A payload in transit, with its control message. Times are by the monotonic clock."""
 
     peer: Hashable
     message: bytes
-    frames: Sequence[Buffer]
-    deadline: float
-    moving: bool = False
-    notifies: bool = False
-    error: str | None = None
+    frames: Sequence[Buffer]  # sent with the message
+    deadline: float  # when the payload counts as lost
+    moving: bool = False  # whether the payload is still in transit
+    notifies: bool = False  # whether the message arrives with the payload, at a peer that polls
+    error: str | None = None  # why the payload did not arrive
     started: float = field(default_factory=time.monotonic)
-    told: bool = False
+    told: bool = False  # whether the peer was told that a payload is in transit
 
     def meanwhile(self) -> list[bytes]:
         """Return frames to send now, while the payload is in transit."""
@@ -81,35 +68,28 @@ class Sending:
         return [] if time.monotonic() < watched_until else [_KNOCK]
 
 
-class Transport(ABC):
-    """One end of a transport.
+class Transport:
+    """One end of a transport. Most methods are for one-sided writes and do nothing without."""
 
-    Attributes:
-        name: both sides choose the transport by this name.
-    """
+    name: TransportName  # both sides choose the transport by this name
 
-    name: TransportName
-
-    @abstractmethod
     def open(self, peer: Hashable, arena: int) -> Reach:
         """Reserve `arena` bytes for a peer's payloads if possible; return how to reach them.
 
         The bytes stay reserved until `close`.
         """
+        return Reach()
 
-    @abstractmethod
     def share(self, most: int) -> int:
         """Return how many bytes to reserve for a new peer, at most `most`: others need some too."""
+        return 0
 
-    @abstractmethod
     def connect(self, peer: Hashable, reach: Reach) -> None:
         """Remember how to reach a peer; raise a TransportError if `reach` is not valid."""
 
-    @abstractmethod
     def close(self, peer: Hashable) -> None:
         """Forget a peer, end transfers to it, and free the bytes that were reserved for it."""
 
-    @abstractmethod
     def begin(
         self,
         peer: Hashable,
@@ -122,24 +102,22 @@ class Transport(ABC):
 
         The buffers must not change until the payload has arrived.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def progress(self, sending: Sending) -> None:
         """Update `sending.moving` and `sending.error`."""
 
-    @abstractmethod
     def poll(self) -> list[tuple[Any, bytes]]:
         """Advance peers' writes, and return (peer, message) of those that have arrived."""
+        return []
 
-    @abstractmethod
     def hurry(self) -> None:
         """Shorten `patience` for a while: a peer's write may need this side to poll."""
 
-    @abstractmethod
     def patience(self) -> int:
         """Return the number of milliseconds until `poll` should be called again."""
+        return 1000
 
-    @abstractmethod
     def read(
         self, peer: Hashable, frames: Sequence[Frame], sizes: Sequence[int], place: int | None
     ) -> Sequence[Buffer]:
@@ -148,8 +126,8 @@ class Transport(ABC):
         The buffers are valid until their bytes are reused. A `place` outside of the bytes that are
         reserved for this peer raises a TransportError.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def shutdown(self) -> None:
         """Close all peers and free all memory."""
 
@@ -193,18 +171,6 @@ class Frames(Transport):
 
     name: TransportName = "zmq"
 
-    def open(self, peer: Hashable, arena: int) -> Reach:
-        return Reach()
-
-    def share(self, most: int) -> int:
-        return 0
-
-    def connect(self, peer: Hashable, reach: Reach) -> None:
-        pass
-
-    def close(self, peer: Hashable) -> None:
-        pass
-
     def begin(
         self,
         peer: Hashable,
@@ -214,18 +180,6 @@ class Frames(Transport):
         deadline: float,
     ) -> Sending:
         return Sending(peer, message, joined(parts), deadline)
-
-    def progress(self, sending: Sending) -> None:
-        pass
-
-    def poll(self) -> list[tuple[Any, bytes]]:
-        return []
-
-    def hurry(self) -> None:
-        pass
-
-    def patience(self) -> int:
-        return 1000
 
     def read(
         self, peer: Hashable, frames: Sequence[Frame], sizes: Sequence[int], place: int | None
@@ -240,6 +194,3 @@ class Frames(Transport):
             left = iter(frames)
             return [next(left) if size else b"" for size in sizes]
         return frames
-
-    def shutdown(self) -> None:
-        pass

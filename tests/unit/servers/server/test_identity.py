@@ -230,7 +230,7 @@ def test_many_connections_of_a_key_end_first(folder, tmp_path):
             socket.send(encode(Ping(1)))
             assert bound.socket.poll(20_000) and bound.receive() is not None
         bound.beat()
-        remaining = [x for x in bound._connections._by_descriptor.values() if not x.ended]
+        remaining = [x for x in bound.connections._by_descriptor.values() if not x.ended]
         keys = [x.peer.key for x in remaining]
         assert (keys.count(own.public.decode()), len(keys)) == (1, 16)
 

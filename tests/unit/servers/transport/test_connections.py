@@ -206,7 +206,7 @@ class EndlessEvents:
 
 def test_a_flood_of_connections_does_not_stall_the_server(bound, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(bound._connections, "_events", EndlessEvents())
+        patch.setattr(bound.connections, "_events", EndlessEvents())
         beat = threading.Thread(target=bound.beat, daemon=True)
         beat.start()
         beat.join(20)
@@ -264,7 +264,7 @@ def test_unfinished_messages_have_one_limit(small):
 
 def waiting_bytes(bound, key):
     """How many bytes of a key's connections the system holds until ZeroMQ's next turn."""
-    total, connections = 0, bound._connections
+    total, connections = 0, bound.connections
     for connection in connections._open_by_key()[key]:
         with connections._socket_of(connection.descriptor) as opened:
             found = fcntl.ioctl(opened, termios.FIONREAD, bytes(4))
@@ -300,7 +300,7 @@ def test_a_flood_waits_in_small_buffers(tmp_path, monkeypatch):
             return sent
 
         key = other.public.decode()
-        connections = bound._connections
+        connections = bound.connections
         monkeypatch.setattr(connections_module, "_SENDING_SECONDS", math.inf)
         while sum(x.sending > 0 for x in connections._by_descriptor.values()) < 16:
             flood()
