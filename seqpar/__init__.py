@@ -26,7 +26,7 @@ from seqpar.memory.checkpointing import SAVED_OPS, checkpoint, save_attention
 from seqpar.memory.offload import offload
 from seqpar.servers.cache.server_cache import ServerCache
 from seqpar.servers.pool.pool import ServerPool
-from seqpar.servers.wire.errors import ServersError
+from seqpar.servers.wire.request import ServersError
 from seqpar.simulate.recommendations.recommending import recommend
 from seqpar.softmax.compute.merge import merge
 from seqpar.softmax.module import Attention

@@ -3,6 +3,6 @@
 from seqpar.servers.cache.server_cache import ServerCache
 from seqpar.servers.check import known_task
 from seqpar.servers.pool.pool import ServerPool
-from seqpar.servers.wire.errors import ServersError
+from seqpar.servers.wire.request import ServersError
 
 __all__ = ["ServerCache", "ServerPool", "ServersError", "known_task"]

@@ -12,8 +12,7 @@ import torch
 from seqpar.layout.masks.mask import Slices
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server.compute import compute
-from seqpar.servers.wire.errors import ServersError
-from seqpar.servers.wire.request import Request
+from seqpar.servers.wire.request import Request, ServersError
 from seqpar.softmax.compute.call_options import CallOptions
 
 _ROWS, _HEADS, _DIM = 512, 4, 64

@@ -13,8 +13,8 @@ import zmq
 
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack
-from seqpar.servers.wire.errors import ServersError
 from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.request import ServersError
 from tests.support.requests import random_request
 from tests.support.servers import (
     QUICK,

@@ -1,9 +1,13 @@
-"""One layer of a cache: its rows in segments, and attention over them."""
+"""One layer of a cache: its rows in segments, which servers store, and attention over them."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +18,229 @@ from seqpar.comm.dtensor import HeadPlacement
 from seqpar.core.compiling import outside_graphs
 from seqpar.servers.cache.attend_options import AttendOptions
 from seqpar.servers.cache.recomputed_rows import RecomputedRows, Source
-from seqpar.servers.cache.segment import BegunStep, Query, Segment, SegmentServers
+from seqpar.servers.pool.cache_requests import CacheRequests, StepLostError
+from seqpar.servers.pool.connection import Answer, CachePlace
+from seqpar.servers.wire.codec import pack_step
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
+from seqpar.servers.wire.request import ServersError, received
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import Partial
 
+_MAX_MESSAGE_BYTES = 2**25  # of rows
+_AVOID_SECONDS = 5.0  # before a server that has lost a cache gets another one
+_RETRY_SECONDS = 0.02  # before servers are tried again, with `home=False`
+_cache_numbers = count(1)
+
+
+class Query(NamedTuple):
+    """Queries (B, T, Hq, D), the rows that they attend to, and the options of their scores."""
+
+    q: Tensor
+    seen: Seen
+    options: CallOptions
+
+
+class Held(NamedTuple):
+    """The rows of a segment that a server stores."""
+
+    place: CachePlace
+    number: int  # of the cache on that server
+    writes: int = 0  # the number of steps that the cache has had
+    rows: int = 0  # the number of first rows that equal this process's rows
+
+
+class BegunStep(NamedTuple):
+    """A step without an answer. After it, the server has the first `stop` rows."""
+
+    held: Held
+    stop: int
+    answer: Answer
+
+
+@dataclass(eq=False)
+class SegmentServers:
+    """The places of all segments of one cache."""
+
+    requests: CacheRequests
+    placed: dict[int, CachePlace] = field(default_factory=dict)  # by the segment's number
+    avoided: dict[str, float] = field(default_factory=dict)  # until when, by address
+    closed: bool = False  # then servers store nothing for the cache
+
+    def hold(self, nbytes: int) -> Held | None:
+        """Place an empty segment on the server with the most room; None if none has room."""
+        if self.closed:
+            if not self.requests.options.has_home:
+                raise ServersError("the cache was closed before a step had its result")
+            return None
+        now = time.monotonic()
+        place = self.requests.place(nbytes, {x for x, end in self.avoided.items() if end > now})
+        if place is None and not self.requests.options.has_home:
+            place = self.requests.place(nbytes, ())  # better than none
+        if place is None:
+            return None
+        held = Held(place, next(_cache_numbers))
+        self.placed[held.number] = place
+        return held
+
+    def forget(self, number: int) -> None:
+        """Free a segment on its server, if the server still has it."""
+        if (place := self.placed.pop(number, None)) is not None:
+            self.requests.forget(place, number)
+
+    def forget_all(self) -> None:
+        """Free all segments on their servers, and do not place any more."""
+        self.closed = True
+        for number in list(self.placed):
+            self.forget(number)
+
+    def avoid(self, place: CachePlace) -> None:
+        """Place no segment on a server for 5 s."""
+        self.avoided[place.address] = time.monotonic() + _AVOID_SECONDS
+
+
+class Segment:
+    """Consecutive rows of a layer's keys and values.
+
+    `write` and `truncate` set the rows; `begin` and `finish` ask for attention over them. From the
+    start of a step until its answer, the server's rows count as lost. So a failed step never leaves
+    rows that this process takes for others.
+    """
+
+    def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:
+        """`own_rows` has the rows that a server lacks."""
+        self.length = 0
+        self._servers, self._own_rows = servers, own_rows
+        self._held: Held | None = None
+
+    @property
+    def held(self) -> tuple[str, int] | None:
+        """The address of the server that stores it, and the bytes there, or None."""
+        if self._held is None:
+            return None
+        return self._held.place.address, self._own_rows.shape.nbytes(self._held.rows)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Replace all rows after the first `start` with these (B, rows, Hkv, D and Dv)."""
+        stop = start + k.shape[1]
+        self._own_rows.reserve(stop)
+        self.truncate(start)
+        self._own_rows.write(start, k, v)
+        self.length = stop
+
+    def truncate(self, length: int) -> None:
+        """Drop all rows except the first `length`."""
+        self.length = min(self.length, length)
+        if self._held is not None and self._held.rows > length:
+            self._held = self._held._replace(rows=length)
+
+    @property
+    def lacks(self) -> bool:
+        """Whether no server is known to have all rows."""
+        return self.length > (0 if self._held is None else self._held.rows)
+
+    def forget(self) -> None:
+        """Free the segment's rows on its server."""
+        if self._held is not None:
+            self._servers.forget(self._held.number)
+            self._held = None
+
+    def drop(self, begun: BegunStep) -> None:
+        """Cancel a step, and give up the server's rows."""
+        begun.answer.cancel()  # first, so that a step that was not sent yet is not sent
+        self._servers.forget(begun.held.number)
+
+    def begin(self, query: Query) -> BegunStep | None:
+        """Ask its server, and send the rows that it lacks, if they fit into one message."""
+        held = self._held
+        if held is None or self.length - held.rows > self._rows_at_once(held.place):
+            return None
+        return self._ask(held, self.length, query)
+
+    def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
+        """Return out and lse in fp32 (fp64 for fp64), from a server or from this process.
+
+        If the rows were lost, any server first gets them again.
+        """
+        result = self._result(query, begun)
+        self._own_rows.settle()
+        return result
+
+    def _result(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
+        start, reason = time.monotonic(), "no server has room for a cache"
+        if begun is not None:
+            try:
+                return self._answer(begun)
+            except StepLostError as error:
+                reason = str(error)
+        options = self._servers.requests.options
+        while True:
+            held = self._held or self._servers.hold(self._own_rows.nbytes)
+            if held is not None:
+                try:
+                    return self._fill(held, query)
+                except StepLostError as error:
+                    reason = str(error)
+            waited = time.monotonic() - start
+            if options.has_home and (held is None or waited > options.deadlines.hedge):
+                return self._compute(query)
+            if waited > options.deadlines.give_up:
+                raise ServersError(f"a step has no result after {waited:.0f} s: {reason}")
+            time.sleep(0.0 if options.has_home else _RETRY_SECONDS)
+
+    def _fill(self, held: Held, query: Query) -> tuple[Tensor, ...]:
+        """Send all rows that a server lacks, in several messages if necessary, and ask it."""
+        nothing = query._replace(q=query.q[:, :0])
+        most = self._rows_at_once(held.place)
+        while self.length - held.rows > most:
+            self._answer(self._ask(held, held.rows + most, nothing))
+            assert self._held is not None
+            held = self._held
+        return self._answer(self._ask(held, self.length, query))
+
+    def _ask(self, held: Held, stop: int, query: Query) -> BegunStep:
+        """Ask a server, and send the rows that it lacks up to `stop`."""
+        self._held, q = None, query.q
+        try:
+            operands = q, *self._own_rows.read(held.rows, stop)
+            packed = pack_step(*held[1:], operands, query.seen, query.options)
+            requests, cost = self._servers.requests, self._cost(q)
+            return BegunStep(held, stop, requests.submit(held.place, packed, q.device, cost))
+        except BaseException:
+            self._servers.forget(held.number)
+            raise
+
+    def _answer(self, begun: BegunStep) -> tuple[Tensor, ...]:
+        """Wait for a server's answer. The server then has the rows that it was sent."""
+        held = begun.held
+        try:
+            result = received(begun.answer)
+        except BaseException as error:
+            self._servers.forget(held.number)
+            if isinstance(error, StepLostError) and error.blame:
+                self._servers.avoid(held.place)
+            raise
+        self._held = held._replace(writes=held.writes + 1, rows=begun.stop)
+        return result
+
+    def _compute(self, query: Query) -> tuple[Tensor, ...]:
+        """Compute it in this process."""
+        if query.q.numel():
+            self._servers.requests.count_at_home(self._cost(query.q))
+        return self._own_rows.attend(query.q, self.length, query.seen, query.options)
+
+    def _cost(self, q: Tensor) -> int:
+        """Return the work of queries in the unit of `Request.work`."""
+        shape = self._own_rows.shape
+        return q.shape[:3].numel() * self.length * (shape.dim + shape.value_dim)
+
+    def _rows_at_once(self, place: CachePlace) -> int:
+        """Return how many rows one message to a server may have."""
+        shape, most = self._own_rows.shape, min(place.bytes // 2, _MAX_MESSAGE_BYTES)
+        return max(1, min(place.tokens // shape.batch, most // shape.row_bytes))
+
 
 class LayerCache:
-    """A layer's rows, in segments of `rows_per_segment` rows.
-
-    Attributes:
-        length: the number of rows.
-        batched: whether its tensors have a batch dimension.
-        is_busy: whether an answer is being computed.
-    """
+    """A layer's rows, in segments of `rows_per_segment` rows."""
 
     def __init__(
         self,
@@ -40,8 +253,8 @@ class LayerCache:
         """`source` computes lost rows again; without it, this process keeps a copy of all rows."""
         self.shape = shape
         self.length = 0
-        self.batched = batched
-        self.is_busy = False
+        self.batched = batched  # whether its tensors have a batch dimension
+        self.is_busy = False  # whether an answer is being computed
         self.segments: list[Segment] = []
         self._servers, self._rows_per_segment, self._source = servers, rows_per_segment, source
 

@@ -74,13 +74,11 @@ class ServerCache:
     ) -> None:
         if not isinstance(pool, ServerPool):
             raise ValueError(f"pool must be a seqpar.ServerPool, got {shown(pool)}")
-        from seqpar.servers.cache.segment import (
-            SegmentServers,  # needs the packages of a pool
-        )
+        from seqpar.servers.cache.layer_cache import SegmentServers  # needs a pool's packages
 
         requests = pool.dispatcher().cache_requests
-        if requests.sample:
-            reason = f"caches are not checked, got {requests.sample}"
+        if sample := requests.options.sample:
+            reason = f"caches are not checked, got {sample}"
             raise ValueError(f"pool must have sample=0: {reason}")
         if not (rebuild is None or callable(rebuild)):
             raise ValueError(f"rebuild must be a function or None, got {shown(rebuild)}")

@@ -12,10 +12,21 @@ from seqpar.servers.pool.inbox import Inbox
 from seqpar.servers.pool.known_servers import KnownServers
 from seqpar.servers.pool.local_worker import LocalWorker
 from seqpar.servers.wire.codec import Packed
-from seqpar.servers.wire.errors import ServersError, StepLostError
 from seqpar.servers.wire.limits import PoolOptions
+from seqpar.servers.wire.request import ServersError
 
 _MAX_STEPS_AT_ONCE = 2**20  # per server, unless it gives fewer credits
+
+
+class StepLostError(Exception):
+    """A cache was lost, or its server did not answer. The cache's code catches this error.
+
+    `blame` is whether a server that is still connected is at fault.
+    """
+
+    def __init__(self, reason: str, blame: bool) -> None:
+        super().__init__(reason)
+        self.blame = blame
 
 
 class CacheRequests:
@@ -24,11 +35,6 @@ class CacheRequests:
     A lost step raises a StepLostError in its caller's thread, which can build the cache again. Any
     thread may call `place`, `submit`, `forget` and `count_at_home`; the pool's thread makes all
     other calls.
-
-    Attributes:
-        deadlines: of the pool; a step without a result after `request` seconds is lost.
-        has_home: whether this process computes what no server does.
-        sample: the number of rows of each result that this process checks.
     """
 
     def __init__(
@@ -41,9 +47,7 @@ class CacheRequests:
         give_up: Callable[[PendingWork, BaseException], None],
     ) -> None:
         """`send` and `give_up` are the dispatcher's."""
-        self.deadlines = options.deadlines
-        self.has_home = options.has_home
-        self.sample = options.sample
+        self.options = options
         self._servers, self._inbox, self._local_worker = servers, inbox, local_worker
         self._send, self._give_up = send, give_up
         self._waiting: deque[PendingWork] = deque()
@@ -56,9 +60,7 @@ class CacheRequests:
 
     def submit(self, place: CachePlace, packed: Packed, device: torch.device, cost: int) -> Answer:
         """Send a step to its cache; return the future of (out, lse)."""
-        work = PendingWork(None, packed, device, cost, place)
-        self._inbox.put(work)
-        return work.future
+        return self._inbox.put(PendingWork(None, packed, device, cost, place))
 
     def forget(self, place: CachePlace, cache: int) -> None:
         """Free a cache on its server, if the pool still has a connection to it."""
@@ -104,7 +106,7 @@ class CacheRequests:
 
     def check_deadline(self, work: PendingWork, now: float) -> None:
         """Lose a step that has waited for too long."""
-        waited, limit = now - work.submitted, self.deadlines.request
+        waited, limit = now - work.submitted, self.options.deadlines.request
         if waited > limit and waited > (limit := limit + self._servers.allowance(work)):
             work.reason = f"no answer within {limit:.3g} s"
             self.lose(work)

@@ -60,55 +60,32 @@ _PIECE_SECONDS = 0.25  # that one frame of a payload should need
 
 
 class CachePlace(NamedTuple):
-    """The server and lease under which a cache is stored.
-
-    Attributes:
-        address: of the server.
-        generation: of the lease. A server that was restarted grants another one.
-        tokens, bytes: the largest request that the server accepts.
-    """
+    """The server and lease under which a cache is stored."""
 
     address: str
-    generation: int
-    tokens: int
-    bytes: int
+    generation: int  # of the lease; a server that was restarted grants another one
+    tokens: int  # of the largest request that the server accepts
+    bytes: int  # of the largest request, or result
 
 
 @dataclass(eq=False)
 class PendingWork:
-    """A task or a cache step without a result.
+    """A task or a cache step without a result. Times are on the monotonic clock."""
 
-    Attributes:
-        request: the task; None for a cache step.
-        packed: the message that is sent.
-        device: where the result is returned.
-        cost: its work, in the unit of `Request.work`.
-        place: for a cache step, the only place where it can be computed; None for a task.
-        future: resolved by the first answer.
-        submitted: when it was submitted, on the monotonic clock.
-        attempts: attempts that the servers may still answer.
-        avoid: addresses of the servers that failed to compute it.
-        failures: the number of attempts that servers failed.
-        reason: why the last attempt failed.
-        hedged: whether a second server was asked while the first was still computing.
-        at_home: whether this process computes it or has computed it.
-        passing: seconds that payloads of an ended attempt may have spent on the network.
-    """
-
-    request: Request | None
+    request: Request | None  # the task; None for a cache step
     packed: Packed
-    device: torch.device
-    cost: int
-    place: CachePlace | None = None
-    future: Answer = field(default_factory=Future)
+    device: torch.device  # where the result is returned
+    cost: int  # its work, in the unit of `Request.work`
+    place: CachePlace | None = None  # for a cache step, the only place that can compute it
+    future: Answer = field(default_factory=Future)  # resolved by the first answer
     submitted: float = field(default_factory=time.monotonic)
-    attempts: list[Attempt] = field(default_factory=list)
-    avoid: set[str] = field(default_factory=set)
-    failures: int = 0
-    reason: str = "no server was ready"
-    hedged: bool = False
-    at_home: bool = False
-    passing: float = 0.0
+    attempts: list[Attempt] = field(default_factory=list)  # that the servers may still answer
+    avoid: set[str] = field(default_factory=set)  # addresses of servers that failed to compute it
+    failures: int = 0  # of attempts, by servers
+    reason: str = "no server was ready"  # why the last attempt failed
+    hedged: bool = False  # whether a second server was asked while the first was still computing
+    at_home: bool = False  # whether this process computes it or has computed it
+    passing: float = 0.0  # seconds that payloads of an ended attempt may have spent on the network
 
     @classmethod
     def of(cls, request: Request) -> PendingWork:
@@ -129,22 +106,15 @@ class PendingWork:
 
 @dataclass(eq=False)
 class Attempt:
-    """A task or step that was sent to one server.
-
-    Attributes:
-        number: the request number on this connection.
-        place, result_place: offsets in the server's arena and in ours, or None for frames.
-        started: when it was sent, on the monotonic clock.
-        late: whether it was given up. The server may still answer, and its places stay taken.
-    """
+    """A task or step that was sent to one server."""
 
     work: PendingWork
     connection: ServerConnection
-    number: int
-    place: int | None = None
-    result_place: int | None = None
-    started: float = field(default_factory=time.monotonic)
-    late: bool = False
+    number: int  # of the request on this connection
+    place: int | None = None  # the offset in the server's arena; None for frames
+    result_place: int | None = None  # the offset in ours
+    started: float = field(default_factory=time.monotonic)  # when it was sent
+    late: bool = False  # given up; the server may still answer, and the places stay taken
 
     @property
     def payload_bytes(self) -> int:
@@ -155,32 +125,18 @@ class Attempt:
 
 @dataclass(eq=False)
 class PoolEndpoint:
-    """The client side of a pool, shared by all of its connections.
+    """The client side of a pool, shared by all of its connections."""
 
-    Attributes:
-        name: of this pool, unique among all processes.
-        keys: the client's keys, or None.
-        transports: this process's end of each transport, the preferred one first.
-        connect_seconds: the deadline of a handshake, and of a server's sign of life.
-        writes_afar: whether one-sided writes may leave Unix sockets.
-    """
-
-    name: str
+    name: str  # unique among all processes
     keys: CurveKeys | None
-    transports: dict[TransportName, Transport]
-    connect_seconds: float
-    writes_afar: bool
+    transports: dict[TransportName, Transport]  # the preferred one first
+    connect_seconds: float  # the deadline of a handshake, and of a server's sign of life
+    writes_afar: bool  # whether one-sided writes may leave Unix sockets
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
     poller: zmq.Poller = field(default_factory=zmq.Poller)
 
     def __post_init__(self) -> None:
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-
-    def transports_to(self, address: str) -> dict[TransportName, Transport]:
-        transports = dict(self.transports)
-        if not (self.writes_afar or is_own(address)):
-            transports.pop("nixl", None)
-        return transports
 
     def close(self) -> None:
         for transport in self.transports.values():
@@ -190,35 +146,24 @@ class PoolEndpoint:
 
 @dataclass(eq=False)
 class _Session:
-    """State that begins with a handshake and ends when the connection is lost.
+    """State that begins with a handshake and ends when the connection is lost."""
 
-    Attributes:
-        transport: carries payloads; frames until the server's welcome names another one.
-        own_arena, server_arena: the memory that each side lets the other write to.
-        generation, credits, max_tokens, max_bytes, secret: of the server's welcome.
-        bytes_per_second: the measured rate of payloads.
-        sendings: payloads on their way.
-        written: messages that the server wrote directly, not yet read.
-        last_was_brief: whether the last result took so little time that the server now looks for
-            our next write without being woken.
-        look_until: until when this side looks for a direct reply without being woken.
-        server_looks_until: until when the server looks for a direct request without being woken.
-    """
-
-    transport: Transport
-    own_arena: Arena = field(default_factory=lambda: Arena(0))
-    server_arena: Arena = field(default_factory=lambda: Arena(0))
+    transport: Transport  # of payloads; frames until the server's welcome names another one
+    own_arena: Arena = field(default_factory=lambda: Arena(0))  # to which the server may write
+    server_arena: Arena = field(default_factory=lambda: Arena(0))  # to which this side may write
     generation: int = 0
     credits: int = 0
     max_tokens: int = 0
     max_bytes: int = 0
     secret: bytes = bytes(SECRET_BYTES)
-    bytes_per_second: float = 0.0
+    bytes_per_second: float = 0.0  # the measured rate of payloads
     sendings: list[Sending] = field(default_factory=list)
-    written: deque[bytes] = field(default_factory=deque)
+    written: deque[bytes] = field(default_factory=deque)  # by the server directly, not yet read
+    # Whether the last result took so little time that the server now looks for our next write
+    # without being woken.
     last_was_brief: bool = False
-    look_until: float = 0.0
-    server_looks_until: float = 0.0
+    look_until: float = 0.0  # until then this side looks for direct replies without being woken
+    server_looks_until: float = 0.0  # until then the server looks for direct requests
 
 
 class ServerConnection:
@@ -229,35 +174,25 @@ class ServerConnection:
     so these never wait for a payload. A connection that is lost is made again after a pause.
 
     Not thread-safe: the pool's thread makes every call.
-
-    Attributes:
-        state: "ready" if the server accepts tasks; "connecting" also after the connection was lost.
-        reason: why the server is not ready, or "".
-        device: the server's hardware, as `hardware_of` describes it.
-        attempts: what the server has not answered yet, by request number.
-        rate: work per second that the server computes, or None before its first result.
-        blocked_until: when the server may be asked again after a busy reply.
-        last_result: when its last result arrived, on the monotonic clock.
-        tasks, work: results that were used, and their work.
-        cache_room: bytes that are free for caches, as the server last reported.
-        lost: how often the connection was lost.
     """
 
     def __init__(self, address: str, endpoint: PoolEndpoint) -> None:
         self.address = address
-        self.state: State = "connecting"
-        self.reason = "it has not answered yet"
-        self.device = ""
-        self.attempts: dict[int, Attempt] = {}
-        self.rate: float | None = None
-        self.blocked_until = 0.0
-        self.last_result = 0.0
-        self.tasks = 0
-        self.work = 0
-        self.lost = 0
-        self.cache_room = 0
+        self.state: State = "connecting"  # also after the connection was lost
+        self.reason = "it has not answered yet"  # why it is not ready, or ""
+        self.device = ""  # the server's hardware, as `hardware_of` describes it
+        self.attempts: dict[int, Attempt] = {}  # without an answer, by request number
+        self.rate: float | None = None  # work per second, after the first result
+        self.blocked_until = 0.0  # when it may be asked again after a busy reply
+        self.last_result = 0.0  # when its last result arrived, on the monotonic clock
+        self.tasks = 0  # results that were used
+        self.work = 0  # of these results
+        self.lost = 0  # how often the connection was lost
+        self.cache_room = 0  # bytes that are free for caches, as the server last reported
         self._endpoint = endpoint
-        self._transports = endpoint.transports_to(address)
+        self._transports = dict(endpoint.transports)
+        if not (endpoint.writes_afar or is_own(address)):
+            self._transports.pop("nixl", None)
         self._frames = Frames()
         self._session = _Session(self._frames)
         self._last_number = 0
@@ -378,8 +313,7 @@ class ServerConnection:
     ) -> list[Tensor]:
         """Return copies of a result's tensors and finish the attempt.
 
-        Raises:
-            RequestError, TransportError: if the payload is damaged or not where it should be.
+        If the payload is damaged or not where it should be, raise a RequestError or TransportError.
         """
         session, payload = self._session, attempt.work.packed.form.result
         session.last_was_brief = result.watching > 0
@@ -405,8 +339,7 @@ class ServerConnection:
     def count(self, attempt: Attempt, now: float) -> None:
         """Update the server's rate after a result."""
         work = attempt.work.cost
-        seconds = max(1e-6, now - max(attempt.started, self.last_result))
-        rate = max(work, 1) / seconds
+        rate = max(work, 1) / max(1e-6, self.waited(attempt, now))
         before = rate if self.rate is None else self.rate
         self.rate = before + _RATE_SMOOTHING * (rate - before)
         self.last_result = now
@@ -469,9 +402,7 @@ class ServerConnection:
         """Return the next message for the pool and its frames, or None.
 
         Handles messages about the connection itself. The socket is read only if it is readable.
-
-        Raises:
-            ProtocolError: if the connection must be given up.
+        A ProtocolError says that the connection must be given up.
         """
         if readable:
             self._read_pulse()
@@ -484,7 +415,8 @@ class ServerConnection:
             if isinstance(message, protocol.Welcome):
                 self._welcome(message)
             elif isinstance(message, protocol.Refused):
-                self._refuse(message.reason)
+                self.state, self.reason = "refused", message.reason
+                self._next_handshake = time.monotonic() + _MAX_RETRY_SECONDS
             elif isinstance(message, protocol.Knock):
                 if message.under_way:
                     self._session.transport.hurry()
@@ -623,10 +555,6 @@ class ServerConnection:
         self.state, self.reason = "ready", ""
         self._retry_seconds = _RETRY_SECONDS
         self.last_result, self.blocked_until = time.monotonic(), 0.0
-
-    def _refuse(self, reason: str) -> None:
-        self.state, self.reason = "refused", reason
-        self._next_handshake = time.monotonic() + _MAX_RETRY_SECONDS
 
     def _give_sign_of_life(self, now: float) -> None:
         ping = protocol.Ping(self._session.generation)

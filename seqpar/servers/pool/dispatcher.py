@@ -31,11 +31,10 @@ from seqpar.servers.transport.choose import open_transports, own_name, transport
 from seqpar.servers.transport.curve_keys import client_keys
 from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
-from seqpar.servers.wire.errors import ServersError
 from seqpar.servers.wire.limits import PoolOptions
 from seqpar.servers.wire.payload import Frame, RequestError
 from seqpar.servers.wire.protocol import ProtocolError
-from seqpar.servers.wire.request import Request
+from seqpar.servers.wire.request import Request, ServersError
 
 _BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1  # between two looks at deadlines
 _MAX_FAILURES = 3  # of a task, where this process does not compute
@@ -73,16 +72,7 @@ def start_dispatcher(
 
 
 class Dispatcher(threading.Thread):
-    """Sends the tasks that other threads `submit`, and makes all calls of the connections.
-
-    Attributes:
-        options: of the pool.
-        servers: the connections to servers.
-        local_worker: computes tasks in this process.
-        inbox: work and calls from other threads.
-        cache_requests: the steps of caches.
-        discovery: watches for servers that join or leave.
-    """
+    """Sends the tasks that other threads `submit`, and makes all calls of the connections."""
 
     discovery: Discovery | None = None
 
@@ -108,9 +98,7 @@ class Dispatcher(threading.Thread):
     # --- Calls from other threads ---
 
     def submit(self, request: Request) -> Answer:
-        work = PendingWork.of(request)
-        self.inbox.put(work)
-        return work.future
+        return self.inbox.put(PendingWork.of(request))
 
     def serve_at(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on, and no others."""
@@ -228,13 +216,12 @@ class Dispatcher(threading.Thread):
         attempt = connection.attempts.get(getattr(message, "request", -1))
         if attempt is None:
             return  # it was answered before
-        now = time.monotonic()
         if isinstance(message, protocol.Result):
-            self._handle_result(connection, attempt, message, frames)
+            self._handle_result(attempt, message, frames)
             return
         connection.finish(attempt)
         if isinstance(message, protocol.Busy):
-            connection.block(message.after, now)
+            connection.block(message.after, time.monotonic())
             self._retry(attempt, "it is busy", blame=False)
         elif isinstance(message, protocol.Failed):
             self._retry(attempt, message.reason)
@@ -242,20 +229,16 @@ class Dispatcher(threading.Thread):
             self._retry(attempt, "it has lost the cache")
 
     def _handle_result(
-        self,
-        connection: ServerConnection,
-        attempt: Attempt,
-        result: protocol.Result,
-        frames: list[Frame],
+        self, attempt: Attempt, result: protocol.Result, frames: list[Frame]
     ) -> None:
         now, work = time.monotonic(), attempt.work
         try:
-            tensors = connection.take_result(attempt, result, frames)
+            tensors = attempt.connection.take_result(attempt, result, frames)
         except (RequestError, TransportError) as error:
             self._retry(attempt, str(error))
             return
         if work.place is None:  # the cost of a step does not predict its time
-            connection.count(attempt, now)
+            attempt.connection.count(attempt, now)
             self._stragglers.count(work.cost, now - attempt.started)
         if self.options.sample and not work.settled:
             self.local_worker.examine(attempt, tensors, self.options.sample)

@@ -20,21 +20,16 @@ _RATE_SMOOTHING = 0.3  # weight of the last task in the rate
 
 
 class LocalWorker:
-    """Computes tasks one after another in one thread.
-
-    Attributes:
-        examined: attempts, their results, and whether the results are right.
-        tasks, work: results that were used, and their work.
-        device: the hardware of the last task, as `hardware_of` describes it, or "".
-    """
+    """Computes tasks one after another in one thread."""
 
     def __init__(self, on_done: Callable[[], None], depth: int) -> None:
         """While servers are ready, it takes at most `depth` tasks at a time."""
         self._done: deque[tuple[PendingWork, Outcome]] = deque()
+        # Attempts, their results, and whether the results are right.
         self.examined: deque[tuple[Attempt, list[Tensor], bool]] = deque()
-        self.tasks = 0
-        self.work = 0
-        self.device = ""
+        self.tasks = 0  # results that were used
+        self.work = 0  # of these results
+        self.device = ""  # the hardware of the last task, as `hardware_of` describes it
         self._on_done, self._depth = on_done, depth
         self._unfinished: list[PendingWork] = []
         self._rate: float | None = None  # work per second

@@ -15,9 +15,8 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import as_bool, as_float, as_int, as_path, shown
 from seqpar.servers.pool.report import PoolReport
-from seqpar.servers.wire.errors import ServersError
 from seqpar.servers.wire.limits import Deadlines, PoolOptions
-from seqpar.servers.wire.request import Request
+from seqpar.servers.wire.request import Request, ServersError
 
 if TYPE_CHECKING:
     from seqpar.servers.pool.dispatcher import Dispatcher

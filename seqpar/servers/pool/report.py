@@ -57,27 +57,15 @@ class PoolReport:
     waiting: int
 
     @classmethod
-    def of(
-        cls,
-        servers: Sequence[ServerConnection],
-        local_worker: LocalWorker,
-        retried: int,
-        hedged: int,
-        wasted: int,
-        waiting: int,
-    ) -> PoolReport:
-        total = max(1, sum(x.work for x in servers) + local_worker.work)
-        rows = [
-            ServerReport(
-                x.address, x.state, x.transport, x.device, x.reason, x.tasks, x.work / total, x.lost
-            )
-            for x in servers
-        ]
-        share = local_worker.work / total
-        rows.append(
-            ServerReport(HOME, HOME, "", local_worker.device, "", local_worker.tasks, share, 0)
-        )
-        return cls(tuple(rows), retried, hedged, wasted, waiting)
+    def of(cls, servers: Sequence[ServerConnection], home: LocalWorker, *counts: int) -> PoolReport:
+        """Make a report; `counts` are its fields from `retried` on."""
+        total = max(1, sum(x.work for x in servers) + home.work)
+        rows = []
+        for x in servers:
+            state = x.state, x.transport, x.device, x.reason
+            rows.append(ServerReport(x.address, *state, x.tasks, x.work / total, x.lost))
+        rows.append(ServerReport(HOME, HOME, "", home.device, "", home.tasks, home.work / total, 0))
+        return cls(tuple(rows), *counts)
 
     def __str__(self) -> str:
         width = max(len(x.address) for x in self.servers)

@@ -1,4 +1,4 @@
-"""A request: one task of attention that any process can compute."""
+"""A request: one task of attention that any process can compute, and the error of its answer."""
 
 from __future__ import annotations
 
@@ -115,6 +115,10 @@ class Request:
         table = np.concatenate([slices.q_rows, slices.k_rows, slices.bands], axis=1)
         arrays = (table.astype(np.int64), slices.q_positions, slices.k_positions)
         return [torch.from_numpy(np.array(array, order="C")) for array in arrays]
+
+
+class ServersError(RuntimeError):
+    """No server computed a task within its deadline, and the pool has `home=False`."""
 
 
 def received(answer: Future[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

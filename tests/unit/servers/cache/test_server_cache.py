@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Shard
 import seqpar
 from seqpar import Layout, ServerCache, ServersError
 from seqpar.servers.cache import segment as segments
+from seqpar.servers.pool.cache_requests import StepLostError
 from seqpar.servers.server import caches, results
 from seqpar.servers.server.caches import CacheStep
 from seqpar.servers.server.server import Server
 from seqpar.servers.server.worker import Worker
 from seqpar.servers.transport.one_sided import available
-from seqpar.servers.wire.errors import StepLostError
 from seqpar.servers.wire.limits import Limits
 from tests.support import special_values
 from tests.support.cases import module

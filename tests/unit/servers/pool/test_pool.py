@@ -16,8 +16,8 @@ from seqpar.servers.server import server as server_module
 from seqpar.servers.server import worker
 from seqpar.servers.server.compute import hardware_of
 from seqpar.servers.transport.one_sided import available
-from seqpar.servers.wire.errors import ServersError
 from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.request import ServersError
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
 from tests.support.servers import Gate, Slow, connect, running, same, wait_until
