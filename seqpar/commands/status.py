@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from seqpar.commands import add_servers, seconds
-from seqpar.servers.server.counters import COLUMNS
+from seqpar.servers.server.counters import HEADINGS, cells
 from seqpar.servers.status_client import ask
 from seqpar.servers.wire.protocol import ProtocolError
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table of servers. Returns 1 if a server does not answer."""
-    heading = ["address", *(heading for heading, _ in COLUMNS), "state"]
+    heading = ["address", *HEADINGS, "state"]
     rows, failed = [heading], False
     for address in arguments.addresses:
         try:
@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
             failed = True
             continue
         state = "draining" if status.draining else f"ready on {status.device}"
-        rows.append([address, *(cell(status) for _, cell in COLUMNS), state])
+        rows.append([address, *cells(status), state])
     widths = [max(len(row[i]) for row in rows if row[-1] or not i) for i in range(len(heading) - 1)]
     for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(n) for cell, n in zip(row[1:-1], widths[1:], strict=True)]
-        print("  ".join([*cells, row[-1]]))
+        padded = [row[0].ljust(widths[0])]
+        padded += [cell.rjust(n) for cell, n in zip(row[1:-1], widths[1:], strict=True)]
+        print("  ".join([*padded, row[-1]]))
     return int(failed)

@@ -45,12 +45,22 @@ def connect(*addresses, transports=("zmq",), deadlines=(), **options):
     return ServerPool.connect(addresses, transports=transports, deadlines=within, **options)
 
 
+class ComputingThreads:
+    """The threads that compute a server's short tasks, which it starts when it needs them."""
+
+    def __init__(self, receiving, worker):
+        self.receiving, self.worker = receiving, worker
+
+    def __contains__(self, thread):
+        return thread in (self.receiving, *self.worker._threads[False].threads)
+
+
 @contextlib.contextmanager
 def running(address, **options):
     """A server in a thread; it must have ended when it should. `threads` are those that compute."""
     server = Server(address, **{"transports": ["zmq"]} | options)
     thread = threading.Thread(target=server.run, daemon=True)
-    server.threads = (thread, server._worker)
+    server.threads = ComputingThreads(thread, server._worker)
     thread.start()
     try:
         yield server

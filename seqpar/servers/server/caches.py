@@ -31,41 +31,24 @@ class CacheLost(RequestError):
 
 @dataclass(eq=False)
 class ClientCache:
-    """Keys and values of one client.
-
-    Attributes:
-        pages: the rows.
-        length: number of rows after all accepted steps are computed.
-        writes: number of accepted steps.
-        done: number of computed steps.
-    """
+    """Keys and values of one client."""
 
     pages: Pages
-    length: int = 0
-    writes: int = 0
-    done: int = 0
+    length: int = 0  # rows after all accepted steps are computed
+    writes: int = 0  # accepted steps
+    done: int = 0  # computed steps
 
 
 @dataclass(eq=False)
 class CacheStep:
-    """An accepted step, which is computed after all earlier steps of its client.
-
-    Attributes:
-        cache: the cache that the step continues.
-        number: the step's number in its cache, from 0.
-        start: the cache row of the first new key.
-        length: number of cache rows after the step.
-        q, k, v: queries, and the new keys and values.
-        seen: the rows to which the queries attend.
-        options: scale, softcap and backend.
-    """
+    """An accepted step, which is computed after all earlier steps of its client."""
 
     cache: ClientCache
-    number: int
-    start: int
-    length: int
+    number: int  # of the step in its cache, from 0
+    start: int  # the cache row of the first new key
+    length: int  # cache rows after the step
     q: Tensor
-    k: Tensor
+    k: Tensor  # the new keys
     v: Tensor
     seen: Seen
     options: CallOptions
@@ -94,11 +77,7 @@ class CacheStep:
 
 
 class Caches:
-    """The caches of a server, by client and number. One thread makes all calls.
-
-    Attributes:
-        nbytes: bytes of all caches.
-    """
+    """The caches of a server, by client and number. One thread makes all calls."""
 
     def __init__(self, most: int, device: torch.device, backend: str) -> None:
         """`most` is the most bytes that all caches may take."""
@@ -110,11 +89,6 @@ class Caches:
 
     def __len__(self) -> int:
         return sum(map(len, self._caches.values()))
-
-    @property
-    def room(self) -> int:
-        """The number of bytes that all caches may still take."""
-        return self._most - self.nbytes
 
     def room_of(self, key: str, shared: bool) -> int:
         """Return how many more bytes a key's caches may take; `shared` is as in `admit`."""

@@ -46,39 +46,24 @@ _MAX_OVERTAKING = 1024  # requests that may arrive before an earlier one
 
 @dataclass(eq=False)
 class ClientConnection:
-    """One client: its connection and key, its lease, its payload channel and its bytes.
-
-    Attributes:
-        peer: the connection, and the key that authenticated it.
-        transport: carries its payloads.
-        credits: requests that it may have in flight.
-        generation: of the lease; every message must carry it.
-        secret: 128 random bits that every message must carry.
-        seen: when its last message arrived, on the monotonic clock.
-        jobs: its requests that have no answer yet, by number.
-        leaving: bytes and trackers of results in the socket's queue, which count until they leave.
-        untracked: bytes of small results that entered the queue after the last tracker.
-        kept: slices of its last tasks.
-        reading: the number of jobs whose payloads another thread still reads.
-        watched_until: until when it looks for direct replies without being woken.
-        ended: whether the lease has ended.
-        pulse: its second connection, which carries signs of life, or None.
-    """
+    """One client: its connection and key, its lease, its payload channel and its bytes."""
 
     peer: Peer
-    transport: Transport
-    credits: int
+    transport: Transport  # of its payloads
+    credits: int  # requests that it may have in flight
+    # Every message must carry the generation and the secret of the lease.
     generation: int = field(default_factory=lambda: 1 + secrets.randbelow(2**62 - 1))
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
-    seen: float = field(default_factory=time.monotonic)
-    jobs: dict[int, ComputeJob] = field(default_factory=dict)
+    seen: float = field(default_factory=time.monotonic)  # when its last message arrived
+    jobs: dict[int, ComputeJob] = field(default_factory=dict)  # without an answer, by number
+    # Bytes and trackers of results in the socket's queue, which count until they leave.
     leaving: list[tuple[int, list[zmq.MessageTracker]]] = field(default_factory=list)
-    untracked: int = 0
-    kept: KeptSlices = field(default_factory=KeptSlices)
-    reading: int = 0
-    watched_until: float = 0.0
+    untracked: int = 0  # bytes of small results that entered the queue after the last tracker
+    kept: KeptSlices = field(default_factory=KeptSlices)  # of its last tasks
+    reading: int = 0  # the number of jobs whose payloads another thread still reads
+    watched_until: float = 0.0  # until then it looks for direct replies without being woken
     ended: bool = False
-    pulse: Peer | None = None
+    pulse: Peer | None = None  # its second connection, which carries signs of life
     _last_number: int = 0
     _used_numbers: set[int] = field(default_factory=set)
 
@@ -221,7 +206,8 @@ class Clients:
         reason = refusal(hello, self._transports)
         if reason is None and draining:
             reason = "the server is about to leave"
-        if reason is None and not self._has_place(peer.key):
+        clients = len(self), self._limits.clients
+        if reason is None and not fits(1, self._leases(peer.key), *clients, self._socket.shared):
             reason = f"clients: the server has {len(self)} already of {self._limits.clients}"
         if reason is not None:
             self.refuse(peer, reason)
@@ -250,12 +236,8 @@ class Clients:
         self.send(peer, welcome)
 
     def refuse(self, peer: Peer, reason: str) -> None:
-        """Refuse a lease."""
         self._audit.write(logging.WARNING, "refused", peer, reason[:200])
         self.send(peer, protocol.Refused(reason[:200]))
-
-    def _has_place(self, key: str) -> bool:
-        return fits(1, self._leases(key), len(self), self._limits.clients, self._socket.shared)
 
     def _credits(self, key: str) -> int:
         """Return the credits of a key's next client: the n-th one gets the n-th part of all.
@@ -367,7 +349,10 @@ class Clients:
             self._audit.write(logging.WARNING, "refused", Peer(b"", key), "its key is not trusted")
         for client in self:
             if not self._socket.trusts(client.peer):
-                self._revoke(client.peer)
+                reason = "its key is no longer trusted"
+                self._audit.write(logging.WARNING, "evicted", client.peer, reason)
+                self.end(client.peer)
+                self._socket.cut(client.peer)
             elif now - client.seen > self._deadlines.idle:
                 silent = f"nothing was heard of it for {now - client.seen:.1f} s"
                 self._audit.write(logging.WARNING, "evicted", client.peer, silent)
@@ -378,11 +363,6 @@ class Clients:
                 pong = protocol.Pong(client.generation, waiting, room)
                 for peer in filter(None, (client.peer, client.pulse)):
                     self.send(peer, pong)
-
-    def _revoke(self, peer: Peer) -> None:
-        self._audit.write(logging.WARNING, "evicted", peer, "its key is no longer trusted")
-        self.end(peer)
-        self._socket.cut(peer)
 
     def _end_pulse(self, client: ClientConnection) -> None:
         if client.pulse is not None:

@@ -7,7 +7,6 @@ column in the table of `python -m seqpar status`, and its place in the live line
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -15,132 +14,82 @@ import msgspec
 from seqpar.servers.wire.protocol import Status
 
 GIGABYTE = 1e9
-Text = Callable[[Status], str]
 
 
 @dataclass
 class Totals:
-    """Totals since the server's start, which are fields of `Status`.
+    """Totals since the server's start, which are fields of `Status`."""
 
-    Attributes:
-        tasks: tasks and steps that were computed and sent.
-        tokens: their query rows.
-        bytes: of their payloads and results.
-        refused: requests that were malformed, above a cap, too late, or met a full server.
-    """
-
-    tasks: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    refused: int = 0
+    tasks: int = 0  # tasks and steps that were computed and sent
+    tokens: int = 0  # their query rows
+    bytes: int = 0  # of their payloads and results
+    refused: int = 0  # requests that were malformed, above a cap, too late, or met a full server
 
 
 @dataclass(frozen=True)
 class Counter:
-    """One number that a server reports.
+    """One number that a server reports."""
 
-    Attributes:
-        name: the field of `Status`, and with the prefix `seqpar_` the name on the metrics page.
-        help: its explanation on the metrics page.
-        grows: whether it only grows.
-        heading, cell: its column in the table of `status`, from a status since the server's start.
-        live: its text in the live line, from a status over the last moment.
-    """
-
-    name: str
-    help: str
-    grows: bool = False
-    heading: str = ""
-    cell: Text | None = None
-    live: Text | None = None
-
-
-def _per_second(amount: float, status: Status) -> float:
-    return amount / max(status.seconds, 1e-9)
+    name: str  # the field of `Status`, and with the prefix `seqpar_` the name on the metrics page
+    help: str  # its explanation on the metrics page
+    grows: bool = False  # whether it only grows
+    heading: str = ""  # of its column in the table of `status`
+    cell: str = ""  # its text there, in names of `_numbers`, from a status since the server's start
+    live: str = ""  # its text in the live line, from a status over the last moment
 
 
 COUNTERS = (
+    Counter("clients", "clients with a lease", False, "clients", "{clients}", "{clients} clients"),
+    Counter("tasks", "tasks computed", True, "tasks", "{tasks}", "{tasks_rate:,.0f} tasks/s"),
     Counter(
-        "clients",
-        "clients with a lease",
-        heading="clients",
-        cell=lambda x: str(x.clients),
-        live=lambda x: f"{x.clients} clients",
+        "tokens", "query rows of these tasks", True,
+        "tokens", "{tokens}", "{tokens_rate:,.0f} tokens/s",
     ),
     Counter(
-        "tasks",
-        "tasks computed",
-        grows=True,
-        heading="tasks",
-        cell=lambda x: str(x.tasks),
-        live=lambda x: f"{_per_second(x.tasks, x):,.0f} tasks/s",
+        "bytes", "bytes of their payloads and results", True,
+        "GB", "{gigabytes:.2f}", "{gigabytes_rate:.2f} GB/s",
+    ),
+    Counter("waiting", "tasks that wait", False, "waiting", "{waiting}", "{waiting} waiting"),
+    Counter(
+        "refused", "requests refused, malformed or met by a full server", True,
+        "refused", "{refused}", "{refused_share:.0%} refused",
     ),
     Counter(
-        "tokens",
-        "query rows of these tasks",
-        grows=True,
-        heading="tokens",
-        cell=lambda x: str(x.tokens),
-        live=lambda x: f"{_per_second(x.tokens, x):,.0f} tokens/s",
+        "busy_seconds", "seconds of computing", True,
+        "busy", "{busy_share:.0%}", "{busy_share:.0%} busy",
     ),
-    Counter(
-        "bytes",
-        "bytes of their payloads and results",
-        grows=True,
-        heading="GB",
-        cell=lambda x: f"{x.bytes / GIGABYTE:.2f}",
-        live=lambda x: f"{_per_second(x.bytes / GIGABYTE, x):.2f} GB/s",
-    ),
-    Counter(
-        "waiting",
-        "tasks that wait",
-        heading="waiting",
-        cell=lambda x: str(x.waiting),
-        live=lambda x: f"{x.waiting} waiting",
-    ),
-    Counter(
-        "refused",
-        "requests refused, malformed or met by a full server",
-        grows=True,
-        heading="refused",
-        cell=lambda x: str(x.refused),
-        live=lambda x: f"{x.refused / max(1, x.tasks + x.refused):.0%} refused",
-    ),
-    Counter(
-        "busy_seconds",
-        "seconds of computing",
-        grows=True,
-        heading="busy",
-        cell=lambda x: f"{_per_second(x.busy_seconds, x):.0%}",
-        live=lambda x: f"{_per_second(x.busy_seconds, x):.0%} busy",
-    ),
-    Counter("batches", "fused calls", grows=True),
-    Counter(
-        "caches",
-        "caches of keys and values",
-        heading="caches",
-        cell=lambda x: str(x.caches),
-    ),
-    Counter(
-        "cache_bytes",
-        "bytes that these take",
-        heading="GB of caches",
-        cell=lambda x: f"{x.cache_bytes / GIGABYTE:.2f}",
-    ),
+    Counter("batches", "fused calls", True),
+    Counter("caches", "caches of keys and values", False, "caches", "{caches}"),
+    Counter("cache_bytes", "bytes that these take", False, "GB of caches", "{cache_gigabytes:.2f}"),
     Counter("draining", "whether the server is about to leave"),
     Counter("seconds", "seconds since the server's start"),
-)
-COLUMNS = tuple((counter.heading, counter.cell) for counter in COUNTERS if counter.cell is not None)
+)  # fmt: skip
+HEADINGS = [counter.heading for counter in COUNTERS if counter.heading]
 
 
-def over_interval(now: Status, before: Status) -> Status:
-    """Return `now` with the growth since `before` in place of its totals."""
-    names = [counter.name for counter in COUNTERS if counter.grows] + ["seconds"]
-    growth = {name: getattr(now, name) - getattr(before, name) for name in names}
-    return msgspec.structs.replace(now, **growth)
+def cells(status: Status) -> list[str]:
+    """Return a server's cells under `HEADINGS`."""
+    numbers = _numbers(status)
+    return [counter.cell.format(**numbers) for counter in COUNTERS if counter.cell]
 
 
 def live_line(now: Status, before: Status) -> str:
     """Return one line with a server's work between two statuses."""
-    interval = over_interval(now, before)
-    return "  ".join(counter.live(interval) for counter in COUNTERS if counter.live is not None)
+    names = [counter.name for counter in COUNTERS if counter.grows] + ["seconds"]
+    growth = {name: getattr(now, name) - getattr(before, name) for name in names}
+    numbers = _numbers(msgspec.structs.replace(now, **growth))
+    return "  ".join(counter.live.format(**numbers) for counter in COUNTERS if counter.live)
+
+
+def _numbers(status: Status) -> dict[str, object]:
+    """Return the fields of a status, with rates and shares."""
+    seconds, gigabytes = max(status.seconds, 1e-9), status.bytes / GIGABYTE
+    return msgspec.structs.asdict(status) | {
+        "tasks_rate": status.tasks / seconds,
+        "tokens_rate": status.tokens / seconds,
+        "gigabytes": gigabytes,
+        "gigabytes_rate": gigabytes / seconds,
+        "cache_gigabytes": status.cache_bytes / GIGABYTE,
+        "refused_share": status.refused / max(1, status.tasks + status.refused),
+        "busy_share": status.busy_seconds / seconds,
+    }

@@ -10,37 +10,28 @@ from seqpar.servers.server.counters import Totals
 from seqpar.servers.server.worker import ComputeJob
 from seqpar.servers.transport.zeromq import WATCHING, Frames, Sending, pieces
 from seqpar.servers.wire.limits import LEAST_RATE
-from seqpar.servers.wire.payload import Buffer, checksum
+from seqpar.servers.wire.payload import Buffer
 from seqpar.servers.wire.protocol import Result, encode
 
 _MAX_UNTRACKED_BYTES = 2**20  # a tracker costs more time than copying a small result
 
 
-def seal(job: ComputeJob) -> None:
-    """Compute a result's checksum. The thread that computed the result does this too."""
-    assert job.result is not None
-    job.checksum = checksum(job.result)
-
-
 class ResultSender:
-    """Sends results, and counts those that were sent.
-
-    Attributes:
-        look_until: until when the server looks for direct requests without being woken. A client
-            whose last task was brief writes its next one without a knock.
-    """
+    """Sends results, and counts those that were sent."""
 
     def __init__(self, clients: Clients, totals: Totals, deadline: float) -> None:
         """A one-sided write may take `deadline` seconds and one more second per MiB."""
         self._clients, self._totals, self._deadline = clients, totals, deadline
         self._frames = Frames()
         self._sendings: list[tuple[ClientConnection, ComputeJob, Sending]] = []
-        self.look_until = 0.0
+        # Until then the server looks for direct requests without being woken. A client whose last
+        # task was brief writes its next one without a knock.
+        self._look_until = 0.0
 
     @property
-    def is_sending(self) -> bool:
-        """Whether results are on their way by one-sided writes."""
-        return bool(self._sendings)
+    def needs_polling(self) -> bool:
+        """Whether a one-sided write is in progress, or may arrive without waking the server."""
+        return bool(self._sendings) or time.monotonic() < self._look_until
 
     def start(self, job: ComputeJob) -> None:
         """Begin to send a result, if the client still waits for it."""
@@ -53,7 +44,7 @@ class ResultSender:
             return
         now, place = time.monotonic(), task.result_place
         watching = WATCHING if job.brief and place is not None else 0.0
-        self.look_until = max(self.look_until, now + watching)
+        self._look_until = max(self._look_until, now + watching)
         message = Result(task.generation, task.request, job.checksum, job.seconds, watching)
         transport = self._frames if place is None else client.transport
         deadline = now + self._deadline + job.size / LEAST_RATE

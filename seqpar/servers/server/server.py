@@ -22,7 +22,7 @@ from seqpar.servers.server.caches import CacheLost, Caches
 from seqpar.servers.server.clients import ClientConnection, Clients
 from seqpar.servers.server.compute import hardware_of, kind_of
 from seqpar.servers.server.counters import Totals
-from seqpar.servers.server.results import ResultSender, seal
+from seqpar.servers.server.results import ResultSender
 from seqpar.servers.server.worker import ComputeJob, Reader, Worker
 from seqpar.servers.transport.addresses import is_own
 from seqpar.servers.transport.choose import open_transports, own_name, transports_of
@@ -99,7 +99,7 @@ class Server:
         self._frames = self._transports["zmq"]
         self._wakeup = Wakeup()
         rows = _MAX_BATCH_ROWS_ON_CPU if self.device.type == "cpu" else _MAX_BATCH_ROWS
-        self._worker = Worker(self.device, rows, self._wakeup.set, seal)
+        self._worker = Worker(self.device, rows, self._wakeup.set)
         self._reader = Reader(self._wakeup.set)
         self._clients = Clients(
             self._socket, self._transports, self.limits, self.deadlines, self.totals, self._on_end
@@ -192,13 +192,12 @@ class Server:
             transport.shutdown()
         self._socket.close()
         self._worker.join(self.deadlines.drain)
-        if self._reader.ident is not None:
-            self._reader.join(self.deadlines.drain)
+        self._reader.join(self.deadlines.drain)
         self._wakeup.close()
 
     def _poll_milliseconds(self) -> int:
         """Return how long the thread may sleep until something arrives."""
-        if self._results.is_sending or time.monotonic() < self._results.look_until:
+        if self._results.needs_polling:
             return 0
         return min(100, *(transport.patience() for transport in self._transports.values()))
 

@@ -14,7 +14,7 @@ import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -24,7 +24,7 @@ import torch
 from seqpar.servers.server.caches import CacheStep
 from seqpar.servers.server.compute import compute
 from seqpar.servers.transport.peers import Peer
-from seqpar.servers.wire.payload import Bytes, bytes_of
+from seqpar.servers.wire.payload import Bytes, bytes_of, checksum
 from seqpar.servers.wire.protocol import StepRequest, Task
 from seqpar.servers.wire.request import Request
 
@@ -41,55 +41,36 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ComputeJob:
-    """A request that a server has accepted.
-
-    Attributes:
-        client: the sender.
-        task: the request's header.
-        request: the tensors and options; None after the computation, or before they are read.
-        size: bytes of the request and its result.
-        kind: equal for requests that one call may compute.
-        arrived: time of arrival, by the monotonic clock.
-        result: the bytes of the result, or None.
-        error: why the computation failed, or None.
-        checksum: of the result.
-        cost: multiply-adds of all pairs of rows in the slices, an upper bound of the work.
-        withdrawn: why the job was withdrawn while its payload was read, or None.
-        brief: whether the thread that received the job computed it.
-        seconds: the call's time divided by its number of jobs.
-    """
+    """A request that a server has accepted."""
 
     client: Peer
     task: Task | StepRequest
-    request: Request | CacheStep | None
-    size: int
-    kind: Hashable
+    request: Request | CacheStep | None  # None after the computation, or before it is read
+    size: int  # bytes of the request and its result
+    kind: Hashable  # equal for requests that one call may compute
     arrived: float = field(default_factory=time.monotonic)
     result: list[Bytes] | None = None
-    error: str | None = None
-    checksum: int = 0
-    cost: int = 0
-    withdrawn: str | None = None
-    brief: bool = False
-    seconds: float = 0.0
+    error: str | None = None  # why the computation failed
+    checksum: int = 0  # of the result
+    cost: int = 0  # multiply-adds of all pairs of rows in the slices, an upper bound of the work
+    withdrawn: str | None = None  # why the job was withdrawn while its payload was read
+    brief: bool = False  # whether the thread that received the job computed it
+    seconds: float = 0.0  # the call's time divided by its number of jobs
 
     def __post_init__(self) -> None:
         self.count_cost()
 
     def count_cost(self) -> None:
         """Set `cost` if there is a request."""
-        if self.request is not None:
-            self.cost = self._cost(self.request)
-
-    def _cost(self, request: Request | CacheStep) -> int:
-        task = self.task
+        request, task = self.request, self.task
         each = task.batch * task.heads * (task.dim + task.value_dim)
         if isinstance(request, CacheStep):
-            return each * task.q_rows * request.length
-        rows, keys = (x[:, 1] - x[:, 0] for x in (request.slices.q_rows, request.slices.k_rows))
-        pairs = int((rows.astype(float) * keys).sum())
-        passes = 1 if request.output is None else 2
-        return each * pairs * passes + _SLICE_COST * len(request.slices) + self.size
+            self.cost = each * task.q_rows * request.length
+        elif request is not None:
+            slices, passes = request.slices, 1 if request.output is None else 2
+            rows, keys = (x[:, 1] - x[:, 0] for x in (slices.q_rows, slices.k_rows))
+            pairs = int((rows.astype(float) * keys).sum())
+            self.cost = each * pairs * passes + _SLICE_COST * len(slices) + self.size
 
 
 class Turns:
@@ -126,38 +107,57 @@ class ThreadsByKey:
     """Threads of one purpose. Each serves one key at a time, and no two serve the same key.
 
     The owner's lock guards `served` and `start_for`.
-
-    Attributes:
-        served: the keys for which a thread works.
     """
 
-    def __init__(self, first: threading.Thread, most: int, run: Callable[[], None]) -> None:
-        """Use `first`, which the owner starts, and up to `most` − 1 more, which call `run`."""
-        self.served: set[str] = set()
-        self._first, self._most, self._run = first, most, run
-        self._others: list[threading.Thread] = []
+    def __init__(self, name: str, most: int, run: Callable[[], None]) -> None:
+        """Up to `most` threads of this name call `run`."""
+        self.served: set[str] = set()  # the keys for which a thread works
+        self.threads: list[threading.Thread] = []
+        self._name, self._most, self._run = name, most, run
+
+    def start(self) -> None:
+        """Start one more thread."""
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self.threads.append(thread)
+        thread.start()
 
     def start_for(self, waiting: int) -> None:
         """Start threads if too few are idle for the `waiting` keys that no thread serves."""
-        if self._first.ident is None:
-            return
-        missing = len(self.served) + waiting - (1 + len(self._others))
-        for _ in range(min(missing, self._most - (1 + len(self._others)))):
-            thread = threading.Thread(target=self._run, name=self._first.name, daemon=True)
-            self._others.append(thread)
-            thread.start()
-
-    def others(self) -> list[threading.Thread]:
-        """Return all threads except the first one."""
-        return list(self._others)
+        if self.threads:  # the owner has started the first one
+            missing = len(self.served) + waiting - len(self.threads)
+            for _ in range(min(missing, self._most - len(self.threads))):
+                self.start()
 
 
-def _join_all(threads: Iterable[threading.Thread], timeout: float | None) -> None:
-    """Wait until all threads that were started have ended, at most `timeout` seconds in total."""
-    end = None if timeout is None else time.monotonic() + timeout
-    for thread in threads:
-        if thread.ident is not None:
-            threading.Thread.join(thread, None if end is None else max(0, end - time.monotonic()))
+class ThreadGroup:
+    """Threads of one or more purposes that start and end together."""
+
+    def __init__(self, on_done: Callable[[], None], *threads: ThreadsByKey) -> None:
+        self._on_done, self._threads = on_done, threads
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def start(self) -> None:
+        """Start a thread for each purpose; others start when keys need them."""
+        for each in self._threads:
+            each.start()
+
+    def is_alive(self) -> bool:
+        """Return whether all threads run."""
+        return all(thread.is_alive() for each in self._threads for thread in each.threads)
+
+    def stop(self) -> None:
+        """End each thread after what it does now."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def join(self, timeout: float) -> None:
+        """Wait until all threads have ended, at most `timeout` seconds in total."""
+        end = time.monotonic() + timeout
+        for each in self._threads:
+            for thread in each.threads:
+                thread.join(max(0, end - time.monotonic()))
 
 
 def _pop_first(queues: OrderedDict[Peer, deque[T]], client: Peer) -> T:
@@ -169,43 +169,23 @@ def _pop_first(queues: OrderedDict[Peer, deque[T]], client: Peer) -> T:
     return first
 
 
-class Worker(threading.Thread):
-    """Computes jobs, at most `rows` rows in a call of several jobs.
+class Worker(ThreadGroup):
+    """Computes jobs, at most `rows` rows in a call of several jobs."""
 
-    Attributes:
-        done: jobs that have a result or an error, in order.
-        busy_seconds: seconds spent in computation.
-        batches: number of computing calls.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        rows: int,
-        on_done: Callable[[], None],
-        seal: Callable[[ComputeJob], None] = lambda job: None,
-    ) -> None:
-        """`seal` is called with each job that has a result, in the thread that computed it."""
-        super().__init__(name="seqpar-compute", daemon=True)
-        self.done: deque[ComputeJob] = deque()
-        self.busy_seconds, self.batches = 0.0, 0
-        self._device, self._rows, self._on_done = device, rows, on_done
-        self._changed = threading.Condition()
+    def __init__(self, device: torch.device, rows: int, on_done: Callable[[], None]) -> None:
+        most = _MAX_THREADS if device.type == "cpu" else 1
+        short = ThreadsByKey("seqpar-compute", most, partial(self._serve, False))
+        long = ThreadsByKey("seqpar-compute-long", most, partial(self._serve, True))
+        super().__init__(on_done, short, long)
+        self.done: deque[ComputeJob] = deque()  # that have a result or an error, in order
+        self.busy_seconds = 0.0  # spent in computation
+        self.batches = 0  # computing calls
+        self._device, self._rows = device, rows
         self._queues: OrderedDict[Peer, deque[ComputeJob]] = OrderedDict()
         self._turns = Turns(), Turns()  # of short jobs, and of long jobs
-        self._waiting, self._stopped = 0, False
-        self._seal = seal
+        self._waiting = 0
         self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
         self._stepping: set[Peer] = set()  # clients that have a step in computation
-        serve_long = partial(self._serve, True)
-        self._first_long = threading.Thread(
-            target=serve_long, name="seqpar-compute-long", daemon=True
-        )
-        most = _MAX_THREADS if device.type == "cpu" else 1
-        self._threads = (  # of short jobs, and of long jobs
-            ThreadsByKey(self, most, partial(self._serve, False)),
-            ThreadsByKey(self._first_long, most, serve_long),
-        )
         self._brief: dict[Hashable, int] = {}  # most rows of a brief call, by kind
 
     @property
@@ -233,29 +213,6 @@ class Worker(threading.Thread):
             self._waiting -= len(found)
         return found
 
-    def stop(self) -> None:
-        """End each thread after the call that it computes."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def start(self) -> None:
-        """Start a thread for short jobs and one for long jobs; others start when keys need them."""
-        super().start()
-        self._first_long.start()
-
-    def is_alive(self) -> bool:
-        """Return whether all threads run."""
-        return super().is_alive() and all(thread.is_alive() for thread in self._others())
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until all threads have ended."""
-        _join_all([self, *self._others()], timeout)
-
-    def _others(self) -> list[threading.Thread]:
-        short, long = self._threads
-        return [self._first_long, *short.others(), *long.others()]
-
     def proceed(self) -> None:
         """Compute waiting jobs: a single job that is known to be brief here, others in threads."""
         if not self._waiting:
@@ -275,9 +232,6 @@ class Worker(threading.Thread):
     def _is_brief(self, job: ComputeJob) -> bool:
         rows = self._brief.get(job.kind, -1)
         return self._rows_of(job) <= rows and job.cost <= _BRIEF_COST
-
-    def run(self) -> None:
-        self._serve(False)
 
     def _serve(self, long: bool) -> None:
         """Compute long jobs, or short ones, until the worker is stopped."""
@@ -303,7 +257,7 @@ class Worker(threading.Thread):
         for job in jobs:
             job.seconds = seconds / len(jobs)
             if job.result is not None:
-                self._seal(job)
+                job.checksum = checksum(job.result)
         with self._changed:
             self.busy_seconds += seconds
             self.batches += 1
@@ -402,31 +356,25 @@ class Worker(threading.Thread):
                 job.request = None
 
 
-class Reader(threading.Thread):
-    """Checks large payloads, and turns them into requests.
-
-    Each key that is served has its own thread, as in `Worker`.
-
-    Attributes:
-        done: (job, result) in order; the result of `read`, its exception, or None if withdrawn.
-    """
+class Reader(ThreadGroup):
+    """Checks large payloads, and turns them into requests."""
 
     def __init__(self, on_done: Callable[[], None]) -> None:
-        super().__init__(name="seqpar-read", daemon=True)
+        self._readers = ThreadsByKey("seqpar-read", _MAX_THREADS, self._serve)
+        super().__init__(on_done, self._readers)
+        # Jobs in order, each with the result of `read`, its exception, or None if withdrawn.
         self.done: deque[tuple[ComputeJob, object]] = deque()
-        self._on_done, self._changed = on_done, threading.Condition()
         self._queues: OrderedDict[Peer, deque[tuple[ComputeJob, Callable[[], object]]]] = (
             OrderedDict()
         )
         self._turns = Turns()
-        self._stopped = self._trims = False
-        self._threads = ThreadsByKey(self, _MAX_THREADS, self.run)
+        self._trims = False
 
     def add(self, job: ComputeJob, read: Callable[[], object]) -> None:
         """Queue a job's payload, in its client's order; `read` is called on its key's turn."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append((job, read))
-            self._threads.start_for(len(self._firsts()))
+            self._readers.start_for(len(self._firsts()))
             self._changed.notify()
 
     def drop(self, client: Peer) -> None:
@@ -436,34 +384,20 @@ class Reader(threading.Thread):
             self._trims = True
             self._changed.notify()
 
-    def is_alive(self) -> bool:
-        """Return whether all threads run."""
-        return super().is_alive() and all(x.is_alive() for x in self._threads.others())
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until all threads have ended."""
-        _join_all([self, *self._threads.others()], timeout)
-
-    def stop(self) -> None:
-        """End each thread after the payload that it reads."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
     def _firsts(self) -> dict[str, Peer]:
         """Return the first client of each key that no thread serves."""
         clients: dict[str, Peer] = {}
         for client in self._queues:
-            if client.key not in self._threads.served:
+            if client.key not in self._readers.served:
                 clients.setdefault(client.key, client)
         return clients
 
     def _take(self) -> tuple[ComputeJob, Callable[[], object]]:
         """Take the next key's first payload; the clients of the key also take turns."""
-        client, _ = self._turns.take(self._firsts(), self._threads.served)
+        client, _ = self._turns.take(self._firsts(), self._readers.served)
         return _pop_first(self._queues, client)
 
-    def run(self) -> None:
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not (self._firsts() or self._stopped or self._trims):
@@ -474,7 +408,7 @@ class Reader(threading.Thread):
                 job, read = self._take() if self._firsts() else (None, None)
                 key = "" if job is None else job.client.key
                 if job is not None:
-                    self._threads.served.add(key)
+                    self._readers.served.add(key)
             if trims:
                 trim()
             if job is None or read is None:
@@ -487,7 +421,7 @@ class Reader(threading.Thread):
             self.done.append((job, result))
             del job, read, result
             with self._changed:
-                self._threads.served.discard(key)
+                self._readers.served.discard(key)
                 self._changed.notify_all()
             self._on_done()
 

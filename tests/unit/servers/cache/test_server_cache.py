@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import seqpar
 from seqpar import Layout, ServerCache, ServersError
-from seqpar.servers.cache import segment as segments
+from seqpar.servers.cache import layer_cache
 from seqpar.servers.pool.cache_requests import StepLostError
-from seqpar.servers.server import caches, results
+from seqpar.servers.server import caches, worker
 from seqpar.servers.server.caches import CacheStep
 from seqpar.servers.server.server import Server
 from seqpar.servers.server.worker import Worker
@@ -236,7 +236,7 @@ FAULTS = {
     "other length": lambda patch: Once(patch, caches.Caches, "admit", altered(length=3)),
     "other writes": lambda patch: Once(patch, caches.Caches, "admit", altered(writes=99)),
     "not computed": lambda patch: Once(patch, caches.Caches, "admit", altered(done=0)),
-    "damaged answer": lambda patch: Once(patch, results, "checksum", lambda parts: 1),
+    "damaged answer": lambda patch: Once(patch, worker, "checksum", lambda parts: 1),
     "short answer": lambda patch: Once(
         patch, CacheStep, "compute", lambda step: [torch.zeros(3), torch.zeros(1)]
     ),
@@ -540,7 +540,7 @@ def test_no_server_keeps_a_closed_caches_lost_step(addresses, monkeypatch, home)
         cache.extend(2)
         answer = cache.post("first", Q, K, V)
         cache.close()
-        monkeypatch.setattr(segments.Segment, "_answer", lost)
+        monkeypatch.setattr(layer_cache.Segment, "_answer", lost)
         quiet = contextlib.nullcontext()
         with quiet if home else pytest.raises(ServersError, match="was closed"):
             answer.result()
@@ -599,7 +599,7 @@ def test_an_interrupted_step_is_not_counted_as_done(pool, tmp_path, monkeypatch)
         def between(i):
             if i == 3:
                 cache.extend(2)
-                Once(monkeypatch, segments, "received", interrupted)
+                Once(monkeypatch, layer_cache, "received", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     wrong(q=Q + 1, k=K + 1, v=V + 1)(cache)
                 cache.truncate(cache.length - 2)

@@ -142,17 +142,17 @@ def test_a_step_after_a_missing_one_fails():
 def test_an_oversized_request_evicts_nothing():
     most = 2 * (SHAPE.nbytes(256) + 4096)
     caches = Caches(most, CPU, "default")
-    assert caches.room == most
+    assert caches.room_of("", False) == most
     for number in (1, 2):
         admit(caches, b"a", *step(9, cache=number)).compute()
-    assert caches.room == 0
+    assert caches.room_of("", False) == 0
     admit(caches, b"a", *step(100, writes=1, start=9)).compute()  # in the page that it has
     for changes in ({"cache": 3}, {"writes": 2, "start": 109}):
         with pytest.raises(RequestError, match=r"cache: \d+ bytes more are not free, 0 are"):
             admit(caches, b"a", *step(200, **changes))
     caches.free(Peer(b"a"), 2)
     admit(caches, b"a", *step(200, writes=2, start=109)).compute()
-    assert len(caches) == 1 and caches.room == most - SHAPE.nbytes(309) - 4096
+    assert len(caches) == 1 and caches.room_of("", False) == most - SHAPE.nbytes(309) - 4096
 
 
 @pytest.fixture(scope="module")
