@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +59,8 @@ class offload:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     def _pack(self, x: Tensor) -> Tensor | _Copied:
         on_host = x.device.type == "cpu" and not self._simulate

@@ -23,22 +23,14 @@ _TOLERANCE = 1e-4
 
 
 class Finding(NamedTuple):
-    """The result of a check of one server over one transport.
-
-    Attributes:
-        address, transport: the server's address and the transport.
-        error: the fault, or "".
-        same_bits: whether the answer has the same bits as this process's result.
-        seconds: round-trip time of the known task, the least of 5.
-        bytes_per_second: round-trip rate of a payload without work, from the least time of 5.
-    """
+    """The result of a check of one server over one transport."""
 
     address: str
     transport: str
-    error: str
-    same_bits: bool = False
-    seconds: float = 0.0
-    bytes_per_second: float = 0.0
+    error: str  # the fault, or ""
+    same_bits: bool = False  # whether the answer has the same bits as this process's result
+    seconds: float = 0.0  # round-trip time of the known task, the least of 5
+    bytes_per_second: float = 0.0  # of a payload without work, there and back, the least time of 5
 
 
 def known_task() -> Request:

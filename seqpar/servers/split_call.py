@@ -27,18 +27,12 @@ _LEAST_TILES = 4  # square tiles per task; a call with less work has fewer tasks
 
 
 class CutTask(NamedTuple):
-    """One task of a call.
+    """One task of a call."""
 
-    Attributes:
-        queries, keys: the task's rows of the call's tensors.
-        slices: the mask of these queries and keys.
-        whole: whether no other task has any of these query rows, so that the result is final.
-    """
-
-    queries: Rows
+    queries: Rows  # of the call's tensors
     keys: Rows
-    slices: Slices
-    whole: bool
+    slices: Slices  # the mask of these queries and keys
+    whole: bool  # no other task has any of these query rows, so the result is final
 
 
 def cut_call(call: ResolvedCall, most: int, tile: int) -> list[CutTask]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -34,21 +34,6 @@ class Submitted(NamedTuple):
 
     tasks: list[CutTask]
     futures: deque[Future[tuple[Tensor, ...]]]
-
-    @classmethod
-    def of(
-        cls, pool: ServerPool, comm: Comm, tasks: list[CutTask], requests: Iterable[Request]
-    ) -> Submitted:
-        """Submit each task of a pass as soon as its request is made."""
-        submitted = cls(tasks, deque())
-        try:
-            for request in requests:
-                submitted.futures.append(pool.submit(request))
-                comm.count(1, request.nbytes)
-        except BaseException:
-            submitted.cancel()
-            raise
-        return submitted
 
     def results(self) -> Iterator[tuple[CutTask, tuple[Tensor, ...]]]:
         """Yield each task with its result, in order; if one fails, cancel the others."""
@@ -86,9 +71,7 @@ class OnServers(SplitStrategy[Submitted]):
         object.__setattr__(self, "tile", as_int("tile", self.tile, 1, 2**20))
 
     def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> Submitted:
-        tasks = self._tasks(call)
-        requests = (_request(call, task, operands) for task in tasks)
-        return self._submit(comm, tasks, requests)
+        return self._submit(comm, call, operands)
 
     def complete(self, posted: Submitted, call: ResolvedCall, operands: Operands) -> ForwardResult:
         q, _, v, sinks = operands
@@ -105,10 +88,8 @@ class OnServers(SplitStrategy[Submitted]):
         operands: Operands,
         residuals: list[Tensor],
     ) -> Submitted:
-        tasks = self._tasks(call)
         output.ensure_delta()
-        requests = (_request(call, task, operands, output) for task in tasks)
-        return self._submit(comm, tasks, requests)
+        return self._submit(comm, call, operands, output)
 
     def complete_gradients(
         self,
@@ -168,9 +149,25 @@ class OnServers(SplitStrategy[Submitted]):
         key = "tasks for servers", self.tasks, self.tile
         return call.once(key, lambda: cut_call(call, self.tasks, self.tile))
 
-    def _submit(self, comm: Comm, tasks: list[CutTask], requests: Iterable[Request]) -> Submitted:
+    def _submit(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        operands: Operands,
+        output: OutputGradient | None = None,
+    ) -> Submitted:
+        """Submit each task of a pass as soon as its request is made."""
         assert self.pool is not None
-        return Submitted.of(self.pool, comm, tasks, requests)
+        submitted = Submitted(self._tasks(call), deque())
+        try:
+            for task in submitted.tasks:
+                request = _request(call, task, operands, output)
+                submitted.futures.append(self.pool.submit(request))
+                comm.count(1, request.nbytes)
+        except BaseException:
+            submitted.cancel()
+            raise
+        return submitted
 
 
 def _request(
