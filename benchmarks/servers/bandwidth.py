@@ -21,7 +21,7 @@ from seqpar.servers.transport.choose import own_name
 from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.transport.one_sided import OneSided, available
 from seqpar.servers.transport.server_socket import ServerSocket
-from seqpar.servers.transport.zeromq import Frames, Reach, Transport
+from seqpar.servers.transport.zeromq import Frames, Reach, Sending, Transport
 from seqpar.servers.wire.arena import ALIGNMENT
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
 
@@ -157,7 +157,7 @@ def frames() -> Iterator[Way]:
             dialled = ClientSocket(context, poller, address, None, _PATIENCE)
 
             def send(data: Bytes) -> None:
-                sending = transport.begin("peer", b"task", [data], None, _PATIENCE)
+                sending = transport.begin(Sending("peer", b"task", _PATIENCE), [data], None)
                 if reason := dialled.send([sending.message, *sending.frames]):
                     raise SystemExit(f"zmq: {reason}")
                 while dialled.receive() is None:
@@ -235,7 +235,7 @@ def one_sided() -> Iterator[Way]:
 
         def send(data: Bytes) -> None:
             deadline = time.monotonic() + _PATIENCE
-            sending = transport.begin("peer", b"task", [data], 0, deadline)
+            sending = transport.begin(Sending("peer", b"task", deadline), [data], 0)
             while sending.moving:
                 transport.progress(sending)
             if sending.error is not None:

@@ -54,10 +54,7 @@ def payload(mebibytes: int) -> Request:
 
 
 def check(address: str, transport: str, keys: Path | None, timeout: float) -> Finding:
-    """Check a server over one transport.
-
-    `timeout` is the deadline for connecting, in seconds; a request has at most 4 times as long.
-    """
+    """Check a server, with `timeout` seconds for connecting and 4 times as many for a request."""
     deadlines = {
         "connect": timeout, "request": 2 * timeout, "hedge": 3 * timeout, "give_up": 4 * timeout
     }  # fmt: skip

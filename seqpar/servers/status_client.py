@@ -10,14 +10,8 @@ import zmq
 from seqpar.servers.transport.addresses import check_keys, check_peer
 from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.transport.curve_keys import client_keys
-from seqpar.servers.wire.protocol import (
-    Message,
-    ProtocolError,
-    Status,
-    StatusRequest,
-    decode,
-    encode,
-)
+from seqpar.servers.wire import protocol
+from seqpar.servers.wire.protocol import Message, ProtocolError, Status
 
 _LOOK = 0.1  # seconds between checks whether a Unix socket exists
 
@@ -25,10 +19,8 @@ _LOOK = 0.1  # seconds between checks whether a Unix socket exists
 def ask(address: str, keys: Path | None, timeout: float) -> Status:
     """Return a server's status.
 
-    Raises:
-        TimeoutError: if the server has not answered within `timeout` seconds.
-        ProtocolError: if the answer is not a status.
-        ValueError: if an argument is wrong; the message names it.
+    Raises a TimeoutError after `timeout` seconds without an answer, a ProtocolError if the answer
+    is not a status, and a ValueError that names a wrong argument.
     """
     own = None if keys is None else client_keys(keys)
     check_keys("address", check_peer("address", address), own)
@@ -36,7 +28,7 @@ def ask(address: str, keys: Path | None, timeout: float) -> Status:
     with zmq.Context() as context:
         dialled = ClientSocket(context, poller, address, own, timeout)
         try:
-            dialled.send([encode(StatusRequest())])
+            dialled.send([protocol.encode(protocol.StatusRequest())])
             message = _answer(dialled, poller, address, timeout)
         finally:
             dialled.close(0)
@@ -54,7 +46,7 @@ def _answer(dialled: ClientSocket, poller: zmq.Poller, address: str, timeout: fl
             reasons = {fault: None}
         poller.poll(1 + int(min(left, _LOOK) * 1000))
         if (frames := dialled.receive()) is not None:
-            return decode(frames[0])
+            return protocol.decode(frames[0])
         if (reason := dialled.broken()) is not None:
             reasons[reason] = None
     why = ": ".join([f"{address} has not answered within {timeout:g} s", *reasons])

@@ -27,25 +27,17 @@ class AttendKeywords(TypedDict, total=False):
 
 
 class AttendOptions(NamedTuple):
-    """The checked options of `ServerCache.attend`.
+    """The checked options of `ServerCache.attend`."""
 
-    Attributes:
-        bounds: most keys to the left and to the right of a query's position that it attends to.
-        scores: scale and softcap.
-        sinks: (Hq,) or None.
-        return_lse: whether lse is returned too.
-    """
-
-    bounds: tuple[int, int]
-    scores: CallOptions
-    sinks: Tensor | None
+    bounds: tuple[int, int]  # most keys to the left and right of a query that it attends to
+    scores: CallOptions  # scale and softcap
+    sinks: Tensor | None  # (Hq,)
     return_lse: bool
 
     @classmethod
     def of(
         cls,
         shape: OperandShape,
-        *,
         causal: bool,
         window_size: WindowSize,
         softmax_scale: float | Tensor | None,

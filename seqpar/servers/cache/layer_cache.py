@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from torch import Tensor
 from seqpar.attention.backend import DEFAULT
 from seqpar.attention.operators import without_autocast
 from seqpar.comm.dtensor import HeadPlacement
+from seqpar.core.arguments import shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.servers.cache.attend_options import AttendOptions
-from seqpar.servers.cache.recomputed_rows import RecomputedRows, Source
-from seqpar.servers.pool.cache_requests import CacheRequests, StepLostError
 from seqpar.servers.pool.connection import Answer, CachePlace
+from seqpar.servers.pool.dispatcher import Dispatcher, StepLostError
 from seqpar.servers.wire.codec import pack_step
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.request import ServersError, received
@@ -30,6 +30,67 @@ _MAX_MESSAGE_BYTES = 2**25  # of rows
 _AVOID_SECONDS = 5.0  # before a server that has lost a cache gets another one
 _RETRY_SECONDS = 0.02  # before servers are tried again, with `home=False`
 _cache_numbers = count(1)
+_CPU = torch.device("cpu")
+Source = Callable[[int, int], object]  # returns keys and values of rows start … stop − 1
+
+
+class RecomputedRows:
+    """Rows that the caller can compute again, like `Pages`. Written rows stay until `settle`."""
+
+    def __init__(self, shape: RowShape, source: Source) -> None:
+        """`source` returns settled rows: k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv)."""
+        self.shape, self.nbytes = shape, 0  # the bytes of their pages on a server
+        self._source = source
+        self._recent: tuple[int, Tensor, Tensor] | None = None
+
+    def reserve(self, rows: int) -> None:
+        """Expect the first `rows` rows."""
+        self.nbytes = max(self.nbytes, self.shape.nbytes(rows))
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Keep rows from `start` on until `settle`."""
+        k, v = (x.detach().to(_CPU, copy=True) for x in (k, v))
+        self._recent = start, k, v
+
+    def settle(self) -> None:
+        """Drop the kept rows: the step is done."""
+        self._recent = None
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of these rows, computed again if they are not kept."""
+        first, *kept = self._recent or (stop, *self._nothing())
+        known = max(start, min(first, stop))
+        older = self._recompute(start, known) if start < known else self._nothing()
+        newer = (x[:, known - first : stop - first] for x in kept)
+        k, v = (torch.cat([x, y], 1) for x, y in zip(older, newer, strict=True))
+        return k, v
+
+    def attend(
+        self, q: Tensor, length: int, seen: Seen, options: CallOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention over the first `length` rows; see `Pages.attend`."""
+        rows = length if q.numel() else 0
+        pages = Pages(self.shape, _CPU)
+        pages.reserve(rows)
+        pages.write(0, *self.read(0, rows))
+        return pages.attend(q, rows, seen, options)
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        return Pages(self.shape, _CPU).read(0, 0)
+
+    def _recompute(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        rebuilt, rows = self._source(start, stop), stop - start
+        dtype, batch, heads, *dims = self.shape
+        shapes = [(batch, rows, heads, dim) for dim in dims]
+        if not (
+            isinstance(rebuilt, tuple)
+            and [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in rebuilt]
+            == [(shape, dtype) for shape in shapes]
+        ):
+            expected = f"k and v of {rows} tokens, {shapes[0]} and {shapes[1]} of {dtype}"
+            raise ValueError(f"rebuild must return {expected}, got {shown(rebuilt)}")
+        k, v = (x.detach().to(_CPU) for x in rebuilt)
+        return k, v
 
 
 class Query(NamedTuple):
@@ -61,7 +122,7 @@ class BegunStep(NamedTuple):
 class SegmentServers:
     """The places of all segments of one cache."""
 
-    requests: CacheRequests
+    pool: Dispatcher
     placed: dict[int, CachePlace] = field(default_factory=dict)  # by the segment's number
     avoided: dict[str, float] = field(default_factory=dict)  # until when, by address
     closed: bool = False  # then servers store nothing for the cache
@@ -69,13 +130,13 @@ class SegmentServers:
     def hold(self, nbytes: int) -> Held | None:
         """Place an empty segment on the server with the most room; None if none has room."""
         if self.closed:
-            if not self.requests.options.has_home:
+            if not self.pool.options.has_home:
                 raise ServersError("the cache was closed before a step had its result")
             return None
         now = time.monotonic()
-        place = self.requests.place(nbytes, {x for x, end in self.avoided.items() if end > now})
-        if place is None and not self.requests.options.has_home:
-            place = self.requests.place(nbytes, ())  # better than none
+        place = self.pool.place_cache(nbytes, {x for x, end in self.avoided.items() if end > now})
+        if place is None and not self.pool.options.has_home:
+            place = self.pool.place_cache(nbytes, ())  # better than none
         if place is None:
             return None
         held = Held(place, next(_cache_numbers))
@@ -83,9 +144,8 @@ class SegmentServers:
         return held
 
     def forget(self, number: int) -> None:
-        """Free a segment on its server, if the server still has it."""
         if (place := self.placed.pop(number, None)) is not None:
-            self.requests.forget(place, number)
+            self.pool.forget_cache(place, number)
 
     def forget_all(self) -> None:
         """Free all segments on their servers, and do not place any more."""
@@ -94,7 +154,6 @@ class SegmentServers:
             self.forget(number)
 
     def avoid(self, place: CachePlace) -> None:
-        """Place no segment on a server for 5 s."""
         self.avoided[place.address] = time.monotonic() + _AVOID_SECONDS
 
 
@@ -128,7 +187,6 @@ class Segment:
         self.length = stop
 
     def truncate(self, length: int) -> None:
-        """Drop all rows except the first `length`."""
         self.length = min(self.length, length)
         if self._held is not None and self._held.rows > length:
             self._held = self._held._replace(rows=length)
@@ -139,7 +197,6 @@ class Segment:
         return self.length > (0 if self._held is None else self._held.rows)
 
     def forget(self) -> None:
-        """Free the segment's rows on its server."""
         if self._held is not None:
             self._servers.forget(self._held.number)
             self._held = None
@@ -157,10 +214,7 @@ class Segment:
         return self._ask(held, self.length, query)
 
     def finish(self, query: Query, begun: BegunStep | None) -> tuple[Tensor, ...]:
-        """Return out and lse in fp32 (fp64 for fp64), from a server or from this process.
-
-        If the rows were lost, any server first gets them again.
-        """
+        """Return out and lse in fp32 (fp64 for fp64). Any server first gets lost rows again."""
         result = self._result(query, begun)
         self._own_rows.settle()
         return result
@@ -172,7 +226,7 @@ class Segment:
                 return self._answer(begun)
             except StepLostError as error:
                 reason = str(error)
-        options = self._servers.requests.options
+        options = self._servers.pool.options
         while True:
             held = self._held or self._servers.hold(self._own_rows.nbytes)
             if held is not None:
@@ -203,8 +257,8 @@ class Segment:
         try:
             operands = q, *self._own_rows.read(held.rows, stop)
             packed = pack_step(*held[1:], operands, query.seen, query.options)
-            requests, cost = self._servers.requests, self._cost(q)
-            return BegunStep(held, stop, requests.submit(held.place, packed, q.device, cost))
+            pool, cost = self._servers.pool, self._cost(q)
+            return BegunStep(held, stop, pool.submit_step(held.place, packed, q.device, cost))
         except BaseException:
             self._servers.forget(held.number)
             raise
@@ -223,9 +277,8 @@ class Segment:
         return result
 
     def _compute(self, query: Query) -> tuple[Tensor, ...]:
-        """Compute it in this process."""
         if query.q.numel():
-            self._servers.requests.count_at_home(self._cost(query.q))
+            self._servers.pool.count_at_home(self._cost(query.q))
         return self._own_rows.attend(query.q, self.length, query.seen, query.options)
 
     def _cost(self, q: Tensor) -> int:
@@ -272,11 +325,10 @@ class LayerCache:
         """Make the storage, in this process, of the segment that begins at row `first`."""
         source = self._source
         if source is None:
-            return Pages(self.shape, torch.device("cpu"))
+            return Pages(self.shape, _CPU)
         return RecomputedRows(self.shape, lambda start, stop: source(first + start, first + stop))
 
     def truncate(self, length: int) -> None:
-        """Drop all rows except the first `length`."""
         self.length = min(self.length, length)
         for i, segment in enumerate(self.segments):
             segment.truncate(max(0, length - i * self._rows_per_segment))
@@ -295,15 +347,11 @@ class LayerCache:
         yield from filter(None, (segment.held for segment in self.segments))
 
     def forget(self) -> None:
-        """Free the layer's rows on its servers."""
         for segment in self.segments:
             segment.forget()
 
     def ask(self, q: Tensor, options: AttendOptions, heads: HeadPlacement) -> ServerAnswer:
-        """Ask for attention of queries (B, T, Hq, D) at the last positions.
-
-        `heads` places the heads among those of all ranks if they are sharded.
-        """
+        """Ask for attention of queries (B, T, Hq, D), which `heads` may shard, at the last rows."""
         # A segment outside the window is asked too if its server lacks rows: the step carries them.
         offset, queries = self.length - q.shape[1], []
         for i, segment in enumerate(self.segments):

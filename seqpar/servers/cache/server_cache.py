@@ -25,8 +25,7 @@ from seqpar.softmax.decode import refuse_gradients
 Rebuild = Callable[[Hashable, int, int], tuple[Tensor, Tensor]]
 
 if TYPE_CHECKING:
-    from seqpar.servers.cache.layer_cache import LayerCache, ServerAnswer
-    from seqpar.servers.cache.recomputed_rows import Source
+    from seqpar.servers.cache.layer_cache import LayerCache, ServerAnswer, Source
 
 
 class ServerCache:
@@ -76,8 +75,8 @@ class ServerCache:
             raise ValueError(f"pool must be a seqpar.ServerPool, got {shown(pool)}")
         from seqpar.servers.cache.layer_cache import SegmentServers  # needs a pool's packages
 
-        requests = pool.dispatcher().cache_requests
-        if sample := requests.options.sample:
+        dispatcher = pool.dispatcher()
+        if sample := dispatcher.options.sample:
             reason = f"caches are not checked, got {sample}"
             raise ValueError(f"pool must have sample=0: {reason}")
         if not (rebuild is None or callable(rebuild)):
@@ -88,7 +87,7 @@ class ServerCache:
         self._segment = as_int("segment", longest, 1, MAX_DOCUMENT_TOKENS)
         self._layers: dict[Hashable, LayerCache] = {}
         self._new = 0  # tokens of the current step
-        self._pool, self._servers = pool, SegmentServers(requests)
+        self._pool, self._servers = pool, SegmentServers(dispatcher)
         self._close = weakref.finalize(self, self._servers.forget_all)
 
     @property
@@ -216,15 +215,8 @@ class ServerCache:
         check_operands(q, k, v, self._new, self._new)
         if (shape := RowShape.of(k, v)) != kept.shape:
             raise ValueError(f"k and v must be like those at put, {kept.shape}, got {shape}")
-        options = AttendOptions.of(
-            OperandShape.of(q, k, v),
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
+        operands = OperandShape.of(q, k, v)
+        options = AttendOptions.of(operands, causal, window_size, scale, softcap, sinks, return_lse)
         self._pool.dispatcher()  # raises in a forked process
         kept.append(k, v)
         return kept.ask(q.detach(), options, heads)

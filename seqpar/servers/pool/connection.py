@@ -31,15 +31,8 @@ from seqpar.servers.wire.arena import Arena
 from seqpar.servers.wire.codec import Packed, pack, unpack_result
 from seqpar.servers.wire.header import DTYPES
 from seqpar.servers.wire.limits import LEAST_RATE, PIECE_BYTES
-from seqpar.servers.wire.payload import Buffer, Frame
-from seqpar.servers.wire.protocol import (
-    SECRET_BYTES,
-    Message,
-    TransportName,
-    decode,
-    encode,
-    library_version,
-)
+from seqpar.servers.wire.payload import Frame
+from seqpar.servers.wire.protocol import Message, TransportName, decode, encode
 from seqpar.servers.wire.request import Request
 
 Answer = Future[tuple[Tensor, ...]]
@@ -57,6 +50,12 @@ _MIN_BUSY_SECONDS, _MAX_BUSY_SECONDS = 0.01, 5.0  # before a busy server is aske
 _PAYLOAD_MARGIN = 2.0  # times the seconds that payloads should need
 _BANDWIDTH_FADING = 0.8  # of the measured bytes per second, with each result
 _PIECE_SECONDS = 0.25  # that one frame of a payload should need
+
+
+def smoothed_rate(rate: float | None, work: int, seconds: float) -> float:
+    """Return a rate in work per second, to which the last work contributes 30%."""
+    last = max(work, 1) / max(1e-6, seconds)
+    return last if rate is None else rate + _RATE_SMOOTHING * (last - rate)
 
 
 class CachePlace(NamedTuple):
@@ -98,7 +97,6 @@ class PendingWork:
         return self.future.done()
 
     def cancel_attempts(self) -> None:
-        """Cancel the attempts in progress on their servers."""
         for attempt in self.attempts:
             if not attempt.late:
                 attempt.connection.cancel(attempt)
@@ -118,7 +116,6 @@ class Attempt:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the request and of its result."""
         form = self.work.packed.form
         return form.request.room + form.result.room
 
@@ -155,7 +152,7 @@ class _Session:
     credits: int = 0
     max_tokens: int = 0
     max_bytes: int = 0
-    secret: bytes = bytes(SECRET_BYTES)
+    secret: bytes = bytes(protocol.SECRET_BYTES)
     bytes_per_second: float = 0.0  # the measured rate of payloads
     sendings: list[Sending] = field(default_factory=list)
     written: deque[bytes] = field(default_factory=deque)  # by the server directly, not yet read
@@ -282,7 +279,9 @@ class ServerConnection:
         )
         message = encode(header, session.secret)
         deadline = attempt.started + self._endpoint.connect_seconds + self.allowance
-        sending = transport.begin(self, message, work.packed.parts, attempt.place, deadline)
+        sending = transport.begin(
+            Sending(self, message, deadline), work.packed.parts, attempt.place
+        )
         piece = max(PIECE_BYTES, int(_PIECE_SECONDS * session.bytes_per_second))
         sending.frames = pieces(sending.frames, piece)
         session.sendings.append(sending)
@@ -292,29 +291,19 @@ class ServerConnection:
         """Continue to send payloads; return why the connection is broken, or None."""
         session = self._session
         broken = None
-        moving = []
         for sending in session.sendings:
             session.transport.progress(sending)
-            frames: Sequence[Buffer] = []
-            if sending.moving:
-                moving.append(sending)
-                frames = sending.meanwhile()
-            elif sending.error is not None:
-                broken = sending.error
-            else:
-                frames = sending.following(session.server_looks_until)
+            broken = sending.error or broken
+            frames = sending.due(session.server_looks_until)
             if frames and self._main is not None:
                 broken = self._main.send(frames) or broken
-        session.sendings = moving
+        session.sendings = [sending for sending in session.sendings if sending.moving]
         return broken
 
     def take_result(
         self, attempt: Attempt, result: protocol.Result, frames: Sequence[Frame]
     ) -> list[Tensor]:
-        """Return copies of a result's tensors and finish the attempt.
-
-        If the payload is damaged or not where it should be, raise a RequestError or TransportError.
-        """
+        """Finish an attempt; return copies of its result. A damaged one raises a RequestError."""
         session, payload = self._session, attempt.work.packed.form.result
         session.last_was_brief = result.watching > 0
         session.server_looks_until = time.monotonic() + result.watching
@@ -327,7 +316,6 @@ class ServerConnection:
             self.finish(attempt)
 
     def finish(self, attempt: Attempt) -> None:
-        """Forget an attempt that was answered, and free its places."""
         passing = min(time.monotonic() - attempt.started, self.allowance)
         attempt.work.passing = max(attempt.work.passing, passing)
         if self.attempts.pop(attempt.number, None) is not None:
@@ -337,11 +325,7 @@ class ServerConnection:
                 self._session.own_arena.give(attempt.result_place)
 
     def count(self, attempt: Attempt, now: float) -> None:
-        """Update the server's rate after a result."""
-        work = attempt.work.cost
-        rate = max(work, 1) / max(1e-6, self.waited(attempt, now))
-        before = rate if self.rate is None else self.rate
-        self.rate = before + _RATE_SMOOTHING * (rate - before)
+        self.rate = smoothed_rate(self.rate, attempt.work.cost, self.waited(attempt, now))
         self.last_result = now
 
     def credit(self, work: PendingWork) -> None:
@@ -356,12 +340,10 @@ class ServerConnection:
         self.blocked_until = now + max(_MIN_BUSY_SECONDS, sensible)
 
     def cancel(self, attempt: Attempt) -> None:
-        """Give up an attempt, and tell the server."""
         attempt.late = True
         self._send(protocol.Cancel(self._session.generation, attempt.number))
 
     def forget(self, cache: int) -> None:
-        """Send the server a request to free a cache."""
         self._send(protocol.Free(self._session.generation, cache))
 
     def _take_room(self, attempt: Attempt) -> bool:
@@ -395,7 +377,6 @@ class ServerConnection:
         return any(x.monitor in ready for x in (self._main, self._pulse) if x is not None)
 
     def take_written(self, message: bytes) -> None:
-        """Accept a message that the server wrote directly."""
         self._session.written.append(message)
 
     def receive(self, readable: bool) -> tuple[Message, list[Frame]] | None:
@@ -473,7 +454,6 @@ class ServerConnection:
         return None
 
     def broken(self) -> str | None:
-        """Return why the connection was lost, or None."""
         if self._pulse is not None and self._pulse.broken() is not None:
             self._end_pulse()
         return None if self._main is None else self._main.broken()
@@ -498,7 +478,6 @@ class ServerConnection:
         return unanswered
 
     def close(self) -> None:
-        """Leave the server."""
         if self.is_welcome:
             self._send(protocol.Goodbye(self._session.generation))
         self._shut(linger=100)
@@ -519,13 +498,11 @@ class ServerConnection:
                 break
         self._session.own_arena = Arena(reach.arena)
         hello = protocol.Hello(
-            library=library_version(),
+            library=protocol.library_version(),
             client=self._endpoint.name,
             transports=list(dict.fromkeys([*names, "zmq"])),
             dtypes=list(DTYPES),
-            arena=reach.arena,
-            offer=reach.offer,
-            base=reach.base,
+            **reach._asdict(),
         )
         self._send(hello)
 

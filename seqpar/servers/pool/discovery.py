@@ -52,10 +52,7 @@ class Discovery(threading.Thread):
     """Looks up the servers' addresses every 2 s and reports changes."""
 
     def __init__(
-        self,
-        addresses: Sequence[str],
-        has_keys: bool,
-        on_change: Callable[[Sequence[str]], None],
+        self, addresses: Sequence[str], has_keys: bool, on_change: Callable[[Sequence[str]], None]
     ) -> None:
         super().__init__(name="seqpar-discovery", daemon=True)
         self._addresses, self._has_keys, self._on_change = addresses, has_keys, on_change

@@ -1,4 +1,4 @@
-"""The thread of a pool. It sends tasks to servers and gives each task one result."""
+"""The thread of a pool. It sends tasks and steps of caches to servers; each gets one result."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from pathlib import Path
 
+import torch
 import zmq
 from torch import Tensor
 
-from seqpar.servers.pool.cache_requests import CacheRequests
 from seqpar.servers.pool.connection import (
     Answer,
     Attempt,
+    CachePlace,
     PendingWork,
     PoolEndpoint,
     ServerConnection,
 )
 from seqpar.servers.pool.discovery import Discovery, parse
-from seqpar.servers.pool.inbox import Inbox
 from seqpar.servers.pool.known_servers import KnownServers
 from seqpar.servers.pool.local_worker import LocalWorker
 from seqpar.servers.pool.report import PoolReport
 from seqpar.servers.transport.addresses import check_keys
 from seqpar.servers.transport.choose import open_transports, own_name, transports_of
 from seqpar.servers.transport.curve_keys import client_keys
+from seqpar.servers.transport.sockets import Wakeup
 from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
+from seqpar.servers.wire.codec import Packed
 from seqpar.servers.wire.limits import PoolOptions
 from seqpar.servers.wire.payload import Frame, RequestError
 from seqpar.servers.wire.protocol import ProtocolError
@@ -38,6 +40,7 @@ from seqpar.servers.wire.request import Request, ServersError
 
 _BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1  # between two looks at deadlines
 _MAX_FAILURES = 3  # of a task, where this process does not compute
+_MAX_STEPS_AT_ONCE = 2**20  # per server, unless it gives fewer credits
 _WRONG_ANSWER = "its answer was wrong"
 
 
@@ -47,11 +50,7 @@ def start_dispatcher(
     transports: Sequence[str] | None,
     options: PoolOptions,
 ) -> Dispatcher:
-    """Start the threads of a pool; wait for a ready server, at most `connect` seconds.
-
-    Raises:
-        ValueError: if an argument of `ServerPool.connect` is wrong.
-    """
+    """Check the arguments of `ServerPool.connect`, start a pool, and wait for a ready server."""
     listed = parse(addresses)
     names = transports_of(transports)
     curve_keys = None if keys is None else client_keys(keys)
@@ -71,8 +70,51 @@ def start_dispatcher(
     return dispatcher
 
 
+class Inbox:
+    """Work and calls that any thread hands to the pool's thread."""
+
+    def __init__(self) -> None:
+        self.works: deque[PendingWork] = deque()
+        self.calls: deque[Callable[[], None]] = deque()
+        self.wakeup = Wakeup()
+        self.ended: str | None = None  # why the inbox accepts nothing more
+        self._lock = threading.Lock()
+
+    def put(self, work: PendingWork) -> Answer:
+        """Hand over work; return the future of its result."""
+        with self._lock:
+            if self.ended is not None:
+                raise ServersError(self.ended)
+            self.works.append(work)
+        self.wakeup.set()
+        return work.future
+
+    def call(self, call: Callable[[], None]) -> None:
+        """Queue a call, which the pool's thread makes the next time that it wakes up."""
+        # No lock: the garbage collector may call this at any moment, even while it is held.
+        self.calls.append(call)
+
+    def end(self, reason: str) -> None:
+        """Accept nothing more. The first reason is kept."""
+        with self._lock:
+            self.ended = self.ended or reason
+        self.wakeup.set()
+
+
+class StepLostError(Exception):
+    """A cache was lost, or its server did not answer. The cache's code catches this error."""
+
+    def __init__(self, reason: str, blame: bool) -> None:
+        super().__init__(reason)
+        self.blame = blame  # whether a server that is still connected is at fault
+
+
 class Dispatcher(threading.Thread):
-    """Sends the tasks that other threads `submit`, and makes all calls of the connections."""
+    """Sends the tasks that other threads `submit`, and makes all calls of the connections.
+
+    A step of a cache has one possible server, and is lost with its cache. A lost step raises a
+    StepLostError in its caller's thread, which can build the cache again.
+    """
 
     discovery: Discovery | None = None
 
@@ -82,14 +124,12 @@ class Dispatcher(threading.Thread):
         self.servers = servers
         self.inbox = Inbox()
         self.local_worker = LocalWorker(self.inbox.wakeup.set, options.home_depth)
-        self.cache_requests = CacheRequests(
-            options, servers, self.inbox, self.local_worker, self._send, self._give_up
-        )
         self._poller = servers.endpoint.poller
         self._poller.register(self.inbox.wakeup.fd, zmq.POLLIN)
         self._stragglers = StragglerDetector(options.hedge_quantile)
         self._unfinished: list[PendingWork] = []  # tasks and steps
         self._unsent: deque[PendingWork] = deque()  # tasks that wait for a server
+        self._unsent_steps: deque[PendingWork] = deque()  # that wait until their server is free
         self._last_commit = 0.0
         self._retried = 0
         self._hedged = 0
@@ -99,6 +139,31 @@ class Dispatcher(threading.Thread):
 
     def submit(self, request: Request) -> Answer:
         return self.inbox.put(PendingWork.of(request))
+
+    def submit_step(
+        self, place: CachePlace, packed: Packed, device: torch.device, cost: int
+    ) -> Answer:
+        """Send a step to its cache; return the future of (out, lse)."""
+        return self.inbox.put(PendingWork(None, packed, device, cost, place))
+
+    def place_cache(self, nbytes: int, avoid: Collection[str]) -> CachePlace | None:
+        """Reserve `nbytes` for a cache at a server that is not in `avoid`, or return None."""
+        if self.inbox.ended is not None:
+            raise ServersError(self.inbox.ended)
+        return self.servers.place(nbytes, avoid)
+
+    def forget_cache(self, place: CachePlace, cache: int) -> None:
+        """Free a cache on its server, if the pool still has a connection to it."""
+
+        def call() -> None:
+            if (connection := self.servers.at(place)) is not None:
+                connection.forget(cache)
+
+        self.inbox.call(call)
+
+    def count_at_home(self, cost: int) -> None:
+        """Count a step that the caller computed."""
+        self.inbox.call(partial(self.local_worker.count, cost))
 
     def serve_at(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on, and no others."""
@@ -155,10 +220,7 @@ class Dispatcher(threading.Thread):
         while self.inbox.works:
             work = self.inbox.works.popleft()
             self._unfinished.append(work)
-            if work.place is None:
-                self._unsent.append(work)
-            else:
-                self.cache_requests.wait(work)
+            (self._unsent if work.place is None else self._unsent_steps).append(work)
         while self.inbox.calls:
             self.inbox.calls.popleft()()
 
@@ -276,12 +338,15 @@ class Dispatcher(threading.Thread):
         if work.place is None:
             self._unsent.appendleft(work)
         elif blame:
-            self.cache_requests.lose(work)
+            self._lose_step(work)
         else:
-            self.cache_requests.wait(work)
+            self._unsent_steps.append(work)
+
+    def _lose_step(self, work: PendingWork, blame: bool = True) -> None:
+        work.cancel_attempts()
+        self._give_up(work, StepLostError(work.reason, blame))
 
     def _give_up(self, work: PendingWork, error: BaseException) -> None:
-        """Raise an error from a task's future."""
         if not work.settled and work.future.set_running_or_notify_cancel():
             work.future.set_exception(error)
         if work in self._unfinished:
@@ -291,7 +356,7 @@ class Dispatcher(threading.Thread):
 
     def _assign(self, now: float) -> None:
         """Send waiting tasks in order, each to the server that should finish it first."""
-        self.cache_requests.assign(now)
+        self._assign_steps(now)
         waiting: deque[PendingWork] = deque()
         while self._unsent:
             work = self._unsent.popleft()
@@ -309,6 +374,26 @@ class Dispatcher(threading.Thread):
                     break
         waiting.extend(self._unsent)
         self._unsent = waiting
+
+    def _assign_steps(self, now: float) -> None:
+        """Send the waiting steps whose servers are free."""
+        waiting: deque[PendingWork] = deque()
+        while self._unsent_steps:
+            work = self._unsent_steps.popleft()
+            if work.settled:
+                continue
+            assert work.place is not None
+            connection = self.servers.at(work.place)
+            if connection is None:
+                self._lose_step(work, blame=False)
+            elif not connection.accepts(work):
+                work.reason = "it is above the caps of its server (--max-tokens, --max-bytes)"
+                self._lose_step(work)
+            elif connection.is_free(_MAX_STEPS_AT_ONCE, now):
+                self._send(work, connection)
+            else:
+                waiting.append(work)
+        self._unsent_steps = waiting
 
     def _send(self, work: PendingWork, connection: ServerConnection) -> None:
         connection.start(work)
@@ -343,7 +428,7 @@ class Dispatcher(threading.Thread):
         if work.settled:  # cancelled
             self._unfinished.remove(work)
         elif work.place is not None:
-            self.cache_requests.check_deadline(work, now)
+            self._check_step_deadline(work, now)
         elif waited > deadlines.give_up:
             reason = f"a task has no result after {waited:.0f} s: {work.reason}"
             self._give_up(work, ServersError(reason))
@@ -354,6 +439,12 @@ class Dispatcher(threading.Thread):
                 self._retried += 1
                 self._unsent.appendleft(work)
             self._hedge(work, now)
+
+    def _check_step_deadline(self, work: PendingWork, now: float) -> None:
+        waited, limit = now - work.submitted, self.options.deadlines.request
+        if waited > limit and waited > (limit := limit + self.servers.allowance(work)):
+            work.reason = f"no answer within {limit:.3g} s"
+            self._lose_step(work)
 
     def _end_late_attempts(self, work: PendingWork, now: float) -> bool:
         """Give up attempts that have waited too long; return whether this ended the last one."""
@@ -401,7 +492,6 @@ class StragglerDetector:
         self._sorted_pace: list[float] = []
 
     def count(self, work: int, seconds: float) -> None:
-        """Count a task that has ended."""
         if len(self._tasks) >= self._KEPT_TASKS:
             old_work, old_pace = self._tasks.popleft()
             del self._sorted_work[bisect_left(self._sorted_work, old_work)]

@@ -12,8 +12,7 @@ from seqpar.servers.pool.connection import CachePlace, PendingWork, PoolEndpoint
 class KnownServers:
     """The connections of a pool by address.
 
-    The pool's thread makes all calls. Other threads may call `__iter__`, `wait_for_any` and
-    `place`.
+    Threads other than the pool's may call only `__iter__`, `wait_for_any` and `place`.
     """
 
     def __init__(self, endpoint: PoolEndpoint, depth: int) -> None:

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from seqpar.servers.pool.connection import Attempt, PendingWork, ServerConnection
+from seqpar.servers.pool.connection import Attempt, PendingWork, ServerConnection, smoothed_rate
 from seqpar.servers.pool.sampling import is_right
 from seqpar.servers.server.compute import compute, hardware_of
 from seqpar.servers.wire.request import Request
 
 Outcome = list[Tensor] | Exception | None  # None: the task was settled before it was computed
-_RATE_SMOOTHING = 0.3  # weight of the last task in the rate
 
 
 class LocalWorker:
@@ -71,7 +70,6 @@ class LocalWorker:
         self._executor.submit(self._examine, attempt, tensors, rows)
 
     def count(self, cost: int) -> None:
-        """Count a result that was used."""
         self.tasks += 1
         self.work += cost
 
@@ -88,9 +86,7 @@ class LocalWorker:
                 outcome = _compute(work.request)
             except Exception as error:
                 outcome = error
-            rate = max(work.cost, 1) / max(1e-6, time.perf_counter() - start)
-            before = rate if self._rate is None else self._rate
-            self._rate = before + _RATE_SMOOTHING * (rate - before)
+            self._rate = smoothed_rate(self._rate, work.cost, time.perf_counter() - start)
         self._done.append((work, outcome))
         self._on_done()
 

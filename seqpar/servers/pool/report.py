@@ -15,46 +15,27 @@ HOME = "home"
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server of a pool, or this process, whose address and state are "home".
-
-    Attributes:
-        address: of the server.
-        state: "ready", "connecting", "draining", "refused" or "home".
-        transport: the transport of its payloads, or "".
-        device: the part of its hardware that bits depend on, or "" if that is not known.
-        reason: why it is not ready, or "".
-        tasks: the number of its results that were used.
-        share: its share of all work, from 0 to 1.
-        lost: how often the connection was lost.
-    """
+    """One server of a pool, or this process, whose address and state are "home"."""
 
     address: str
-    state: str
-    transport: str
-    device: str
-    reason: str
-    tasks: int
-    share: float
-    lost: int
+    state: str  # "ready", "connecting", "draining", "refused" or "home"
+    transport: str  # of its payloads, or ""
+    device: str  # the part of its hardware that bits depend on, or "" if that is not known
+    reason: str  # why it is not ready, or ""
+    tasks: int  # the number of its results that were used
+    share: float  # of all work, from 0 to 1
+    lost: int  # how often the connection was lost
 
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The places where a pool's attention was computed since the pool was made.
+    """The places where a pool's attention was computed since the pool was made."""
 
-    Attributes:
-        servers: one entry per server; the last one is this process.
-        retried: attempts that failed or were given up, and were repeated elsewhere.
-        hedged: tasks that were also sent to a second server.
-        wasted: results that arrived second.
-        waiting: tasks without a result.
-    """
-
-    servers: tuple[ServerReport, ...]
-    retried: int
-    hedged: int
-    wasted: int
-    waiting: int
+    servers: tuple[ServerReport, ...]  # the last one is this process
+    retried: int  # attempts that failed or were given up, and were repeated elsewhere
+    hedged: int  # tasks that were also sent to a second server
+    wasted: int  # results that arrived second
+    waiting: int  # tasks without a result
 
     @classmethod
     def of(cls, servers: Sequence[ServerConnection], home: LocalWorker, *counts: int) -> PoolReport:

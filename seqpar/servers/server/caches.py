@@ -111,9 +111,8 @@ class Caches:
         """Accept a step, whose header was checked, and reserve memory for its rows.
 
         `shared` is whether several keys share the memory; `checked` is whether the payload was
-        already compared with its checksum.
-
-        Raises a CacheLost, or a RequestError that names the fault; no cache has changed then.
+        already compared with its checksum. An error (CacheLost, or a RequestError that names the
+        fault) leaves all caches as they were.
         """
         payload = form_of(step).request
         length = step.start + step.k_rows

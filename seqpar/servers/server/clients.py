@@ -27,14 +27,7 @@ from seqpar.servers.wire.codec import KeptSlices
 from seqpar.servers.wire.header import DTYPES
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
 from seqpar.servers.wire.payload import Buffer
-from seqpar.servers.wire.protocol import (
-    SECRET_BYTES,
-    Hello,
-    Message,
-    TransportName,
-    encode,
-    library_version,
-)
+from seqpar.servers.wire.protocol import Hello, Message, TransportName, library_version
 
 # Granted leases (INFO), refused ones and lost ones (WARNING).
 AUDIT = logging.getLogger("seqpar.servers.audit")
@@ -53,7 +46,7 @@ class ClientConnection:
     credits: int  # requests that it may have in flight
     # Every message must carry the generation and the secret of the lease.
     generation: int = field(default_factory=lambda: 1 + secrets.randbelow(2**62 - 1))
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(protocol.SECRET_BYTES))
     seen: float = field(default_factory=time.monotonic)  # when its last message arrived
     jobs: dict[int, ComputeJob] = field(default_factory=dict)  # without an answer, by number
     # Bytes and trackers of results in the socket's queue, which count until they leave.
@@ -183,10 +176,7 @@ class Clients:
         return client
 
     def by_pulse(self, peer: Peer, generation: int, secret: bytes) -> ClientConnection | None:
-        """Return the client whose sign of life arrived on a second connection, or None.
-
-        That connection must have the key of the first one and know its secret.
-        """
+        """Return the client that gives a sign of life on a second connection, by key and secret."""
         client = self._pulses.get(peer)
         if client is None or client.generation != generation:
             client = next((x for x in self if x.generation == generation), None)
@@ -229,9 +219,7 @@ class Clients:
             bytes=limits.bytes,
             idle=self._deadlines.idle,
             cache_room=cache_room,
-            arena=reach.arena,
-            offer=reach.offer,
-            base=reach.base,
+            **reach._asdict(),
         )
         self.send(peer, welcome)
 
@@ -272,11 +260,8 @@ class Clients:
     def send(
         self, peer: Peer, message: Message | bytes, *frames: Buffer, track: bool = False
     ) -> list[zmq.MessageTracker]:
-        """Send without waiting. If the client has left, `end_gone` ends its lease.
-
-        Returns trackers of the large frames, and with `track` one of the last frame.
-        """
-        data = message if isinstance(message, bytes) else encode(message)
+        """Send as the socket does, but remember clients that have left, for `end_gone`."""
+        data = message if isinstance(message, bytes) else protocol.encode(message)
         trackers = self._socket.send(peer, [data, *frames], track)
         if trackers is None:
             self._gone.add(peer)
@@ -340,10 +325,7 @@ class Clients:
                 self.end(peer)
 
     def beat(self, now: float, waiting: int, cache_room: Callable[[str], int]) -> None:
-        """Give signs of life. End leases of silent clients and of keys that were revoked.
-
-        `cache_room` returns how many more bytes the caches of a key may have.
-        """
+        """Give signs of life, with a key's `cache_room`; end leases of silent and revoked keys."""
         self._socket.beat()
         for key in self._socket.refusals():
             self._audit.write(logging.WARNING, "refused", Peer(b"", key), "its key is not trusted")

@@ -1,7 +1,6 @@
 """The numbers that a server reports, listed once.
 
-`COUNTERS` describes each number of a `Status` message: how the metrics page explains it, its
-column in the table of `python -m seqpar status`, and its place in the live line of
+They are on the metrics page, in the table of `python -m seqpar status`, and in the live line of
 `python -m seqpar serve`.
 """
 

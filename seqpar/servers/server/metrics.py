@@ -28,11 +28,7 @@ class _StatusCollector(Collector):
 
 
 def publish(status: Callable[[], Status], port: int, host: str) -> Callable[[], None]:
-    """Serve the metrics page from a thread; return a function that ends it.
-
-    Raises:
-        ValueError: if the page cannot be served at `host`:`port`.
-    """
+    """Serve the metrics page from a thread; return a function to end it, or raise a ValueError."""
     registry = CollectorRegistry()
     registry.register(_StatusCollector(status))
 

@@ -48,7 +48,8 @@ class ResultSender:
         message = Result(task.generation, task.request, job.checksum, job.seconds, watching)
         transport = self._frames if place is None else client.transport
         deadline = now + self._deadline + job.size / LEAST_RATE
-        sending = transport.begin(client.peer, encode(message), job.result, place, deadline)
+        sending = Sending(client.peer, encode(message), deadline)
+        transport.begin(sending, job.result, place)
         sending.frames = pieces(sending.frames)
         self._sendings.append((client, job, sending))
 
@@ -59,17 +60,18 @@ class ResultSender:
             if client.ended:
                 continue
             client.transport.progress(sending)
+            frames = sending.due(client.watched_until)
             if sending.moving:
                 moving.append((client, job, sending))
-                if notice := sending.meanwhile():
-                    self._clients.send(client.peer, *notice)
+                if frames:
+                    self._clients.send(client.peer, bytes(frames[0]))
                 continue
             del client.jobs[job.task.request]
             if sending.error is not None:
                 self._clients.fail(client.peer, job.task, f"the result: {sending.error}")
                 self._clients.give_up(client)
                 continue
-            if frames := sending.following(client.watched_until):
+            if frames:
                 self._send(client, job.size, frames)
             self._totals.tasks += 1
             self._totals.tokens += job.task.batch * job.task.q_rows

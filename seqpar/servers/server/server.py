@@ -54,40 +54,26 @@ _MASK_ROWS, _MASK_BYTES = 768, 12  # of the largest mask in memory; bytes per pa
 
 
 class Server:
-    """Serves requests at an address until it is stopped.
-
-    Args:
-        address: ipc://PATH, or tcp://HOST:PORT, where * is any free port.
-        device: where it computes.
-        limits: caps of requests, clients and memory.
-        deadlines: how long it waits for clients.
-        keys: its keys and the clients that it trusts; required unless the address is local.
-        transports: transports that it offers. The default is ZeroMQ, and on a Unix socket also
-            NIXL if that is installed. NIXL trusts its peers and does not encrypt.
-        backend: of attention; chosen as in `use_backend` by default.
-
-    Attributes:
-        address: where it is bound.
-        totals: tasks, tokens, bytes and refusals since its start.
-        draining: whether it accepts no more requests.
-    """
+    """Serves requests at an address until it is stopped."""
 
     def __init__(
         self,
-        address: str,
+        address: str,  # ipc://PATH, or tcp://HOST:PORT, where * is any free port
         *,
         device: torch.device | str = "cpu",
         limits: Limits | None = None,
         deadlines: ServerDeadlines | None = None,
-        keys: CurveKeys | None = None,
+        keys: CurveKeys | None = None,  # required unless the address is local
+        # By default ZeroMQ, and on a Unix socket also NIXL if that is installed. NIXL trusts its
+        # peers and does not encrypt.
         transports: Sequence[str] | None = None,
-        backend: str = "default",
+        backend: str = "default",  # of attention, by name as in `use_backend`
     ) -> None:
         self.device = to_device(torch.empty(0), device).device
         self.limits = limits or Limits()
         self.deadlines = deadlines or ServerDeadlines()
         self.totals = Totals()
-        self.draining = False
+        self.draining = False  # then it accepts no more requests
         self._backend = backend
         self._started = time.monotonic()
         if transports is None and not is_own(address):
@@ -109,7 +95,8 @@ class Server:
         self._poller = zmq.Poller()
         self._poller.register(self._socket.socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
-        self._handlers: dict[type[Message], Callable[[Peer, Any, list[Frame]], None]] = {
+        # Of a message with a generation, a handler gets the client, otherwise the peer.
+        self._handlers: dict[type[Message], Callable[[Any, Any, list[Frame]], None]] = {
             protocol.Hello: self._hello,
             protocol.Ping: self._ping,
             protocol.Task: self._task,
@@ -252,12 +239,15 @@ class Server:
                 self._pong(peer, message)
             else:
                 self._clients.send(peer, protocol.Stale(message.generation))
-        elif generation is None or compare_digest(secret, session):
-            credit = _credit_of(message, client)
+        elif generation is None:
             handler(peer, message, frames[1:])
-            return credit
-        else:
+        elif not compare_digest(secret, session):
             self._clients.send(peer, protocol.Stale(generation))
+        elif (client := self._clients.find(peer, generation)) is not None:
+            in_credit = client.unanswered < client.credits
+            handler(client, message, frames[1:])
+            if isinstance(message, AnyTask):
+                return "in credit" if in_credit else "beyond credit"
         return "no request"
 
     # --- Handlers of messages, by type ---
@@ -266,33 +256,29 @@ class Server:
         room, device = self._cache_room(peer.key), hardware_of(self.device)
         self._clients.greet(peer, hello, device, room, self.draining)
 
-    def _ping(self, peer: Peer, ping: protocol.Ping, frames: list[Frame]) -> None:
-        if self._clients.find(peer, ping.generation) is not None:
-            self._pong(peer, ping)
+    def _ping(self, client: ClientConnection, ping: protocol.Ping, frames: list[Frame]) -> None:
+        self._pong(client.peer, ping)
 
-    def _task(self, peer: Peer, task: AnyTask, frames: list[Frame]) -> None:
-        client = self._clients.find(peer, task.generation)
-        if client is None:
-            return
+    def _task(self, client: ClientConnection, task: AnyTask, frames: list[Frame]) -> None:
         try:
             job = self._admit(client, task, frames)
         except Exception as error:
-            self._refuse(peer, task, error)
+            self._refuse(client.peer, task, error)
         else:
             if job is None:
                 self.totals.refused += 1
                 busy = protocol.Busy(task.generation, task.request, _BUSY_SECONDS)
-                self._clients.send(peer, busy)
+                self._clients.send(client.peer, busy)
 
-    def _cancel(self, peer: Peer, cancel: protocol.Cancel, frames: list[Frame]) -> None:
-        client = self._clients.find(peer, cancel.generation)
-        if client is not None and (job := client.jobs.get(cancel.request)) is not None:
+    def _cancel(
+        self, client: ClientConnection, cancel: protocol.Cancel, frames: list[Frame]
+    ) -> None:
+        if (job := client.jobs.get(cancel.request)) is not None:
             job.withdrawn = "it was cancelled"
             self._withdraw(lambda each: each is job, job.withdrawn)
 
-    def _free(self, peer: Peer, free: protocol.Free, frames: list[Frame]) -> None:
-        if self._clients.find(peer, free.generation) is not None:
-            self._caches.free(peer, free.cache)
+    def _free(self, client: ClientConnection, free: protocol.Free, frames: list[Frame]) -> None:
+        self._caches.free(client.peer, free.cache)
 
     def _knock(self, peer: Peer, knock: protocol.Knock, frames: list[Frame]) -> None:
         """Wake up: the next turn reads direct writes. Poll more often if one is in progress."""
@@ -300,9 +286,10 @@ class Server:
             for transport in self._transports.values():
                 transport.hurry()
 
-    def _goodbye(self, peer: Peer, goodbye: protocol.Goodbye, frames: list[Frame]) -> None:
-        if self._clients.find(peer, goodbye.generation) is not None:
-            self._clients.end(peer)
+    def _goodbye(
+        self, client: ClientConnection, goodbye: protocol.Goodbye, frames: list[Frame]
+    ) -> None:
+        self._clients.end(client.peer)
 
     def _send_status(
         self, peer: Peer, request: protocol.StatusRequest, frames: list[Frame]
@@ -353,10 +340,7 @@ class Server:
     def _read_payload(
         self, client: ClientConnection, task: AnyTask, buffers: list[Buffer], size: int
     ) -> Request | Sequence[Buffer]:
-        """Check a payload; return a task's request or a step's buffers.
-
-        A large payload is read by the reader's thread.
-        """
+        """Check a payload, perhaps in the reader's thread; return a request or a step's buffers."""
         payload = form_of(task).request
         parts = payload.whole(buffers)
         if isinstance(task, protocol.StepRequest):
@@ -428,12 +412,3 @@ class Server:
         self._worker.withdraw(lambda job: job.client == client.peer)
         self._reader.drop(client.peer)
         self._caches.end(client.peer)
-
-
-def _credit_of(message: Message, client: ClientConnection | None) -> Credit:
-    """Return whether a client may send a request now, or "no request" if no lease allows any."""
-    if client is None or not isinstance(message, AnyTask):
-        return "no request"
-    if client.generation != message.generation:
-        return "no request"
-    return "in credit" if client.unanswered < client.credits else "beyond credit"

@@ -88,10 +88,7 @@ class Turns:
     def take(
         self, clients: Mapping[str, Peer], served: Set[str] = frozenset()
     ) -> tuple[Peer, bool]:
-        """Give the next client its turn; return it, and whether no other key is active now.
-
-        `served` are the keys for which other threads work.
-        """
+        """Give the next client its turn; return it, and whether only its key is active."""
         client, now = self.first(clients), time.monotonic()
         self._last[client.key] = now
         self._last.move_to_end(client.key)

@@ -133,7 +133,6 @@ class Connections:
         connection.first_unread, connection.unread = None, 0
 
     def forgive_uncredited(self, route: bytes) -> None:
-        """Count one payload without credit less."""
         if (connection := self._by_route.get(route)) is not None:
             connection.uncredited = max(0, connection.uncredited - 1)
 
@@ -146,7 +145,6 @@ class Connections:
         return connection.uncredited
 
     def number_of(self, key: str) -> int:
-        """Return how many open connections a key has."""
         return len(self._open_by_key()[key])
 
     def ended(self, route: bytes) -> bool:

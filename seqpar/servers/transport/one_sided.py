@@ -69,16 +69,12 @@ class _Flight:
 
 
 class OneSided(Transport):
-    """Writes payloads into the peer's arena, on CPUs over shared memory or TCP.
-
-    Args:
-        name: of the agent; connected agents must have different names.
-        room: bytes of the block to which all peers write.
-    """
+    """Writes payloads into the peer's arena, on CPUs over shared memory or TCP."""
 
     name: TransportName = "nixl"
 
     def __init__(self, name: str, room: int) -> None:
+        """`name` is unique among connected agents; all peers write to a block of `room` bytes."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         from nixl._api import nixl_agent, nixl_agent_config
 
@@ -141,18 +137,11 @@ class OneSided(Transport):
         with suppress(Exception):  # NIXL forgets the agent even if its connection fails
             self._agent.remove_remote_agent(agent)
 
-    def begin(
-        self,
-        peer: Hashable,
-        message: bytes,
-        parts: Sequence[Bytes],
-        place: int | None,
-        deadline: float,
-    ) -> Sending:
-        known = self._peers.get(peer)
+    def begin(self, sending: Sending, parts: Sequence[Bytes], place: int | None) -> Sending:
+        known = self._peers.get(sending.peer)
         arrays = [np.frombuffer(part, np.uint8) for part in joined(parts)]
         places, total = placed([array.size for array in arrays])
-        sending = Sending(peer, message, [], deadline, moving=True, notifies=True)
+        sending.moving = sending.notifies = True
         if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
             self._end(sending, "the peer has no room at that place")
             return sending
@@ -168,11 +157,11 @@ class OneSided(Transport):
                 blocks = list({(*each, "") for each in local})
                 flight.registered = self._agent.register_memory(blocks, "DRAM")
                 descriptors = (self._agent.get_xfer_descs(x, "DRAM") for x in (local, remote))
-                write = "WRITE", *descriptors, known.agent, message
+                write = "WRITE", *descriptors, known.agent, sending.message
                 flight.handle = self._agent.initialize_xfer(*write)
                 self._update(sending, self._agent.transfer(flight.handle))
             else:
-                self._agent.send_notif(known.agent, message)
+                self._agent.send_notif(known.agent, sending.message)
                 self._end(sending, None)
         except Exception as error:  # NIXL has many exception types
             self._end(sending, f"nixl: {type(error).__name__}")

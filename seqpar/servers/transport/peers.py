@@ -10,14 +10,10 @@ class Peer(NamedTuple):
 
     Leases, caches, results and arenas are stored under both. So one key never reaches what belongs
     to another key, whichever connection it uses.
-
-    Attributes:
-        route: the number that the server's socket gave to the connection.
-        key: the client's public key, authenticated by ZeroMQ, or "" without keys.
     """
 
-    route: bytes
-    key: str = ""
+    route: bytes  # the number that the server's socket gave to the connection
+    key: str = ""  # the client's public key, authenticated by ZeroMQ; "" without keys
 
 
 def fits(size: int, own: int, held: int, most: int, shared: bool) -> bool:

@@ -156,7 +156,6 @@ class ServerSocket:
         return [] if self._trusted is None else self._trusted.refusals()
 
     def look_at_keys(self) -> None:
-        """Read the keys that are trusted now."""
         if self._trusted is not None:
             self._trusted.look()
 

@@ -2,7 +2,7 @@
 
 Each side of a connection has one end of a transport. A `Sending` is a control message and its
 payload. The transport moves the payload; when `progress` finds that it has arrived, the owner sends
-`Sending.following`: the message with its frames or, where the transport delivers the message with
+`Sending.due`: the message with its frames or, where the transport delivers the message with
 the payload, at most a knock. All calls to an end come from the thread that owns it.
 """
 
@@ -46,26 +46,27 @@ class Sending:
 
     peer: Hashable
     message: bytes
-    frames: Sequence[Buffer]  # sent with the message
     deadline: float  # when the payload counts as lost
+    frames: Sequence[Buffer] = ()  # sent with the message
     moving: bool = False  # whether the payload is still in transit
     notifies: bool = False  # whether the message arrives with the payload, at a peer that polls
     error: str | None = None  # why the payload did not arrive
     started: float = field(default_factory=time.monotonic)
     told: bool = False  # whether the peer was told that a payload is in transit
 
-    def meanwhile(self) -> list[bytes]:
-        """Return frames to send now, while the payload is in transit."""
-        if self.told or not self.notifies or time.monotonic() < self.started + _SOON:
+    def due(self, watched_until: float) -> list[Buffer]:
+        """Return frames to send now, to a peer that polls until `watched_until`."""
+        now = time.monotonic()
+        if self.error is not None:
             return []
-        self.told = True
-        return [_UNDER_WAY]
-
-    def following(self, watched_until: float) -> list[Buffer]:
-        """Return frames to send after the payload, to a peer that polls until `watched_until`."""
-        if not self.notifies:
-            return [self.message, *self.frames]
-        return [] if time.monotonic() < watched_until else [_KNOCK]
+        if self.moving:
+            if self.told or not self.notifies or now < self.started + _SOON:
+                return []
+            self.told = True
+            return [_UNDER_WAY]
+        if self.notifies:
+            return [] if now < watched_until else [_KNOCK]
+        return [self.message, *self.frames]
 
 
 class Transport:
@@ -74,10 +75,7 @@ class Transport:
     name: TransportName  # both sides choose the transport by this name
 
     def open(self, peer: Hashable, arena: int) -> Reach:
-        """Reserve `arena` bytes for a peer's payloads if possible; return how to reach them.
-
-        The bytes stay reserved until `close`.
-        """
+        """Reserve `arena` bytes for a peer until `close`, if possible; return how to reach them."""
         return Reach()
 
     def share(self, most: int) -> int:
@@ -90,15 +88,8 @@ class Transport:
     def close(self, peer: Hashable) -> None:
         """Forget a peer, end transfers to it, and free the bytes that were reserved for it."""
 
-    def begin(
-        self,
-        peer: Hashable,
-        message: bytes,
-        parts: Sequence[Bytes],
-        place: int | None,
-        deadline: float,
-    ) -> Sending:
-        """Begin to send `parts`, the buffers of a payload, to `place` in the peer's arena.
+    def begin(self, sending: Sending, parts: Sequence[Bytes], place: int | None) -> Sending:
+        """Begin to send `parts` to `place` in the peer's arena; return `sending`.
 
         The buffers must not change until the payload has arrived.
         """
@@ -133,10 +124,9 @@ class Transport:
 
 
 def joined(parts: Sequence[Bytes]) -> Sequence[Bytes]:
-    """Return the parts of a small payload as one part, placed as in an arena.
+    """Return the parts of a payload of at most 256 KiB as one part, placed as in an arena.
 
-    Copying them takes less time than sending several parts. The parts of a payload of more than
-    256 KiB are returned unchanged.
+    Copying them takes less time than sending several parts.
     """
     sizes = [part.nbytes for part in parts]
     places, total = placed(sizes)
@@ -171,15 +161,9 @@ class Frames(Transport):
 
     name: TransportName = "zmq"
 
-    def begin(
-        self,
-        peer: Hashable,
-        message: bytes,
-        parts: Sequence[Bytes],
-        place: int | None,
-        deadline: float,
-    ) -> Sending:
-        return Sending(peer, message, joined(parts), deadline)
+    def begin(self, sending: Sending, parts: Sequence[Bytes], place: int | None) -> Sending:
+        sending.frames = joined(parts)
+        return sending
 
     def read(
         self, peer: Hashable, frames: Sequence[Frame], sizes: Sequence[int], place: int | None

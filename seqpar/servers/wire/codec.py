@@ -71,12 +71,7 @@ def pack(request: Request) -> Packed:
 
 
 def pack_step(
-    cache: int,
-    writes: int,
-    start: int,
-    operands: Sequence[Tensor],
-    seen: Seen,
-    scores: CallOptions,
+    cache: int, writes: int, start: int, operands: Sequence[Tensor], seen: Seen, scores: CallOptions
 ) -> Packed:
     """Pack a step that stores k and v after the first `start` rows, and then attends.
 
@@ -95,7 +90,6 @@ def pack_step(
 
 
 def _tables(request: Request) -> tuple[list[Bytes], int]:
-    """Return the tables of a request, and their checksum."""
     tables = [bytes_of(x) for x in request.tensors()[:_TABLES]]
     return tables, checksum(tables)
 
@@ -138,9 +132,7 @@ def unpack(
 
     `kept` has the slices of this client's earlier tasks. The slices are copied, since a peer might
     still write to the memory where they arrived; q, k, v and gradients are views of the buffers.
-
-    Raises:
-        RequestError: if the payload is malformed; the message names the part.
+    A RequestError names the part of the payload that is malformed.
     """
     payload = form_of(task).request
     payload.check(buffers, task.checksum)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -20,17 +21,12 @@ from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES, Limi
 from seqpar.servers.wire.payload import Payload, PayloadTensor, RequestError
 from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 
-DTYPES: dict[DtypeName, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[DtypeName, torch.dtype] = {name: getattr(torch, name) for name in get_args(DtypeName)}
 _MAX_KEPT_FORMS = 256
 
 
 class Form:
-    """The shape of requests that differ only in their numbers, places and data."""
+    """The payloads of requests that differ only in their numbers, places and data."""
 
     def __init__(self, task: Task | StepRequest) -> None:
         self._task = task
@@ -38,7 +34,6 @@ class Form:
 
     @cached_property
     def request(self) -> Payload:
-        """The layout of a request's payload."""
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
         operands = [
             PayloadTensor("q", dtype, (*rows, task.dim)),
@@ -61,7 +56,6 @@ class Form:
 
     @cached_property
     def result(self) -> Payload:
-        """The layout of a result's payload."""
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
         if isinstance(task, StepRequest) or task.op == "forward":
             out = exact if isinstance(task, StepRequest) or task.exact_out else dtype
@@ -122,14 +116,8 @@ def form_of(task: Task | StepRequest) -> Form:
     return _form(msgspec.structs.replace(task, **numbers))
 
 
-_NUMBERS: dict[str, float | None] = {
-    "generation": 0,
-    "request": 0,
-    "checksum": 0,
-    "place": None,
-    "result_place": None,
-    "watching": 0.0,
-}
+_NUMBERS: dict[str, float | None] = {"generation": 0, "request": 0, "checksum": 0}
+_NUMBERS |= {"place": None, "result_place": None, "watching": 0.0}
 _NUMBERS_OF_STEP = _NUMBERS | dict.fromkeys(["cache", "writes", "start", "offset"], 0)
 
 _form = lru_cache(_MAX_KEPT_FORMS)(Form)

@@ -20,24 +20,16 @@ LEAST_RATE = 2**20  # bytes per second; deadlines do not allow for a slower netw
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of a server. A request above a cap is refused before memory is allocated for it.
+    """The caps of a server. A request above a cap is refused before memory is allocated for it."""
 
-    Attributes:
-        tokens: query rows, and key rows, of one request.
-        bytes: of one request's payload, and of its result.
-        queued_bytes: of all requests and results that a server holds.
-        requests: requests that one client may have in flight (its credits). If several keys are
-            trusted, the n-th client of a key gets the n-th part of them, at least one.
-        clients: clients with a lease.
-        cache_bytes: of all keys and values that a server holds for clients.
-    """
-
-    tokens: int = 2**20
-    bytes: int = 2**31
-    queued_bytes: int = 2**33
+    tokens: int = 2**20  # query rows, and key rows, of one request
+    bytes: int = 2**31  # of one request's payload, and of its result
+    queued_bytes: int = 2**33  # of all requests and results that a server holds
+    # Requests that one client may have in flight (its credits). If several keys are trusted, the
+    # n-th client of a key gets the n-th part of them, at least one.
     requests: int = 32
-    clients: int = 256
-    cache_bytes: int = 2**33
+    clients: int = 256  # with a lease
+    cache_bytes: int = 2**33  # of all keys and values that a server holds for clients
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,24 +43,19 @@ class Deadlines:
     Payloads on the network extend `request`, `hedge` and `give_up`: by twice the seconds that the
     payloads and results of all tasks at the server need at the measured rate of its connection. The
     rate counts as at least 1 MiB per second.
-
-    Attributes:
-        connect: for a handshake. A server is lost after this time, and at least 1 s, without a
-            sign of life (a pong, or a piece of a result).
-        request: for the answer to one attempt, since it was sent or its server last answered
-            another task. Then another server is asked.
-        hedge: for the answer of any server, since the task was submitted or the pool last had
-            another task's result. Then this process computes the task.
-        give_up: for a result, counted in the same way. Then the task's future raises.
-        group: the timeout of the trainers' process group, which must not end first; inf if there is
-            none.
     """
 
+    # For a handshake. A server is lost after this time, and at least 1 s, without a sign of life (a
+    # pong, or a piece of a result).
     connect: float = 5.0
+    # For the answer to one attempt, since it was sent or its server last answered another task.
+    # Then another server is asked.
     request: float = 30.0
+    # For the answer of any server, since the task was submitted or the pool last had another task's
+    # result. Then this process computes the task.
     hedge: float = 60.0
-    give_up: float = 120.0
-    group: float = math.inf
+    give_up: float = 120.0  # for a result, counted in the same way; then the task's future raises
+    group: float = math.inf  # the timeout of the trainers' process group, which must not end first
 
     def __post_init__(self) -> None:
         names = [field.name for field in fields(self)]
@@ -83,40 +70,29 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """The checked options of `ServerPool.connect`.
-
-    Attributes:
-        has_home: the option `home`; if it is False, `home_depth` is 0.
-    """
+    """The checked options of `ServerPool.connect`."""
 
     deadlines: Deadlines
     hedge_quantile: float
     depth: int
-    has_home: bool
-    home_depth: int
+    has_home: bool  # the option `home`
+    home_depth: int  # 0 without `home`
     sample: int
 
 
 @dataclass(frozen=True)
 class ServerDeadlines:
-    """A server's deadlines in seconds.
+    """A server's deadlines in seconds."""
 
-    Attributes:
-        idle: for a client's next message. Then its lease ends, and all that the server holds for it
-            is freed. A live client gives a sign of life at least three times as often. A
-            connection also ends if neither a whole message nor 1 MiB of one arrives in this time.
-        request: for a request's turn to be computed. Then it is refused, since its client has
-            given it up.
-        handshake: for a connection to authenticate.
-        transfer: for a one-sided write, plus one second per MiB.
-        drain: for requests in flight when the server is told to end.
-    """
-
+    # For a client's next message. Then its lease ends, and all that the server holds for it is
+    # freed. A live client gives a sign of life at least three times as often. A connection also
+    # ends if neither a whole message nor 1 MiB of one arrives in this time.
     idle: float = 10.0
+    # For a request's turn to be computed. Then it is refused, since its client has given it up.
     request: float = 120.0
-    handshake: float = 5.0
-    transfer: float = 10.0
-    drain: float = 30.0
+    handshake: float = 5.0  # for a connection to authenticate
+    transfer: float = 10.0  # for a one-sided write, plus one second per MiB
+    drain: float = 30.0  # for requests in flight when the server is told to end
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -45,7 +45,6 @@ class RowShape(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of keys and values."""
         return self.batch * self.kv_heads * (self.dim + self.value_dim) * self.dtype.itemsize
 
     def nbytes(self, rows: int) -> int:
@@ -56,13 +55,9 @@ class RowShape(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The rows that queries attend to: a query at position i attends to rows i − left … i + right.
+    """The rows that queries attend to: those at position i attend to rows i − left … i + right."""
 
-    Attributes:
-        offset: the position of the first query; the first row has position 0.
-    """
-
-    offset: int
+    offset: int  # the position of the first query; the first row has position 0
     left: int
     right: int
 
@@ -73,11 +68,7 @@ class Seen(NamedTuple):
 
 
 class Pages:
-    """Keys and values of one sequence or of a batch of sequences of one length.
-
-    Attributes:
-        nbytes: bytes of the pages.
-    """
+    """Keys and values of one sequence or of a batch of sequences of one length."""
 
     def __init__(self, shape: RowShape, device: torch.device) -> None:
         self.shape, self.device, self.nbytes = shape, device, 0

@@ -53,7 +53,6 @@ class Payload:
             raise RequestError("payload: its checksum is wrong")
 
     def check_sizes(self, buffers: Sequence[Buffer]) -> None:
-        """Raise a RequestError unless the buffers have the right sizes."""
         if len(buffers) != len(self.parts):
             raise RequestError(f"payload must have {len(self.parts)} parts, got {len(buffers)}")
         for part, size, buffer in zip(self.parts, self.sizes, buffers, strict=True):
@@ -116,7 +115,6 @@ def bytes_of(x: Tensor) -> Bytes:
 
 
 def view_of(buffer: Buffer) -> memoryview:
-    """Return a view of a buffer's memory."""
     return memoryview(buffer)  # type: ignore[arg-type]  # NumPy's types do not list this
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from importlib import import_module
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -36,7 +36,6 @@ TransportName = Literal["zmq", "nixl"]
 
 
 def library_version() -> str:
-    """Return seqpar's version."""
     version: str = import_module("seqpar").__version__  # it imports this module
     return version
 
@@ -64,12 +63,9 @@ class LeaseMessage(Message, frozen=True):
 
 
 class RequestMessage(LeaseMessage, frozen=True):
-    """The base of messages about one request; its number is used once per generation.
+    """The base of messages about one request."""
 
-    A repeated message is therefore refused.
-    """
-
-    request: Count
+    request: Count  # used once per generation, so a repeated message is refused
 
 
 class Hello(Message, frozen=True):
@@ -110,10 +106,7 @@ class Refused(Message, frozen=True):
 
 
 class Ping(LeaseMessage, frozen=True):
-    """A client is alive.
-
-    It may arrive on a second connection of the same key, where no payload delays it or its answer.
-    """
+    """A client is alive. On a second connection of the same key, no payload delays this message."""
 
 
 class Pong(LeaseMessage, frozen=True):
@@ -124,13 +117,7 @@ class Pong(LeaseMessage, frozen=True):
 
 
 class Task(RequestMessage, frozen=True):
-    """A client asks for attention of query rows over key rows, or for its backward pass.
-
-    Attributes:
-        place: the payload's offset in the server's arena; None if the payload follows in frames.
-        result_place: the offset in the client's arena for the result, or None.
-        watching: seconds for which the client looks for direct writes; later it needs a Knock.
-    """
+    """A client asks for attention of query rows over key rows, or for its backward pass."""
 
     op: Operation
     dtype: DtypeName
@@ -148,8 +135,9 @@ class Task(RequestMessage, frozen=True):
     exact_out: bool
     has_dlse: bool
     checksum: Count
-    place: Count | None = None
-    result_place: Count | None = None
+    place: Count | None = None  # the payload's offset in the server's arena; None for frames
+    result_place: Count | None = None  # the offset in the client's arena for the result
+    # Seconds for which the client looks for direct writes; later it needs a Knock.
     watching: float = 0.0
 
 
@@ -157,19 +145,14 @@ class StepRequest(RequestMessage, tag="Step", frozen=True):
     """A client appends rows to a cache and asks for attention over all of its rows.
 
     The server keeps the first `start` rows and appends the payload's `k_rows` rows. A query at
-    position i attends to rows i − left … i + right.
-
-    Attributes:
-        cache: the number that the client has given to the cache. A lease has its own numbers.
-        writes: the number of earlier steps of the cache. If the server's cache differs, the answer
-            is Lost. The first step of a cache has `start` and `writes` 0.
-        offset: the position of the first query; the cache's first row has position 0.
+    position i attends to rows i − left … i + right. The first step of a cache has `start` and
+    `writes` 0.
     """
 
-    cache: Count
-    writes: Count
+    cache: Count  # the client's number for the cache; a lease has its own numbers
+    writes: Count  # earlier steps of the cache; if the server's cache differs, the answer is Lost
     start: Count
-    offset: Position
+    offset: Position  # of the first query; the cache's first row has position 0
     left: Count
     right: Count
     dtype: DtypeName
@@ -293,7 +276,6 @@ def followed(data: bytes, frames: int) -> bytes:
 
 
 def session_of(data: bytes | memoryview) -> bytes:
-    """Return the secret of an encoded message."""
     return bytes(data[_PREFIX.size : _PREFIX.size + SECRET_BYTES])
 
 
@@ -306,13 +288,9 @@ def frames_after(data: bytes | memoryview) -> int:
 
 
 # The texts of messages that reach terminals, logs and reports.
-_TEXTS: dict[type[Message], tuple[str, ...]] = {
-    Hello: ("library", "client"),
-    Welcome: ("library", "device"),
-    Refused: ("reason",),
-    Failed: ("reason",),
-    Malformed: ("reason",),
-    Status: ("library", "device"),
+_TEXTS: dict[type[Message], list[str]] = {
+    kind: [field.name for field in msgspec.structs.fields(kind) if field.type == Name]
+    for kind in get_args(AnyMessage)
 }
 
 
@@ -324,7 +302,7 @@ def printable(text: str) -> str:
 
 
 def _printable(message: Message) -> Message:
-    texts = {name: getattr(message, name) for name in _TEXTS.get(type(message), ())}
+    texts = {name: getattr(message, name) for name in _TEXTS[type(message)]}
     changed = {name: printable(x) for name, x in texts.items() if not x.isprintable()}
     return msgspec.structs.replace(message, **changed) if changed else message
 

@@ -24,23 +24,17 @@ class Request:
 
     A backward request contains all that it needs. It can go to another server than the forward
     request, and can be sent again.
-
-    Attributes:
-        q: (B, Tq, Hq, D).
-        k, v: (B, Tk, Hkv, D) and (B, Tk, Hkv, Dv).
-        slices: the mask, as rectangles of query rows and key rows.
-        options: scale, softcap, backend and determinism.
-        exact_out: whether the forward pass returns out in fp32 (fp64 for fp64), as a partial result
-            to be merged. Otherwise out has q's dtype.
-        output: for a backward pass, dout, lse, delta and dlse of the query rows; `out` is not sent.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    slices: Slices
-    options: CallOptions
+    q: Tensor  # (B, Tq, Hq, D)
+    k: Tensor  # (B, Tk, Hkv, D)
+    v: Tensor  # (B, Tk, Hkv, Dv)
+    slices: Slices  # the mask, as rectangles of query rows and key rows
+    options: CallOptions  # scale, softcap, backend and determinism
+    # Whether the forward pass returns out in fp32 (fp64 for fp64), as a partial result to merge.
+    # Otherwise out has q's dtype.
     exact_out: bool = False
+    # For a backward pass, dout, lse, delta and dlse of the query rows; `out` is not sent.
     output: OutputGradient | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +77,6 @@ class Request:
 
     @property
     def operation(self) -> Literal["forward", "backward"]:
-        """The pass."""
         return "forward" if self.output is None else "backward"
 
     @property

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import seqpar
 from seqpar import Layout, ServerCache, ServersError
 from seqpar.servers.cache import layer_cache
-from seqpar.servers.pool.cache_requests import StepLostError
+from seqpar.servers.pool.dispatcher import StepLostError
 from seqpar.servers.server import caches, worker
 from seqpar.servers.server.caches import CacheStep
 from seqpar.servers.server.server import Server

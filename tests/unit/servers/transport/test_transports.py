@@ -1,6 +1,7 @@
 """Both transports by the same tests: what is sent arrives, or the sender learns that it has not."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def ends(request):
 
 def sent(transport, peer, parts, place=0, other=None, seconds=5.0):
     """Send, and wait until it has arrived or failed."""
-    sending = transport.begin(peer, b"message", parts, place, time.monotonic() + seconds)
+    sending = transport.begin(Sending(peer, b"message", time.monotonic() + seconds), parts, place)
     while sending.moving:
         transport.progress(sending)
         if other is not None:
@@ -72,7 +73,7 @@ def test_both_ways_at_once(ends):
     a, b = ends
     there, back, place = payload(1, 999), payload(2, 999), 0 if a.name == "nixl" else None
     sendings = [
-        end.begin(peer, b"", parts, place, time.monotonic() + 5)
+        end.begin(Sending(peer, b"", time.monotonic() + 5), parts, place)
         for end, peer, parts in ((a, "b", there), (b, "a", back))
     ]
     while any(x.moving for x in sendings):
@@ -84,25 +85,26 @@ def test_both_ways_at_once(ends):
 
 def test_a_message_waits_for_its_write(ends):
     a, b = ends
-    sending = a.begin("b", b"message", payload(1, 300), 0, time.monotonic() + 5)
+    sending = a.begin(Sending("b", b"message", time.monotonic() + 5), payload(1, 300), 0)
     written = []
     while sending.moving or (a.name == "nixl" and not written):
         a.progress(sending)
         written += b.poll()
     soon = time.monotonic() + 60
     if a.name == "zmq":
-        assert not written and sending.following(soon)[0] == b"message"
+        assert not written and sending.due(soon)[0] == b"message"
     else:
-        assert written == [("a", b"message")] and not sending.following(soon)
-        assert decode(*sending.following(0.0)) == Knock()
+        assert written == [("a", b"message")] and not sending.due(soon)
+        assert decode(*sending.due(0.0)) == Knock()
 
 
 def test_a_slow_write_is_reported_once():
     long_ago = time.monotonic() - 1
-    assert not Sending("b", b"", [], 0.0, notifies=True).meanwhile()
-    assert not Sending("b", b"", [], 0.0, started=long_ago).meanwhile()
-    sending = Sending("b", b"", [], 0.0, notifies=True, started=long_ago)
-    assert decode(*sending.meanwhile()) == Knock(under_way=True) and not sending.meanwhile()
+    moving = partial(Sending, "b", b"", 0.0, moving=True)
+    assert not moving(notifies=True).due(0.0)
+    assert not moving(started=long_ago).due(0.0)
+    sending = moving(notifies=True, started=long_ago)
+    assert decode(*sending.due(0.0)) == Knock(under_way=True) and not sending.due(0.0)
 
 
 def test_small_payloads_are_one_part():
