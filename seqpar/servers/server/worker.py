@@ -14,7 +14,7 @@ import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -73,37 +73,11 @@ class ComputeJob:
             self.cost = each * pairs * passes + _SLICE_COST * len(slices) + self.size
 
 
-class Turns:
-    """Decides which key is next: a key that has not had a turn, or the one that waits longest."""
-
-    def __init__(self) -> None:
-        self._last: OrderedDict[str, float] = OrderedDict()  # when each key had its last turn
-
-    def first(self, clients: Mapping[str, Peer]) -> Peer:
-        """Return the next client; `clients` has the first waiting client of each key."""
-        keys = [key for key in clients if key not in self._last]
-        keys += [key for key in self._last if key in clients]
-        return clients[keys[0]]
-
-    def take(
-        self, clients: Mapping[str, Peer], served: Set[str] = frozenset()
-    ) -> tuple[Peer, bool]:
-        """Give the next client its turn; return it, and whether only its key is active."""
-        client, now = self.first(clients), time.monotonic()
-        self._last[client.key] = now
-        self._last.move_to_end(client.key)
-        # A key that is forgotten and returns counts as new, and would overtake keys that wait.
-        if len(clients) == 1 and not served:
-            for key, last in list(self._last.items()):
-                if now - last > _ACTIVE:
-                    del self._last[key]
-        return client, len(clients) == len(self._last) == 1 and not served
-
-
 class ThreadsByKey:
     """Threads of one purpose. Each serves one key at a time, and no two serve the same key.
 
-    The owner's lock guards `served` and `start_for`.
+    The next key is one that has not had a turn, or the one that waits longest. The owner's lock
+    guards all calls but the first `start`.
     """
 
     def __init__(self, name: str, most: int, run: Callable[[], None]) -> None:
@@ -111,6 +85,7 @@ class ThreadsByKey:
         self.served: set[str] = set()  # the keys for which a thread works
         self.threads: list[threading.Thread] = []
         self._name, self._most, self._run = name, most, run
+        self._last: OrderedDict[str, float] = OrderedDict()  # when each key had its last turn
 
     def start(self) -> None:
         """Start one more thread."""
@@ -124,6 +99,32 @@ class ThreadsByKey:
             missing = len(self.served) + waiting - len(self.threads)
             for _ in range(min(missing, self._most - len(self.threads))):
                 self.start()
+
+    def waiting(self, clients: Iterable[Peer]) -> dict[str, Peer]:
+        """Return the first of these clients for each key that no thread serves."""
+        firsts: dict[str, Peer] = {}
+        for client in clients:
+            if client.key not in self.served:
+                firsts.setdefault(client.key, client)
+        return firsts
+
+    def first(self, waiting: Mapping[str, Peer]) -> Peer:
+        """Return the next client."""
+        keys = [key for key in waiting if key not in self._last]
+        keys += [key for key in self._last if key in waiting]
+        return waiting[keys[0]]
+
+    def take(self, waiting: Mapping[str, Peer]) -> tuple[Peer, bool]:
+        """Give the next client its turn; return it, and whether only its key is active."""
+        client, now = self.first(waiting), time.monotonic()
+        self._last[client.key] = now
+        self._last.move_to_end(client.key)
+        # A key that is forgotten and returns counts as new, and would overtake keys that wait.
+        if len(waiting) == 1 and not self.served:
+            for key, last in list(self._last.items()):
+                if now - last > _ACTIVE:
+                    del self._last[key]
+        return client, len(waiting) == len(self._last) == 1 and not self.served
 
 
 class ThreadGroup:
@@ -179,22 +180,16 @@ class Worker(ThreadGroup):
         self.batches = 0  # computing calls
         self._device, self._rows = device, rows
         self._queues: OrderedDict[Peer, deque[ComputeJob]] = OrderedDict()
-        self._turns = Turns(), Turns()  # of short jobs, and of long jobs
-        self._waiting = 0
+        self.waiting = 0  # jobs that have not begun
         self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
         self._stepping: set[Peer] = set()  # clients that have a step in computation
         self._brief: dict[Hashable, int] = {}  # most rows of a brief call, by kind
-
-    @property
-    def waiting(self) -> int:
-        """The number of jobs that have not begun."""
-        return self._waiting
 
     def add(self, job: ComputeJob) -> None:
         """Queue a job; the next `proceed` gets it computed when it is its turn."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append(job)
-            self._waiting += 1
+            self.waiting += 1
 
     def withdraw(self, wanted: Callable[[ComputeJob], bool]) -> list[ComputeJob]:
         """Remove and return the waiting jobs for which `wanted` is true."""
@@ -207,15 +202,15 @@ class Worker(ThreadGroup):
                     self._queues[client] = rest
                 else:
                     del self._queues[client]
-            self._waiting -= len(found)
+            self.waiting -= len(found)
         return found
 
     def proceed(self) -> None:
         """Compute waiting jobs: a single job that is known to be brief here, others in threads."""
-        if not self._waiting:
+        if not self.waiting:
             return
         with self._changed:
-            alone = self._waiting == 1 and not self._threads[False].served
+            alone = self.waiting == 1 and not self._threads[False].served
             first = self._first(False)
             if not alone or first is None or not self._is_brief(self._queues[first][0]):
                 for long in (False, True):
@@ -276,17 +271,12 @@ class Worker(ThreadGroup):
     def _first(self, long: bool) -> Peer | None:
         """Return the next client among those whose first job is long, or short, and may begin."""
         clients = self._firsts(long)
-        return self._turns[long].first(clients) if clients else None
+        return self._threads[long].first(clients) if clients else None
 
     def _firsts(self, long: bool) -> dict[str, Peer]:
         """Return the first client with such a job for each key that no thread serves."""
-        clients: dict[str, Peer] = {}
-        served = self._threads[long].served
-        for client, queue in self._queues.items():
-            key = client.key
-            if key not in clients and key not in served and self._may_begin(queue[0], long):
-                clients[key] = client
-        return clients
+        able = [x for x, queue in self._queues.items() if self._may_begin(queue[0], long)]
+        return self._threads[long].waiting(able)
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
         """Return whether a job is long, or short, and no earlier step of its client is running."""
@@ -301,8 +291,7 @@ class Worker(ThreadGroup):
         order. While several keys are active, each turn is one job, so a key waits for at most one
         job of each other key.
         """
-        served = self._threads[long].served
-        first, alone = self._turns[long].take(self._firsts(long), served)
+        first, alone = self._threads[long].take(self._firsts(long))
         jobs = [self._pop(first)]
         rows = self._rows_of(jobs[0])
         found = alone
@@ -319,7 +308,7 @@ class Worker(ThreadGroup):
         return jobs
 
     def _pop(self, client: Peer) -> ComputeJob:
-        self._waiting -= 1
+        self.waiting -= 1
         return _pop_first(self._queues, client)
 
     def _rows_of(self, job: ComputeJob) -> int:
@@ -364,14 +353,13 @@ class Reader(ThreadGroup):
         self._queues: OrderedDict[Peer, deque[tuple[ComputeJob, Callable[[], object]]]] = (
             OrderedDict()
         )
-        self._turns = Turns()
         self._trims = False
 
     def add(self, job: ComputeJob, read: Callable[[], object]) -> None:
         """Queue a job's payload, in its client's order; `read` is called on its key's turn."""
         with self._changed:
             self._queues.setdefault(job.client, deque()).append((job, read))
-            self._readers.start_for(len(self._firsts()))
+            self._readers.start_for(len(self._readers.waiting(self._queues)))
             self._changed.notify()
 
     def drop(self, client: Peer) -> None:
@@ -381,28 +369,21 @@ class Reader(ThreadGroup):
             self._trims = True
             self._changed.notify()
 
-    def _firsts(self) -> dict[str, Peer]:
-        """Return the first client of each key that no thread serves."""
-        clients: dict[str, Peer] = {}
-        for client in self._queues:
-            if client.key not in self._readers.served:
-                clients.setdefault(client.key, client)
-        return clients
-
     def _take(self) -> tuple[ComputeJob, Callable[[], object]]:
         """Take the next key's first payload; the clients of the key also take turns."""
-        client, _ = self._turns.take(self._firsts(), self._readers.served)
+        client, _ = self._readers.take(self._readers.waiting(self._queues))
         return _pop_first(self._queues, client)
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                while not (self._firsts() or self._stopped or self._trims):
+                while not (self._readers.waiting(self._queues) or self._stopped or self._trims):
                     self._changed.wait()
                 if self._stopped:
                     return
                 trims, self._trims = self._trims, False
-                job, read = self._take() if self._firsts() else (None, None)
+                has_job = self._readers.waiting(self._queues)
+                job, read = self._take() if has_job else (None, None)
                 key = "" if job is None else job.client.key
                 if job is not None:
                     self._readers.served.add(key)

@@ -14,7 +14,7 @@ from seqpar.servers.server import server as server_module
 from seqpar.servers.server import worker as worker_module
 from seqpar.servers.server.caches import CacheLost, Caches
 from seqpar.servers.server.clients import Clients
-from seqpar.servers.server.worker import ComputeJob, Reader, Turns, Worker
+from seqpar.servers.server.worker import ComputeJob, Reader, ThreadsByKey, Worker
 from seqpar.servers.transport.curve_keys import Trusted, client_keys, generate, server_keys
 from seqpar.servers.transport.peers import Peer, fits, room
 from seqpar.servers.transport.server_socket import ServerSocket
@@ -263,7 +263,7 @@ def test_payloads_are_read_by_turns_of_keys():
 def test_new_keys_do_not_overtake_waiting_ones(monkeypatch):
     clock = iter(range(0, 1000, 10))  # each turn takes longer than a key counts as served
     monkeypatch.setattr("seqpar.servers.server.worker.time.monotonic", lambda: next(clock))
-    turns, peers = Turns(), {key: Peer(b"route", key) for key in "xyh"}
+    turns, peers = ThreadsByKey("", 1, print), {key: Peer(b"route", key) for key in "xyh"}
     turns.take({"h": peers["h"]})
     served = []
     for others in ("x", "y", "x", "y"):
