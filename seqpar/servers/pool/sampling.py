@@ -15,6 +15,7 @@ from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import Slices
 from seqpar.servers.server.compute import compute
 from seqpar.servers.wire.request import Request
+from seqpar.softmax.compute.partial import OutputGradient
 
 _ROUNDINGS = 16
 
@@ -54,24 +55,13 @@ def _part(request: Request, queries: slice, keys: slice) -> Request:
     """Return the part of a task that has these query rows and these key rows."""
     output = request.output
     if output is not None:
-        delta = output.ensure_delta()
-        output = replace(
-            output,
-            dout=output.dout[:, queries],
-            out=None,
-            lse=output.lse[:, queries],
-            dlse=None if output.dlse is None else output.dlse[:, queries],
-            delta=delta[:, queries],
-            prepared=None,
-        )
-    return replace(
-        request,
-        q=request.q[:, queries],
-        k=request.k[:, keys],
-        v=request.v[:, keys],
-        slices=_slices(request.slices, queries, keys),
-        output=output,
-    )
+        rows = output.dout, output.lse, output.ensure_delta()
+        dout, lse, delta = (x[:, queries] for x in rows)
+        dlse = None if output.dlse is None else output.dlse[:, queries]
+        output = OutputGradient(dout, None, lse, dlse, delta)
+    q, k, v = request.q[:, queries], request.k[:, keys], request.v[:, keys]
+    slices = _slices(request.slices, queries, keys)
+    return Request(q, k, v, slices, request.options, request.exact_out, output)
 
 
 def _slices(slices: Slices, queries: slice, keys: slice) -> Slices:
