@@ -50,6 +50,7 @@ _MIN_BUSY_SECONDS, _MAX_BUSY_SECONDS = 0.01, 5.0  # before a busy server is aske
 _PAYLOAD_MARGIN = 2.0  # times the seconds that payloads should need
 _BANDWIDTH_FADING = 0.8  # of the measured bytes per second, with each result
 _PIECE_SECONDS = 0.25  # that one frame of a payload should need
+_NO_LEASE = protocol.Welcome(0, bytes(protocol.SECRET_BYTES), "", "", [], "zmq", 0, 0, 0, 0.0, 0)
 
 
 def smoothed_rate(rate: float | None, work: int, seconds: float) -> float:
@@ -148,11 +149,7 @@ class _Session:
     transport: Transport  # of payloads; frames until the server's welcome names another one
     own_arena: Arena = field(default_factory=lambda: Arena(0))  # to which the server may write
     server_arena: Arena = field(default_factory=lambda: Arena(0))  # to which this side may write
-    generation: int = 0
-    credits: int = 0
-    max_tokens: int = 0
-    max_bytes: int = 0
-    secret: bytes = bytes(protocol.SECRET_BYTES)
+    lease: protocol.Welcome = _NO_LEASE
     bytes_per_second: float = 0.0  # the measured rate of payloads
     sendings: list[Sending] = field(default_factory=list)
     written: deque[bytes] = field(default_factory=deque)  # by the server directly, not yet read
@@ -220,10 +217,10 @@ class ServerConnection:
     @property
     def place(self) -> CachePlace | None:
         """The place of a new cache on this server, or None if the server is not ready."""
-        session = self._session
+        lease = self._session.lease
         if self.state != "ready":
             return None
-        return CachePlace(self.address, session.generation, session.max_tokens, session.max_bytes)
+        return CachePlace(self.address, lease.generation, lease.tokens, lease.bytes)
 
     @property
     def outstanding(self) -> int:
@@ -238,7 +235,7 @@ class ServerConnection:
 
     def is_free(self, depth: int, now: float) -> bool:
         """Return whether the server accepts another task now, with at most `depth` at a time."""
-        most = min(depth, self._session.credits)
+        most = min(depth, self._session.lease.credits)
         return self.state == "ready" and len(self.attempts) < most and now >= self.blocked_until
 
     def accepts(self, work: PendingWork) -> bool:
@@ -246,7 +243,7 @@ class ServerConnection:
         header, form = work.packed.header, work.packed.form
         rows = header.batch * max(header.q_rows, header.k_rows)
         nbytes = max(form.request.room, form.result.room)
-        return rows <= self._session.max_tokens and nbytes <= self._session.max_bytes
+        return rows <= self._session.lease.tokens and nbytes <= self._session.lease.bytes
 
     def waited(self, attempt: Attempt, now: float) -> float:
         """Return the seconds since the server got an attempt or answered another one."""
@@ -271,13 +268,13 @@ class ServerConnection:
         watching = WATCHING if session.last_was_brief else 0.0
         session.look_until = attempt.started + watching
         header = work.packed.numbered(
-            session.generation,
+            session.lease.generation,
             attempt.number,
             place=attempt.place,
             result_place=attempt.result_place,
             watching=watching,
         )
-        message = encode(header, session.secret)
+        message = encode(header, session.lease.secret)
         deadline = attempt.started + self._endpoint.connect_seconds + self.allowance
         sending = transport.begin(
             Sending(self, message, deadline), work.packed.parts, attempt.place
@@ -341,10 +338,10 @@ class ServerConnection:
 
     def cancel(self, attempt: Attempt) -> None:
         attempt.late = True
-        self._send(protocol.Cancel(self._session.generation, attempt.number))
+        self._send(protocol.Cancel(self._session.lease.generation, attempt.number))
 
     def forget(self, cache: int) -> None:
-        self._send(protocol.Free(self._session.generation, cache))
+        self._send(protocol.Free(self._session.lease.generation, cache))
 
     def _take_room(self, attempt: Attempt) -> bool:
         """Take room for a payload and for its result, or for neither."""
@@ -403,7 +400,7 @@ class ServerConnection:
                     self._session.transport.hurry()
             elif isinstance(message, protocol.Stale | protocol.Malformed):
                 raise protocol.ProtocolError("it no longer knows this client")
-            elif getattr(message, "generation", None) != self._session.generation:
+            elif getattr(message, "generation", None) != self._session.lease.generation:
                 continue  # it belongs to an earlier lease
             elif isinstance(message, protocol.Draining):
                 self.state, self.reason = "draining", "it is about to leave"
@@ -422,7 +419,7 @@ class ServerConnection:
         """Read answers to the signs of life on the second socket."""
         while self._pulse is not None and (frames := self._pulse.receive()) is not None:
             message = decode(frames[0])
-            generation = self._session.generation
+            generation = self._session.lease.generation
             if isinstance(message, protocol.Pong) and message.generation == generation:
                 self._pulse_answers = True
                 self._heard = time.monotonic()
@@ -479,7 +476,7 @@ class ServerConnection:
 
     def close(self) -> None:
         if self.is_welcome:
-            self._send(protocol.Goodbye(self._session.generation))
+            self._send(protocol.Goodbye(self._session.lease.generation))
         self._shut(linger=100)
 
     def _open(self) -> None:
@@ -516,9 +513,7 @@ class ServerConnection:
         if not welcome.credits:
             raise protocol.ProtocolError("it takes no requests: its welcome gives no credits")
         session = self._session
-        session.generation, session.secret = welcome.generation, welcome.secret
-        session.credits = welcome.credits
-        session.max_tokens, session.max_bytes = welcome.tokens, welcome.bytes
+        session.lease = welcome
         session.server_arena = Arena(welcome.arena)
         session.transport = self._transports.get(welcome.transport, self._frames)
         try:
@@ -534,8 +529,8 @@ class ServerConnection:
         self.last_result, self.blocked_until = time.monotonic(), 0.0
 
     def _give_sign_of_life(self, now: float) -> None:
-        ping = protocol.Ping(self._session.generation)
-        data = encode(ping, self._session.secret)
+        ping = protocol.Ping(self._session.lease.generation)
+        data = encode(ping, self._session.lease.secret)
         if self._pulse is not None and self._pulse.send([data]) is not None:
             self._end_pulse()
         if not self._pulse_answers or now >= self._next_main_ping:
@@ -543,7 +538,7 @@ class ServerConnection:
             self._send(ping)
 
     def _send(self, message: Message) -> None:
-        data = encode(message, self._session.secret)
+        data = encode(message, self._session.lease.secret)
         if self._main is not None and self._main.send([data]) is not None:
             self._heard = -math.inf  # a server that accepts nothing counts as silent
 
