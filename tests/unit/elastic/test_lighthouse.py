@@ -117,6 +117,7 @@ def serve(pipe):
 
 
 def test_a_process_does_not_wait_for_a_dead_lighthouse(monkeypatch, started_by_torchrun):
+    pytest.importorskip("torchft.coordination")  # without it, the other process sends no address
     monkeypatch.setattr("seqpar.elastic.lighthouse._SILENCE_SECONDS", 2.0)
     here, there = PROCESSES.Pipe()
     process = PROCESSES.Process(target=serve, args=(there,), daemon=True)
@@ -131,6 +132,7 @@ def test_a_process_does_not_wait_for_a_dead_lighthouse(monkeypatch, started_by_t
 
 
 def test_an_unreachable_lighthouse_is_an_error(monkeypatch, started_by_torchrun):
+    pytest.importorskip("torchft.coordination")
     monkeypatch.setattr("seqpar.elastic.lighthouse._CONNECT", timedelta(seconds=0.2))
     with pytest.raises(RuntimeError, match=r"failed to connect to http://127.0.0.1:1"):
         LighthouseRendezvous("http://127.0.0.1:1")
