@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from seqpar.comm.faults.watcher import STOPPED, state
-from seqpar.elastic.messages import Place, Report, Store, place_key, report_key
+from seqpar.comm.launch import Store
+from seqpar.elastic.messages import Place, Report, place_key, report_key
 
 _POLL_SECONDS = 0.05
 _log = logging.getLogger("seqpar")
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that a launcher uses."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-
-
 @dataclass
 class _Worker:
-    process: Process
+    process: subprocess.Popen[bytes]
     reports: int = 0
     report: Report | None = None  # until it has a place
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many processes a launcher starts, and how long it waits for them.
+    """How many processes a launcher starts, and how many seconds it waits for them."""
 
-    Attributes:
-        ranks: the processes of the first group, and the most of any group.
-        spares: the processes that wait for a place, with everything imported.
-        restarts: the processes that may be started in place of dead ones.
-        min_ranks: the fewest ranks of a group.
-        wait: the seconds for which a group with fewer than `ranks` waits for spares.
-        patience: the seconds after which a member that does not report is killed.
-    """
-
-    ranks: int
-    spares: int = 0
-    restarts: int = 0
-    min_ranks: int = 1
-    wait: float = 0.0
-    patience: float = 60.0
+    ranks: int  # the processes of the first group, and the most of any group
+    spares: int = 0  # the processes that wait for a place, with everything imported
+    restarts: int = 0  # the processes that may be started in place of dead ones
+    min_ranks: int = 1  # the fewest ranks of a group
+    wait: float = 0.0  # for which a group with fewer than `ranks` waits for spares
+    patience: float = 60.0  # after which a member that does not report is killed
 
     def __post_init__(self) -> None:
         for name in ("ranks", "min_ranks"):
@@ -71,7 +55,9 @@ class Launcher:
     When no process of a group is left, the training ends.
     """
 
-    def __init__(self, store: Store, start: Callable[[int], Process], limits: Limits) -> None:
+    def __init__(
+        self, store: Store, start: Callable[[int], subprocess.Popen[bytes]], limits: Limits
+    ) -> None:
         """`start(number)` starts a process, and gives it the store and its number in `VARIABLE`."""
         self._store, self._start, self._limits = store, start, limits
         self._workers: dict[int, _Worker] = {}
@@ -108,14 +94,14 @@ class Launcher:
         for number, worker in self._workers.items():
             key = report_key(number, worker.reports + 1)
             if worker.report is None and self._store.check([key]):
-                worker.report = Report.loads(self._store.get(key))
+                worker.report = Report(*json.loads(self._store.get(key)))
                 worker.reports += 1
         if self._ended:
             return
         if self._members and not self._workers.keys() & set(self._members):
             # Spares have no checkpoint. A script may also end before its last step.
-            ready = [number for number, worker in self._workers.items() if worker.report]
-            self._end("lost" if any(map(self._codes.get, self._members)) else "done", ready)
+            lost = any(map(self._codes.get, self._members))
+            self._end("lost" if lost else "done", self._reports())
         elif self._complete():
             self._form()
 
@@ -125,14 +111,14 @@ class Launcher:
 
     def _complete(self) -> bool:
         """Return whether all that can be members of the next group have reported."""
-        ready = [number for number, worker in self._workers.items() if worker.report is not None]
+        ready = self._reports()
         present = [number for number in self._members if number in self._workers]
         late = [number for number in present if number not in ready]
-        if not ready or (present and not set(ready) & set(present)):
+        if not ready or (present and len(late) == len(present)):
             self._since = None  # the group is at work, or all processes are still starting
             return False
         now = time.monotonic()
-        done = bool(present) and all(self._done(number) for number in ready if number in present)
+        done = bool(present) and all(ready[x].done for x in present if x in ready)
         self._since = now if self._since is None or done else self._since
         waited = now - self._since
         for number in late:
@@ -152,18 +138,18 @@ class Launcher:
             return False
         return True
 
-    def _done(self, number: int) -> bool:
-        report = self._workers[number].report
-        return report is not None and report.done
+    def _reports(self) -> dict[int, Report]:
+        """Return the reports without an answer, by process."""
+        return {n: w.report for n, w in self._workers.items() if w.report is not None}
 
     def _form(self) -> None:
         """Answer all reports: form a group, or end the training."""
-        reports = {n: w.report for n, w in self._workers.items() if w.report is not None}
+        reports = self._reports()
         survivors = [number for number in self._members if number in reports]
         if survivors and all(reports[number].done for number in survivors):
-            self._end("done", list(reports))
+            self._end("done", reports)
         elif survivors and len(survivors) == len(self._members):
-            self._end("unchanged", list(reports))
+            self._end("unchanged", reports)
         else:
             self._regroup(reports)
 
@@ -182,7 +168,7 @@ class Launcher:
             self._answer(number, Place("", self._generation, rank, ranks, source, lacking))
         self._since = None
 
-    def _end(self, why: str, ready: list[int]) -> None:
+    def _end(self, why: str, ready: Collection[int]) -> None:
         """End the training; processes that have not reported cannot be of use any more."""
         self._ended = why
         for number, worker in self._workers.items():
@@ -193,5 +179,5 @@ class Launcher:
 
     def _answer(self, number: int, place: Place) -> None:
         worker = self._workers[number]
-        self._store.set(place_key(number, worker.reports), place.dumps())
+        self._store.set(place_key(number, worker.reports), json.dumps(place))
         worker.report = None

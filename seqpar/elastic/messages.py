@@ -1,81 +1,44 @@
 """A process's place in a group, and its messages to a launcher, in the launcher's store.
 
 key                  written by      value
-"report PROCESS N"   the process     its N-th `Report`: it needs a place in a group
-"place PROCESS N"    the launcher    the `Place` in answer
+"report PROCESS N"   the process     its N-th `Report`, as a JSON list: it needs a place in a group
+"place PROCESS N"    the launcher    the `Place` in answer, as a JSON list
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from seqpar.comm import launch
 
 VARIABLE = "SEQPAR_ELASTIC"  # of the environment: "HOST PORT PROCESS"
 
 
-class Store(Protocol):
-    """The methods of torch.distributed's store that are used here; `get` waits for the key."""
+class Report(NamedTuple):
+    """A process needs a place in a group."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class Report:
-    """A process needs a place in a group.
-
-    Attributes:
-        finished: the number of steps after which its checkpoint was made.
-        done: whether these are all steps.
-        failed: whether an error ended the process's last group.
-    """
-
-    finished: int
-    done: bool
-    failed: bool = False
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: bytes) -> Report:
-        return cls(**json.loads(text))
+    finished: int  # the number of steps after which its checkpoint was made
+    done: bool  # whether these are all steps
+    failed: bool = False  # whether an error ended the process's last group
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A process's place in the next group.
 
-    Attributes:
-        end: "" to continue; "done" if all steps are; "unchanged" if no process was lost; "too few"
-            if too few are left; "lost" if none is.
-        generation: the number of the group.
-        rank, ranks: the process's rank in the group, and the number of ranks.
-        source: the rank whose checkpoint counts.
-        lacking: the ranks that need it.
-        host, port: the group's store, or "" for the launcher's.
+    `end` is "" to continue; "done" if all steps are; "unchanged" if no process was lost; "too few"
+    if too few are left; "lost" if none is.
     """
 
     end: str = ""
-    generation: int = 0
+    generation: int = 0  # the number of the group
     rank: int = 0
     ranks: int = 0
-    source: int = 0
-    lacking: tuple[int, ...] = ()
-    host: str = ""
+    source: int = 0  # the rank whose checkpoint counts
+    lacking: Sequence[int] = ()  # the ranks that need it
+    host: str = ""  # of the group's store; "" is the launcher's
     port: int = 0
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: bytes) -> Place:
-        fields = json.loads(text)
-        return cls(**fields | {"lacking": tuple(fields["lacking"])})
 
 
 def report_key(process: int, number: int) -> str:
@@ -98,8 +61,8 @@ class LauncherRendezvous:
 
     def place(self, report: Report) -> Place:
         self._reports += 1
-        self._answers.set(report_key(self._number, self._reports), report.dumps())
-        return Place.loads(self._answers.get(place_key(self._number, self._reports)))
+        self._answers.set(report_key(self._number, self._reports), json.dumps(report))
+        return Place(*json.loads(self._answers.get(place_key(self._number, self._reports))))
 
     def regroups(self, report: Report) -> bool:
         return False  # spares wait for a failure

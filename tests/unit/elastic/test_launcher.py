@@ -1,5 +1,7 @@
 """Who forms the next group, on processes and a store that are stand-ins."""
 
+import json
+
 import pytest
 
 from seqpar.comm.faults.watcher import ALIVE, STOPPED
@@ -38,7 +40,7 @@ class Training:
         for number in numbers:
             self.reports[number] = self.reports.get(number, 0) + 1
             key = report_key(number, self.reports[number])
-            self.store.set(key, Report(finished, done).dumps())
+            self.store.set(key, json.dumps(Report(finished, done)))
         self.launcher.tick()
 
     def kill(self, *numbers):
@@ -48,7 +50,7 @@ class Training:
 
     def place(self, number):
         text = self.store.values.get(place_key(number, self.reports[number]))
-        return text and Place.loads(text.encode())
+        return text and Place(*json.loads(text))
 
     def ranks(self, *numbers):
         return [(place.rank, place.ranks) for place in map(self.place, numbers)]
@@ -78,7 +80,7 @@ def test_a_spare_takes_the_dead_ranks_place(four, dead):
     place = four.place(5)
     assert (place.rank, place.ranks, place.generation) == (dead - 1, 4, 2)
     assert place.source == first - 1  # the furthest
-    assert place.lacking == tuple(rank for rank in range(4) if rank != first - 1)
+    assert place.lacking == [rank for rank in range(4) if rank != first - 1]
     assert set(four.processes) == {1, 2, 3, 4, 5, 6}  # another one is started
 
 
@@ -88,7 +90,7 @@ def test_without_spares_the_group_shrinks():
     training.kill(2)
     training.report(5, 1, 3)
     assert training.ranks(1, 3) == [(0, 2), (1, 2)]
-    assert training.place(1).lacking == ()
+    assert training.place(1).lacking == []
 
 
 def test_spares_that_come_later_fill_the_group(four):
@@ -135,7 +137,7 @@ def test_a_rank_that_is_done_helps_one_that_is_not(four):
     four.report(9, 1, 2, done=True)
     four.kill(4)
     four.report(8, 3)
-    assert four.place(3).source == 0 and four.place(3).lacking == (2, 3)
+    assert four.place(3).source == 0 and four.place(3).lacking == [2, 3]
 
 
 @pytest.mark.parametrize(("state", "patience"), [(STOPPED, 60.0), (ALIVE, 0.0)])
