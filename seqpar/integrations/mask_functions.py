@@ -109,11 +109,8 @@ def _shown(function: Callable[..., Any], within: list[Area], batch: int) -> list
 
 
 def _banded(within: list[Area], low: int, high: int) -> list[Area]:
-    return [
-        found
-        for area in within
-        for found in area._replace(low=max(area.low, low), high=min(area.high, high)).trimmed()
-    ]
+    bands = (x._replace(low=max(x.low, low), high=min(x.high, high)) for x in within)
+    return [area for band in bands for area in band.trimmed()]
 
 
 def _and(within: list[Area], closed: Closed, batch: int) -> list[Area]:

@@ -103,7 +103,11 @@ def attend(
     try:
         result = attn(q, k, v, layout, **own, **options)
     except (ValueError, TypeError) as fault:
-        raise renamed(fault) from None
+        name, _, text = str(fault).partition(" ")
+        for own_name in "qkv":
+            text = text.replace(f" {own_name}'s ", f" {_NAMES[own_name]}'s ")
+        kind = TypeError if isinstance(fault, TypeError) else ValueError
+        raise kind(f"{_NAMES.get(name, name)} {text}") from None
     if not isinstance(result, tuple):
         return result.transpose(-3, -2)
     out, *more = result
@@ -114,14 +118,6 @@ def attend(
 
 # Argument of a module's call -> argument of `sdpa`.
 _NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softmax_scale": "scale"}
-
-
-def renamed(fault: Exception) -> Exception:
-    name, _, text = str(fault).partition(" ")
-    for own in "qkv":
-        text = text.replace(f" {own}'s ", f" {_NAMES[own]}'s ")
-    kind = TypeError if isinstance(fault, TypeError) else ValueError
-    return kind(f"{_NAMES.get(name, name)} {text}")
 
 
 def attention_on(group: Group | None, strategy: str | Attention, **options: Any) -> Attention:

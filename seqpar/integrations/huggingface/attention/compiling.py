@@ -72,6 +72,5 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 
 # torch.compile traces this call too, and then raises the second text.
-check_not_compiled = outside_graphs(
-    _check_not_compiled, f"seqpar compiles a whole model: {_INSTEAD}"
-)
+_IN_GRAPHS = f"seqpar compiles a whole model: {_INSTEAD}"
+check_not_compiled = outside_graphs(_check_not_compiled, _IN_GRAPHS)

@@ -222,9 +222,8 @@ class OwnForward(Replaced):
     def __init__(self, module: Any, layer: AttentionLayer, session: EnabledModel) -> None:
         self._layer, self._session, self._forward = layer, session, module.forward
         self._signature = inspect.signature(module.forward)
-        self._bands = {
-            name: band for name, x in module.named_buffers() if (band := band_of(x)) is not None
-        }
+        bands = {name: band_of(x) for name, x in module.named_buffers()}
+        self._bands = {name: band for name, band in bands.items() if band is not None}
         self._slopes = slopes_of(module)
         super().__init__(module, "forward", self)
 

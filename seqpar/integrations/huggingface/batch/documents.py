@@ -86,9 +86,8 @@ def find_documents(
     kept = np.flatnonzero(real)
     if not kept.size:
         raise ValueError("batch must have tokens that are not padding, got none")
-    return BatchDocuments(
-        rows, columns, kept, _offsets(begins, kept), _offsets(samples, kept), packed
-    )
+    offsets = _offsets(begins, kept), _offsets(samples, kept)
+    return BatchDocuments(rows, columns, kept, *offsets, packed)
 
 
 def shape_of(x: object) -> tuple[int, ...] | str:

@@ -113,15 +113,14 @@ def find_layers(
     """Return the attention layers by module; a ValueError names all others, and `faults`."""
     modules = dict(model.named_modules(prefix=prefix))
     kinds: dict[str, type] = {name: type(x) for name, x in modules.items()}
-    softmax = {
-        name: modules[name] for name, x in kinds.items() if dispatches(x) or computes_itself(x)
-    }
+    softmax = {name for name, x in kinds.items() if dispatches(x) or computes_itself(x)}
     recurrent = {name for name, x in kinds.items() if kind_of(x)}
     reached = {name: x for name, x in modules.items() if name in softmax or name in recurrent}
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached, recurrent)]
     if not reached and not refused:
         refused = [f"{type(model).__name__} has no attention layers"]
-    refused += [*_by_setting(model, softmax), *faults]
+    attending = {name: x for name, x in reached.items() if name in softmax}
+    refused += [*_by_setting(model, attending), *faults]
     if refused:
         reasons = "; ".join(refused)
         raise ValueError(f"model cannot be computed on parts of its sequences: {reasons}")
