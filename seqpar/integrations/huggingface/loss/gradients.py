@@ -392,10 +392,10 @@ class ModelGradients(Uncopied):
         own = {id(x) for _, _, x in self._places(self._model)}
         for x in leaves:
             if id(x) in own or not averaged:
-                name = names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
-                where = f"outside of the model's call, {_LOCAL}"
+                used = names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
+                what = f"loss must not depend on {used} outside of the model's call"
                 how = "use it in a module's call within the model that you enable"
-                raise ValueError(f"loss must not depend on {name} {where}: {how}")
+                raise ValueError(f"{what}, {_LOCAL}: {how}")
 
 
 def sum_of_ranks(x: Tensor, comm: Comm, divisor: int) -> Tensor:
