@@ -119,25 +119,26 @@ class Cluster:
         if path is None:
             folder = os.environ.get("SEQPAR_CACHE", "~/.cache/seqpar")
             path = Path(folder, f"cluster-{machine.machine()}.json")
+        file = Path(path)
         try:
-            path = Path(path).expanduser()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            file = file.expanduser()
+            file.parent.mkdir(parents=True, exist_ok=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
             if not is_default:
                 raise
-            return cls(**describe(machine.profile()))._unsaved(path, error)
-        if not refresh and (kept := cls._kept(path, is_default)):
+            return cls(**describe(machine.profile()))._unsaved(file, error)
+        if not refresh and (kept := cls._kept(file, is_default)):
             return kept
-        with _measuring_alone(path.parent):
-            if not refresh and (kept := cls._kept(path, is_default, quiet=True)):
+        with _measuring_alone(file.parent):
+            if not refresh and (kept := cls._kept(file, is_default, quiet=True)):
                 return kept
             made = cls(**describe(machine.profile()))
             try:
-                made.to_json(path)
+                made.to_json(file)
             except OSError as error:
                 if not is_default:
                     raise
-                return made._unsaved(path, error)
+                return made._unsaved(file, error)
         return made
 
     @classmethod

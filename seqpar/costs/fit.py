@@ -53,8 +53,9 @@ def fit_grid(profile: Profile) -> Grid:
     count = packed["documents"]
     saved = (count * seconds(alone) - seconds(packed)) / (count - 1)
     call = np.clip(saved, 0, np.minimum(seconds(alone), full_times[:, 0, 0]))
+    (forward, backward), (window_forward, window_backward) = full_times, window_times
     grid = Grid(
-        *(rows, keys, *full_times, *window_times),
+        *(rows, keys, forward, backward, window_forward, window_backward),
         profile["heads"],
         profile["head_dim"],
         call=(float(call[0]), float(call[1])),

@@ -42,16 +42,15 @@ class _Handler(Handler):
             return
         parts = urlsplit(self.path)
         if parts.path != "/":
-            status, body = 404, "there is only /\n"
+            status, kind, body = 404, "plain", "there is only /\n"
         elif (response := self._answered(parts.query)) is not None:
+            kind = "html"
             status, body = response
         else:
             return
         data = body.encode()
         self.send_response(status)
-        self.send_header(
-            "Content-Type", f"text/{'plain' if status == 404 else 'html'}; charset=utf-8"
-        )
+        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
         self.end_headers()

@@ -109,11 +109,11 @@ class Hardware:
 class Flight:
     """One rank's exchange, from its post."""
 
-    __slots__ = ("begun", "done", "following", "left", "messages", "post", "posted", "rank", "stop")
+    __slots__ = ("done", "following", "left", "messages", "post", "posted", "rank")
 
     def __init__(self, rank: int, post: Post, posted: float, done: simpy.Event) -> None:
         self.rank, self.post, self.posted, self.done = rank, post, posted, done
-        self.left, self.begun, self.stop = 0, False, 0.0
+        self.left = 0  # messages, or ranks, that it still waits for
         self.messages: list[_Message] = []
         self.following: Flight | None = None
 
@@ -191,7 +191,6 @@ class Network:
         flight.messages.append(message)
 
     def _begin(self, flight: Flight) -> None:
-        flight.begun = True
         if isinstance(flight.post, ShardExchange):
             self._gather(flight, flight.post)
             return
@@ -307,7 +306,6 @@ class Network:
             self._end(flight)
 
     def _end(self, flight: Flight) -> None:
-        flight.stop = self._env.now
         flight.done.succeed()
         flight.messages = []
         if flight.following is not None:

@@ -17,11 +17,8 @@ def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
     communicator run one after another. An exchange takes the largest latency of its messages, then
     the bytes of the busiest direction of the rank's two ports: the one inside its node, and its
     share of the node's NICs. Waiting for slower ranks and contention between nodes are not
-    included.
-
-    Raises:
-        ValueError: if the cluster's devices do not overlap messages with computation, or if the
-            program serves requests.
+    included. Raise a ValueError if the cluster's devices do not overlap messages with computation,
+    or if the program serves requests.
     """
     if not cluster.overlaps:
         raise ValueError(f"cluster {cluster.name}: its cores move messages themselves")
@@ -34,10 +31,7 @@ def least_seconds(programs: Mapping[int, Program], cluster: Cluster) -> float:
 
     Peers post their messages immediately, and no other rank uses the links. On gloo and on cores,
     only computation counts, because the exchanges overlap and may be buffered. Programs that run
-    concurrently count if they post no messages.
-
-    Raises:
-        ValueError: if a program serves requests.
+    concurrently count if they post no messages. Raise a ValueError if a program serves requests.
     """
     seconds = price(cluster.device, computes(programs.values()))
     return max(

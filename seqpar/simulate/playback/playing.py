@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -174,7 +175,7 @@ class _Run:
             if flight.done.callbacks is None:  # already ended
                 arrivals.put(number)
             else:
-                flight.done.callbacks.append(lambda _, number=number: arrivals.put(number))
+                flight.done.callbacks.append(partial(_put, arrivals, number))
         while pending:
             start = self._env.now
             self._waits[rank] = next(iter(pending.values()))
@@ -193,3 +194,7 @@ class _Run:
             Event("flight", post.what, post.step, flight.posted, stop, rank, receivers, sent),
             Event("wait", post.what, post.step, start, stop, rank, senders or receivers),
         ]
+
+
+def _put(store: simpy.Store, number: int, _: simpy.Event) -> None:
+    store.put(number)

@@ -30,21 +30,14 @@ Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-bat
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """One way to divide devices and documents.
+    """One way to divide devices and documents."""
 
-    Attributes:
-        divided: the costs on the divided cluster.
-        lengths: (documents,) tokens of all documents.
-        batches: the documents of each data group's micro-batches, with similar work.
-        shares: (micro_batches,) the work of the micro-batches of the group that has most, relative
-            to its largest.
-        largest: the documents of that micro-batch.
-        attending: seconds of its attention and matrix products on one device, in all layers.
-    """
-
-    divided: DividedCosts
-    lengths: Ints = field(repr=False)
-    batches: Batches = field(repr=False)
+    divided: DividedCosts  # the costs on the divided cluster
+    lengths: Ints = field(repr=False)  # (documents,) tokens of all documents
+    batches: Batches = field(repr=False)  # micro-batches of similar work
+    # (micro_batches,) the work of each micro-batch of the group that has most work, relative to its
+    # largest one; the documents of that one; the seconds of its attention and matrix products on
+    # one device, in all layers.
     shares: Floats = field(repr=False)
     largest: tuple[int, ...] = field(repr=False)
     attending: float

@@ -74,15 +74,10 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
 
 @dataclass(frozen=True)
 class DividedCosts:
-    """The costs of a model on a cluster that is divided in this way.
+    """The costs of a model on a cluster that is divided in this way."""
 
-    Attributes:
-        costs: of the model on the whole cluster.
-        parallelism: the division of all devices. Context groups fill nodes, or divide them.
-    """
-
-    costs: Costs
-    parallelism: Parallelism
+    costs: Costs  # of the model on the whole cluster
+    parallelism: Parallelism  # of all devices; context groups fill nodes, or divide them
 
     @cached_property
     def context(self) -> Costs:
@@ -132,14 +127,12 @@ class DividedCosts:
     def least_seconds(self, micro_batch: float, shares: Floats) -> float:
         """Return a step's least seconds, however layers and head are divided into stages.
 
-        With stages of w₁, w₂, … seconds for the largest micro-batch, shares of sum a and least b, a
-        step takes at least a·wₛ + b·(w₁ + … + wₛ₋₁) for each stage s: its own work, before and
-        after which the first stages pass one micro-batch. If no such time exceeds t, the sum of the
-        stages is at most t/b·(1 − (1 − b/a)^S). The largest micro-batch passes all stages in turn.
-
-        Args:
-            micro_batch: the seconds of the largest micro-batch in all layers and the head.
-            shares: (micro_batches,) the time of each micro-batch, relative to the largest one.
+        The largest micro-batch takes `micro_batch` seconds in all layers and the head; each one
+        takes its share, (micro_batches,), of that time. With stages of w₁, w₂, … seconds for the
+        largest one, and shares of sum a and least b, a step takes at least a·wₛ + b·(w₁ + … + wₛ₋₁)
+        for each stage s: its own work, before and after which the first stages pass one
+        micro-batch. If no such time exceeds t, the sum of the stages is at most
+        t/b·(1 − (1 − b/a)^S). The largest micro-batch passes all stages in turn.
         """
         total, least, most = float(shares.sum()), float(shares.min()), float(shares.max())
         part = 1 - (1 - least / total) ** self.parallelism.pipeline
@@ -148,13 +141,10 @@ class DividedCosts:
     def played(
         self, layers: list[float], head: float, shares: Floats, boundary_bytes: int
     ) -> float:
-        """Return a step's seconds.
+        """Return a step's seconds, from those of the largest micro-batch.
 
-        Args:
-            layers: the seconds of each layer for the largest micro-batch, forward and backward.
-            head: the seconds of its head.
-            shares: as in `least_seconds`.
-            boundary_bytes: what stages send of a micro-batch.
+        `layers` has each layer's seconds, forward and backward, and `head` those of its head.
+        `shares` is as in `least_seconds`; stages send `boundary_bytes` of a micro-batch.
         """
         if self.parallelism.pipeline == 1:
             return self.least_seconds(sum(layers) + head, shares)
@@ -263,13 +253,9 @@ def divided_step(
 ) -> Step:
     """Simulate a step of a group of context ranks, and of all that share its pipeline.
 
-    Args:
-        strategy: as in `step`, for the group's context ranks.
-        layout: which context rank holds which tokens, of the largest micro-batch.
-        divided: the model on the divided cluster.
-        shares: as in `DividedCosts.least_seconds`.
-        most_tokens: of any micro-batch, which counts for memory.
-        checkpointing, offload, mesh, transport: as in `step`; no offloading from stages.
+    `layout` is that of the largest micro-batch on the context ranks. `most_tokens`, those of any
+    micro-batch, count for memory. `shares` is as in `DividedCosts.least_seconds`, and other
+    arguments are as in `step`; stages do not offload.
 
     Returns:
         A step whose `memory` and `bytes` are of one context group, and whose `seconds` are of all.

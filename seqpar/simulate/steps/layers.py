@@ -30,17 +30,11 @@ from seqpar.strategies.registry import make_attention
 
 
 class Products(NamedTuple):
-    """The weights of a layer, and the cost of its matrix products' backward.
+    """The weights of a layer, and the cost of its matrix products' backward."""
 
-    Attributes:
-        weights: those that each token is multiplied with.
-        stored: all of them, of all experts.
-        backward: the number of forwards that backward costs.
-    """
-
-    weights: float
-    stored: float
-    backward: int
+    weights: float  # those that each token is multiplied with
+    stored: float  # all of them, of all experts
+    backward: int  # the number of forwards that backward costs
 
     def flops(self, tokens: int) -> tuple[int, int]:
         """Return the FLOPs of forward and of backward for a number of tokens."""
@@ -50,18 +44,12 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class Attending:
-    """The attention of one layer: operands, arguments and module.
-
-    Attributes:
-        model, layer: the layer and its model.
-        dtype: the dtype of the operands.
-        transport: the transport of the layer's maps or states, if it is linear.
-    """
+    """The attention of one layer: operands, arguments and module."""
 
     model: Model
     layer: Layer
-    dtype: torch.dtype
-    transport: str = "all_gather"
+    dtype: torch.dtype  # of the operands
+    transport: str = "all_gather"  # of the layer's maps or states, if it is linear
 
     @property
     def linear(self) -> bool:
@@ -233,16 +221,8 @@ def record_layers(
     """Return the programs of trainers and servers for `count` equal, consecutive layers.
 
     Servers take tasks in order of arrival. By task number, trainers with few tasks would delay
-    trainers with many.
-
-    Args:
-        layout: which trainer holds which documents.
-        servers: the number of servers.
-        attending: a layer's attention. Trainers compute linear layers themselves.
-        products: a layer's matrix products.
-        count: the number of layers, forward and backward.
-        copies: as in `record_served`.
-        options: options of `DisaggregatedAttention` on a pool.
+    trainers with many. Trainers compute linear layers themselves. `copies` is as in
+    `record_served`, and `options` are those of `DisaggregatedAttention` on a pool.
     """
     lengths = np.diff(layout.cu_seqlens)
     batches = [

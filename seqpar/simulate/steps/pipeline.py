@@ -79,13 +79,21 @@ def pipeline(
         after = rank + ranks_per_stage if stage < stages - 1 else None
         program = Program(ordered=cluster.overlaps)
         for direction, i in _order(stage, stages, count, schedule):
-            compute = Compute(Operators(0, 0), f"stage {PASSES[direction]}", i)
-            prices[id(compute)] = float(seconds[direction][stage, i])
-            ends = (after, before) if direction else (before, after)
+            what, size = f"stage {PASSES[direction]}", int(sizes[i])
             exchange = 4 * i + 2 * direction
-            program.actions += _passed(rank, ends, exchange, int(sizes[i]), compute)
-        sent = [x.number for x in program.actions if isinstance(x, Post) and x.sends]
-        program.actions += [Wait(number) for number in sent]
+            source, target = (after, before) if direction else (before, after)
+            compute = Compute(Operators(0, 0), what, i)
+            prices[id(compute)] = float(seconds[direction][stage, i])
+            if source is not None:
+                received = ((source, size),)
+                program.actions.append(Post(exchange, (), received, f"{source} to {rank}", what))
+                program.actions.append(Wait(exchange))
+            program.actions.append(compute)
+            if target is not None:
+                sent = ((target, size),)
+                program.actions.append(Post(exchange + 1, sent, (), f"{rank} to {target}", what))
+        posts = [x for x in program.actions if isinstance(x, Post) and x.sends]
+        program.actions += [Wait(x.number) for x in posts]
         programs.append(program)
     return play(programs, cluster, pricing=lambda calls: prices)
 
@@ -107,24 +115,3 @@ def _order(stage: int, stages: int, count: int, schedule: str) -> Iterator[tuple
         yield 0, i
         yield 1, i - ahead
     yield from ((1, i) for i in range(count - ahead, count))
-
-
-def _passed(
-    rank: int,
-    ends: tuple[int | None, int | None],
-    exchange: int,
-    nbytes: int,
-    compute: Compute,
-) -> list[Compute | Post | Wait]:
-    """Return the actions of one pass of a micro-batch: receive, compute, send."""
-    source, target = ends
-    actions: list[Compute | Post | Wait] = []
-    if source is not None:
-        received = ((source, nbytes),)
-        actions.append(Post(exchange, (), received, f"{source} to {rank}", compute.what))
-        actions.append(Wait(exchange))
-    actions.append(compute)
-    if target is not None:
-        sent = ((target, nbytes),)
-        actions.append(Post(exchange + 1, sent, (), f"{rank} to {target}", compute.what))
-    return actions
