@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
-from seqpar.layout.cuts.cuts import Columns, Cut, HolderLookup, Merged, TableCut, joined
+from seqpar.layout.cuts.cuts import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
 
 _SAMPLED_DOCUMENTS = 16
 _MAX_KEPT_BYTES = 2**26  # of cached holdings, not counting the last one used
@@ -152,10 +152,7 @@ class Geometry:
         return ranks, documents, starts, stops
 
     def merged_holding(self, ranks: Sequence[int]) -> Holding:
-        parts = [self.holdings[rank].columns for rank in ranks]
-        documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = np.argsort(sort_keys(documents, starts))
-        return Holding((documents[order], starts[order], stops[order]))
+        return Holding(merged([self.holdings[rank].columns for rank in ranks]))
 
     @cached_property
     def most_tokens(self) -> int:

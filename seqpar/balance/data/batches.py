@@ -233,13 +233,12 @@ class _Made(Dataset[T]):
 
 
 def _of_workers(made: Iterator[T]) -> Iterator[T]:
-    """Yield the workers' results; raise their errors without the traceback of this process.
-
-    It belongs to a reference cycle, and workers freed by garbage collection take 5 seconds to end.
-    """
+    """Yield the workers' results; raise their errors without the traceback of this process."""
     try:
         yield from made
     except Exception as error:
+        # The traceback is in a reference cycle with the workers, and workers freed by garbage
+        # collection take 5 seconds to end.
         raise error.with_traceback(None) from None
 
 

@@ -75,12 +75,10 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
     """Return documents, ranks and tokens of all shares, by document and position."""
-    key = pieces.documents * batch.ranks + pieces.ranks
-    found, share = np.unique(key, return_inverse=True)
+    documents, ranks, share = pieces.shares(batch.ranks)
     tokens = np.bincount(share, pieces.stops - pieces.starts).astype(np.int64)
-    begin = np.full(found.size, np.iinfo(np.int64).max)
+    begin = np.full(documents.size, np.iinfo(np.int64).max)
     np.minimum.at(begin, share, pieces.starts)
-    documents, ranks = np.divmod(found, batch.ranks)
     order = np.lexsort((begin, documents))
     return documents[order], ranks[order], tokens[order]
 

@@ -238,6 +238,12 @@ class Pieces(NamedTuple):
     def take(self, chosen: NDArray[np.bool_]) -> Pieces:
         return Pieces(*(column[chosen] for column in self))
 
+    def shares(self, ranks: int) -> tuple[Ints, Ints, Ints]:
+        """Return documents and ranks of all shares, ascending, and the share of each piece."""
+        found, share = np.unique(self.documents * ranks + self.ranks, return_inverse=True)
+        documents, owners = np.divmod(found, ranks)
+        return documents, owners, share
+
     def held(self, batch: DocumentBatch) -> Floats:
         """Return the tokens of capacity that each piece takes."""
         return (self.stops - self.starts) * batch.kept[self.documents]

@@ -72,16 +72,14 @@ def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
 
 def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
     """Sum pieces to shares of documents, and count the keys that each attends to and sends."""
-    key = pieces.documents * batch.ranks + pieces.ranks
-    found, share = np.unique(key, return_inverse=True)
-    documents, ranks = np.divmod(found, batch.ranks)
+    documents, ranks, share = pieces.shares(batch.ranks)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
-    node = found // batch.costs.cluster.devices_per_node  # ascending, so equal nodes are adjacent
-    first = np.flatnonzero(np.diff(node, prepend=-1))
-    count = np.diff(first, append=found.size)
+    node = documents * batch.costs.cluster.nodes + ranks // batch.costs.cluster.devices_per_node
+    first = np.flatnonzero(np.diff(node, prepend=-1))  # it ascends, so equal nodes are adjacent
+    count = np.diff(first, append=ranks.size)
     beside = np.repeat(count, count)
     # Each other rank whose last query is after a piece receives it. Last queries are all different.
-    ends = share_ends(share, pieces, found.size)
+    ends = share_ends(share, pieces, ranks.size)
     keys = np.sort(sort_keys(documents, ends))
     behind = np.searchsorted(keys, sort_keys(pieces.documents, np.full_like(share, 2**31)))
     readers = behind - np.searchsorted(keys, sort_keys(pieces.documents, pieces.stops)) - 1

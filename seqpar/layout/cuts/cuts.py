@@ -6,7 +6,7 @@ at a time, so no array has the size of documents × ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -348,10 +348,7 @@ class Merged:
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
         ranks = range(rank * self.size, min((rank + 1) * self.size, self.members.ranks))
-        columns = [self.members.columns(cu_seqlens, member) for member in ranks]
-        documents, starts, stops = (np.concatenate(column) for column in zip(*columns, strict=True))
-        order = np.lexsort((starts, documents))
-        return documents[order], starts[order], stops[order]
+        return merged([self.members.columns(cu_seqlens, member) for member in ranks])
 
     def token_counts(self, cu_seqlens: Ints) -> Ints:
         tokens = self.members.token_counts(cu_seqlens)
@@ -375,6 +372,13 @@ class Merged:
             return None
         low = np.minimum(np.arange(self.ranks + 1) * self.size, ranks)
         return edges[:, np.r_[low[:-1], 2 * ranks - low[::-1]]]
+
+
+def merged(parts: Sequence[Columns]) -> Columns:
+    """Return the spans of several ranks, by document, then position."""
+    documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(sort_keys(documents, starts))
+    return documents[order], starts[order], stops[order]
 
 
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:

@@ -145,18 +145,17 @@ _by_key: weakref.WeakValueDictionary[bytes, MaskRanges] = weakref.WeakValueDicti
 
 def _parsed(ranges: RangeList) -> Ranges:
     found = Ranges(*_columns(ranges))
+
+    def refuse(wrong: NDArray[np.bool_], wanted: str) -> None:
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            raise ValueError(f"ranges[{i}] must have {wanted}, got {found.written(i)}")
+
+    most = MAX_DOCUMENT_TOKENS
     for name, column in zip(_NAMES[:5], found, strict=False):
-        wrong = np.flatnonzero((column < 0) | (column > MAX_DOCUMENT_TOKENS))
-        if wrong.size:
-            i = int(wrong[0])
-            limits = f"{name} from 0 to {MAX_DOCUMENT_TOKENS}"
-            raise ValueError(f"ranges[{i}] must have {limits}, got {found.written(i)}")
+        refuse((column < 0) | (column > most), f"{name} from 0 to {most}")
     for first, second in ((1, 2), (3, 4), (5, 6)):
-        wrong = np.flatnonzero(found[first] > found[second])
-        if wrong.size:
-            i = int(wrong[0])
-            order = f"{_NAMES[first]} <= {_NAMES[second]}"
-            raise ValueError(f"ranges[{i}] must have {order}, got {found.written(i)}")
+        refuse(found[first] > found[second], f"{_NAMES[first]} <= {_NAMES[second]}")
     lows, highs = (np.clip(bounds, -UNLIMITED, UNLIMITED) for bounds in (found.lows, found.highs))
     return found._replace(lows=lows, highs=highs)
 
