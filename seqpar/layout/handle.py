@@ -112,7 +112,8 @@ def name_of(handle: Tensor, canonical: bool) -> str:
 
 
 def _decode(words: Ints) -> Geometry:
-    content = content_of("layout", words)
+    error = "layout: the tensor that describes it was changed since it was made"
+    content = content_of(words, error)
     stop = 1 + int(content[0])
     geometry = Geometry(content[1:stop], decode(content[stop:]))
     return _by_digest.setdefault(key_of(words), geometry)
@@ -124,11 +125,12 @@ def with_digest(content: Ints) -> Ints:
     return np.concatenate([np.frombuffer(sha.digest(), dtype=np.int64), content])
 
 
-def content_of(name: str, words: Ints) -> Ints:
+def content_of(words: Ints, error: str) -> Ints:
+    """Return what follows the digest; raise a ValueError with this text if it was changed."""
     content = words[_DIGEST_WORDS:]
     wrong = words.dtype != np.int64 or words.ndim != 1
     if wrong or key_of(with_digest(content)) != key_of(words):
-        raise ValueError(f"{name}: the tensor that describes it was changed since it was made")
+        raise ValueError(error)
     return content
 
 

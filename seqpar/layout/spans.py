@@ -49,8 +49,8 @@ def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
     if not inside.all():
         i = int(np.argmin(inside))
         span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
-        outside = f"lies outside its document; there are {lengths.size} documents"
-        raise ValueError(f"spans_per_rank: {span} {outside}")
+        documents_in_all = f"there are {lengths.size} documents"
+        raise ValueError(f"spans_per_rank: {span} lies outside its document; {documents_in_all}")
     nonempty = np.flatnonzero(stops > starts)
     order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
     begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]

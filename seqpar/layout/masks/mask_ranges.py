@@ -131,7 +131,8 @@ def from_handle(handle: Tensor) -> MaskRanges:
     words = words_of(handle)
     found = _by_key.get(key_of(words))
     if found is None:
-        content = content_of("mask", words)
+        error = "mask: the tensor that describes it was changed since it was made"
+        content = content_of(words, error)
         found = MaskRanges(Ranges(*content[1:].reshape(7, -1).copy()))
     return found
 
