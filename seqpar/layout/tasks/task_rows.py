@@ -215,8 +215,9 @@ class TaskRows:
         one = np.zeros_like(parts.servers), 1
         of_queries = Segments.of_queries(parts, queries, *one)
         of_keys = Segments.of_keys(parts, keys, *one)
-        coming, keys_coming = of_queries.coming(queries), of_keys.coming(keys)
-        most = max(_most(of_queries, coming), _most(of_keys, keys_coming))
+        coming = of_queries.coming(queries)
+        needed = (of_queries, coming), (of_keys, of_keys.coming(keys))
+        most = max(int(np.bincount(x.servers, rows, 1).max()) for x, rows in needed)
         count = self.stages = min(_MAX_STAGES, max(1, -(-most // stage_rows)))
         edges = of_queries.stage_edges(coming, count, queries)
         self.parts, stages = parts.cut(queries.cu_seqlens[:-1], edges)
@@ -235,8 +236,9 @@ class TaskRows:
 def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Segments:
     """Return the rows that a rank sends, as segments of its local rows with their servers."""
     start, stop = needed.rows(geometry, rank)
-    chosen = (stop > start) & (needed.servers != rank)
-    return needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
+    chosen = np.flatnonzero((stop > start) & (needed.servers != rank))
+    rows = needed._replace(starts=start, stops=stop).take(chosen)
+    return rows.staged(stages) if chosen.size else rows
 
 
 def arriving_at(
@@ -245,26 +247,17 @@ def arriving_at(
     """Return the rows of other ranks that come to a server, the rank `rank`, by their stages."""
     needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
-        if home == rank:
-            continue
-        start, stop = needed.rows(geometry, home)
-        chosen = stop > start
-        if not chosen.any():
-            continue
-        rows = needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
-        segment, spans = geometry.holdings[home].spans_in(rows.starts, rows.stops)
-        labels = np.stack(rows[3:])[:, segment]
-        tables.append(np.stack([*labels, np.full_like(segment, home), *spans]))
+        rows = sent_by(home, geometry, needed, stages)
+        if rows.starts.size:
+            segment, spans = geometry.holdings[home].spans_in(rows.starts, rows.stops)
+            labels = np.stack(rows[3:])[:, segment]
+            tables.append(np.stack([*labels, np.full_like(segment, home), *spans]))
     table = np.concatenate(tables, axis=1)
     kinds, kind = np.unique(table[:3], axis=1, return_inverse=True)
     return {
         Stages(*stages): ServerRows.of(table[3:, kind.ravel() == i])
         for i, stages in enumerate(kinds.T.tolist())
     }
-
-
-def _most(needed: Segments, coming: Ints) -> int:
-    return int(np.bincount(needed.servers, coming, 1).max())
 
 
 def _held(parts: Parts, queries: Geometry) -> Ints:
