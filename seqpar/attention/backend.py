@@ -25,7 +25,7 @@ _FOLDERS = {
     "recurrent": "seqpar.linear.maps.backends",
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
-DEFAULT = "default"  # `seqpar.softmax.backends.choice` or `seqpar.linear.default_backend` chooses
+DEFAULT = "default"  # `seqpar.softmax.backends.choice` or `seqpar.linear.strategy` chooses
 
 _forced: str | None = None  # a plain global: torch.compile guards on it, but traces no ContextVar
 

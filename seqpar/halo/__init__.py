@@ -1,5 +1,4 @@
 """Layers that need the few tokens before each token: short causal convolutions and token shifts.
 
-Start with `functions.py`. `rows.py` finds the rows that travel; `taps.py` and `convolve.py`
-compute.
+Start with `functions.py`. `rows.py` finds the rows that travel; `convolve.py` computes.
 """

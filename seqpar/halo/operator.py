@@ -28,8 +28,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.comm.messages.header import empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.halo.call import SCHEMA, CallArguments, Halo, check
-from seqpar.halo.convolve import convolve, exchange, silu, silu_gradient, tap_gradients
-from seqpar.halo.taps import Taps
+from seqpar.halo.convolve import Taps, convolve, exchange, silu, silu_gradient, tap_gradients
 from seqpar.layout.handle import from_handle
 
 torch.library.define(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -12,8 +14,10 @@ from seqpar.attention.operands import check_rows, naming_rank
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.linear.call import CallArguments, ResolvedCall, check_initial_state
-from seqpar.linear.default_backend import default_backend
 from seqpar.linear.inputs import Gradients, Inputs
+
+# On CUDA. "linear" attention has constant decays or none: all its kinds are our kernels'.
+PREFERRED = {"linear": "triton", "recurrent": "fla"}
 
 C = TypeVar("C", bound=ResolvedCall)
 
@@ -95,9 +99,21 @@ class LinearStrategy(Generic[C]):
         """Return the arguments with a backend that is not the default."""
         if arguments.backend != DEFAULT:
             return arguments
-        refused = lambda name: refusal(self.family, name, inputs.q, inputs.v)  # noqa: E731
-        chosen = default_backend(self.family, inputs.q.is_cuda, refused)
-        return arguments._replace(backend=chosen)
+        return arguments._replace(backend=self._default_backend(inputs))
+
+    def _default_backend(self, inputs: Inputs) -> str:
+        """Return the backend of a call where users force none.
+
+        CPUs use "aten". On CUDA it is many small operators, so its choice there warns once.
+        """
+        if not inputs.q.is_cuda:
+            return "aten"
+        preferred = PREFERRED[self.family]
+        reason = refusal(self.family, preferred, inputs.q, inputs.v)
+        if reason is None:
+            return preferred
+        _warn(f"{self.family} attention runs as plain PyTorch on CUDA: {reason}")
+        return "aten"
 
     def check_shapes(self, inputs: Inputs) -> None:
         """Raise if shapes are wrong, before anything is derived from them."""
@@ -139,3 +155,8 @@ class LinearStrategy(Generic[C]):
     def traffic(self, call: C, rank: int) -> list[Traffic]:
         """Return a rank's messages, by pass, step and peer; only geometry decides them."""
         raise NotImplementedError
+
+
+@cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from seqpar import Layout, token_shift
-from seqpar.halo import taps
+from seqpar.halo import convolve
 from tests.support.cases import rms
 from tests.support.convolutions import ConvCase, conv_cases, oracle, run
 from tests.support.linear_cases import assert_right
@@ -42,7 +42,7 @@ def test_dtypes(monkeypatch, layout, dtype):
     """In blocks of 8 rows too; the weight may be in fp32."""
     case = ConvCase(LAYOUTS[layout], batch=2, dtype=dtype, channels=16)
     if layout == "zigzag":
-        monkeypatch.setattr(taps, "_BLOCK", 1)
+        monkeypatch.setattr(convolve, "_BLOCK", 1)
         case = dataclasses.replace(case, weight_dtype=torch.float32)
     assert_right(virtual(4, run, case)[2], oracle(case), dtype)
 

@@ -25,10 +25,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expanded_gradients, fold
-from seqpar.linear.maps.backends.chunk_gradients import ChunkGradients
-from seqpar.linear.maps.backends.chunks import Chunks
+from seqpar.linear.maps.backends.chunks import ChunkGradients, Chunks, last_states
 from seqpar.linear.maps.backends.grid import grids
-from seqpar.linear.maps.backends.sweep import last_states
 from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 

@@ -1,18 +1,107 @@
-"""The chunks of spans, as states pass through them, in the notation of `aten`."""
+"""The chunks of spans, as states pass through them, in the notation of `aten`.
+
+States pass from chunk to chunk for all spans at once: the only sequential part. Between chunks they
+are in fp64, since a decay near 1 rounds a state the same way in each chunk, which would add up: to
+6e-6 over 100,000 tokens at a log decay of 1e-7, and in fp64 to less than 2.4e-7.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.linear.inputs import Inputs
-from seqpar.linear.maps.backends.grid import Grid
-from seqpar.linear.maps.backends.per_head import PerHead
-from seqpar.linear.maps.backends.per_key import PerKey
-from seqpar.linear.maps.backends.places import Places
-from seqpar.linear.maps.backends.sweep import Step, last_states, sweep
+from seqpar.linear.inputs import Gradients, Inputs
+from seqpar.linear.maps.backends.decays import PerHead, PerHeadGradients, PerKey, PerKeyGradients
+from seqpar.linear.maps.backends.grid import Grid, Places
 from seqpar.linear.maps.options import MapOptions
+
+
+class Step(NamedTuple):
+    """Each chunk's step on a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
+
+    decay is log D (M, N, K or 1), in fp64; rows are (M, N, C, V), reads (M, N, C, K), writes
+    (M, N, K, C) and added (M, N, K, V). None omits the term.
+    """
+
+    decay: Tensor | None
+    added: Tensor | None = None
+    rows: Tensor | None = None
+    reads: Tensor | None = None
+    writes: Tensor | None = None
+
+
+class Swept(NamedTuple):
+    """The results of a sweep: the states before each chunk (M, N, K, V), rows Y, and last states.
+
+    Those are (spans, N, K, V).
+    """
+
+    states: Tensor
+    rows: Tensor | None
+    last: Tensor
+
+
+def sweep(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Swept:
+    """Pass states (spans, N, K, V) through the chunks; with `reverse` the last chunks are first."""
+    before = states.new_empty((grid.chunks, *states.shape[1:]))
+    rows = None
+    if step.rows is not None:
+        rows = torch.empty_like(step.rows, memory_format=torch.contiguous_format)
+    return Swept(before, rows, _sweep(grid, step, states, reverse, before, rows))
+
+
+def last_states(
+    grid: Grid, step: Step, states: Tensor, reverse: bool = False, least: float = 0.0
+) -> Tensor:
+    """Return only the last states of a sweep. Elements smaller than `least` become 0."""
+    return _sweep(grid, step, states, reverse, None, None, least)
+
+
+def _sweep(
+    grid: Grid,
+    step: Step,
+    states: Tensor,
+    reverse: bool,
+    before: Tensor | None,
+    rows: Tensor | None,
+    least: float = 0.0,
+) -> Tensor:
+    last = states.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    factors = None if step.decay is None else step.decay.exp()[..., None]
+    for chunks in reversed(grid.steps) if reverse else grid.steps:
+        carried = last[: chunks.stop - chunks.start]
+        if before is None:
+            state = carried.to(states.dtype, copy=True)
+        else:
+            state = before[chunks].copy_(carried)
+        if factors is not None:
+            carried *= factors[chunks]
+        if step.added is not None:
+            carried += step.added[chunks]
+        if step.reads is not None and step.writes is not None:
+            into = None if rows is None else rows[chunks]
+            read = _read(step.reads[chunks], state, step.rows, chunks, into)
+            carried += step.writes[chunks] @ read
+        if least:
+            carried.copy_(hardshrink(carried, least))
+    return last.to(states.dtype)
+
+
+def _read(
+    reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice, into: Tensor | None
+) -> Tensor:
+    """Return rows + reads S of some chunks, where it is given in the memory `into`."""
+    if rows is None:
+        return reads @ state
+    if into is None:
+        into = torch.empty_like(rows[chunks], memory_format=torch.contiguous_format)
+    factors = (x.flatten(0, 1) for x in (rows[chunks], reads, state))
+    torch.baddbmm(*factors, out=into.flatten(0, 1))
+    return into
 
 
 class Chunks:
@@ -139,3 +228,94 @@ class Chunks:
             for chunks in self.grid.steps:
                 logs[: chunks.stop - chunks.start] += self.powers.total[chunks]
         return logs.exp().to(self.dtype).view(shape if per_key else shape[:2])
+
+
+class ChunkGradients(Chunks):
+    """Chunks through which states have passed, with the gradient of out.
+
+    Gradients of states pass through them in reverse. They are written out because an operator's
+    implementation runs below autograd.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        grid: Grid,
+        options: MapOptions,
+        dout: Tensor,
+        states_in: Tensor | None,
+    ) -> None:
+        super().__init__(inputs, grid, options)
+        self.read()
+        self.forward(states_in)
+        self.dout = self.cut(dout).flatten(2, 3)  # (M, N, G · C, V)
+        self.drows = self.scores.flatten(2, 3).mT @ self.dout
+        self.added = self.queries.mT @ self.dout
+        powers = self.powers
+        self.gradients = (
+            PerHeadGradients(powers) if isinstance(powers, PerHead) else PerKeyGradients(powers)
+        )
+        self._has_local = False
+
+    def step_back(self) -> Step:
+        """Return each chunk's step on the gradient of a state."""
+        if self.kind.uses_beta:
+            return Step(self.powers.total, self.added, self.drows, self.writers, self.erases.mT)
+        return Step(self.powers.total, self.added)
+
+    def backward(self, dstates: Tensor | None) -> None:
+        """Pass gradients of states through, given those of the states that leave spans.
+
+        It sets `dstates` and `dwritten` of each chunk, and `dlast`, of the states that enter.
+        """
+        starts = self.starts(dstates, self.grid.leaving)
+        swept = sweep(self.grid, self.step_back(), starts, reverse=True)
+        self.dstates, self.dlast = swept.states, swept.last
+        dwritten = swept.rows
+        if dwritten is None:
+            dwritten = self.drows + self.writers @ self.dstates
+        self.dwritten = dwritten
+
+    def local(self) -> None:
+        """Compute once the gradients of q, and the part of dk from the rows that read k."""
+        if not self._has_local:
+            self._has_local = True
+            dscores = (self.dout @ self.written.mT).view(self.scores.shape)
+            dqueries = (self.dout @ self.states.mT).view(self.q.shape)
+            dq, self.dk = self.gradients.scores(self.q, self.k, self.scores, dscores)
+            self.dq = dq.add_(self.gradients.read(self.q, dqueries)).mul_(self.options.scale)
+
+    def finish(self, target: Gradients) -> None:
+        """Set the rows of the gradients `target`, shaped as for `inputs.fold`."""
+        self.local()
+        found, dk, dv = self.gradients, self.dk, self.dwritten
+        dk = dk + found.write(self.k, self.written @ self.dstates.mT)
+        found.state((self.states * self.dstates).sum(-1))
+        if target.beta is not None:
+            dk_erased, dv, dbeta = self._erased()
+            dk += dk_erased
+            self._join(dbeta, target.beta)
+        self.grid.join(self.dq, target.q, self.heads)
+        self._join(dk, target.k)
+        self._join(dv, target.v)
+        dlog_decay = found.log_decay()
+        if dlog_decay is not None and target.log_decay is not None:
+            wide = dlog_decay if dlog_decay.dim() == 4 else dlog_decay[..., None]
+            self._join(wide, target.log_decay)
+
+    def _erased(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of k, v and β through W and U."""
+        dim, keys = self.k.shape[-1], self.k[:, :, None]
+        derases = self.dwritten @ self.states.mT
+        dsolved = self.solve(torch.cat([derases.neg_(), self.dwritten], -1), transposed=True)
+        dlower = (dsolved @ self.solved.mT).neg_().tril_(-1)
+        dbeta = (dsolved * torch.cat([self.readers, self.v], -1)).sum(-1, keepdim=True)
+        dbeta += (dlower * self.overlaps[:, :, 0]).sum(-1, keepdim=True)
+        dsolved *= self.beta
+        doverlaps = dlower.mul_(self.beta)[:, :, None]
+        dreaders, dk = self.gradients.scores(keys, self.k, self.overlaps, doverlaps)
+        dreaders += self.gradients.read(keys, dsolved[:, :, None, :, :dim])
+        return dk + dreaders[:, :, 0], dsolved[..., dim:], dbeta
+
+    def _join(self, chunks: Tensor, target: Tensor) -> None:
+        self.grid.join(chunks[:, :, None], target, self.heads)

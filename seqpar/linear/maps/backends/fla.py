@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from seqpar.core.arguments import Ints
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
-from seqpar.linear.maps.backends.places import Places
+from seqpar.linear.maps.backends.grid import Places
 from seqpar.linear.maps.maps import transposed
 from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates

@@ -1,11 +1,4 @@
-"""Decays of each row, head and key channel within chunks.
-
-A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is not a matrix product, and exp of
-differences from one row would overflow. Yang et al., "Gated Linear Attention" (2024), section 4.3,
-cut a chunk into blocks and refer to the first row of the block of i. Here blocks are halves of
-halves. In two neighbouring blocks of s rows, rows of the later block refer to its start and rows of
-the earlier block to its end, and their scores are a product of two matrices. Blocks of s = 1, 2, 4
-… C/2 rows cover all pairs. Powers are products of exp g, at most 1, without any subtraction.
+"""The decays within chunks, of each row and head, or of each key channel too; and their gradients.
 
 Chunks are (M, N, C, K), and readers (M, N, X, C, K): several rows in each row's place that read
 what earlier rows wrote.
@@ -19,9 +12,114 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.linear.maps.backends.powers import exp, flush_, until
-
 BLOCK = 1 << 16  # elements of a tensor of the chunks that are computed at once
+
+
+def exp(x: Tensor) -> Tensor:
+    """Return exp x for x ≤ 0, flushed."""
+    return flush_(torch.exp(x))
+
+
+def flush_(powers: Tensor) -> Tensor:
+    """Set powers to 0 where products with them might be subnormal, which is slow."""
+    limits = torch.finfo(powers.dtype)
+    return torch.threshold_(powers, limits.tiny / limits.eps, 0.0)
+
+
+def until(size: int, like: Tensor) -> Tensor:
+    """Return (size, size): whether row i has the power of row j in its sum, which is so for j ≤ i.
+
+    Multiplied from the left, it sums the rows until each.
+    """
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
+
+
+class PerHead:
+    """The powers of g (M, N, C); g is None if nothing decays.
+
+    Σ gₘ over the rows m between two is summed for each pair, and not subtracted from one another:
+    no digits cancel, and −∞ is a decay like others.
+    """
+
+    def __init__(self, log_decay: Tensor | None, size: int) -> None:
+        self.log_decay, self.size = log_decay, size
+        self.total: Tensor | None = None  # (M, N, 1), a logarithm
+        if log_decay is None:
+            return
+        lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
+        between = torch.where(lower, log_decay[..., None], 0).cumsum(-2)
+        self.weights = exp(between).tril_()  # (M, N, C, C): the weight of row j for row i
+        self.head = exp(log_decay.cumsum(-1))[..., None]  # of the entering state, at each row
+        self.tail = self.weights[..., -1, :, None]  # of each row, at the chunk's end
+        self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
+        return x if self.log_decay is None else x * self.head[:, :, None]
+
+    def write(self, k: Tensor) -> Tensor:
+        """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
+        return k if self.log_decay is None else k * self.tail
+
+    def scores(self, x: Tensor, k: Tensor) -> Tensor:
+        """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""
+        scores = (x.flatten(2, 3) @ k.mT).unflatten(2, x.shape[2:4])
+        return scores.tril_() if self.log_decay is None else scores.mul_(self.weights[:, :, None])
+
+
+class PerHeadGradients:
+    """The gradients of the results of `PerHead`, summed to the gradient of g."""
+
+    def __init__(self, powers: PerHead) -> None:
+        self.powers, g = powers, powers.log_decay
+        if g is not None:
+            self.head, self.tail = (torch.zeros_like(g) for _ in range(2))
+            self.between = torch.zeros_like(powers.weights)
+            self.total = torch.zeros_like(g[..., :1])
+
+    def read(self, x: Tensor, dread: Tensor) -> Tensor:
+        """Return dx, given the gradient of `read(x)`."""
+        if self.powers.log_decay is None:
+            return dread
+        dx = dread * self.powers.head[:, :, None]
+        self.head += (dx * x).sum((2, -1))
+        return dx
+
+    def write(self, k: Tensor, dwrite: Tensor) -> Tensor:
+        """Return dk, given the gradient of `write(k)`."""
+        if self.powers.log_decay is None:
+            return dwrite
+        dk = dwrite * self.powers.tail
+        self.tail += (dk * k).sum(-1)
+        return dk
+
+    def scores(
+        self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return dx and dk, given the gradient of `scores(x, k)`, whose memory is reused."""
+        if self.powers.log_decay is None:
+            products = dscores.tril_()
+        else:
+            self.between += (dscores * scores).sum(2)
+            products = dscores.mul_(self.powers.weights[:, :, None])
+        products = products.flatten(2, 3)
+        return (products @ k).view(x.shape), products.mT @ x.flatten(2, 3)
+
+    def state(self, products: Tensor) -> None:
+        """Add the gradient of `total`: `products` (M, N, K) are of states and their gradients."""
+        total = self.powers.total
+        if total is not None:
+            self.total += products.sum(-1, keepdim=True) * exp(total).to(products.dtype)
+
+    def log_decay(self) -> Tensor | None:
+        """Return the gradient of g (M, N, C)."""
+        if self.powers.log_decay is None:
+            return None
+        inclusive = until(self.powers.size, self.head)
+        # A weight of row i and row j has all gₘ with j < m ≤ i.
+        rows = self.between @ inclusive.tril(-1).mT
+        through = (rows.tril_()).sum(-2)
+        return through + self.head @ inclusive + self.tail @ inclusive.tril(-1).mT + self.total
 
 
 class _Level(NamedTuple):
@@ -56,7 +154,16 @@ class _Level(NamedTuple):
 
 
 class PerKey:
-    """The powers of g (M, N, C, K)."""
+    """The powers of g (M, N, C, K).
+
+    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is not a matrix product, and exp of
+    differences from one row would overflow. Yang et al., "Gated Linear Attention" (2024), section
+    4.3, cut a chunk into blocks and refer to the first row of the block of i. Here blocks are
+    halves of halves. In two neighbouring blocks of s rows, rows of the later block refer to its
+    start and rows of the earlier block to its end, and their scores are a product of two matrices.
+    Blocks of s = 1, 2, 4 … C/2 rows cover all pairs. Powers are products of exp g, at most 1,
+    without any subtraction.
+    """
 
     def __init__(self, log_decay: Tensor, size: int) -> None:
         self.log_decay, self.size = log_decay, size
