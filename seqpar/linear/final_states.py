@@ -13,6 +13,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.routes import StateRoutes
+from seqpar.linear.scanning import on_device
 
 STEP = 1  # after that of the states which enter spans, whatever the transport
 
@@ -66,18 +67,21 @@ class _Plan:
         self.received = [(p, parts[p]) for p in ranks if p != rank and ended[p].size]
         self.states = routes.lengths.size
         empty = np.flatnonzero(routes.lengths == 0)
-        self.empty = torch.from_numpy(empty).to(device) if empty.size else None
+        self.empty = on_device(empty, device) if empty.size else None
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
         in_order = np.array_equal(order, np.arange(order.size))
-        self.order = None if in_order else torch.from_numpy(order).to(device)
+        self.order = None if in_order else on_device(order, device)
 
 
-def final_states_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:
-    """Return the messages of a rank for the final states."""
-    total = call.routes.ended(rank).size * call.state_bytes
+def final_states_traffic(call: ResolvedCall, rank: int, gradients: bool) -> list[Traffic]:
+    """Return the messages of a rank for the final states, and for their gradients if sent."""
+    ended = [call.routes.ended(peer).size * call.state_bytes for peer in range(call.routes.ranks)]
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
-    return [Traffic("forward", STEP, peer, 1, total) for peer in peers]
+    rows = [Traffic("forward", STEP, peer, 1, ended[rank]) for peer in peers]
+    if gradients:
+        rows += [Traffic("backward", STEP, peer, 1, ended[peer]) for peer in peers]
+    return rows
 
 
 class FinalGradients:
@@ -88,39 +92,25 @@ class FinalGradients:
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
         device, routes = own.device, call.routes
-        plan = call.once(("final gradients", device), lambda: _GradientPlan(routes, device))
-        self._own = own.index_select(0, plan.ended[comm.rank])
+        ended = call.once(
+            ("final gradients", device),
+            lambda: [on_device(routes.ended(rank), device) for rank in range(routes.ranks)],
+        )
+        self._own = own.index_select(0, ended[comm.rank])
         arriving = (0, *own.shape) if not len(self._own) else (len(comm.peers), *self._own.shape)
         self._arriving = own.new_empty(arriving)
-        sends = [(peer, own.index_select(0, plan.ended[peer])) for peer in comm.peers]
+        sends = [(peer, own.index_select(0, ended[peer])) for peer in comm.peers]
         recvs = list(zip(comm.peers, self._arriving, strict=False))
         label = f"{strategy} backward"
         self._pending = comm.exchange(sends, recvs, label=label, step=STEP)
-        self._before = comm.rank
+        self._rank = comm.rank
 
     def wait(self) -> Tensor:
         """Return the sums of the documents that end on this rank, (ended, B, H, K, V)."""
         self._pending.wait()
         parts = [*self._arriving]
-        parts.insert(self._before, self._own)
+        parts.insert(self._rank, self._own)
         total = parts[0].clone()
         for part in parts[1:]:  # in the order of the ranks
             total += part
         return total
-
-
-class _GradientPlan:
-    """The documents that end on each rank, on a device."""
-
-    def __init__(self, routes: StateRoutes, device: torch.device) -> None:
-        ended = [routes.ended(rank) for rank in range(routes.ranks)]
-        self.ended = [torch.from_numpy(x).to(device) for x in ended]
-
-
-def final_gradients_traffic(call: ResolvedCall, rank: int) -> list[Traffic]:
-    """Return the messages of a rank for the gradients of final states."""
-    return [
-        Traffic("backward", STEP, peer, 1, call.routes.ended(peer).size * call.state_bytes)
-        for peer in range(call.routes.ranks)
-        if peer != rank
-    ]

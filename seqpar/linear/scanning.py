@@ -8,7 +8,6 @@ runs the exchanges of a communicator one after another.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,12 +24,16 @@ from seqpar.linear.chains import Hop
 Index = slice | Tensor
 
 
+def on_device(numbers: Ints, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+
+
 def index_of(numbers: Ints, device: torch.device) -> Index:
     """Return consecutive numbers as a slice, and others as a tensor on the device."""
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+    return on_device(numbers, device)
 
 
 class Carrying(NamedTuple):
@@ -58,7 +61,6 @@ class Round(NamedTuple):
         carrying: the sums that the round's messages pass on.
         kept: (message, place) of hops from this rank to itself.
         sends, recvs: (rank, message) and (rank, place) of all other hops.
-        reaches: whether a hop brings the rank anything.
         added: (first, later): pairs of arrivals at the same station; the later one is added to the
             first.
     """
@@ -68,21 +70,6 @@ class Round(NamedTuple):
     kept: list[tuple[int, int]]
     sends: list[tuple[int, int]]
     recvs: list[tuple[int, int]]
-    reaches: bool
-    added: list[tuple[Index, Index]]
-
-
-class _Take(NamedTuple):
-    """A hop from a rank, or to it, or both, that one block of states takes.
-
-    Message and place are −1 where it does not leave the rank, or brings it nothing.
-    """
-
-    source: int
-    target: int
-    message: int
-    place: int
-    carrying: list[Carrying]
     added: list[tuple[Index, Index]]
 
 
@@ -129,76 +116,48 @@ class Rounds:
         self.pads = bool((states < 0).any())
         of_blocks = states * blocks + np.arange(blocks)[:, None]
         of_blocks = np.where(states < 0, sources * blocks, of_blocks).ravel()
-        self.states = torch.from_numpy(of_blocks).to(device)
+        self.states = on_device(of_blocks, device)
 
         reached = joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
-        block, at_station = np.arange(blocks), slots < stations
+        at_station = slots < stations
         sums = np.full((stations, blocks), blocks * reached.size)  # where nothing arrives
         self.reaching.append(int(at_station.sum() < stations))
         self.arrivals = sum(self.reaching)
-        sums[slots[at_station]] = first[at_station, None] + block * reached.size
-        self.sums = torch.from_numpy(sums.ravel()).to(device)
+        sums[slots[at_station]] = first[at_station, None] + np.arange(blocks) * reached.size
+        self.sums = on_device(sums.ravel(), device)
 
-        planned = [
-            _plan(hops, rank, block, reached, slots, first, device) for block in range(blocks)
-        ]
         order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(blocks))
-        self.rounds = [
-            _round(number, rank, [planned[block][i] for _, i, block in part])
-            for number, part in itertools.groupby(order, key=lambda x: x[0])
-        ]
+        rounds = {number: Round(number, [], [], [], [], []) for number, _, _ in order}
+        messages, places = (
+            np.cumsum([x == rank for x in ends]) - 1
+            for ends in ([hop.source for hop in hops], [hop.target for hop in hops])
+        )
+        begins = np.cumsum([0, *(hop.rows.size for hop in reaching)])
+        for number, i, block in order:
+            hop, now, before = hops[i], rounds[number], block * reached.size
+            message = int(messages[i]) + block * len(leaving)
+            place = int(places[i]) + block * len(reaching)
+            if hop.source == hop.target:
+                now.kept.append((message, place))
+            elif hop.source == rank:
+                now.sends.append((hop.target, message))
+            else:
+                now.recvs.append((hop.source, place))
+            sums = hop.carries_from[hop.carries_from >= 0]
+            if hop.source == rank and sums.size:
+                carried = index_of(before + first[np.searchsorted(slots, sums)], device)
+                carriers = None if sums.size == hop.rows.size else sums.size
+                now.carrying.append(Carrying(message, carriers, carried))
+            if hop.target == rank:
+                numbers = begins[places[i]] + np.arange(hop.rows.size)
+                earlier = first[np.searchsorted(slots, hop.target_slots)]
+                again = earlier < numbers
+                if again.any():
+                    to, what = (index_of(before + x[again], device) for x in (earlier, numbers))
+                    now.added.append((to, what))
+        self.rounds = list(rounds.values())
         self.carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
-
-
-def _plan(
-    hops: list[Hop],
-    rank: int,
-    block: int,
-    reached: Ints,
-    slots: Ints,
-    first: Ints,
-    device: torch.device,
-) -> list[_Take]:
-    """Return how a block takes each hop; of `reached` slots, slots[i] is reached first[i]-th."""
-    taken, before = [], block * reached.size
-    messages = itertools.count(block * sum(hop.source == rank for hop in hops))
-    places = itertools.count(block * sum(hop.target == rank for hop in hops))
-    arrived = 0
-    for hop in hops:
-        message, place, carrying, added = -1, -1, [], []
-        sums = hop.carries_from[hop.carries_from >= 0 if hop.source == rank else slice(0)]
-        if hop.source == rank:
-            message = next(messages)
-        if hop.target == rank:
-            place = next(places)
-            numbers = arrived + np.arange(hop.rows.size)
-            earlier = first[np.searchsorted(slots, reached[numbers])]
-            again = earlier < numbers
-            if again.any():
-                to, what = (index_of(before + x[again], device) for x in (earlier, numbers))
-                added.append((to, what))
-            arrived += numbers.size
-        if sums.size:
-            carried = index_of(before + first[np.searchsorted(slots, sums)], device)
-            carriers = None if sums.size == hop.rows.size else sums.size
-            carrying.append(Carrying(message, carriers, carried))
-        taken.append(_Take(hop.source, hop.target, message, place, carrying, added))
-    return taken
-
-
-def _round(number: int, rank: int, taken: list[_Take]) -> Round:
-    leaving = [x for x in taken if x.source == rank]
-    reaching = [x for x in taken if x.target == rank]
-    return Round(
-        number,
-        carrying=[x for take in leaving for x in take.carrying],
-        kept=[(x.message, x.place) for x in leaving if x.target == rank],
-        sends=[(x.target, x.message) for x in leaving if x.target != rank],
-        recvs=[(x.source, x.place) for x in reaching if x.source != rank],
-        reaches=bool(reaching),
-        added=[x for take in reaching for x in take.added],
-    )
 
 
 def joined(parts: list[Ints]) -> Ints:
@@ -242,7 +201,7 @@ class ScannedStates:
         return self._sums
 
     def _run(self) -> None:
-        """Take all hops to and from this rank, round by round (`seqpar.linear.rounds`)."""
+        """Take all hops to and from this rank, round by round."""
         plan = self._plan
         shape = plan.rows, self._states.shape[-1]
         states = self._states.reshape(len(self._states) * plan.blocks, *shape)
@@ -266,7 +225,7 @@ class ScannedStates:
             sends = [(peer, messages[number]) for peer, number in now.sends]
             recvs = [(peer, places[place]) for peer, place in now.recvs]
             pending = self._comm.exchange(sends, recvs, label=self._label, step=now.number)
-            if now.reaches:
+            if now.kept or now.recvs:
                 arriving.append((pending, now))
             else:
                 sent.append(pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from seqpar.attention.backend import DEFAULT, refusal
 from seqpar.attention.operands import check_rows, naming_rank
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
+from seqpar.linear.attend import HookedSteps
 from seqpar.linear.call import CallArguments, ResolvedCall, check_initial_state
 from seqpar.linear.inputs import Gradients, Inputs
 
@@ -20,6 +21,8 @@ from seqpar.linear.inputs import Gradients, Inputs
 PREFERRED = {"linear": "triton", "recurrent": "fla"}
 
 C = TypeVar("C", bound=ResolvedCall)
+O = TypeVar("O")  # noqa: E741  what leaves spans: a Tensor of states, or Maps
+O_contra = TypeVar("O_contra", contravariant=True)
 
 
 class ForwardResult(NamedTuple):
@@ -48,6 +51,37 @@ class BackwardResult(NamedTuple):
 
     gradients: Gradients
     dinitial: Tensor | None
+
+
+class Exchange(Protocol[O_contra]):
+    """An exchange of states or maps in one pass. It returns states at the stations of a rank.
+
+    The same exchange passes gradients of states back, with the maps of backward. It is made before
+    there are any states, with all weights that it needs: then nothing that must be sent waits for
+    them. `travels` says whether anything is sent or received, which computation should then hide.
+    """
+
+    travels: bool
+
+    def post(self, outgoing: O_contra) -> None:
+        """Begin to send this rank's states by slot of its sources, or its maps.
+
+        Of the maps of heads (`maps/ends.py`) only the states are read.
+        """
+
+    def wait(self) -> Tensor:
+        """Return the states, (stations, B, H, K, V), by slot: sums of states, or from maps.
+
+        With maps, those that enter heads may be anything.
+        """
+
+
+def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) -> Tensor:
+    """Return the states of an exchange, during which work without other spans' states runs."""
+    exchange.post(outgoing)
+    if exchange.travels:
+        steps.local()
+    return exchange.wait()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from seqpar.layout.layout import Layout
 from seqpar.linear.decode import decode_linear_step
 from seqpar.linear.module import LinearModule
 from seqpar.linear.states.gather import Gathering
-from seqpar.linear.states.strategy import StateCall, StateExchange, StateStrategy
+from seqpar.linear.states.strategy import StateCall, StateStrategy
+from seqpar.linear.strategy import Exchange
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO
 
@@ -36,7 +37,7 @@ class LASP2(StateStrategy):
 
     def exchange(
         self, comm: Comm, call: StateCall, device: torch.device, backward: bool
-    ) -> StateExchange:
+    ) -> Exchange[Tensor]:
         return GatheredStates(comm, call, device, backward)
 
     def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:

@@ -24,7 +24,8 @@ from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
 from seqpar.linear.scanning import Rounds, ScannedStates, joined
 from seqpar.linear.states.options import StateOptions
-from seqpar.linear.states.strategy import StateCall, StateExchange, StateStrategy
+from seqpar.linear.states.strategy import StateCall, StateStrategy
+from seqpar.linear.strategy import Exchange
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ZeCO(StateStrategy):
 
     def exchange(
         self, comm: Comm, call: StateCall, device: torch.device, backward: bool
-    ) -> StateExchange:
+    ) -> Exchange[Tensor]:
         return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
     def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:

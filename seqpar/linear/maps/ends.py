@@ -9,15 +9,17 @@ ranks, or for many short documents, nearly all maps are of heads. The last span 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.core.arguments import Ints
 from seqpar.linear.chains import Chain
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.maps import Maps, apply
 from seqpar.linear.routes import StateRoutes
+from seqpar.linear.scanning import on_device
 
 
 class Ends:
@@ -40,9 +42,7 @@ class Ends:
         entered = np.flatnonzero(chain.maps[heads] >= 0)
         carried = np.flatnonzero(chain.number[tails] > 0)
 
-        def tensor(x: Ints) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(x)).to(device)
-
+        tensor = partial(on_device, device=device)
         self.documents = tensor(chain.documents[tails])
         self.of_heads = tensor(chain.documents[heads])
         empty = np.flatnonzero(routes.lengths == 0)

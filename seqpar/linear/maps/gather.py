@@ -25,9 +25,10 @@ from seqpar.core.ranges import ranges
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, pack, unpack
-from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
+from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.scanning import Index, index_of
+from seqpar.linear.scanning import Index, index_of, on_device
+from seqpar.linear.strategy import Exchange
 
 
 class Fold(NamedTuple):
@@ -69,7 +70,7 @@ class Gathering:
         mine = chain.holder == rank
         used = np.flatnonzero(mine & (chain.behind > 0))
         parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
-        self.own = [_of(chain.maps[part], device) for part in parts]
+        self.own = [on_device(chain.maps[part], device) for part in parts]
         place = np.full(chain.number.size, -1)  # of each span that the rank needs, in its tensor
         for part in parts:
             place[part] = np.arange(part.size)
@@ -112,14 +113,9 @@ class Gathering:
             row, span = rows[start:stop], spans[start:stop]
             station = mine[span]
             applied = span[chain.number[span] < lasts[row]]
-            self.folds.append(
-                Fold(
-                    stations=_of(chain.stations[span[station]], device) if station.any() else None,
-                    reached=index_of(row[station], device),
-                    maps=index_of(place[applied], device) if applied.size else None,
-                    documents=applied.size,
-                )
-            )
+            entered = on_device(chain.stations[span[station]], device) if station.any() else None
+            maps = index_of(place[applied], device) if applied.size else None
+            self.folds.append(Fold(entered, index_of(row[station], device), maps, applied.size))
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
@@ -153,10 +149,6 @@ def _reach(chain: Chain) -> Ints:
     return order[last]
 
 
-def _of(numbers: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
-
-
 @dataclass(frozen=True)
 class AllGather(MapStrategy):
     """Maps are sent to all ranks that need them, at once."""
@@ -166,7 +158,7 @@ class AllGather(MapStrategy):
 
     def exchange(
         self, comm: Comm, call: MapCall, device: torch.device, backward: bool
-    ) -> MapExchange:
+    ) -> Exchange[Maps]:
         return GatheredMaps(comm, call, device, backward)
 
     def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:

@@ -19,8 +19,9 @@ from seqpar.core.arguments import as_int
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
 from seqpar.linear.maps.maps import Maps, apply
-from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
+from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
+from seqpar.linear.strategy import Exchange
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Scan(MapStrategy):
 
     def exchange(
         self, comm: Comm, call: MapCall, device: torch.device, backward: bool
-    ) -> MapExchange:
+    ) -> Exchange[Maps]:
         return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
     def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,19 +17,20 @@ from seqpar.core.traffic import Traffic
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import HookedSteps, begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
-from seqpar.linear.final_states import (
-    FinalGradients,
-    FinalStates,
-    final_gradients_traffic,
-    final_states_traffic,
-)
+from seqpar.linear.final_states import FinalGradients, FinalStates, final_states_traffic
 from seqpar.linear.inputs import Inputs, check_gates, check_heads
 from seqpar.linear.kinds import Kind, kind
 from seqpar.linear.maps.ends import Ends
 from seqpar.linear.maps.maps import Maps, elements
 from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy
+from seqpar.linear.strategy import (
+    BackwardResult,
+    Exchange,
+    ForwardResult,
+    LinearStrategy,
+    exchanged,
+)
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,6 @@ class MapCall(ResolvedCall):
     def map_bytes(self) -> int:
         """The bytes of a span's map: of its transition and its state."""
         return math.prod(self.packed_shape) * accumulator_dtype(self.shape.dtype).itemsize
-
-
-class MapExchange(Protocol):
-    """An exchange of maps. It returns the states that enter a rank's spans.
-
-    The same exchange passes gradients of states back, with the maps of backward. `travels` says
-    whether anything is sent or received, which computation should then hide.
-    """
-
-    travels: bool
-
-    def post(self, maps: Maps) -> None:
-        """Begin to send this rank's maps; of heads (`ends.py`) only the states are read."""
-
-    def wait(self) -> Tensor:
-        """Return the states that enter spans, (stations, B, H, K, V), by slot.
-
-        Those that enter heads may be anything.
-        """
 
 
 @dataclass(frozen=True)
@@ -111,7 +93,7 @@ class MapStrategy(LinearStrategy[MapCall]):
 
     def exchange(
         self, comm: Comm, call: MapCall, device: torch.device, backward: bool
-    ) -> MapExchange:
+    ) -> Exchange[Maps]:
         """Return the exchange of a pass, before its maps are known."""
         raise NotImplementedError
 
@@ -120,8 +102,7 @@ class MapStrategy(LinearStrategy[MapCall]):
         raise NotImplementedError
 
     def traffic(self, call: MapCall, rank: int) -> list[Traffic]:
-        """Return a rank's messages, by pass, step and peer; only geometry decides them."""
-        ends = [*final_states_traffic(call, rank), *final_gradients_traffic(call, rank)]
+        ends = final_states_traffic(call, rank, gradients=True)
         return [*self.maps_traffic(call, rank), *ends]
 
     def forward(
@@ -182,23 +163,19 @@ def _ends(comm: Comm, call: MapCall, device: torch.device, backward: bool) -> En
 
 def _pass(
     kind: Kind,
-    exchange: MapExchange,
+    exchange: Exchange[Maps],
     ends: Ends,
     steps: HookedSteps[Maps, Any],
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
     """Return a pass's maps, and the states that enter all spans.
 
-    `entering` has the states that enter heads. Work that does not depend on states of other spans
-    runs while maps travel.
+    `entering` has the states that enter heads.
     """
     maps = steps.outgoing
     if entering is not None:
         maps = ends.enter(kind, maps, entering)
-    exchange.post(maps)
-    if exchange.travels:
-        steps.local()
-    states = exchange.wait()
+    states = exchanged(exchange, maps, steps)
     if entering is not None:
         ends.begin(states, entering)
     return maps, states

@@ -31,8 +31,9 @@ from seqpar.core.background import run_async
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
-from seqpar.linear.maps.strategy import MapCall, MapExchange, MapStrategy
-from seqpar.linear.scanning import Index, index_of
+from seqpar.linear.maps.strategy import MapCall, MapStrategy
+from seqpar.linear.scanning import Index, index_of, on_device
+from seqpar.linear.strategy import Exchange
 
 
 class Arrivals(NamedTuple):
@@ -50,19 +51,9 @@ class Arrivals(NamedTuple):
     onward: Index
     maps: Tensor
 
-    @property
-    def spans(self) -> int:
-        """How many arrive."""
-        return self.stations.shape[0]
-
-    @property
-    def continues(self) -> bool:
-        """Whether any are sent on."""
-        return bool(self.maps.shape[0])
-
 
 class Step(NamedTuple):
-    """One step of a rank.
+    """One step of a rank in which it does anything.
 
     Attributes:
         number: d, of the step.
@@ -76,19 +67,6 @@ class Step(NamedTuple):
     complete: Arrivals
     others: Arrivals
     travels: bool
-
-
-class Doubling:
-    """One rank's steps in one pass, with their tables on a device.
-
-    Attributes:
-        steps: those in which the rank does anything.
-        travels: whether anything is sent or received.
-    """
-
-    def __init__(self, chain: Chain, rank: int, device: torch.device) -> None:
-        self.steps = list(_steps(chain, rank, device))
-        self.travels = any(step.travels for step in self.steps)
 
 
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
@@ -128,16 +106,13 @@ def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> 
     reached, sources = reached[order], sources[order]
     ranks, first = np.unique(sources, return_index=True)
     stops = [*first[1:].tolist(), sources.size]
-    parts = [
-        (peer, slice(start, stop))
-        for peer, start, stop in zip(ranks.tolist(), first.tolist(), stops, strict=False)
-    ]
+    parts = list(zip(ranks.tolist(), map(slice, first.tolist(), stops), strict=False))
     onward = np.flatnonzero(chain.behind[reached] >= 2 * apart)
     return Arrivals(
-        stations=torch.from_numpy(np.ascontiguousarray(chain.stations[reached])).to(device),
+        stations=on_device(chain.stations[reached], device),
         parts=parts,
         onward=index_of(onward, device),
-        maps=torch.from_numpy(np.ascontiguousarray(chain.maps[reached[onward]])).to(device),
+        maps=on_device(chain.maps[reached[onward]], device),
     )
 
 
@@ -150,7 +125,7 @@ class Tree(MapStrategy):
 
     def exchange(
         self, comm: Comm, call: MapCall, device: torch.device, backward: bool
-    ) -> MapExchange:
+    ) -> Exchange[Maps]:
         return _Doubled(comm.channel("tree"), call, device, backward)
 
     def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
@@ -181,13 +156,13 @@ class _Doubled:
         rank, routes = comm.rank, call.routes
         self._comm, self._call = comm, call
         self._label = f"recurrent {'backward' if backward else 'forward'}"
-        self._plan = call.once(
+        self._steps = call.once(
             ("doubling", backward, device),
-            lambda: Doubling(Chain.of(routes, backward), rank, device),
+            lambda: list(_steps(Chain.of(routes, backward), rank, device)),
         )
         spans = routes.held(rank).states
         self._stations = spans.states_out if backward else spans.states_in
-        self.travels = self._plan.travels
+        self.travels = any(step.travels for step in self._steps)
 
     def post(self, maps: Maps) -> None:
         # Of each span that a state enters: the window that ends before it, at last a state.
@@ -209,28 +184,24 @@ class _Doubled:
         return self._before.state
 
     def _run(self) -> None:
-        if not self._plan.steps:
+        if not self._steps:
             return
         maps, call = self._maps, self._call
         left = maps.state.clone()  # by complete windows
         packed = maps.state.new_empty((len(left), *call.packed_shape))
         pack(maps, packed)
-        for step in self._plan.steps:
+        for step in self._steps:
             states, others = self._exchange(step, left, packed)
             self._complete(step, states, left)
             self._widen(step, unpack(call.options.kind, others, call.shape.dim), packed)
 
     def _exchange(self, step: Step, left: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the arrivals of a step: states of complete windows, and other windows, packed."""
-        sources, arrivals = (left, packed), (step.complete, step.others)
-        arriving = [
-            x.new_empty((y.spans, *x.shape[1:])) for x, y in zip(sources, arrivals, strict=True)
-        ]
-        recvs = [
-            (peer, x[part])
-            for x, y in zip(arriving, arrivals, strict=True)
-            for peer, part in y.parts
-        ]
+        arriving, recvs = [], []
+        for x, arrivals in ((left, step.complete), (packed, step.others)):
+            room = x.new_empty((len(arrivals.stations), *x.shape[1:]))
+            arriving.append(room)
+            recvs += [(peer, room[part]) for peer, part in arrivals.parts]
         sends = [(peer, left[slots]) for peer, slots, _ in step.sends]
         sends += [(peer, packed[slots]) for peer, _, slots in step.sends]
         own = self._comm.rank
@@ -249,13 +220,13 @@ class _Doubled:
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
         """Take states to the spans that they enter, and on to those that they leave."""
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
-        if not arrivals.spans:
+        if not len(arrivals.stations):
             return
         if step.number:
             before = _select(self._before, arrivals.stations)
             states = apply(kind, before.transition, states) + before.state
         self._before.state.index_copy_(0, arrivals.stations, states)
-        if arrivals.continues:
+        if len(arrivals.maps):
             own = _select(maps, arrivals.maps)
             passed = apply(kind, own.transition, states[arrivals.onward]) + own.state
             left.index_copy_(0, arrivals.maps, passed)
@@ -263,16 +234,16 @@ class _Doubled:
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
         """Compose windows with those before them."""
         arrivals, kind = step.others, self._call.options.kind
-        if not arrivals.spans:
+        if not len(arrivals.stations):
             return
         if step.number:
             windows = compose(kind, _select(self._before, arrivals.stations), windows)
         for to, what in zip(self._before, windows, strict=True):
             to.index_copy_(0, arrivals.stations, what)
-        if arrivals.continues:
+        if len(arrivals.maps):
             onward = Maps(*(x[arrivals.onward] for x in windows))
             wider = compose(kind, _select(self._maps, arrivals.maps), onward)
-            part = packed.new_empty((arrivals.maps.shape[0], *packed.shape[1:]))
+            part = packed.new_empty((len(arrivals.maps), *packed.shape[1:]))
             pack(wider, part)
             packed.index_copy_(0, arrivals.maps, part)
 

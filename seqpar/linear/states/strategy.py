@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +25,13 @@ from seqpar.linear.routes import StateRoutes, StateSums
 from seqpar.linear.states.decay import check_values, on_device
 from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.sums import Sum, SumsOnDevice
-from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy
+from seqpar.linear.strategy import (
+    BackwardResult,
+    Exchange,
+    ForwardResult,
+    LinearStrategy,
+    exchanged,
+)
 
 
 @dataclass(frozen=True)
@@ -41,23 +46,6 @@ class StateCall(ResolvedCall):
             (name, device), lambda: SumsOnDevice([sums(self.rank)], self.shape, device)
         )
         return self.options.derived(tables, lambda: tables.weigh(self.options))[0]
-
-
-class StateExchange(Protocol):
-    """An exchange of states. It returns the sums at a rank's stations.
-
-    The weights of states are computed when it is made, before there are any states: then nothing
-    that must be sent waits for them. `travels` says whether anything is sent or received, which
-    computation should then hide.
-    """
-
-    travels: bool
-
-    def post(self, states: Tensor) -> None:
-        """Send this rank's states, by slot of its sources, towards the stations that need them."""
-
-    def wait(self) -> Tensor:
-        """Return the sums, (stations, B, Hkv, D, Dv), by slot."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ class StateStrategy(LinearStrategy[StateCall]):
 
     def exchange(
         self, comm: Comm, call: StateCall, device: torch.device, backward: bool
-    ) -> StateExchange:
+    ) -> Exchange[Tensor]:
         """Return the exchange of a pass, before its states are known."""
         raise NotImplementedError
 
@@ -121,8 +109,8 @@ class StateStrategy(LinearStrategy[StateCall]):
         raise NotImplementedError
 
     def traffic(self, call: StateCall, rank: int) -> list[Traffic]:
-        """Return a rank's messages, by pass, step and peer; only geometry decides them."""
-        return [*self.states_traffic(call, rank), *final_states_traffic(call, rank)]
+        ends = final_states_traffic(call, rank, gradients=False)
+        return [*self.states_traffic(call, rank), *ends]
 
     def forward(
         self, comm: Comm, call: StateCall, inputs: Inputs, initial: Tensor | None
@@ -132,10 +120,7 @@ class StateStrategy(LinearStrategy[StateCall]):
         exchange = self.exchange(comm, call, device, backward=False)
         entering = None if initial is None else call.weigh("initial", routes.of_initial, device)
         steps = begin_forward(inputs, spans, call.options)
-        exchange.post(steps.outgoing)
-        if exchange.travels:
-            steps.local()
-        sums = exchange.wait()
+        sums = exchanged(exchange, steps.outgoing, steps)
         if initial is not None and entering is not None:
             sums += entering(initial)
         if not routes.returns_final_state:
@@ -164,10 +149,7 @@ class StateStrategy(LinearStrategy[StateCall]):
         states = steps.outgoing
         if routes.returns_final_state:
             states = torch.cat([states, dfinal])
-        exchange.post(states)
-        if exchange.travels:
-            steps.local()
-        sums = exchange.wait()
+        sums = exchanged(exchange, states, steps)
         dq, dk, dv = steps.finish(sums if spans.states_out else None)[:3]
         gradients = Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None)
         if not routes.has_initial_state:
