@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -17,7 +16,6 @@ from seqpar.core.arguments import check_tensor, shown
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.core.traffic import Traffic, summed
 from seqpar.halo.rows import HaloRows, halo_rows, sent_rows
-from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import from_handle, name_of, sizes_of
 from seqpar.layout.layout import Layout
 
@@ -86,7 +84,9 @@ def check(comm: Comm, arguments: CallArguments, x: Tensor, *others: Tensor | Non
         for name, other, shape in zip(("weight", "bias"), others, shapes, strict=True):
             if other is not None and (tuple(other.shape) != shape or other.dtype not in dtypes):
                 wanted = f"{shape} of {' or '.join(map(str, dict.fromkeys(dtypes)))}"
-                raise ValueError(f"{name} must be {wanted}, got {_described(other)}")
+                raise ValueError(
+                    f"{name} must be {wanted}, got {tuple(other.shape)} of {other.dtype}"
+                )
 
 
 def as_activation(activation: object) -> str:
@@ -129,21 +129,13 @@ def traffic(
     (fp64 for fp64). `token_shift` is a call of width 2. This computes and sends nothing.
     """
     back = accumulator_dtype(dtype) if as_activation(activation) else dtype
-    geometry, elements = layout.geometry, batch * channels
     return summed(
         [
-            *_rows(geometry, rank, width - 1, False, elements * dtype.itemsize),
-            *_rows(geometry, rank, width - 1, True, elements * back.itemsize),
+            Traffic(direction, 0, peer, 1, count * batch * channels * rows.itemsize)
+            for direction, rows in (("forward", dtype), ("backward", back))
+            for peer, count in sent_rows(layout.geometry, rank, width - 1, direction == "backward")
         ]
     )
-
-
-def _rows(
-    geometry: Geometry, rank: int, reach: int, following: bool, row_bytes: int
-) -> Iterable[Traffic]:
-    direction = "backward" if following else "forward"
-    for peer, count in sent_rows(geometry, rank, reach, following):
-        yield Traffic(direction, 0, peer, 1, count * row_bytes)
 
 
 def check_tensors(x: Tensor, **others: Tensor | None) -> None:
@@ -159,7 +151,3 @@ def check_tensors(x: Tensor, **others: Tensor | None) -> None:
             check_tensor(name, other)
             if other.device != x.device:
                 raise ValueError(f"{name} must be on x's device, {x.device}, got {other.device}")
-
-
-def _described(x: Tensor) -> str:
-    return f"{tuple(x.shape)} of {x.dtype}"

@@ -40,10 +40,14 @@ class Taps(NamedTuple):
     def of(
         cls, weight: Tensor | None, reach: int, following: bool, bias: Tensor | None = None
     ) -> Taps:
-        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`."""
+        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`.
+
+        The bias is (C,).
+        """
         if weight is None:
             return cls([reach if following else 0], [None], reach, following)
         columns = weight.t().to(accumulator_dtype(weight.dtype)).contiguous().unbind()
+        bias = None if bias is None else bias.to(accumulator_dtype(bias.dtype))
         places = list(range(reach + 1))
         return cls(places, list(columns[::-1] if following else columns), reach, following, bias)
 

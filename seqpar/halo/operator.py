@@ -59,7 +59,7 @@ def _causal_conv1d(
         out, rows = torch.empty_like(x, memory_format=torch.contiguous_format), x.transpose(0, 1)
         halo = arguments.tables(comm.rank, x.device, following=False)
         wait = exchange(comm, rows, halo, arguments.room, f"{_name(weight)} forward")
-        taps = Taps.of(weight, arguments.reach, following=False, bias=_exact(bias))
+        taps = Taps.of(weight, arguments.reach, following=False, bias=bias)
         finish = silu if arguments.activation else None
         received = convolve(out.transpose(0, 1), rows, taps, halo, wait, finish)
         return [out, received, comm.numbers.as_tensor()]
@@ -112,7 +112,7 @@ def _causal_conv1d_backward(
         halo = arguments.tables(comm.rank, x.device, following=False)
         if arguments.activation:
             of_sums = rows.new_empty(rows.shape, dtype=accumulator_dtype(x.dtype))
-            taps = Taps.of(weight, reach, following=False, bias=_exact(bias))
+            taps = Taps.of(weight, reach, following=False, bias=bias)
             convolve(of_sums, rows, taps, halo, lambda: received, silu_gradient, d)
             d = of_sums
         following = arguments.tables(comm.rank, x.device, following=True)
@@ -137,10 +137,6 @@ def _causal_conv1d_backward_fake(_dout: object, *operands: Any) -> list[Tensor]:
 def _name(weight: Tensor | None) -> str:
     """Return the function that users called; gloo's headers reveal ranks that called the other."""
     return Halo.name if weight is not None else "token_shift"
-
-
-def _exact(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(accumulator_dtype(bias.dtype))
 
 
 class _CallContext(FunctionCtx):

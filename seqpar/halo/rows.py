@@ -52,10 +52,10 @@ def halo_rows(
 ) -> HaloRows:
     """Return a rank's tables on a device, made once and kept with the layout."""
 
-    def build() -> HaloRows:
-        return _tables(geometry, rank, reach, following, device)
-
-    return geometry.derived(("halo", rank, reach, following, device), build)
+    return geometry.derived(
+        ("halo", rank, reach, following, device),
+        lambda: _tables(geometry, rank, reach, following, device),
+    )
 
 
 def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> list[tuple[int, int]]:

@@ -98,7 +98,6 @@ def shape_of(inputs: Inputs) -> OperandShape:
 
 
 def check_scale(scale: float, dtype: torch.dtype) -> None:
-    """Raise unless the scale is a finite number of the accumulator."""
     largest = torch.finfo(accumulator_dtype(dtype)).max
     if not abs(scale) <= largest:
         raise ValueError(f"scale must be finite, at most {largest:.3g}, got {scale}")

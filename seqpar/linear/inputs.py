@@ -130,7 +130,6 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def check_heads(inputs: Inputs) -> None:
-    """Raise unless heads can be shared evenly."""
     states = inputs.heads
     for name, x in (("k", inputs.k), ("v", inputs.v)):
         if states % x.shape[2]:
@@ -167,7 +166,6 @@ def check_gates(kind: Kind, inputs: Inputs, rows: str) -> None:
 
 
 def check_constant_decay(log_decay: Tensor | None, kv_heads: int, device: torch.device) -> None:
-    """Raise unless log_decay is None, or a tensor of the right shape, dtype and device."""
     if log_decay is None:
         return
     check_tensor("log_decay", log_decay, device, or_cpu=True)

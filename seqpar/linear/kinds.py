@@ -74,7 +74,6 @@ KINDS = {kind.name: kind for kind in _TABLE}
 
 
 def kind(name: str) -> Kind:
-    """Return the kind of this name; an unknown name raises a ValueError."""
     if not isinstance(name, str) or name not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {shown(name)}")
     return KINDS[name]

@@ -184,8 +184,6 @@ def _digest(
 
 
 class _CallContext(FunctionCtx):
-    """The attributes that forward leaves for backward."""
-
     saved_tensors: tuple[Tensor, ...]
     settings: tuple[object, ...]
     has_initial_state: bool

@@ -49,12 +49,10 @@ class SpanStates:
 
     @cached_property
     def states_in(self) -> int:
-        """How many states enter spans."""
         return int((self.state_in >= 0).sum())
 
     @cached_property
     def states_out(self) -> int:
-        """How many states leave spans."""
         return int((self.state_out >= 0).sum())
 
 
@@ -147,17 +145,14 @@ class StateRoutes:
     def of(
         cls, geometry: Geometry, causal: bool, returns_final_state: bool, has_initial_state: bool
     ) -> StateRoutes:
-        """Return the geometry's routes, made when first asked for."""
         flags = causal, returns_final_state, has_initial_state
         return geometry.derived(("state routes", flags), lambda: cls(geometry, *flags))
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
         return len(self.holdings)
 
     def held(self, rank: int) -> HeldSpans:
-        """Return a rank's spans, or without causality its runs, with their states."""
         return self.derived(("held", rank), lambda: self._held(rank))
 
     def ended(self, rank: int) -> Ints:
@@ -170,15 +165,12 @@ class StateRoutes:
         return self.derived(("ended", rank), build)
 
     def sources(self, rank: int, backward: bool) -> StatePoints:
-        """Return a rank's sources."""
         return self._points(rank, backward)[0]
 
     def stations(self, rank: int, backward: bool) -> StatePoints:
-        """Return a rank's stations."""
         return self._points(rank, backward)[1]
 
     def route(self, source: int, target: int, backward: bool) -> Route:
-        """Return the route from the sources of one rank to the stations of another, or its own."""
         key = "route", source, target, backward
         return self.derived(key, lambda: self._route(source, target, backward))
 
@@ -227,8 +219,6 @@ class StateRoutes:
         )
 
     def _points(self, rank: int, backward: bool) -> tuple[StatePoints, StatePoints]:
-        """Return a rank's sources and stations."""
-
         def build() -> tuple[StatePoints, StatePoints]:
             documents, starts, stops, _, states = self.held(rank)
             ended = self.ended(rank)

@@ -201,7 +201,6 @@ class ScannedStates:
         return self._sums
 
     def _run(self) -> None:
-        """Take all hops to and from this rank, round by round."""
         plan = self._plan
         shape = plan.rows, self._states.shape[-1]
         states = self._states.reshape(len(self._states) * plan.blocks, *shape)

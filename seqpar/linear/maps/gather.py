@@ -151,8 +151,6 @@ def _reach(chain: Chain) -> Ints:
 
 @dataclass(frozen=True)
 class AllGather(MapStrategy):
-    """Maps are sent to all ranks that need them, at once."""
-
     routable = True
     transport = "all_gather"
 

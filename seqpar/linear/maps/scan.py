@@ -26,8 +26,6 @@ from seqpar.linear.strategy import Exchange
 
 @dataclass(frozen=True)
 class Scan(MapStrategy):
-    """States are passed on from span to span."""
-
     routable = False  # a rank skips the rounds in which it has nothing to do
     transport = "scan"
     blocks: int = 4  # into which a state is cut

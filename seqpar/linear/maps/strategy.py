@@ -35,8 +35,6 @@ from seqpar.linear.strategy import (
 
 @dataclass(frozen=True)
 class MapCall(ResolvedCall):
-    """A call whose spans exchange maps."""
-
     options: MapOptions
 
     @property
@@ -47,7 +45,6 @@ class MapCall(ResolvedCall):
 
     @property
     def map_bytes(self) -> int:
-        """The bytes of a span's map: of its transition and its state."""
         return math.prod(self.packed_shape) * accumulator_dtype(self.shape.dtype).itemsize
 
 
@@ -62,7 +59,6 @@ class MapStrategy(LinearStrategy[MapCall]):
 
     @property
     def kind(self) -> Kind:
-        """The kind of recurrence."""
         return kind(self.kind_name)
 
     def described(self) -> dict[str, object]:

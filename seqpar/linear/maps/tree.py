@@ -118,8 +118,6 @@ def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Tree(MapStrategy):
-    """Maps are composed along a tree."""
-
     routable = False  # a rank skips the steps in which it has nothing to do
     transport = "tree"
 

@@ -36,8 +36,6 @@ from seqpar.linear.strategy import (
 
 @dataclass(frozen=True)
 class StateCall(ResolvedCall):
-    """A call whose spans exchange states."""
-
     options: StateOptions
 
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:

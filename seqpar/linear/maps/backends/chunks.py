@@ -141,7 +141,6 @@ class Chunks:
         self._has_read, self._added = False, None
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return the chunks of x (B, T, h, D): (M, N, G, C, D)."""
         return self.grid.cut(x, self.heads, self.dtype)
 
     def _powers(self) -> PerHead | PerKey:
@@ -184,7 +183,6 @@ class Chunks:
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
     def step(self) -> Step:
-        """Return each chunk's step on a state."""
         if self.kind.uses_beta:
             return Step(self.powers.total, None, self.rows, self.erases, self.writers.mT)
         if self._added is None:
@@ -258,7 +256,6 @@ class ChunkGradients(Chunks):
         self._has_local = False
 
     def step_back(self) -> Step:
-        """Return each chunk's step on the gradient of a state."""
         if self.kind.uses_beta:
             return Step(self.powers.total, self.added, self.drows, self.writers, self.erases.mT)
         return Step(self.powers.total, self.added)

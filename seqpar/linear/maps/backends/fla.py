@@ -47,7 +47,6 @@ _FUNCTIONS = {
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Return why these operands cannot be computed, naming the argument, or None."""
     backend = 'the backend "fla"'
     if importlib.util.find_spec("fla") is None:
         return f"{backend} needs the package fla-core, which is not installed: pip install fla-core"
@@ -62,7 +61,6 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 @cache
 def _broken() -> str | None:
-    """Return why the installed fla-core cannot be used, or None."""
     try:
         for name in _FUNCTIONS:
             parameters = inspect.signature(_function(name)).parameters
@@ -105,7 +103,6 @@ class _Group(NamedTuple):
     def of(
         cls, spans: SpanStates, chosen: NDArray[np.bool_], batch: int, device: torch.device
     ) -> _Group:
-        """Return the group of the chosen spans."""
         lengths = np.diff(spans.edges)
         edges = np.append(0, np.cumsum(lengths[chosen]))
         entries = np.arange(batch)[:, None] * edges[-1] + edges[:-1]
@@ -200,7 +197,6 @@ class _Work:
         return x.flatten(0, 1)[None].contiguous()
 
     def of(self, group: _Group) -> dict[str, Tensor]:
-        """Return a group's operands."""
         return {name: self.rows(group, x) for name, x in self.operands.items()}
 
     def set_rows(self, target: Tensor, group: _Group, x: Tensor) -> Tensor:
@@ -211,7 +207,6 @@ class _Work:
     def call(
         self, group: _Group, initial: Tensor | None, operands: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return out and the last states of fla's function."""
         return _function(self.kind.name)(
             **operands,
             scale=self.options.scale,
@@ -256,8 +251,6 @@ class _Work:
 
 
 class Forward(_Work):
-    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     first, end = "state_in", 0
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
@@ -281,7 +274,6 @@ class Forward(_Work):
         return lambda states: self._entered(group, mapped, states)
 
     def _entered(self, group: _Group, mapped: _Mapped, states: Tensor | None) -> Tensor:
-        """Return a group's out, given the states that enter its spans."""
         out = mapped.out.float()
         starts = self.starts(group, states, group.entering).unflatten(0, (self.batch, -1))
         parts = zip(group.each(out), group.each(mapped.readers), starts.unbind(1), strict=True)
@@ -297,8 +289,6 @@ class Forward(_Work):
 
 
 class Backward(_Work):
-    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     first, end = "state_out", 1
 
     def __init__(

@@ -30,7 +30,6 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, states: Ints, device: torch.device) -> Places:
-        """Return it for `state_in` or `state_out` of these spans."""
         spans = np.flatnonzero(states >= 0)
         return cls(*(torch.from_numpy(x).to(device) for x in (spans, states[spans])))
 

@@ -40,7 +40,6 @@ class _Work:
         self.expanded = expand(inputs)
 
     def each(self) -> Iterator[_Span]:
-        """Yield the spans."""
         q, k, v, log_decay, beta = (None if x is None else x.transpose(0, 1) for x in self.expanded)
         assert q is not None and k is not None and v is not None
         q = q.unflatten(2, (k.shape[2], -1)) * self.options.scale
@@ -53,7 +52,6 @@ class _Work:
             yield _Span(rows, *states, *parts, None if beta is None else beta[rows])
 
     def entering(self, states: Tensor | None, index: int) -> Tensor:
-        """Return one of `states`, or 0."""
         if states is not None and index >= 0:
             return states[index]
         return self.expanded.k.new_zeros(self.inputs.state_shape)
@@ -72,8 +70,6 @@ class _Work:
 
 
 class Forward(_Work):
-    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         super().__init__(inputs, spans, options)
         self.outgoing = options.empty(inputs, spans.states_out)
@@ -107,8 +103,6 @@ class Forward(_Work):
 
 
 class Backward(Forward):
-    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(
         self,
         inputs: Inputs,

@@ -191,8 +191,6 @@ class _Work:
 
 
 class Forward(_Work):
-    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         super().__init__(inputs, spans, options)
         self.inner, self.outgoing = self.sweep(self.k, self.v, spans.state_out, reverse=False)
@@ -225,8 +223,6 @@ class Forward(_Work):
 
 
 class Backward(_Work):
-    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(
         self,
         inputs: Inputs,

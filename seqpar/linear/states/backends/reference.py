@@ -60,8 +60,6 @@ class _Work:
 
 
 class Forward(_Work):
-    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         super().__init__(inputs, spans, options)
         self.outgoing = options.empty(inputs, spans.states_out)
@@ -88,8 +86,6 @@ class Forward(_Work):
 
 
 class Backward(_Work):
-    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(
         self,
         inputs: Inputs,

@@ -25,8 +25,6 @@ refusal = triton_refusal
 
 
 class Forward:
-    """The forward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self._operands, self._options = inputs[:3], options
         _, k, v = self._operands
@@ -36,16 +34,11 @@ class Forward:
         self._local: Tensor | None = None
 
     def local(self) -> None:
-        """Compute all that needs no state which enters."""
         if self._options.causal:
             dtype = torch.float32 if self._walk.some_enter else self._operands[0].dtype
             self._local = self._out(None, dtype)
 
     def finish(self, initial: Tensor | None) -> Tensor:
-        """Return out (B, T, Hq, Dv) in q's dtype, given the states that enter spans.
-
-        Without causality they are the sums of all states of documents, which enter runs.
-        """
         q, dtype = self._operands[0], self._operands[0].dtype
         if self._options.causal and self._local is None:
             return self._out(initial, dtype)
@@ -72,8 +65,6 @@ class Forward:
 
 
 class Backward:
-    """The backward in steps; see `Steps` in `seqpar.linear.attend`."""
-
     def __init__(
         self,
         inputs: Inputs,
@@ -93,15 +84,10 @@ class Backward:
         self._local: tuple[Tensor, Tensor, Tensor] | None = None
 
     def local(self) -> None:
-        """Compute all that needs no gradient of states which leave."""
         if self._options.causal:
             self._local = self._dq(), *self._dk_dv(None)
 
     def finish(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv in fp32, given the gradients of the states that leave spans.
-
-        Without causality they are the sums over documents, which leave runs.
-        """
         dfinal = None if dfinal is None else dfinal.contiguous()
         if self._options.causal and self._local is None:
             return self._dq(), *self._dk_dv(dfinal)
@@ -135,7 +121,6 @@ class Backward:
 
 
 def _gradient(x: Tensor) -> Tensor:
-    """Return an empty tensor for the gradient of x, in fp32."""
     return torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
