@@ -32,33 +32,20 @@ O_co = TypeVar("O_co", covariant=True)
 
 
 class LinearWork(NamedTuple):
-    """The work of one or more steps of a forward or backward.
+    """The work of one or more steps of a forward or backward."""
 
-    Attributes:
-        area: the number of pairs of query and key that would cost softmax attention the same.
-        share: the fraction of the whole pass's area.
-        tokens: rows, over the whole batch.
-        heads, dims: the number of states, and their two dims.
-        backward: whether the pass is the backward.
-    """
-
-    area: int
-    share: float
-    tokens: int
-    heads: int
-    dims: tuple[int, int]
+    area: int  # the number of pairs of query and key that would cost softmax attention the same
+    share: float  # the fraction of the whole pass's area
+    tokens: int  # rows, over the whole batch
+    heads: int  # the number of states
+    dims: tuple[int, int]  # of a state
     backward: bool
 
 
 class Options(ABC, Generic[O]):
-    """The options of a call that change its arithmetic.
+    """The options of a call that change its arithmetic."""
 
-    Attributes:
-        family: the family of backends (a key of `BACKENDS`).
-        backend: the backend's name.
-    """
-
-    family: ClassVar[str]
+    family: ClassVar[str]  # the family of backends (a key of `BACKENDS`)
     backend: str
 
     @abstractmethod

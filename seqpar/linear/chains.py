@@ -62,22 +62,13 @@ class Chain(NamedTuple):
 
     Without causality they are runs. In forward a document's last span has its last token, and runs
     are otherwise in the order of the ranks; backward reverses the order.
-
-    Attributes:
-        holder: the rank that has the span.
-        number: the number of the document's spans that come before it in this pass.
-        behind: the number of the document's spans that come after it in this pass.
-        maps: the slot of its map, or state, on its holder, or −1.
-        stations: the slot of the state that enters it in this pass, or −1.
-        documents: the span's document.
-        rows: the number of its rows.
     """
 
-    holder: Ints
-    number: Ints
-    behind: Ints
-    maps: Ints
-    stations: Ints
+    holder: Ints  # the rank that has the span
+    number: Ints  # the number of the document's spans that come before it in this pass
+    behind: Ints  # the number of the document's spans that come after it in this pass
+    maps: Ints  # the slot of its map, or state, on its holder, or −1
+    stations: Ints  # the slot of the state that enters it in this pass, or −1
     documents: Ints
     rows: Ints
 

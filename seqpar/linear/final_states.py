@@ -48,28 +48,21 @@ class FinalStates:
 
 
 class _Plan:
-    """The order in which final states arrive: rank by rank, then documents without tokens.
-
-    Attributes:
-        states: the number of states.
-        own: the states that this rank sends.
-        received: the states that each other rank sends.
-        order: where each document's state is; None: they are in the order of the documents.
-        empty: the documents without tokens, if there are any; `at_end` is where their states are.
-    """
+    """The order in which final states arrive: rank by rank, then documents without tokens."""
 
     def __init__(self, routes: StateRoutes, rank: int, device: torch.device) -> None:
         ranks = range(routes.ranks)
         ended = [routes.ended(peer) for peer in ranks]
         stops = np.cumsum([x.size for x in ended]).tolist()
         parts = [slice(stop - x.size, stop) for x, stop in zip(ended, stops, strict=True)]
-        self.own = parts[rank]
+        self.own = parts[rank]  # the states that this rank sends
         self.received = [(p, parts[p]) for p in ranks if p != rank and ended[p].size]
         self.states = routes.lengths.size
         empty = np.flatnonzero(routes.lengths == 0)
         self.empty = on_device(empty, device) if empty.size else None
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
+        # Where each document's state is; None: they are in the order of the documents.
         in_order = np.array_equal(order, np.arange(order.size))
         self.order = None if in_order else on_device(order, device)
 

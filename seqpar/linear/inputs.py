@@ -23,21 +23,14 @@ from seqpar.linear.kinds import Kind
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. `log_decay` and `beta` are None for kinds that have none.
+    """The tensors of a call. `log_decay` and `beta` are None for kinds that have none."""
 
-    Attributes:
-        q: (B, T, Hq, K).
-        k: (B, T, Hk, K).
-        v: (B, T, Hv, V).
-        log_decay: at most 0, −∞ is allowed: (H,), (B, T, H) or (B, T, H, K), as the kind has it.
-        beta: (B, T, H).
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # (B, T, Hq, K)
+    k: Tensor  # (B, T, Hk, K)
+    v: Tensor  # (B, T, Hv, V)
+    # at most 0, −∞ is allowed: (H,), (B, T, H) or (B, T, H, K), as the kind has it
     log_decay: Tensor | None = None
-    beta: Tensor | None = None
+    beta: Tensor | None = None  # (B, T, H)
 
     @property
     def heads(self) -> int:

@@ -21,18 +21,12 @@ from seqpar.core.arguments import shown
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of linear attention.
+    """One kind of linear attention."""
 
-    Attributes:
-        name: the name that users pass.
-        decay: the shape of g. None: g is 0. "constant": (H,). "head": (B, T, H). "key":
-            (B, T, H, K).
-        uses_beta: whether it follows the delta rule, with β (B, T, H).
-    """
-
-    name: str
+    name: str  # the name that users pass
+    # the shape of g. None: g is 0. "constant": (H,). "head": (B, T, H). "key": (B, T, H, K).
     decay: Literal["constant", "head", "key"] | None
-    uses_beta: bool
+    uses_beta: bool  # whether it follows the delta rule, with β (B, T, H)
 
     @property
     def transition(self) -> Literal["head", "key", "matrix"]:

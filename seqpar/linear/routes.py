@@ -32,20 +32,15 @@ class SpanStates:
 
     Tensors of states have only those that are needed, so each span has indices into them. Without
     causality runs take the place of spans.
-
-    Attributes:
-        edges: (spans + 1,) span i is rows edges[i] … edges[i + 1] − 1.
-        state_in: (spans,) the index of the state that enters the span, among all that enter spans;
-            −1: none does.
-        state_out: (spans,) the index of the state that leaves the span, among all that leave spans;
-            −1: no rank needs it.
-        derived: what backends derive from the spans.
     """
 
-    edges: Ints
+    edges: Ints  # (spans + 1,) span i is rows edges[i] … edges[i + 1] − 1
+    # (spans,) the index of the state that enters the span, among all that enter spans; −1: none
     state_in: Ints
+    # (spans,) the index of the state that leaves the span, among all that leave spans; −1: no rank
+    # needs it
     state_out: Ints
-    derived: Memo = field(default_factory=Memo, repr=False)
+    derived: Memo = field(default_factory=Memo, repr=False)  # what backends derive from the spans
 
     @cached_property
     def states_in(self) -> int:
@@ -89,34 +84,21 @@ class Route:
 
     The sources that reach the same station first are a group: they are composed into one state,
     which is sent.
-
-    Attributes:
-        members: slots of the sources that are sent.
-        groups: (members,) ascending: the number of the group that each belongs to.
-        ages: (members,) rows between a source and the last one of its group.
-        stations: (groups,) the slot of the station that each group reaches.
-        rest: (groups,) rows between the last source of a group and its station.
     """
 
-    members: Ints
-    groups: Ints
-    ages: Ints
-    stations: Ints
-    rest: Ints
+    members: Ints  # slots of the sources that are sent
+    groups: Ints  # (members,) ascending: the number of the group that each belongs to
+    ages: Ints  # (members,) rows between a source and the last one of its group
+    stations: Ints  # (groups,) the slot of the station that each group reaches
+    rest: Ints  # (groups,) rows between the last source of a group and its station
 
 
 class StateSums(NamedTuple):
-    """The members of sums of states.
+    """The members of sums of states."""
 
-    Attributes:
-        counts: (groups,) how many members each group has; the sum of none is 0.
-        members: (n,) slots of states, one group after another. They are added in this order.
-        rows: (n,) over which each decays.
-    """
-
-    counts: Ints
-    members: Ints
-    rows: Ints
+    counts: Ints  # (groups,) how many members each group has; the sum of none is 0
+    members: Ints  # (n,) slots of states, one group after another. They are added in this order.
+    rows: Ints  # (n,) over which each decays
 
     @classmethod
     def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:

@@ -37,17 +37,11 @@ def index_of(numbers: Ints, device: torch.device) -> Index:
 
 
 class Carrying(NamedTuple):
-    """Arrived sums that a message passes on; they are added to its links.
-
-    Attributes:
-        message: the message's number.
-        carriers: how many of its first links carry a sum; None: all.
-        carried: the arrivals with these sums.
-    """
+    """Arrived sums that a message passes on; they are added to its links."""
 
     message: int
-    carriers: int | None
-    carried: Index
+    carriers: int | None  # how many of its first links carry a sum; None: all
+    carried: Index  # the arrivals with these sums
 
 
 class Round(NamedTuple):
@@ -55,21 +49,14 @@ class Round(NamedTuple):
 
     Messages and places (of arriving messages) are numbered: first all of the first block, then all
     of the second, …
-
-    Attributes:
-        number: the number of the round.
-        carrying: the sums that the round's messages pass on.
-        kept: (message, place) of hops from this rank to itself.
-        sends, recvs: (rank, message) and (rank, place) of all other hops.
-        added: (first, later): pairs of arrivals at the same station; the later one is added to the
-            first.
     """
 
     number: int
-    carrying: list[Carrying]
-    kept: list[tuple[int, int]]
-    sends: list[tuple[int, int]]
-    recvs: list[tuple[int, int]]
+    carrying: list[Carrying]  # the sums that the round's messages pass on
+    kept: list[tuple[int, int]]  # (message, place) of hops from this rank to itself
+    sends: list[tuple[int, int]]  # (rank, message) of all other hops
+    recvs: list[tuple[int, int]]  # (rank, place)
+    # (first, later): pairs of arrivals at the same station; the later one is added to the first
     added: list[tuple[Index, Index]]
 
 
@@ -79,20 +66,6 @@ class Rounds:
     A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are
     numbered block by block. `hops`, `sources` and `stations` belong to the rank; the last two are
     counts.
-
-    Attributes:
-        rounds: the rounds in which the rank does anything.
-        blocks, rows: the number of blocks in a state, and of rows in a block.
-        states: (links,) the block of a state that each link begins with. A link without a state has
-            the index after the last block, and `pads` is then True.
-        leaving, reaching: the number of links in each message, and of arrivals in each place. If
-            some station gets no arrival, the last place has one arrival of zeros.
-        arrivals: the number of arrivals.
-        stations: the number of stations.
-        sums: (stations · blocks,) the arrivals with the sums at stations: all blocks of each
-            station, by slot.
-        carriers: of each message that carries sums, how many of its links do; None: all.
-        travels: whether anything is sent or received.
     """
 
     def __init__(
@@ -106,12 +79,16 @@ class Rounds:
         device: torch.device,
     ) -> None:
         self.blocks, self.rows, self.stations = blocks, rows // blocks, stations
+        # The number of links in each message, and of arrivals in each place. If some station gets
+        # no arrival, the last place has one arrival of zeros.
         leaving = [hop for hop in hops if hop.source == rank]
         self.leaving = [hop.rows.size for hop in leaving] * blocks
         reaching = [hop for hop in hops if hop.target == rank]
         self.reaching = [hop.rows.size for hop in reaching] * blocks
         self.travels = any(hop.source != hop.target for hop in hops)
 
+        # (links,) the block of a state that each link begins with. A link without a state has the
+        # index after the last block, and `pads` is then True.
         states = joined([hop.own_states for hop in leaving])
         self.pads = bool((states < 0).any())
         of_blocks = states * blocks + np.arange(blocks)[:, None]
@@ -125,6 +102,8 @@ class Rounds:
         self.reaching.append(int(at_station.sum() < stations))
         self.arrivals = sum(self.reaching)
         sums[slots[at_station]] = first[at_station, None] + np.arange(blocks) * reached.size
+        # (stations · blocks,) the arrivals with the sums at stations: all blocks of each station,
+        # by slot.
         self.sums = on_device(sums.ravel(), device)
 
         order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(blocks))
@@ -144,10 +123,10 @@ class Rounds:
                 now.sends.append((hop.target, message))
             else:
                 now.recvs.append((hop.source, place))
-            sums = hop.carries_from[hop.carries_from >= 0]
-            if hop.source == rank and sums.size:
-                carried = index_of(before + first[np.searchsorted(slots, sums)], device)
-                carriers = None if sums.size == hop.rows.size else sums.size
+            passed = hop.carries_from[hop.carries_from >= 0]
+            if hop.source == rank and passed.size:
+                carried = index_of(before + first[np.searchsorted(slots, passed)], device)
+                carriers = None if passed.size == hop.rows.size else passed.size
                 now.carrying.append(Carrying(message, carriers, carried))
             if hop.target == rank:
                 numbers = begins[places[i]] + np.arange(hop.rows.size)
@@ -156,7 +135,8 @@ class Rounds:
                 if again.any():
                     to, what = (index_of(before + x[again], device) for x in (earlier, numbers))
                     now.added.append((to, what))
-        self.rounds = list(rounds.values())
+        self.rounds = list(rounds.values())  # in which the rank does anything
+        # Of each message that carries sums, how many of its links do; None: all.
         self.carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
 
 

@@ -26,30 +26,20 @@ O_contra = TypeVar("O_contra", contravariant=True)
 
 
 class ForwardResult(NamedTuple):
-    """The results of a strategy's forward.
+    """The results of a strategy's forward."""
 
-    Attributes:
-        out: (B, T_local, max(Hq, H), V), in q's dtype.
-        final_states: (documents, B, H, K, V), or (0, …) if they are not returned.
-        states_in: (states_in, B, H, K, V), the states that entered the rank's spans, which backward
-            needs.
-    """
-
-    out: Tensor
-    final_states: Tensor
+    out: Tensor  # (B, T_local, max(Hq, H), V), in q's dtype
+    final_states: Tensor  # (documents, B, H, K, V), or (0, …) if they are not returned
+    # (states_in, B, H, K, V), the states that entered the rank's spans, which backward needs
     states_in: Tensor
 
 
 class BackwardResult(NamedTuple):
-    """The results of a strategy's backward.
+    """The results of a strategy's backward."""
 
-    Attributes:
-        gradients: of the inputs.
-        dinitial: (documents, B, H, K, V), whose sum over ranks is the gradient of the initial
-            states; None if there were none.
-    """
-
-    gradients: Gradients
+    gradients: Gradients  # of the inputs
+    # (documents, B, H, K, V), whose sum over ranks is the gradient of the initial states; None if
+    # there were none
     dinitial: Tensor | None
 
 
@@ -90,19 +80,15 @@ class LinearStrategy(Generic[C]):
 
     The fields are the options, and `str()` must show all of them: modules of the same string on one
     group share a BoundStrategy. States are (n, B, H, K, V), in fp32 (fp64 for fp64).
-
-    Attributes:
-        transport: the name of the exchange, as users pass it.
-        family: the family of backends: "linear" for those that exchange states, "recurrent" for
-            those that exchange maps.
-        state_dims: the dimensions of a state in errors.
     """
 
     name: ClassVar[str]
     routable: ClassVar[bool] = True
-    transport: ClassVar[str]
+    transport: ClassVar[str]  # the name of the exchange, as users pass it
+    # the family of backends: "linear" for those that exchange states, "recurrent" for those that
+    # exchange maps
     family: ClassVar[Literal["linear", "recurrent"]]
-    state_dims: ClassVar[str]
+    state_dims: ClassVar[str]  # the dimensions of a state in errors
 
     def described(self) -> dict[str, object]:
         """Return the options that all ranks must share, for the rank check."""

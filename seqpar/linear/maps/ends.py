@@ -23,13 +23,7 @@ from seqpar.linear.scanning import on_device
 
 
 class Ends:
-    """The heads and tails of chains that one rank holds, in one pass.
-
-    Attributes:
-        documents: the documents of tails that have a map.
-        of_heads: the documents of heads that a state enters.
-        without_tokens: the documents without tokens, or None.
-    """
+    """The heads and tails of chains that one rank holds, in one pass."""
 
     def __init__(
         self, routes: StateRoutes, rank: int, backward: bool, device: torch.device
@@ -43,8 +37,8 @@ class Ends:
         carried = np.flatnonzero(chain.number[tails] > 0)
 
         tensor = partial(on_device, device=device)
-        self.documents = tensor(chain.documents[tails])
-        self.of_heads = tensor(chain.documents[heads])
+        self.documents = tensor(chain.documents[tails])  # of tails that have a map
+        self.of_heads = tensor(chain.documents[heads])  # of heads that a state enters
         empty = np.flatnonzero(routes.lengths == 0)
         self.without_tokens = tensor(empty) if empty.size else None
         self._head_stations = tensor(chain.stations[heads])

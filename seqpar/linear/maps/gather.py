@@ -35,15 +35,11 @@ class Fold(NamedTuple):
     """One step of a fold: the spans with one number in all documents whose spans the rank needs.
 
     `running` has a state for each document, longest chains first.
-
-    Attributes:
-        stations: slots of the states that enter spans of this number.
-        reached: the running states that go to these slots.
-        maps: (documents,) the spans' maps among all full maps, for the first `documents` documents.
     """
 
-    stations: Tensor | None
-    reached: Index
+    stations: Tensor | None  # slots of the states that enter spans of this number
+    reached: Index  # the running states that go to these slots
+    # (documents,) the spans' maps among all full maps, for the first `documents` documents
     maps: Index | None
     documents: int
 
@@ -52,15 +48,6 @@ class Gathering:
     """One rank's part in the exchange of one pass, with its tables on a device.
 
     The rank folds states of heads, and full maps. In both tensors its own entries come first.
-
-    Attributes:
-        own: the slots of its maps that other spans need: of heads, and full maps.
-        sends: (peer, own heads, own full maps) that each peer gets.
-        recvs: (peer, heads, full maps), the slices for arriving entries.
-        counts: the numbers of heads and of full maps, own and arriving.
-        first: where the running states begin, among heads.
-        folds: the steps, in order.
-        travels: whether anything is sent or received.
     """
 
     def __init__(
@@ -70,12 +57,13 @@ class Gathering:
         mine = chain.holder == rank
         used = np.flatnonzero(mine & (chain.behind > 0))
         parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
+        # The slots of its maps that other spans need: of heads, and full maps.
         self.own = [on_device(chain.maps[part], device) for part in parts]
         place = np.full(chain.number.size, -1)  # of each span that the rank needs, in its tensor
         for part in parts:
             place[part] = np.arange(part.size)
 
-        self.sends = []
+        self.sends = []  # (peer, own heads, own full maps) that each peer gets
         for peer, spans in sent_spans(chain, rank):
             of_heads = chain.number[spans] == 0
             some, full = (index_of(place[spans[x]], device) for x in (of_heads, ~of_heads))
@@ -86,22 +74,22 @@ class Gathering:
         last = reach[ours]  # of each document of which the rank needs anything
         heads = last - chain.number[last]
         needed = ranges(heads, last)
-        self.recvs, counts = [], [part.size for part in parts]
+        self.recvs = []  # (peer, heads, full maps), the slices for arriving entries
+        self.counts = counts = [part.size for part in parts]  # own and arriving
         holders = chain.holder[needed]
         for peer in np.unique(holders[holders != rank]).tolist():
-            spans, slices = needed[holders == peer], []
+            spans, places = needed[holders == peer], []
             of_heads = chain.number[spans] == 0
             for i, part in enumerate((spans[of_heads], spans[~of_heads])):
-                slices.append(slice(counts[i], counts[i] + part.size))
+                places.append(slice(counts[i], counts[i] + part.size))
                 place[part] = np.arange(counts[i], counts[i] + part.size)
                 counts[i] += part.size
-            self.recvs.append((peer, slices[0], slices[1]))
-        self.counts = counts
+            self.recvs.append((peer, *places))
         self.travels = bool(self.sends or self.recvs)
 
         order = np.argsort(-chain.number[last], kind="stable")
         heads, lasts = heads[order], chain.number[last][order]
-        self.first = index_of(place[heads], device)
+        self.first = index_of(place[heads], device)  # where running states begin, among heads
         self.folds = []
         rows = np.repeat(np.arange(heads.size), lasts + 1)
         spans = ranges(heads, heads + lasts + 1)

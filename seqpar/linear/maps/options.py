@@ -24,17 +24,11 @@ from seqpar.linear.maps.maps import Maps, transition_shape
 
 @dataclass(frozen=True)
 class MapOptions(Options[Maps]):
-    """The options of a call that exchanges maps.
-
-    Attributes:
-        kind: the kind of recurrence.
-        scale: what q·k is multiplied by.
-        backend: the backend's name.
-    """
+    """The options of a call that exchanges maps."""
 
     family = "recurrent"
     kind: Kind
-    scale: float
+    scale: float  # what q·k is multiplied by
     backend: str
 
     def empty(self, inputs: Inputs, count: int) -> Maps:

@@ -37,36 +37,25 @@ from seqpar.linear.strategy import Exchange
 
 
 class Arrivals(NamedTuple):
-    """Windows that arrive at a rank in a step, of one kind: complete, or not.
+    """Windows that arrive at a rank in a step, of one kind: complete, or not."""
 
-    Attributes:
-        stations: (arrivals,) the slots of the spans that they arrive at.
-        parts: (rank, slice) of those that come from each rank, ascending, itself included.
-        onward: those which widen a window that is sent in a later step.
-        maps: (onward,) the slots of these spans' maps.
-    """
-
-    stations: Tensor
+    stations: Tensor  # (arrivals,) the slots of the spans that they arrive at
+    # (rank, slice) of those that come from each rank, ascending, itself included
     parts: list[tuple[int, slice]]
-    onward: Index
-    maps: Tensor
+    onward: Index  # those which widen a window that is sent in a later step
+    maps: Tensor  # (onward,) the slots of these spans' maps
 
 
 class Step(NamedTuple):
-    """One step of a rank in which it does anything.
+    """One step of a rank in which it does anything."""
 
-    Attributes:
-        number: d, of the step.
-        sends: (rank, complete, others) slots of maps whose windows each rank gets, itself included.
-        complete, others: what arrives.
-        travels: whether anything is sent to another rank, or comes from one.
-    """
-
-    number: int
+    number: int  # d, of the step
+    # (rank, complete, others) slots of maps whose windows each rank gets, itself included
     sends: list[tuple[int, Index, Index]]
+    # complete and others: what arrives
     complete: Arrivals
     others: Arrivals
-    travels: bool
+    travels: bool  # whether anything is sent to another rank, or comes from one
 
 
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
-from seqpar.core.arguments import Ints
 from seqpar.linear.routes import Route, StateRoutes, StateSums
 from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.sums import Sum, SumsOnDevice
@@ -18,15 +16,6 @@ class Gathering:
 
     It composes states, sends parts of these, and adds up what arrives from all ranks, itself
     included.
-
-    Attributes:
-        sizes: the number of states in each part of the composed states.
-        sent: the other ranks that get a part, with the number of that.
-        own: the number of the part that it keeps.
-        arriving: how many states come from each rank, itself included.
-        arrivals: how many states come from all ranks.
-        senders: the other ranks from which any come.
-        travels: whether anything is sent or received.
     """
 
     def __init__(
@@ -43,12 +32,14 @@ class Gathering:
         stations, rest = (
             np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
         )
+        # The number of states in each part of the composed states, and the part of each rank.
         self._compose, self.sizes, parts = _composed(
             outgoing, routes.sources(rank, backward).slots.size
         )
+        # The other ranks that get a part, with its number, and from which states come.
         self.sent = [(p, parts[p]) for p in ranks if p != rank and self.sizes[parts[p]]]
-        self.own = parts[rank]
-        self.arriving = [route.stations.size for route in incoming]
+        self.own = parts[rank]  # which it keeps
+        self.arriving = [route.stations.size for route in incoming]  # states from each rank
         self.arrivals = sum(self.arriving)
         self.senders = [p for p in ranks if p != rank and self.arriving[p]]
         self.travels = bool(self.sent or self.senders)
@@ -66,11 +57,8 @@ class Gathering:
         After the remaining ones, each station also has the sums of all earlier stations of its
         document.
         """
-        return [_as_they_are] * (self._compose is None) + self._sums.weigh(options)
-
-
-def _as_they_are(states: Tensor) -> Tensor:
-    return states
+        unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
+        return unchanged + self._sums.weigh(options)
 
 
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
@@ -103,7 +91,7 @@ def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1
-    while (after := _same(documents, apart)).size:
+    while (after := np.flatnonzero(documents[apart:] == documents[:-apart]) + apart).size:
         before = after - apart
         groups = np.r_[slots, slots[after]]
         members, rows = np.r_[slots, slots[before]], positions[after] - positions[before]
@@ -111,8 +99,3 @@ def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]
         steps.append(StateSums.of(groups, members, rows, slots.size))
         apart *= 2
     return steps
-
-
-def _same(documents: Ints, apart: int) -> Ints:
-    """Return the indices whose document is the same as the document `apart` indices before."""
-    return np.flatnonzero(documents[apart:] == documents[:-apart]) + apart

@@ -25,23 +25,18 @@ from seqpar.linear.inputs import Inputs
 
 @dataclass(frozen=True)
 class StateOptions(Options[Tensor]):
-    """The options of a call that exchanges states.
-
-    Attributes:
-        scale: what q·k is multiplied by.
-        causal: if False, nothing decays and each row attends to its whole document:
-            out_i = scale · q_i · M, where M is the sum of the states of all its runs.
-        backend: the backend's name.
-        log_decay: (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1.
-        derived: the weights of states that have been computed. Calls with constant decays, which
-            came from the CPU, share their options; with others, these are a call's own.
-    """
+    """The options of a call that exchanges states."""
 
     family = "linear"
-    scale: float
+    scale: float  # what q·k is multiplied by
+    # if False, nothing decays and each row attends to its whole document: out_i = scale · q_i · M,
+    # where M is the sum of the states of all its runs
     causal: bool
     backend: str
+    # (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1
     log_decay: Tensor | None
+    # the weights of states that have been computed. Calls with constant decays, which came from the
+    # CPU, share their options; with others, these are a call's own.
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def power(self, exponents: Tensor, heads: int) -> Tensor:

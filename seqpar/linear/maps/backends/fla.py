@@ -80,22 +80,16 @@ def _function(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 class _Group(NamedTuple):
-    """Spans with rows, as the sequences of one call: those of one batch entry after another.
+    """Spans with rows, as the sequences of one call: those of one batch entry after another."""
 
-    Attributes:
-        enters, leaves: whether states enter and leave them.
-        rows: (rows,) which rows of an entry they are, on the device; None: all.
-        edges: (spans + 1,) of the spans among these rows.
-        cu_seqlens: (B · spans + 1,) on the device; and on the CPU.
-        entering, leaving: where the states are that enter and leave them.
-    """
-
+    # enters and leaves: whether states enter and leave them
     enters: bool
     leaves: bool
-    rows: Tensor | None
-    edges: Ints
-    cu_seqlens: Tensor
+    rows: Tensor | None  # (rows,) which rows of an entry they are, on the device; None: all
+    edges: Ints  # (spans + 1,) of the spans among these rows
+    cu_seqlens: Tensor  # (B · spans + 1,) on the device; and on the CPU
     cu_seqlens_cpu: Tensor
+    # entering and leaving: where the states are that enter and leave them
     entering: Places
     leaving: Places
 

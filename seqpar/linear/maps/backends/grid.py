@@ -52,27 +52,17 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The chunks of some of the spans.
+    """The chunks of some of the spans."""
 
-    Attributes:
-        size: C, a power of two.
-        spans: how many spans there are, those with the most chunks first.
-        steps: the chunks of each step; step n has a chunk of each span with more than n chunks.
-        rows: (rows,) which rows of the operands they are.
-        slots: (rows,) where among the chunks' rows each of them is.
-        plain: the rows, where they are one slice and fill all chunks.
-        entering: where the states are that enter its spans.
-        leaving: where the states are that leave its spans.
-    """
-
-    size: int
-    spans: int
+    size: int  # C, a power of two
+    spans: int  # how many spans there are, those with the most chunks first
+    # the chunks of each step; step n has a chunk of each span with more than n chunks
     steps: list[slice]
-    rows: Tensor
-    slots: Tensor
-    plain: slice | None
-    entering: Places
-    leaving: Places
+    rows: Tensor  # (rows,) which rows of the operands they are
+    slots: Tensor  # (rows,) where among the chunks' rows each of them is
+    plain: slice | None  # the rows, where they are one slice and fill all chunks
+    entering: Places  # where the states are that enter its spans
+    leaving: Places  # where the states are that leave its spans
 
     @property
     def chunks(self) -> int:
