@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -72,8 +70,7 @@ def causal_conv1d(
     Raises:
         ValueError: if an argument is wrong. It names the argument, and nothing is sent.
     """
-    convolution = _Convolution(weight, bias, activation)
-    return _call(x, convolution, layout, group, check_ranks)
+    return _call(x, (weight, bias, activation), layout, group, check_ranks)
 
 
 def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = False) -> Tensor:
@@ -85,18 +82,14 @@ def token_shift(x: Tensor, layout: Layout, group: Group, *, check_ranks: bool = 
     return _call(x, None, layout, group, check_ranks)
 
 
-class _Convolution(NamedTuple):
-    """The arguments of a convolution that a token shift does not have."""
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    activation: str | None = None
-
-
 def _call(
-    x: Tensor, convolution: _Convolution | None, layout: Layout, group: Group, check_ranks: bool
+    x: Tensor,
+    convolution: tuple[Tensor, Tensor | None, str | None] | None,
+    layout: Layout,
+    group: Group,
+    check_ranks: bool,
 ) -> Tensor:
-    weight, bias, activation = _Convolution() if convolution is None else convolution
+    weight, bias, activation = convolution or (None, None, None)
     bound = None
     check_ranks = as_bool("check_ranks", check_ranks)
     if torch.compiler.is_compiling():

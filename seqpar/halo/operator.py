@@ -92,15 +92,8 @@ def _causal_conv1d_fake(
 
 
 @implementation("seqpar::causal_conv1d_backward")
-def _causal_conv1d_backward(
-    dout: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    received: Tensor,
-    numbers: Tensor,
-    *carried: object,
-) -> list[Tensor]:
+def _causal_conv1d_backward(dout: Tensor | None, *operands: Any) -> list[Tensor]:
+    x, weight, bias, received, numbers, *carried = operands
     arguments = CallArguments._make(carried)
     bound: BoundStrategy[Halo] = BoundStrategy.of(arguments.strategy)
     bound.announce("backward")
@@ -172,11 +165,9 @@ def _forward_flops(x: Tensor, weight: Tensor | None, *_: object, out_val: object
     return 0 if weight is None else 2 * x.numel() * weight.shape[1]
 
 
-def _backward_flops(
-    dout: Tensor | None, x: Tensor, weight: Tensor | None, *_: object, out_val: object = None
-) -> int:
+def _backward_flops(_dout: object, *operands: Any, out_val: object = None) -> int:
     """Count the gradients of x and of the taps, but not recomputed sums."""
-    return 2 * _forward_flops(x, weight)
+    return 2 * _forward_flops(*operands)
 
 
 FLOP_FORMULAS[torch.ops.seqpar.causal_conv1d] = _forward_flops

@@ -43,16 +43,8 @@ class CallArguments(NamedTuple):
     scale: float
     return_state: bool
 
-    def tensors(self) -> tuple[Tensor]:
-        """Return the fields that autograd must save as tensors: the first one."""
-        return (self.layout,)
-
-    def settings(self) -> tuple[Hashable, ...]:
-        """Return all other fields."""
-        return self[1:]
-
     def shared(self, begun: bool, canonical: bool) -> dict[str, object]:
-        """Return the values that must be equal on all ranks, as softmax's `CallArguments` do."""
+        """Return the values that must be equal on all ranks, by names that users know."""
         return {
             "layout": name_of(self.layout, canonical),
             "causal": self.causal,

@@ -141,10 +141,16 @@ def _check(inputs: Inputs, state: Tensor) -> None:
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k must have q's head dim, {q.shape[3]}, got {k.shape[3]}")
     check_heads(inputs)
-    dtype = accumulator_dtype(q.dtype)
-    if tuple(state.shape) != inputs.state_shape or state.dtype != dtype:
-        expected = f"{inputs.state_shape} (N, H, K, V) of {dtype}"
-        raise ValueError(f"state must be {expected}, got {tuple(state.shape)} of {state.dtype}")
+    _check_state(state, inputs.state_shape, "H, K, V", q.dtype)
+
+
+def _check_state(
+    state: Tensor, shape: tuple[int, ...], dims: str, dtype_of_call: torch.dtype
+) -> None:
+    dtype = accumulator_dtype(dtype_of_call)
+    if tuple(state.shape) != shape or state.dtype != dtype:
+        found = f"{tuple(state.shape)} of {state.dtype}"
+        raise ValueError(f"state must be {shape} (N, {dims}) of {dtype}, got {found}")
 
 
 def _check_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None) -> None:
@@ -161,8 +167,5 @@ def _check_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Ten
     if v.dim() != 3 or v.shape[:2] != (tokens, kv_heads) or not v.shape[2]:
         raise ValueError(f"v must be ({tokens}, {kv_heads}, Dv), got {tuple(v.shape)}")
     check_dtypes(q, k, v)
-    expected_state, dtype = (tokens, kv_heads, dim, v.shape[2]), accumulator_dtype(q.dtype)
-    if tuple(state.shape) != expected_state or state.dtype != dtype:
-        expected = f"{expected_state} (N, Hkv, D, Dv) of {dtype}"
-        raise ValueError(f"state must be {expected}, got {tuple(state.shape)} of {state.dtype}")
+    _check_state(state, (tokens, kv_heads, dim, v.shape[2]), "Hkv, D, Dv", q.dtype)
     check_constant_decay(log_decay, kv_heads, q.device)

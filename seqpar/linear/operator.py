@@ -178,7 +178,7 @@ def _digest(
             "beta": str(gates[1]),
         }
 
-    key = "linear", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments.settings()
+    key = "linear", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments[1:]
     constant = None if log_decay is None or log_decay.dim() > 1 else log_decay
     return digest_of_call(call.layout, key, described).extended(log_decay=constant)
 
@@ -196,11 +196,11 @@ def _save_for_backward(ctx: _CallContext, operands: tuple[Any, ...], results: li
     arguments = CallArguments._make(carried)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(results[3])
-    ctx.settings = arguments.settings()
+    ctx.settings = arguments[1:]
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.layout  # hooks may copy saved tensors
-    ctx.save_for_backward(*arguments.tensors(), *inputs, *results[2:])
+    ctx.save_for_backward(arguments.layout, *inputs, *results[2:])
 
 
 def _differentiate(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, refusal
@@ -15,6 +16,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.linear.attend import HookedSteps
 from seqpar.linear.call import CallArguments, ResolvedCall, check_initial_state
+from seqpar.linear.final_states import final_states_traffic
 from seqpar.linear.inputs import Gradients, Inputs
 
 # On CUDA. "linear" attention has constant decays or none: all its kinds are our kernels'.
@@ -172,9 +174,18 @@ class LinearStrategy(Generic[C]):
         """
         raise NotImplementedError
 
+    def exchange(self, comm: Comm, call: C, device: torch.device, backward: bool) -> Exchange[Any]:
+        """Return the exchange of a pass, before its states or maps are known."""
+        raise NotImplementedError
+
+    def exchange_traffic(self, call: C, rank: int) -> list[Traffic]:
+        """Return a rank's messages in both passes' exchanges; only geometry decides them."""
+        raise NotImplementedError
+
     def traffic(self, call: C, rank: int) -> list[Traffic]:
         """Return a rank's messages, by pass, step and peer; only geometry decides them."""
-        raise NotImplementedError
+        ends = final_states_traffic(call, rank, gradients=self.family == "recurrent")
+        return [*self.exchange_traffic(call, rank), *ends]
 
 
 @cache

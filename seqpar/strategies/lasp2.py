@@ -40,7 +40,7 @@ class LASP2(StateStrategy):
     ) -> Exchange[Tensor]:
         return GatheredStates(comm, call, device, backward)
 
-    def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
+    def exchange_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
         rows = []
         for direction in ("forward", "backward"):
             for peer in range(call.routes.ranks):

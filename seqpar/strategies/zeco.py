@@ -45,7 +45,7 @@ class ZeCO(StateStrategy):
     ) -> Exchange[Tensor]:
         return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
-    def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
+    def exchange_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
         blocks = blocks_of(call.shape, self.blocks)
         block_bytes = call.state_bytes // blocks
         return [

@@ -147,7 +147,7 @@ class AllGather(MapStrategy):
     ) -> Exchange[Maps]:
         return GatheredMaps(comm, call, device, backward)
 
-    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
+    def exchange_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         rows = []
         for direction in ("forward", "backward"):
             chain = Chain.of(call.routes, direction == "backward")

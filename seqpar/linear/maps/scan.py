@@ -38,7 +38,7 @@ class Scan(MapStrategy):
     ) -> Exchange[Maps]:
         return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
-    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
+    def exchange_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         blocks = blocks_of(call.shape, self.blocks)
         block_bytes = call.state_bytes // blocks
         return [

@@ -13,11 +13,10 @@ from seqpar.attention.operands import check_ranks_of
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
-from seqpar.core.traffic import Traffic
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import HookedSteps, begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
-from seqpar.linear.final_states import FinalGradients, FinalStates, final_states_traffic
+from seqpar.linear.final_states import FinalGradients, FinalStates
 from seqpar.linear.inputs import Inputs, check_gates, check_heads
 from seqpar.linear.kinds import Kind, kind
 from seqpar.linear.maps.ends import Ends
@@ -82,24 +81,10 @@ class MapStrategy(LinearStrategy[MapCall]):
             return StateRoutes.of(layout, True, arguments.return_state, has_initial_state)
 
         settled = layout.derived(("settled recurrent",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, kind, shape, has_initial_state, *arguments.settings()
+        key = comm.rank, comm.size, kind, shape, has_initial_state, *arguments[1:]
         routes = settled(key, settle)
         options = MapOptions(kind, arguments.scale, arguments.backend)
         return MapCall(comm.rank, layout, routes, shape, options)
-
-    def exchange(
-        self, comm: Comm, call: MapCall, device: torch.device, backward: bool
-    ) -> Exchange[Maps]:
-        """Return the exchange of a pass, before its maps are known."""
-        raise NotImplementedError
-
-    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
-        """Return a rank's messages in the exchange of maps; only geometry decides them."""
-        raise NotImplementedError
-
-    def traffic(self, call: MapCall, rank: int) -> list[Traffic]:
-        ends = final_states_traffic(call, rank, gradients=True)
-        return [*self.maps_traffic(call, rank), *ends]
 
     def forward(
         self, comm: Comm, call: MapCall, inputs: Inputs, initial: Tensor | None

@@ -115,7 +115,7 @@ class Tree(MapStrategy):
     ) -> Exchange[Maps]:
         return _Doubled(comm.channel("tree"), call, device, backward)
 
-    def maps_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
+    def exchange_traffic(self, call: MapCall, rank: int) -> list[Traffic]:
         rows = []
         for direction in ("forward", "backward"):
             chain = Chain.of(call.routes, direction == "backward")

@@ -15,11 +15,10 @@ from torch import Tensor
 from seqpar.attention.operands import check_kv_heads, check_ranks_of
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
-from seqpar.core.traffic import Traffic
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
-from seqpar.linear.final_states import FinalStates, final_states_traffic
+from seqpar.linear.final_states import FinalStates
 from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
 from seqpar.linear.routes import StateRoutes, StateSums
 from seqpar.linear.states.decay import check_values, on_device
@@ -27,7 +26,6 @@ from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.sums import Sum, SumsOnDevice
 from seqpar.linear.strategy import (
     BackwardResult,
-    Exchange,
     ForwardResult,
     LinearStrategy,
     exchanged,
@@ -88,27 +86,13 @@ class StateStrategy(LinearStrategy[StateCall]):
             return routes, options_of_call() if known else None
 
         settled = layout.derived(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, shape, has_initial_state, values, device, *arguments.settings()
+        key = comm.rank, comm.size, shape, has_initial_state, values, device, *arguments[1:]
         routes, options = settled(key, settle)
         if options is None:
             assert log_decay is not None
             check_values(log_decay)
             options = options_of_call()
         return StateCall(comm.rank, layout, routes, shape, options)
-
-    def exchange(
-        self, comm: Comm, call: StateCall, device: torch.device, backward: bool
-    ) -> Exchange[Tensor]:
-        """Return the exchange of a pass, before its states are known."""
-        raise NotImplementedError
-
-    def states_traffic(self, call: StateCall, rank: int) -> list[Traffic]:
-        """Return a rank's messages in the exchange of states; only geometry decides them."""
-        raise NotImplementedError
-
-    def traffic(self, call: StateCall, rank: int) -> list[Traffic]:
-        ends = final_states_traffic(call, rank, gradients=False)
-        return [*self.states_traffic(call, rank), *ends]
 
     def forward(
         self, comm: Comm, call: StateCall, inputs: Inputs, initial: Tensor | None

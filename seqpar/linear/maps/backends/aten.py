@@ -34,10 +34,7 @@ CHUNK = 64  # rows of a chunk at most, a power of two
 
 
 class Forward:
-    """The forward in steps; see `Steps` in `seqpar.linear.attend`.
-
-    Spans without an entering state finish in the first step, except for reading.
-    """
+    """Spans without an entering state finish in the first step, except for reading."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.inputs = inputs
@@ -69,9 +66,7 @@ class Forward:
 
 
 class Backward:
-    """The backward in steps; see `Steps` in `seqpar.linear.attend`.
-
-    If the states that leave a span have no gradients, the first step does all of the span's work
+    """If the states that leave a span have no gradients, the first step does all of the span's work
     that depends on states.
     """
 

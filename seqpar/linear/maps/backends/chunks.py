@@ -105,37 +105,25 @@ def _read(
 
 
 class Chunks:
-    """The chunks of a grid's spans, and the rows that they write to states.
+    """The chunks of a grid's spans, and the rows that they write to states."""
 
-    Attributes:
-        k: (M, N, C, K).
-        v: (M, N, C, V).
-        powers: the decays.
-        writers: K̃ (M, N, C, K).
-        rows: U (M, N, C, V), which is v without the delta rule.
-
-    And, by the delta rule:
-        beta: (M, N, C, 1).
-        overlaps: K Kᵀ ⊙ Λ (M, N, 1, C, C).
-        readers: K̂ (M, N, C, K).
-        solved: W and U, side by side.
-        erases: −W (M, N, C, K).
-    """
-
-    beta: Tensor
-    overlaps: Tensor
-    readers: Tensor
-    solved: Tensor
-    erases: Tensor
+    # By the delta rule:
+    beta: Tensor  # (M, N, C, 1)
+    overlaps: Tensor  # K Kᵀ ⊙ Λ (M, N, 1, C, C)
+    readers: Tensor  # K̂ (M, N, C, K)
+    solved: Tensor  # W and U, side by side
+    erases: Tensor  # −W (M, N, C, K)
     _added: Tensor | None  # to states, between the sweep for maps and that of `forward`
 
     def __init__(self, inputs: Inputs, grid: Grid, options: MapOptions) -> None:
         self.kind, self.inputs, self.grid, self.options = options.kind, inputs, grid, options
         self.dtype, self.heads = accumulator_dtype(inputs.q.dtype), inputs.heads
         self.shape = inputs.state_shape[0] * self.heads, *inputs.state_shape[2:]  # (N, K, V)
+        # (M, N, C, K) and (M, N, C, V)
         self.k, self.v = (self.cut(x)[:, :, 0] for x in (inputs.k, inputs.v))
         self.powers = self._powers()
-        self.writers, self.rows = self.powers.write(self.k), self.v
+        self.writers = self.powers.write(self.k)  # K̃ (M, N, C, K)
+        self.rows = self.v  # U (M, N, C, V), which is v without the delta rule
         if inputs.beta is not None:
             self._erase(inputs.beta)
         self._has_read, self._added = False, None

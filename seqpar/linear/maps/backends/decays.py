@@ -34,7 +34,22 @@ def until(size: int, like: Tensor) -> Tensor:
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
 
-class PerHead:
+class _Powers:
+    """Decays since a chunk's start (`head`) and until its end (`tail`); None: nothing decays."""
+
+    head: Tensor | None  # (M, N, C, K or 1), of the entering state at each row
+    tail: Tensor | None  # (M, N, C, K or 1), of each row at the chunk's end
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
+        return x if self.head is None else x * self.head[:, :, None]
+
+    def write(self, k: Tensor) -> Tensor:
+        """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
+        return k if self.tail is None else k * self.tail
+
+
+class PerHead(_Powers):
     """The powers of g (M, N, C); g is None if nothing decays.
 
     Σ gₘ over the rows m between two is summed for each pair, and not subtracted from one another:
@@ -44,22 +59,15 @@ class PerHead:
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
         self.log_decay, self.size = log_decay, size
         self.total: Tensor | None = None  # (M, N, 1), a logarithm
+        self.head = self.tail = None
         if log_decay is None:
             return
         lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
         between = torch.where(lower, log_decay[..., None], 0).cumsum(-2)
         self.weights = exp(between).tril_()  # (M, N, C, C): the weight of row j for row i
-        self.head = exp(log_decay.cumsum(-1))[..., None]  # of the entering state, at each row
-        self.tail = self.weights[..., -1, :, None]  # of each row, at the chunk's end
+        self.head = exp(log_decay.cumsum(-1))[..., None]
+        self.tail = self.weights[..., -1, :, None]
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
-
-    def read(self, x: Tensor) -> Tensor:
-        """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
-        return x if self.log_decay is None else x * self.head[:, :, None]
-
-    def write(self, k: Tensor) -> Tensor:
-        """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
-        return k if self.log_decay is None else k * self.tail
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""
@@ -153,7 +161,7 @@ class _Level(NamedTuple):
         return blocks[:, :, :, :, 1, :, :, 0].diagonal(0, 3, 5).permute(0, 1, 5, 2, 3, 4)
 
 
-class PerKey:
+class PerKey(_Powers):
     """The powers of g (M, N, C, K).
 
     A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is not a matrix product, and exp of
@@ -172,14 +180,6 @@ class PerKey:
         for chunks in self.blocks():
             for _ in self.levels(chunks):
                 pass
-
-    def read(self, x: Tensor) -> Tensor:
-        """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
-        return x * self.head[:, :, None]
-
-    def write(self, k: Tensor) -> Tensor:
-        """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
-        return k * self.tail
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
         """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""

@@ -82,9 +82,6 @@ def _function(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
 class _Group(NamedTuple):
     """Spans with rows, as the sequences of one call: those of one batch entry after another."""
 
-    # enters and leaves: whether states enter and leave them
-    enters: bool
-    leaves: bool
     rows: Tensor | None  # (rows,) which rows of an entry they are, on the device; None: all
     edges: Ints  # (spans + 1,) of the spans among these rows
     cu_seqlens: Tensor  # (B · spans + 1,) on the device; and on the CPU
@@ -106,9 +103,8 @@ class _Group(NamedTuple):
             rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, lengths))).to(device)
         enter, leave = spans.state_in[chosen], spans.state_out[chosen]
         places = Places.of(enter, device), Places.of(leave, device)
-        enters, leaves = bool((enter >= 0).any()), bool((leave >= 0).any())
         on_device = cu_seqlens.to(device)
-        return cls(enters, leaves, rows, edges, on_device, cu_seqlens, *places)
+        return cls(rows, edges, on_device, cu_seqlens, *places)
 
     def each(self, x: Tensor) -> Iterator[Tensor]:
         """Yield each span's rows of x (1, B · rows, h, D), as (B, h, span's rows, D)."""
@@ -117,26 +113,22 @@ class _Group(NamedTuple):
             yield by_entry[:, :, start:stop]
 
 
-class _Groups(NamedTuple):
-    """All spans of a pass, and where the states are that leave and enter spans without rows."""
+def _groups(
+    spans: SpanStates, first: str, batch: int, device: torch.device
+) -> tuple[list[_Group], tuple[Places, Places]]:
+    """Return all spans of a pass, and where the states are that leave and enter those without rows.
 
-    groups: list[_Group]
-    empty: tuple[Places, Places]
-
-    @classmethod
-    def of(cls, spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
-        """Return those without the state `first`, "state_in" or "state_out", as one group.
-
-        The others are two, by the other state.
-        """
-        filled = np.diff(spans.edges) > 0
-        enters, leaves = spans.state_in >= 0, spans.state_out >= 0
-        one, other = (enters, leaves) if first == "state_in" else (leaves, enters)
-        chosen = [filled & ~one, filled & one & other, filled & one & ~other]
-        groups = [_Group.of(spans, x, batch, device) for x in chosen if x.any()]
-        both = ~filled & enters & leaves
-        out, into = (Places.of(x[both], device) for x in (spans.state_out, spans.state_in))
-        return cls(groups, (out, into))
+    Spans without the state `first`, "state_in" or "state_out", are one group. The others are two,
+    by the other state.
+    """
+    filled = np.diff(spans.edges) > 0
+    enters, leaves = spans.state_in >= 0, spans.state_out >= 0
+    one, other = (enters, leaves) if first == "state_in" else (leaves, enters)
+    chosen = [filled & ~one, filled & one & other, filled & one & ~other]
+    groups = [_Group.of(spans, x, batch, device) for x in chosen if x.any()]
+    both = ~filled & enters & leaves
+    out, into = (Places.of(x[both], device) for x in (spans.state_out, spans.state_in))
+    return groups, (out, into)
 
 
 class _Mapped(NamedTuple):
@@ -162,9 +154,7 @@ class _Work:
         self.kind, self.inputs, self.options = options.kind, inputs, options
         self.batch, device = inputs.q.shape[0], inputs.q.device
         key = "fla sequences", self.first, self.batch, device
-        groups, empty = spans.derived(
-            key, lambda: _Groups.of(spans, self.first, self.batch, device)
-        )
+        groups, empty = spans.derived(key, lambda: _groups(spans, self.first, self.batch, device))
         self.groups = groups if self.batch else []
         self.outgoing = options.empty(inputs, (spans.states_out, spans.states_in)[self.end])
         if self.batch and empty[self.end]:
@@ -254,13 +244,13 @@ class Forward(_Work):
     def _begin(self, group: _Group) -> Callable[[Tensor | None], Tensor]:
         """Return a function from entering states to a group's out."""
         operands = self.of(group)
-        if not group.leaves and group.enters:
+        if not group.leaving and group.entering:
             return lambda states: self.call(
                 group, self.starts(group, states, group.entering), operands
             )[0]
-        if not group.enters:
+        if not group.entering:
             out, last = self.call(group, None, operands)
-            if group.leaves:
+            if group.leaving:
                 self.set_map(group, self.by_span(group, last)[:, :, :, 0], None)
             return lambda _: out
         mapped = self.call_with_map(group, operands, self.inputs.v.shape[3])
@@ -297,9 +287,9 @@ class Backward(_Work):
         self.dout, self.states_in = dout, states_in
         self.found = {name: torch.empty_like(x) for name, x in self.operands.items()}
         for group in self.groups:
-            if not group.leaves:
+            if not group.leaving:
                 self._differentiate(group, None)
-            elif group.enters:
+            elif group.entering:
                 self._set_map(group)
 
     def _set_map(self, group: _Group) -> None:
@@ -321,14 +311,14 @@ class Backward(_Work):
         dlast.unflatten(1, (-1, self.group))[:, :, 1:] = 0
         doutputs = self.rows(group, self.dout), dlast
         *found, dinitial = torch.autograd.grad(outputs, [*leaves.values(), initial], doutputs)
-        if group.enters and not group.leaves:
+        if group.entering and not group.leaving:
             self.set_map(group, self.by_span(group, dinitial).sum(3), None)
         for name, gradient in zip(leaves, found, strict=True):
             self.found[name] = self.set_rows(self.found[name], group, gradient)
 
     def finish(self, dstates_out: Tensor | None) -> Gradients:
         for group in self.groups:
-            if group.leaves:
+            if group.leaving:
                 self._differentiate(group, dstates_out)
         found = self.found
         if "g" in found:

@@ -39,6 +39,9 @@ class _Work:
         self.kind, self.inputs, self.spans, self.options = options.kind, inputs, spans, options
         self.expanded = expand(inputs)
 
+    def local(self) -> None:
+        """Do nothing: `finish` computes everything."""
+
     def each(self) -> Iterator[_Span]:
         q, k, v, log_decay, beta = (None if x is None else x.transpose(0, 1) for x in self.expanded)
         assert q is not None and k is not None and v is not None
@@ -80,9 +83,6 @@ class Forward(_Work):
                 self.outgoing.state[span.state_out] = last
                 if span.state_in >= 0:
                     self.outgoing.transition[span.state_out] = self.transition(span)
-
-    def local(self) -> None:
-        """Do nothing: `finish` computes everything."""
 
     def finish(self, states_in: Tensor | None) -> Tensor:
         out = self.inputs.q.new_zeros(self.inputs.out_shape)

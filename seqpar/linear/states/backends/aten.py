@@ -114,12 +114,12 @@ class _Work:
 
     def head(self, length: int) -> Tensor:
         """Return (N, G·C, 1): scale · λ^{i+1} for the query rows i of a chunk."""
-
-        def build() -> Tensor:
-            powers = self._powers[:, 1 : length + 1].repeat(1, self.group)
-            return powers[..., None] * self.options.scale
-
-        return self._derived(("head", length), build)
+        return self._derived(
+            ("head", length),
+            lambda: (
+                self._powers[:, 1 : length + 1, None].repeat(1, self.group, 1) * self.options.scale
+            ),
+        )
 
     def tail(self, length: int) -> Tensor:
         """Return (N, C, 1): λ^{C−1−i} for the key rows i of a chunk."""

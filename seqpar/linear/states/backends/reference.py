@@ -19,24 +19,23 @@ from seqpar.linear.states.options import StateOptions
 
 
 class _Work:
-    """Shared by forward and backward: the parts of spansand powers of λ."""
+    """Shared by forward and backward: the parts of spans and powers of λ."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.operands, self.spans, self.options = inputs[:3], spans, options
         self.accumulator = accumulator_dtype(inputs.q.dtype)
         self.heads = inputs.heads
 
+    def local(self) -> None:
+        """Do nothing: `finish` computes everything."""
+
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
         """Yield each span: its rows, the states that enter and leave it, its parts of `tensors`.
 
         A state is its index or −1. Tensors are (B, T, H, D), parts (B, Hkv, G or 1, L, D).
         """
-        columns = (
-            self.spans.edges[:-1],
-            self.spans.edges[1:],
-            self.spans.state_in,
-            self.spans.state_out,
-        )
+        spans = self.spans
+        columns = spans.edges[:-1], spans.edges[1:], spans.state_in, spans.state_out
         for start, stop, enter, leave in zip(*(x.tolist() for x in columns), strict=True):
             rows = slice(start, stop)
             parts = (x[:, rows].to(self.accumulator).transpose(1, 2) for x in tensors)
@@ -67,9 +66,6 @@ class Forward(_Work):
             if leave >= 0:
                 tail = self.powers(k_span.shape[-2], k_span.device)[2]
                 self.outgoing[leave] = ((k_span * tail).mT @ v_span)[:, :, 0]
-
-    def local(self) -> None:
-        """Do nothing: `finish` computes everything."""
 
     def finish(self, initial: Tensor | None) -> Tensor:
         q, _, v = self.operands
@@ -102,9 +98,6 @@ class Backward(_Work):
                 head = self.powers(q_span.shape[-2], q_span.device)[1]
                 self.outgoing[enter] = options.scale * ((q_span * head).mT @ dout_span).sum(2)
 
-    def local(self) -> None:
-        """Do nothing: `finish` computes everything."""
-
     def finish(self, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = gradients = [
             torch.zeros_like(x, dtype=self.accumulator) for x in self.operands
@@ -122,13 +115,12 @@ class Backward(_Work):
                     (score.mT @ dout).sum(2, True),
                 ]
             if enter >= 0 and self.initial is not None:
-                parts[0] = (
-                    parts[0]
-                    + self.options.scale * (dout * head) @ self.initial[enter][:, :, None].mT
-                )
+                state = self.initial[enter][:, :, None]
+                parts[0] = parts[0] + self.options.scale * (dout * head) @ state.mT
             if leave >= 0 and dfinal is not None:
-                parts[1] = parts[1] + (v * tail) @ dfinal[leave][:, :, None].mT
-                parts[2] = parts[2] + (k * tail) @ dfinal[leave][:, :, None]
+                dstate = dfinal[leave][:, :, None]
+                parts[1] = parts[1] + (v * tail) @ dstate.mT
+                parts[2] = parts[2] + (k * tail) @ dstate
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient[:, rows] = part.flatten(1, 2).transpose(1, 2)
         return dq, dk, dv
