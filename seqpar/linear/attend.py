@@ -98,11 +98,7 @@ def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> Hoo
 
 
 def begin_backward(
-    inputs: Inputs,
-    dout: Tensor,
-    spans: SpanStates,
-    options: Options[O],
-    states_in: Tensor | None,
+    inputs: Inputs, dout: Tensor, spans: SpanStates, options: Options[O], states_in: Tensor | None
 ) -> HookedSteps[O, Any]:
     """Begin the backward, given dout, like out, and the states that entered in forward.
 

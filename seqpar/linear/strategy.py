@@ -118,18 +118,20 @@ class LinearStrategy(Generic[C]):
         return call
 
     def with_backend(self, arguments: CallArguments, inputs: Inputs) -> CallArguments:
-        """Return the arguments with a backend that is not the default."""
-        if arguments.backend != DEFAULT:
-            return arguments
-        return arguments._replace(backend=self._default_backend(inputs))
-
-    def _default_backend(self, inputs: Inputs) -> str:
-        """Return the backend of a call where users force none.
+        """Return the arguments with a backend that is not the default.
 
         CPUs use "aten". On CUDA it is many small operators, so its choice there warns once.
         """
-        if not inputs.q.is_cuda:
-            return "aten"
+        if arguments.backend != DEFAULT:
+            return arguments
+        chosen, preferred = "aten", PREFERRED[self.family]
+        if inputs.q.is_cuda:
+            reason = refusal(self.family, preferred, inputs.q, inputs.v)
+            if reason is None:
+                chosen = preferred
+            else:
+                _warn(f"{self.family} attention runs as plain PyTorch on CUDA: {reason}")
+        return arguments._replace(backend=chosen)
         preferred = PREFERRED[self.family]
         reason = refusal(self.family, preferred, inputs.q, inputs.v)
         if reason is None:
@@ -159,13 +161,7 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def backward(
-        self,
-        comm: Comm,
-        call: C,
-        inputs: Inputs,
-        states_in: Tensor,
-        dout: Tensor,
-        dfinal: Tensor,
+        self, comm: Comm, call: C, inputs: Inputs, states_in: Tensor, dout: Tensor, dfinal: Tensor
     ) -> BackwardResult:
         """Return the gradients of this rank's inputs and of the initial states.
 

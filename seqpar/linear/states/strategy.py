@@ -24,12 +24,7 @@ from seqpar.linear.routes import StateRoutes, StateSums
 from seqpar.linear.states.decay import check_values, on_device
 from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.sums import Sum, SumsOnDevice
-from seqpar.linear.strategy import (
-    BackwardResult,
-    ForwardResult,
-    LinearStrategy,
-    exchanged,
-)
+from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy, exchanged
 
 
 @dataclass(frozen=True)
