@@ -183,10 +183,8 @@ def _check_names(
 ) -> None:
     """Raise the TypeError of a call with wrong names on all ranks, not only on this rank."""
     if not torch.compiler.is_compiling():
-        try:
+        with module.agreeing():
             inspect.signature(module.forward).bind(*positional, **named)
-        except TypeError as fault:
-            raise_fault(module._bound, fault, alone=False)
 
 
 def raise_fault(bound: BoundStrategy[Named], fault: Exception, alone: bool) -> NoReturn:

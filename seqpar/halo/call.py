@@ -34,14 +34,11 @@ class Halo:
 
 
 class CallArguments(NamedTuple):
-    """A call's arguments, except for its operands, as the operator carries them.
+    """A call's arguments, except for its operands, as the operator carries them."""
 
-    `layout` is a geometry's handle, `strategy` a BoundStrategy's key, `room` the rows to receive.
-    """
-
-    layout: Tensor
-    room: Count
-    strategy: str
+    layout: Tensor  # a geometry's handle
+    room: Count  # the number of rows to receive
+    strategy: str  # the key of a BoundStrategy
     reach: int
     activation: str
 

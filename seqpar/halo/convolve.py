@@ -40,10 +40,7 @@ class Taps(NamedTuple):
     def of(
         cls, weight: Tensor | None, reach: int, following: bool, bias: Tensor | None = None
     ) -> Taps:
-        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`.
-
-        The bias is (C,).
-        """
+        """Return the taps of a weight (C, reach + 1), or for None of a shift by `reach`."""
         if weight is None:
             return cls([reach if following else 0], [None], reach, following)
         columns = weight.t().to(accumulator_dtype(weight.dtype)).contiguous().unbind()

@@ -29,15 +29,14 @@ _MANY_SPANS = 4  # of a document on a rank; if there are more, states must not o
 class CallArguments(NamedTuple):
     """The arguments of a call that are not tensors of numbers, as the operator carries them.
 
-    `layout` is the handle of a geometry, and `strategy` the key of a BoundStrategy. `states_in` is
-    the number of states that enter this rank's spans. The module checks types, since the operator
-    takes no others; a strategy's `resolve` checks values.
+    The module checks types, since the operator takes no others; a strategy's `resolve` checks
+    values.
     """
 
-    layout: Tensor
-    states_in: Count
+    layout: Tensor  # the handle of a geometry
+    states_in: Count  # the number of states that enter this rank's spans
     documents: Count
-    strategy: str
+    strategy: str  # the key of a BoundStrategy
     backend: str
     causal: bool
     scale: float
@@ -60,12 +59,9 @@ SCHEMA = schema_of(CallArguments)
 
 @dataclass(frozen=True)
 class ResolvedCall:
-    """A call as exchanges read it. In `shape`, kv_heads is H, dim K and value_dim V.
+    """A call as exchanges read it. In `shape`, kv_heads is H, dim K and value_dim V."""
 
-    `rank` is this process's rank in the group that the layout is for.
-    """
-
-    rank: int
+    rank: int  # this process's rank in the group that the layout is for
     layout: Geometry
     routes: StateRoutes
     shape: OperandShape
@@ -96,10 +92,7 @@ def check_scale(scale: float, dtype: torch.dtype) -> None:
 
 
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
-    """Return initial states as operators take them, (documents, B, …); raise for other shapes.
-
-    `dims` names what follows, as in "Hkv, D, Dv".
-    """
+    """Return initial states as (documents, B, …), or raise; `dims` follow, as "Hkv, D, Dv"."""
     if initial_state.dim() != 4 + batched:
         expected = f"({'B, ' * batched}documents, {dims})"
         raise ValueError(f"initial_state must be {expected}, got {tuple(initial_state.shape)}")
@@ -109,10 +102,7 @@ def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
 def returned(
     out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return an operator's out, and final states if there are any, as the operands came.
-
-    That is the inverse of `batch_second`, for DTensors too.
-    """
+    """Return out, and final states if any, as the operands came: the inverse of `batch_second`."""
     out = heads.restore(out if batched else out[0], -2)
     if states is None:
         return out

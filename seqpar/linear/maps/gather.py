@@ -107,10 +107,7 @@ class Gathering:
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
-    """Return the peers that a rank sends maps to, ascending, with the spans whose maps those are.
-
-    The spans are indices in the chain, ascending.
-    """
+    """Return (peer, spans in the chain, ascending) of the maps that a rank sends, by peer."""
     used = np.flatnonzero((chain.holder == rank) & (chain.behind > 0))
     last = _reach(chain)
     heads, of_last = chain.heads[used], chain.heads[last]

@@ -23,10 +23,7 @@ class Maps(NamedTuple):
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
-    """Return transition · states, (n, B, H, K, V), without a span's own part.
-
-    `states` are (n, B, H, K, V).
-    """
+    """Return transition · states, (n, B, H, K, V), without a span's own part."""
     if kind.transition == "matrix":
         return transition @ states
     return states * transition[(..., *[None] * (states.dim() - transition.dim()))]

@@ -149,10 +149,7 @@ def _pass(
     steps: HookedSteps[Maps, Any],
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
-    """Return a pass's maps, and the states that enter all spans.
-
-    `entering` has the states that enter heads.
-    """
+    """Return a pass's maps, and the states that enter all spans, given those of heads."""
     maps = steps.outgoing
     if entering is not None:
         maps = ends.enter(kind, maps, entering)

@@ -53,9 +53,8 @@ class Gathering:
     def weigh(self, options: StateOptions) -> list[Sum]:
         """Return the functions of the sums that this rank computes, in order.
 
-        The first one composes states, the second one adds arriving states at each station, by slot.
-        After the remaining ones, each station also has the sums of all earlier stations of its
-        document.
+        The first composes states, the second adds arriving states at each station, by slot, and the
+        others also add the sums of all earlier stations of its document.
         """
         unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)

@@ -40,10 +40,7 @@ class StateOptions(Options[Tensor]):
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def power(self, exponents: Tensor, heads: int) -> Tensor:
-        """Return (…, Hkv) fp64: λ^exponents, and 0 where an exponent is negative.
-
-        `exponents` are integers of any shape on the operands' device.
-        """
+        """Return (…, Hkv) fp64: λ^exponents, and 0 where one of these integers is negative."""
         if self.log_decay is None:
             return (exponents >= 0).double()[..., None].expand(*exponents.shape, heads)
         powers = torch.exp(exponents[..., None] * self.log_decay)

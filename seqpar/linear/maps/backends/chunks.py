@@ -23,26 +23,20 @@ from seqpar.linear.maps.options import MapOptions
 class Step(NamedTuple):
     """Each chunk's step on a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
 
-    decay is log D (M, N, K or 1), in fp64; rows are (M, N, C, V), reads (M, N, C, K), writes
-    (M, N, K, C) and added (M, N, K, V). None omits the term.
+    None omits the term.
     """
 
-    decay: Tensor | None
-    added: Tensor | None = None
-    rows: Tensor | None = None
-    reads: Tensor | None = None
-    writes: Tensor | None = None
+    decay: Tensor | None  # log D (M, N, K or 1), in fp64
+    added: Tensor | None = None  # (M, N, K, V)
+    rows: Tensor | None = None  # (M, N, C, V)
+    reads: Tensor | None = None  # (M, N, C, K)
+    writes: Tensor | None = None  # (M, N, K, C)
 
 
 class Swept(NamedTuple):
-    """The results of a sweep: the states before each chunk (M, N, K, V), rows Y, and last states.
-
-    Those are (spans, N, K, V).
-    """
-
-    states: Tensor
-    rows: Tensor | None
-    last: Tensor
+    states: Tensor  # before each chunk (M, N, K, V)
+    rows: Tensor | None  # Y
+    last: Tensor  # (spans, N, K, V)
 
 
 def sweep(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Swept:
@@ -155,15 +149,12 @@ class Chunks:
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
-        """Compute once the scores of rows with each other, and the rows that read states.
-
-        q is (M, N, G, C, K), already with the scale, scores (M, N, G, C, C), and queries, Q̂, (M, N,
-        G · C, K).
-        """
+        """Compute once the scores of rows with each other, and the rows that read states."""
         if not self._has_read:
             self._has_read = True
-            self.q = self.cut(self.inputs.q).mul_(self.options.scale)
-            self.scores = self.powers.scores(self.q, self.k)
+            self.q = self.cut(self.inputs.q).mul_(self.options.scale)  # (M, N, G, C, K)
+            self.scores = self.powers.scores(self.q, self.k)  # (M, N, G, C, C)
+            # Q̂ (M, N, G · C, K)
             self.queries = self.powers.read(self.q).flatten(2, 3)
 
     def starts(self, states: Tensor | None, places: Places) -> Tensor:

@@ -35,18 +35,17 @@ def until(size: int, like: Tensor) -> Tensor:
 
 
 class _Powers:
-    """Decays since a chunk's start (`head`) and until its end (`tail`); None: nothing decays."""
-
-    head: Tensor | None  # (M, N, C, K or 1), of the entering state at each row
-    tail: Tensor | None  # (M, N, C, K or 1), of each row at the chunk's end
+    decays = True  # if not, there are no tensors
+    head: Tensor  # (M, N, C, K or 1), of the entering state at each row
+    tail: Tensor  # (M, N, C, K or 1), of each row at the chunk's end
 
     def read(self, x: Tensor) -> Tensor:
         """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
-        return x if self.head is None else x * self.head[:, :, None]
+        return x * self.head[:, :, None] if self.decays else x
 
     def write(self, k: Tensor) -> Tensor:
         """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
-        return k if self.tail is None else k * self.tail
+        return k * self.tail if self.decays else k
 
 
 class PerHead(_Powers):
@@ -59,8 +58,8 @@ class PerHead(_Powers):
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
         self.log_decay, self.size = log_decay, size
         self.total: Tensor | None = None  # (M, N, 1), a logarithm
-        self.head = self.tail = None
         if log_decay is None:
+            self.decays = False
             return
         lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
         between = torch.where(lower, log_decay[..., None], 0).cumsum(-2)

@@ -132,16 +132,12 @@ def _groups(
 
 
 class _Mapped(NamedTuple):
-    """A group's sequences without entering states, and how these act on them.
-
-    `readers` (1, B · rows, heads, K) times an entering state adds to `out`, and `transition` (B ·
-    spans, heads, K, K) times it to `last`.
-    """
+    """A group's sequences without entering states, and how these act on them."""
 
     out: Tensor
-    readers: Tensor
+    readers: Tensor  # (1, B · rows, heads, K), times an entering state adds to `out`
     last: Tensor
-    transition: Tensor
+    transition: Tensor  # (B · spans, heads, K, K), times an entering state adds to `last`
 
 
 class _Work:
