@@ -9,9 +9,8 @@ from collections.abc import Callable
 import torch
 
 from seqpar.layout.masks.mask import Mask, Slices
-from seqpar.linear.states.gather import Gathering
 from seqpar.linear.states.options import StateOptions
-from seqpar.linear.states.sums import Sum
+from seqpar.linear.states.sums import Gathering, Sum
 from seqpar.softmax.backends import aten
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients

@@ -21,8 +21,6 @@ from seqpar.core.arguments import shown
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of linear attention."""
-
     name: str  # the name that users pass
     # the shape of g. None: g is 0. "constant": (H,). "head": (B, T, H). "key": (B, T, H, K).
     decay: Literal["constant", "head", "key"] | None

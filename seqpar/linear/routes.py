@@ -62,11 +62,6 @@ class StatePoints(NamedTuple):
     positions: Ints
     slots: Ints
 
-    @property
-    def sort_keys(self) -> Ints:
-        """Integers in the order of documents, then positions."""
-        return sort_keys(self.documents, self.positions)
-
 
 class HeldSpans(NamedTuple):
     """A rank's spans, or without causality its runs, and which states enter and leave them."""
@@ -119,7 +114,7 @@ class StateRoutes:
     ) -> None:
         # The geometry itself owns this, so a reference to it would be a cycle.
         self.lengths, self.holdings = geometry.lengths, geometry.holdings
-        self.causal = causal
+        self.causal, self.ranks = causal, geometry.ranks
         self.returns_final_state, self.has_initial_state = returns_final_state, has_initial_state
         self.derived = Memo()
 
@@ -130,21 +125,16 @@ class StateRoutes:
         flags = causal, returns_final_state, has_initial_state
         return geometry.derived(("state routes", flags), lambda: cls(geometry, *flags))
 
-    @property
-    def ranks(self) -> int:
-        return len(self.holdings)
-
     def held(self, rank: int) -> HeldSpans:
         return self.derived(("held", rank), lambda: self._held(rank))
 
     def ended(self, rank: int) -> Ints:
         """Return the documents whose final states a rank sends to all, ascending."""
 
-        def build() -> Ints:
-            held = self.held(rank)
-            return held.documents[held.ends & self.returns_final_state]
-
-        return self.derived(("ended", rank), build)
+        held = self.held(rank)
+        return self.derived(
+            ("ended", rank), lambda: held.documents[held.ends & self.returns_final_state]
+        )
 
     def sources(self, rank: int, backward: bool) -> StatePoints:
         return self._points(rank, backward)[0]
@@ -184,7 +174,8 @@ class StateRoutes:
     def _route(self, source: int, target: int, backward: bool) -> Route:
         sources, stations = self.sources(source, backward), self.stations(target, backward)
         # The first station that is not before each source, if it is of the same document.
-        reached = np.searchsorted(stations.sort_keys, sources.sort_keys)
+        keys = (sort_keys(x.documents, x.positions) for x in (stations, sources))
+        reached = np.searchsorted(*keys)
         inside = np.flatnonzero(reached < stations.slots.size)
         inside = inside[stations.documents[reached[inside]] == sources.documents[inside]]
         reached, positions = reached[inside], sources.positions[inside]

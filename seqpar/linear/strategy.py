@@ -28,8 +28,6 @@ O_contra = TypeVar("O_contra", contravariant=True)
 
 
 class ForwardResult(NamedTuple):
-    """The results of a strategy's forward."""
-
     out: Tensor  # (B, T_local, max(Hq, H), V), in q's dtype
     final_states: Tensor  # (documents, B, H, K, V), or (0, …) if they are not returned
     # (states_in, B, H, K, V), the states that entered the rank's spans, which backward needs
@@ -37,8 +35,6 @@ class ForwardResult(NamedTuple):
 
 
 class BackwardResult(NamedTuple):
-    """The results of a strategy's backward."""
-
     gradients: Gradients  # of the inputs
     # (documents, B, H, K, V), whose sum over ranks is the gradient of the initial states; None if
     # there were none

@@ -21,8 +21,8 @@ from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
 from seqpar.linear.decode import decode_linear_step
 from seqpar.linear.module import LinearModule
-from seqpar.linear.states.gather import Gathering
 from seqpar.linear.states.strategy import StateCall, StateStrategy
+from seqpar.linear.states.sums import Gathering
 from seqpar.linear.strategy import Exchange
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO

@@ -44,7 +44,6 @@ def transposed(kind: Kind, transition: Tensor) -> Tensor:
 
 
 def transition_shape(kind: Kind, dim: int) -> tuple[int, ...]:
-    """Return the shape of a head\'s transition, where keys have `dim` channels."""
     return {"head": (), "key": (dim,), "matrix": (dim, dim)}[kind.transition]
 
 

@@ -24,8 +24,6 @@ from seqpar.linear.maps.maps import Maps, transition_shape
 
 @dataclass(frozen=True)
 class MapOptions(Options[Maps]):
-    """The options of a call that exchanges maps."""
-
     family = "recurrent"
     kind: Kind
     scale: float  # what q·k is multiplied by

@@ -21,7 +21,6 @@ from seqpar.linear.chains import hops_of
 from seqpar.linear.maps.maps import Maps, apply
 from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
-from seqpar.linear.strategy import Exchange
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,7 @@ class Scan(MapStrategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
 
-    def exchange(
-        self, comm: Comm, call: MapCall, device: torch.device, backward: bool
-    ) -> Exchange[Maps]:
+    def exchange(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> _Scanned:
         return _Scanned(comm.channel("scan"), call, device, backward, self.blocks)
 
     def exchange_traffic(self, call: MapCall, rank: int) -> list[Traffic]:

@@ -33,7 +33,6 @@ from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.scanning import Index, index_of, on_device
-from seqpar.linear.strategy import Exchange
 
 
 class Arrivals(NamedTuple):
@@ -110,9 +109,7 @@ class Tree(MapStrategy):
     routable = False  # a rank skips the steps in which it has nothing to do
     transport = "tree"
 
-    def exchange(
-        self, comm: Comm, call: MapCall, device: torch.device, backward: bool
-    ) -> Exchange[Maps]:
+    def exchange(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> _Doubled:
         return _Doubled(comm.channel("tree"), call, device, backward)
 
     def exchange_traffic(self, call: MapCall, rank: int) -> list[Traffic]:

@@ -20,12 +20,12 @@ def check_values(log_decay: Tensor) -> None:
 
     On a GPU that makes the host wait, so it is done once for a tensor, until it is written to.
     """
-    if log_decay.device.type == "cpu":
+    if log_decay.is_meta:
+        return
+    if log_decay.device.type == "cpu" or log_decay.is_inference():  # which has no version
         _check(*log_decay.tolist())
-    elif log_decay.is_inference():  # which has no version
-        _check(*_read(log_decay))
     elif _right.get(key := (id(log_decay), version_of(log_decay))) is not log_decay:
-        _check(*_read(log_decay))
+        _check(*log_decay.tolist())
         _right[key] = log_decay
 
 
@@ -34,11 +34,6 @@ def on_device(log_decay: Tensor, device: torch.device) -> Tensor:
     if log_decay.device.type == "cpu":
         return _copy(device, *log_decay.tolist())
     return log_decay.to(torch.float64)
-
-
-def _read(log_decay: Tensor) -> list[float]:
-    values: list[float] = [] if log_decay.is_meta else log_decay.tolist()
-    return values
 
 
 @lru_cache(maxsize=64)

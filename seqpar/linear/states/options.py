@@ -25,8 +25,6 @@ from seqpar.linear.inputs import Inputs
 
 @dataclass(frozen=True)
 class StateOptions(Options[Tensor]):
-    """The options of a call that exchanges states."""
-
     family = "linear"
     scale: float  # what q·k is multiplied by
     # if False, nothing decays and each row attends to its whole document: out_i = scale · q_i · M,

@@ -25,7 +25,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expanded_gradients, fold
-from seqpar.linear.maps.backends.chunks import ChunkGradients, Chunks, last_states
+from seqpar.linear.maps.backends.chunks import ChunkGradients, Chunks, sweep
 from seqpar.linear.maps.backends.grid import grids
 from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
@@ -47,8 +47,8 @@ class Forward:
                 part.forward(None)
                 grid.leaving.put(self.outgoing.state, part.last)
             elif grid.leaving:
-                last = last_states(grid, part.step(), part.starts(None, grid.entering))
-                grid.leaving.put(self.outgoing.state, last)
+                swept = sweep(grid, part.step(), part.starts(None, grid.entering), keep=False)
+                grid.leaving.put(self.outgoing.state, swept.last)
                 grid.leaving.put(self.outgoing.transition, part.transition(reverse=False))
 
     def local(self) -> None:
@@ -89,8 +89,8 @@ class Backward:
                 grid.entering.put(self.outgoing.state, part.dlast)
             elif grid.entering:
                 starts = part.starts(None, grid.leaving)
-                last = last_states(grid, part.step_back(), starts, reverse=True)
-                grid.entering.put(self.outgoing.state, last)
+                swept = sweep(grid, part.step_back(), starts, reverse=True, keep=False)
+                grid.entering.put(self.outgoing.state, swept.last)
                 grid.entering.put(self.outgoing.transition, part.transition(reverse=True))
 
     def local(self) -> None:

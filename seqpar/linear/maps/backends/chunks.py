@@ -39,39 +39,27 @@ class Swept(NamedTuple):
     last: Tensor  # (spans, N, K, V)
 
 
-def sweep(grid: Grid, step: Step, states: Tensor, reverse: bool = False) -> Swept:
-    """Pass states (spans, N, K, V) through the chunks; with `reverse` the last chunks are first."""
-    before = states.new_empty((grid.chunks, *states.shape[1:]))
-    rows = None
-    if step.rows is not None:
-        rows = torch.empty_like(step.rows, memory_format=torch.contiguous_format)
-    return Swept(before, rows, _sweep(grid, step, states, reverse, before, rows))
-
-
-def last_states(
-    grid: Grid, step: Step, states: Tensor, reverse: bool = False, least: float = 0.0
-) -> Tensor:
-    """Return only the last states of a sweep. Elements smaller than `least` become 0."""
-    return _sweep(grid, step, states, reverse, None, None, least)
-
-
-def _sweep(
+def sweep(
     grid: Grid,
     step: Step,
     states: Tensor,
-    reverse: bool,
-    before: Tensor | None,
-    rows: Tensor | None,
+    reverse: bool = False,
+    keep: bool = True,
     least: float = 0.0,
-) -> Tensor:
+) -> Swept:
+    """Pass states (spans, N, K, V) through the chunks; with `reverse` the last chunks are first.
+
+    Without `keep` only the last states result. Their elements smaller than `least` become 0.
+    """
+    before = states.new_empty((grid.chunks if keep else 0, *states.shape[1:]))
+    rows = None
+    if keep and step.rows is not None:
+        rows = torch.empty_like(step.rows, memory_format=torch.contiguous_format)
     last = states.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     factors = None if step.decay is None else step.decay.exp()[..., None]
     for chunks in reversed(grid.steps) if reverse else grid.steps:
         carried = last[: chunks.stop - chunks.start]
-        if before is None:
-            state = carried.to(states.dtype, copy=True)
-        else:
-            state = before[chunks].copy_(carried)
+        state = before[chunks].copy_(carried) if keep else carried.to(states.dtype, copy=True)
         if factors is not None:
             carried *= factors[chunks]
         if step.added is not None:
@@ -82,7 +70,7 @@ def _sweep(
             carried += step.writes[chunks] @ read
         if least:
             carried.copy_(hardshrink(carried, least))
-    return last.to(states.dtype)
+    return Swept(before, rows, last.to(states.dtype))
 
 
 def _read(
@@ -195,7 +183,7 @@ class Chunks:
         step = Step(self.powers.total, None, None, *maps)
         # Decays soon make numbers or their products subnormal, and cores are slow with those.
         least = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
-        return last_states(self.grid, step, states, reverse, least)
+        return sweep(self.grid, step, states, reverse, False, least).last
 
     def _product_of_decays(self) -> Tensor:
         per_key = self.kind.transition == "key"

@@ -141,7 +141,6 @@ class _Level(NamedTuple):
         return x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :]
 
     def earlier(self, x: Tensor) -> Tensor:
-        """Return the earlier blocks of x."""
         return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
 
     def readers(self, x: Tensor) -> Tensor:
@@ -181,7 +180,6 @@ class PerKey(_Powers):
                 pass
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""
         scores = x.new_zeros((*x.shape[:4], self.size))
         for chunks in self.blocks():
             x_part, k_part, part = x[chunks], k[chunks], scores[chunks]
@@ -217,7 +215,7 @@ class PerKey(_Powers):
 
 
 class PerKeyGradients:
-    """The gradients of the results of `PerKey`, summed to the gradient of g."""
+    """The gradients of the results of `PerKey`, as in `PerHeadGradients`."""
 
     def __init__(self, powers: PerKey) -> None:
         self.powers = powers
@@ -226,13 +224,11 @@ class PerKeyGradients:
         self.total = torch.zeros_like(powers.log_decay[:, :, 0])
 
     def read(self, x: Tensor, dread: Tensor) -> Tensor:
-        """Return dx, given the gradient of `read(x)`."""
         dx = dread * self.powers.head[:, :, None]
         self.head += (dx * x).sum(2)
         return dx
 
     def write(self, k: Tensor, dwrite: Tensor) -> Tensor:
-        """Return dk, given the gradient of `write(k)`."""
         dk = dwrite * self.powers.tail
         self.tail += dk * k
         return dk
@@ -240,7 +236,6 @@ class PerKeyGradients:
     def scores(
         self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return dx and dk, given the gradient of `scores(x, k)`."""
         own = dscores.diagonal(0, -2, -1)[..., None]
         dx, dk = own * k[:, :, None], (own * x).sum(2)
         for chunks in self.powers.blocks():
@@ -260,7 +255,6 @@ class PerKeyGradients:
         return dx, dk
 
     def state(self, products: Tensor) -> None:
-        """Add the gradient of `total`: `products` (M, N, K) are of states and their gradients."""
         self.total += products * exp(self.powers.total).to(products.dtype)
 
     def log_decay(self) -> Tensor:

@@ -73,10 +73,7 @@ def _broken() -> str | None:
 
 def _function(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
     name = _FUNCTIONS[kind]
-    function: Callable[..., tuple[Tensor, Tensor]] = getattr(
-        import_module(f"fla.ops.{name}"), f"chunk_{name}"
-    )
-    return function
+    return getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
 
 
 class _Group(NamedTuple):

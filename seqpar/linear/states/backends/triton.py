@@ -211,7 +211,6 @@ def _walks(
 
 
 def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.SegmentTables:
-    """Return the tables of a walk over the spans, which are kept with the spans."""
     rows = _segment_rows(k, v)
 
     def build() -> kernels.SegmentTables:

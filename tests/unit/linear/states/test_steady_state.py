@@ -13,7 +13,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.hooks import hooks
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.states import decay
-from seqpar.linear.states.gather import Gathering
+from seqpar.linear.states.sums import Gathering
 from seqpar.strategies.lasp2 import TRANSPORTS
 from seqpar.strategies.zeco import _Decays
 from tests.support.fakes import AtOnce
