@@ -87,9 +87,7 @@ def check(comm: Comm, arguments: CallArguments, x: Tensor, *others: Tensor | Non
 
 
 def as_activation(activation: object) -> str:
-    if activation is not None and (
-        not isinstance(activation, str) or activation not in ACTIVATIONS
-    ):
+    if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
         expected = "None, 'silu' or 'swish'"
         raise ValueError(f"activation must be {expected}, got {shown(activation)}")
     return ACTIVATIONS[activation]

@@ -30,25 +30,16 @@ def decode_step(
 ) -> tuple[Tensor, Tensor]:
     """Continue each of N documents by t tokens; return out and the next state.
 
-    Autograd differentiates it. Autocast does not change it.
+    q is (N, Hq, K), one token per document, or (N, t, Hq, K), in fp64, fp32, bf16 or fp16. So are k
+    (…, Hk, K) and v (…, Hv, V). Heads are shared as in a call, and H = max(Hk, Hv). The state (N,
+    H, K, V), fp32 (fp64 for fp64), is from a call or an earlier step. `log_decay` has the shape
+    that the kind needs: None, (H,), (…, H) or (…, H, K). Its values are not checked, because that
+    would synchronise on a GPU. `beta` is (…, H) for the delta rule, otherwise None. `scale` is the
+    factor of q·k.
 
-    Args:
-        kind: the name of a kind.
-        q: (N, Hq, K), one token per document, or (N, t, Hq, K); fp64, fp32, bf16 or fp16.
-        k: (N, Hk, K) or (N, t, Hk, K).
-        v: (N, Hv, V) or (N, t, Hv, V). Heads are shared as in a call, and H = max(Hk, Hv).
-        state: (N, H, K, V), fp32 (fp64 for fp64), from a call or an earlier step.
-        log_decay: the shape that the kind needs: None, (H,), (N, H) or (N, H, K), with t after N
-            where q has it. Values are not checked, because that would synchronise on a GPU.
-        beta: (N, H) or (N, t, H) for the delta rule, otherwise None.
-        scale: the factor of q·k.
-
-    Returns:
-        out (N, max(Hq, H), V) or (N, t, max(Hq, H), V) in q's dtype, and the next state, like
-        `state`.
-
-    Raises:
-        ValueError: the shape, dtype or device of an argument is wrong; the message names it.
+    out is (…, max(Hq, H), V) in q's dtype, and the next state is like `state`. Autograd
+    differentiates it. Autocast does not change it. A ValueError names the argument whose shape,
+    dtype or device is wrong.
     """
     this = kind_of(kind)
     gates = {"log_decay": log_decay, "beta": beta}

@@ -129,10 +129,9 @@ class MapStrategy(LinearStrategy[MapCall]):
         if not routes.has_initial_state:
             return BackwardResult(gradients, None)
         dinitial = states_in.new_zeros((routes.lengths.size, *states_in.shape[1:]))
-        if ends.without_tokens is not None and routes.returns_final_state:
-            dinitial.index_copy_(
-                0, ends.without_tokens, dfinal.index_select(0, ends.without_tokens)
-            )
+        empty = ends.without_tokens
+        if empty is not None and routes.returns_final_state:
+            dinitial.index_copy_(0, empty, dfinal.index_select(0, empty))
         dinitial.index_copy_(0, ends.documents, ends.leave(call.options.kind, maps, dstates_out))
         return BackwardResult(gradients, dinitial)
 

@@ -235,10 +235,9 @@ class ChunkGradients(Chunks):
         starts = self.starts(dstates, self.grid.leaving)
         swept = sweep(self.grid, self.step_back(), starts, reverse=True)
         self.dstates, self.dlast = swept.states, swept.last
-        dwritten = swept.rows
-        if dwritten is None:
-            dwritten = self.drows + self.writers @ self.dstates
-        self.dwritten = dwritten
+        self.dwritten = (
+            self.drows + self.writers @ self.dstates if swept.rows is None else swept.rows
+        )
 
     def local(self) -> None:
         """Compute once the gradients of q, and the part of dk from the rows that read k."""

@@ -46,11 +46,7 @@ class Chunk(NamedTuple):
     last: bool
     since: int  # rows between the span's start and the chunk
     until: int  # rows between the chunk and the span's end
-
-    @property
-    def length(self) -> int:
-        """C, how many rows it has."""
-        return self.rows.stop - self.rows.start
+    length: int  # C, how many rows it has
 
 
 def chunks_of(spans: SpanStates, size: int) -> list[Chunk]:
@@ -74,7 +70,7 @@ def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
     first, last = spans.edges[span], spans.edges[span + 1]
     start = first + size * count_up(count)
     stop = np.minimum(start + size, last)
-    columns = [span, start == first, stop == last, start - first, last - stop]
+    columns = [span, start == first, stop == last, start - first, last - stop, stop - start]
     rows = map(slice, start.tolist(), stop.tolist())
     return list(map(Chunk, rows, *(x.tolist() for x in columns)))
 
