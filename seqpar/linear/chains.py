@@ -110,15 +110,15 @@ class Chain(NamedTuple):
         self,
         source: Ints,
         target: Ints,
+        slots: Ints,
         depth: Ints,
         states: Ints | int,
         carries: Ints,
         rows: Ints | int,
-        slots: Ints,
     ) -> Ints:
         """Return (8, links) from spans to spans, as `hops_of` reads them.
 
-        `slots` are of the links, and the four arguments before of all spans, as sources.
+        `slots` are of the links, and the other arguments of all spans, as sources.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -131,7 +131,7 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
     current, last = chain.of_rank(rank)
     carries = np.where((chain.number > 0) | (backward and ends), chain.stations, -1)
     columns = chain.number + backward, chain.maps, carries, chain.rows
-    yield chain.links(current, current + 1, *columns, chain.stations[current + 1])
+    yield chain.links(current, current + 1, chain.stations[current + 1], *columns)
     if ends and backward:
         first = np.flatnonzero(chain.number == 0)
         yield from _links_from_ends(routes, chain, rank, first, 0, chain.stations)
@@ -152,12 +152,12 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterato
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
     passed_on = state + np.array(stations)[runs.holder]  # slots after the stations
     carries = np.where(runs.number > 0, passed_on, -1)
-    yield runs.links(current, following, runs.number, state, carries, 0, passed_on[following])
+    yield runs.links(current, following, passed_on[following], runs.number, state, carries, 0)
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
     carries = np.where(from_end, passed_on, -1)
-    yield runs.links(last, last, runs.number, state, carries, 0, state[last])
+    yield runs.links(last, last, state[last], runs.number, state, carries, 0)
     back = runs.number + 2 * runs.behind + 2
-    yield runs.links(following, current, back, -1, state, 0, state[current])
+    yield runs.links(following, current, state[current], back, -1, state, 0)
     if backward:
         ends = np.flatnonzero(runs.behind == 0)
         yield from _links_from_ends(routes, runs, rank, ends, -1, passed_on)
@@ -169,7 +169,7 @@ def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *co
     """Return the links of forward from the last spans on a rank to their documents' ends."""
     ended = last[: last.size * routes.returns_final_state]
     slots = routes.held(rank).states.states_in + np.arange(ended.size)
-    return chain.links(ended, ended, *columns, slots)
+    return chain.links(ended, ended, slots, *columns)
 
 
 def _links_from_ends(
