@@ -1,4 +1,4 @@
-"""The options of calls that exchange states, and the formula that they compute.
+"""The options of calls that exchange states, among them the decay, and what they compute.
 
     out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
 
@@ -12,15 +12,22 @@ Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
+from seqpar.core.torch_private import version_of
 from seqpar.linear.attend import NOMINAL_CHUNK, LinearWork, Options, StepName
 from seqpar.linear.inputs import Inputs
+
+# What `check_values` has read on a GPU, by identity and version.
+_right: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -66,3 +73,39 @@ class StateOptions(Options[Tensor]):
         area = sum(areas[step] for step in steps)
         share = area / max(1, sum(areas.values()))
         return LinearWork(area, share, batch * rows, inputs.heads, (dim, value_dim), backward)
+
+
+def check_values(log_decay: Tensor) -> None:
+    """Raise unless all values are finite and at most 0.
+
+    On a GPU that makes the host wait, so it is done once for a tensor, until it is written to.
+    """
+    if log_decay.device.type == "cpu":
+        _check(*log_decay.tolist())
+    elif log_decay.is_inference():  # which has no version
+        _check(*_read(log_decay))
+    elif _right.get(key := (id(log_decay), version_of(log_decay))) is not log_decay:
+        _check(*_read(log_decay))
+        _right[key] = log_decay
+
+
+def on_device(log_decay: Tensor, device: torch.device) -> Tensor:
+    """Return log_decay in fp64 on the device; the same values are copied there once."""
+    if log_decay.device.type == "cpu":
+        return _copy(device, *log_decay.tolist())
+    return log_decay.to(torch.float64)
+
+
+def _read(log_decay: Tensor) -> list[float]:
+    return [] if log_decay.is_meta else log_decay.tolist()
+
+
+@lru_cache(maxsize=64)
+def _check(*values: float) -> None:
+    if not all(-math.inf < value <= 0 for value in values):
+        raise ValueError(f"log_decay must be finite and at most 0, got {list(values)}")
+
+
+@lru_cache(maxsize=64)
+def _copy(device: torch.device, *values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)

@@ -21,8 +21,7 @@ from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_s
 from seqpar.linear.final_states import FinalStates
 from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
 from seqpar.linear.routes import StateRoutes, StateSums
-from seqpar.linear.states.decay import check_values, on_device
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.options import StateOptions, check_values, on_device
 from seqpar.linear.states.sums import Sum, SumsOnDevice
 from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy, exchanged
 

@@ -50,11 +50,10 @@ class _Work:
         between, head, tail = i[:, None] - i, i + 1, length - 1 - i
         if not self.options.causal:
             between, head, tail = (torch.zeros_like(x) for x in (between, head, tail))
-        powers = (
+        between, head, tail = (
             self.options.power(x, self.heads).movedim(-1, 0).to(self.accumulator)
             for x in (between, head, tail)
         )
-        between, head, tail = powers
         return between[:, None], head[:, None, :, None], tail[:, None, :, None]
 
 

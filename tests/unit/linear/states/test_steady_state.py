@@ -12,7 +12,7 @@ from seqpar.core import background
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.hooks import hooks
 from seqpar.linear.inputs import Inputs
-from seqpar.linear.states import decay
+from seqpar.linear.states import options as state_options
 from seqpar.linear.states.sums import Gathering
 from seqpar.strategies.lasp2 import TRANSPORTS
 from seqpar.strategies.zeco import _Decays
@@ -93,14 +93,14 @@ def test_nor_for_what_a_backend_computes(monkeypatch, backend):
 
 def test_a_decay_is_reread_after_writes(monkeypatch):
     read = []
-    monkeypatch.setattr(decay, "_read", lambda x: read.append(x) or [0.0])
+    monkeypatch.setattr(state_options, "_read", lambda x: read.append(x) or [0.0])
     first, second = torch.zeros(2, 2, device="meta")
     for x in (first, first, second):
-        decay.check_values(x)
-    decay.check_values(first.zero_())
+        state_options.check_values(x)
+    state_options.check_values(first.zero_())
     assert [id(x) for x in read] == [id(x) for x in (first, second, first)]
     with torch.inference_mode():
-        decay.check_values(torch.zeros(2, device="meta"))  # it has no version
+        state_options.check_values(torch.zeros(2, device="meta"))  # it has no version
 
 
 @few_rows()
