@@ -31,8 +31,7 @@ class FinalStates:
         self._states[self._plan.own] = own
         received = [(peer, self._states[part]) for peer, part in self._plan.received]
         sent = [(peer, own) for peer in comm.peers]
-        label = f"{strategy} forward"
-        self._pending = comm.exchange(sent, received, label=label, step=STEP)
+        self._pending = comm.exchange(sent, received, label=f"{strategy} forward", step=STEP)
 
     def wait(self, initial: Tensor | None) -> Tensor:
         """Return the states, (documents, B, H, K, V).
@@ -94,8 +93,7 @@ class FinalGradients:
         self._arriving = own.new_empty(arriving)
         sends = [(peer, own.index_select(0, ended[peer])) for peer in comm.peers]
         recvs = list(zip(comm.peers, self._arriving, strict=False))
-        label = f"{strategy} backward"
-        self._pending = comm.exchange(sends, recvs, label=label, step=STEP)
+        self._pending = comm.exchange(sends, recvs, label=f"{strategy} backward", step=STEP)
         self._rank = comm.rank
 
     def wait(self) -> Tensor:

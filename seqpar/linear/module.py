@@ -50,8 +50,7 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         *inputs, initial = tensors
         strategy, comm = self._bound.strategy, self._bound.comm
-        call: ResolvedCall = strategy.resolve(comm, arguments, Inputs(*inputs), initial)  # type: ignore[arg-type]
-        return call
+        return strategy.resolve(comm, arguments, Inputs(*inputs), initial)  # type: ignore[arg-type]
 
     def _operator_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[OptionalArguments]

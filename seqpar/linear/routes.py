@@ -89,8 +89,6 @@ class Route:
 
 
 class StateSums(NamedTuple):
-    """The members of sums of states."""
-
     counts: Ints  # (groups,) how many members each group has; the sum of none is 0
     members: Ints  # (n,) slots of states, one group after another. They are added in this order.
     rows: Ints  # (n,) over which each decays

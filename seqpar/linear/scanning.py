@@ -145,6 +145,14 @@ def joined(parts: list[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
+def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
+    """Run a function that uses some tensors, perhaps aside; return one that waits for its end."""
+    if aside:
+        return run_async(run, *used)
+    run()
+    return lambda: None
+
+
 class ScannedStates:
     """The sums of states at a rank's stations, while states are passed on.
 
@@ -168,16 +176,11 @@ class ScannedStates:
         """
         self._states = states
         self._sums = states.new_empty((self._plan.stations, *states.shape[1:]))
-        self._join: Callable[[], None] | None = None
-        if self.travels:
-            self._join = run_async(self._run, states, self._sums, *used)
-        else:
-            self._run()
+        self._join = start(self.travels, self._run, states, self._sums, *used)
 
     def wait(self) -> Tensor:
         """Return the sums, like the states, by slot."""
-        if self._join is not None:
-            self._join()
+        self._join()
         return self._sums
 
     def _run(self) -> None:

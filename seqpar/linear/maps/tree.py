@@ -17,7 +17,7 @@ would not hide their waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,12 +27,11 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
-from seqpar.core.background import run_async
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapStrategy
-from seqpar.linear.scanning import Index, index_of, on_device
+from seqpar.linear.scanning import Index, index_of, on_device, start
 
 
 class Arrivals(NamedTuple):
@@ -156,15 +155,10 @@ class _Doubled:
             state.new_empty((self._stations, *state.shape[1:])),
         )
         self._maps = maps
-        self._join: Callable[[], None] | None = None
-        if self.travels:
-            self._join = run_async(self._run, *maps, *self._before)
-        else:
-            self._run()
+        self._join = start(self.travels, self._run, *maps, *self._before)
 
     def wait(self) -> Tensor:
-        if self._join is not None:
-            self._join()
+        self._join()
         return self._before.state
 
     def _run(self) -> None:

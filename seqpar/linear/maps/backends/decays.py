@@ -215,8 +215,6 @@ class PerKey(_Powers):
 
 
 class PerKeyGradients:
-    """The gradients of the results of `PerKey`, as in `PerHeadGradients`."""
-
     def __init__(self, powers: PerKey) -> None:
         self.powers = powers
         self.head, self.tail = (torch.zeros_like(powers.log_decay) for _ in range(2))

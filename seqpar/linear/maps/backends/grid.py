@@ -52,8 +52,6 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The chunks of some of the spans."""
-
     size: int  # C, a power of two
     spans: int  # how many spans there are, those with the most chunks first
     # the chunks of each step; step n has a chunk of each span with more than n chunks
