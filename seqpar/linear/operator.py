@@ -192,7 +192,7 @@ class _CallContext(FunctionCtx):
 
 
 def _save_for_backward(ctx: _CallContext, operands: tuple[Any, ...], results: list[Tensor]) -> None:
-    inputs, (initial, *carried) = _split(operands)
+    initial, *carried = operands[_FIELDS:]
     arguments = CallArguments._make(carried)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(results[3])
@@ -200,7 +200,7 @@ def _save_for_backward(ctx: _CallContext, operands: tuple[Any, ...], results: li
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.layout  # hooks may copy saved tensors
-    ctx.save_for_backward(arguments.layout, *inputs, *results[2:])
+    ctx.save_for_backward(arguments.layout, *operands[:_FIELDS], *results[2:])
 
 
 def _differentiate(

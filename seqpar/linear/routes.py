@@ -172,8 +172,8 @@ class StateRoutes:
     def _route(self, source: int, target: int, backward: bool) -> Route:
         sources, stations = self.sources(source, backward), self.stations(target, backward)
         # The first station that is not before each source, if it is of the same document.
-        keys = (sort_keys(x.documents, x.positions) for x in (stations, sources))
-        reached = np.searchsorted(*keys)
+        at_stations, at_sources = (sort_keys(x.documents, x.positions) for x in (stations, sources))
+        reached = np.searchsorted(at_stations, at_sources)
         inside = np.flatnonzero(reached < stations.slots.size)
         inside = inside[stations.documents[reached[inside]] == sources.documents[inside]]
         reached, positions = reached[inside], sources.positions[inside]
