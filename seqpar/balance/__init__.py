@@ -11,8 +11,7 @@ from seqpar.balance.planning.plans import Plan
 from seqpar.balance.predict.token_balance import token_balanced
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
-from seqpar.costs.device import Device, Link
-from seqpar.costs.fabric import FatTree, Torus
+from seqpar.costs.device import Device, FatTree, Link, Torus
 from seqpar.costs.grid import Tasks
 from seqpar.costs.model import Model
 from seqpar.layout.tasks.tasks import TaskRectangles

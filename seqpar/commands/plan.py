@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from seqpar.costs.cluster import Cluster
-from seqpar.costs.fabric import Torus
+from seqpar.costs.device import Torus
 from seqpar.costs.model import Model
 from seqpar.simulate.recommendations.recommendation import Recommendations
 from seqpar.simulate.recommendations.recommending import recommend

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from seqpar.core.arguments import as_int, check_type
-from seqpar.costs.device import Device, Link, build
+from seqpar.costs.device import Device, Fabric, Link, Torus, build, fabric_as_dict, fabric_from_dict
 from seqpar.costs.devices import NODES, core, node_like
-from seqpar.costs.fabric import Fabric, Torus, as_dict, from_dict
 from seqpar.costs.fit import SHARED_MEMORY, describe
 from seqpar.costs.profile.harness import Profile, environment
 
@@ -195,7 +194,7 @@ class Cluster:
         values = {name: getattr(self, name) for name in ("name", "nodes", "devices_per_node")}
         values |= {"ranks": self.ranks, "nics": self.nics, "device": self.device.as_dict()}
         values |= {name: asdict(getattr(self, name)) for name in LINKS}
-        values |= {"overlaps": self.overlaps, "fabric": as_dict(self.fabric)}
+        values |= {"overlaps": self.overlaps, "fabric": fabric_as_dict(self.fabric)}
         values |= {"measured": self.measured}
         text = json.dumps({"format": FORMAT, "version": VERSION} | values, indent=1) + "\n"
         if path is not None:
@@ -263,7 +262,7 @@ def _from_fields(values: object) -> Cluster:
     for name in LINKS:
         fields[name] = build(Link, name, fields.get(name))
     fields["device"] = Device.from_dict(fields.get("device"))
-    fields["fabric"] = from_dict(fields.get("fabric"))
+    fields["fabric"] = fabric_from_dict(fields.get("fabric"))
     cluster = build(Cluster, "cluster", fields)
     if values.get("ranks", cluster.ranks) != cluster.ranks:
         product = f"nodes · devices_per_node = {cluster.ranks}"

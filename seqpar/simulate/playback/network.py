@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 from seqpar.costs.cluster import Cluster
-from seqpar.costs.fabric import FatTree, Torus
+from seqpar.costs.device import FatTree, Torus
 from seqpar.simulate.playback.shares import ActiveJobs, Resource
 from seqpar.simulate.recording.program import Post, ShardExchange
 

@@ -9,7 +9,7 @@ import numpy as np
 from seqpar.core.arguments import CuSeqlens, as_bool, as_lengths, check_type, shown
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
-from seqpar.costs.fabric import Torus
+from seqpar.costs.device import Torus
 from seqpar.costs.model import Model
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, slower_by, slower_for

@@ -27,7 +27,7 @@ import numpy as np
 
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
-from seqpar.costs.fabric import FatTree
+from seqpar.costs.device import FatTree
 from seqpar.costs.grid import Floats
 from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
