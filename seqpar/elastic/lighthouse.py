@@ -72,6 +72,7 @@ class LighthouseRendezvous:
         return True
 
     def store(self, place: Place) -> launch.Store:
+        """Return the store in which the members of a group meet."""
         return launch.connect(place.host, place.port)
 
     def close(self) -> None:

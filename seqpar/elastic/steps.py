@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.dtensor import is_dtensor
-from seqpar.comm.launch import Store, join, leave
+from seqpar.comm.launch import join, leave
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.elastic.lighthouse import VARIABLE as LIGHTHOUSE
 from seqpar.elastic.lighthouse import LighthouseRendezvous
@@ -161,23 +161,7 @@ def steps(
         rendezvous.close()
 
 
-class _Rendezvous(Protocol):
-    """A process's side of the launcher or lighthouse that forms the groups."""
-
-    def place(self, report: Report) -> Place:
-        """Return the process's place in the next group, when the others have reported."""
-
-    def regroups(self, report: Report) -> bool:
-        """Return whether a new group forms now, after a step that all members have finished."""
-
-    def store(self, place: Place) -> Store:
-        """Return the store in which the members of a group meet."""
-
-    def close(self) -> None:
-        """End this process's part in the training."""
-
-
-def _rendezvous() -> _Rendezvous:
+def _rendezvous() -> LauncherRendezvous | LighthouseRendezvous:
     if (address := os.environ.get(VARIABLE)) is not None:
         return LauncherRendezvous(address)
     if (address := os.environ.get(LIGHTHOUSE)) is not None:
@@ -189,7 +173,7 @@ def _rendezvous() -> _Rendezvous:
 
 
 def _steps(
-    rendezvous: _Rendezvous,
+    rendezvous: LauncherRendezvous | LighthouseRendezvous,
     build: Build[R],
     count: int,
     every: int,
