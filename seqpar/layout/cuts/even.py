@@ -170,9 +170,11 @@ class EvenZigzag(CountedCut):
 
         def on_ranks(numbers: Ints) -> Ints:
             """Return (ranks,) sums over documents of the numbers of each rank's group."""
-            edges = np.stack([borders[:-1], borders[1:]]).ravel()
-            steps = np.stack([numbers, -numbers]).ravel()
-            return np.cumsum(np.bincount(edges, steps, self.ranks + 1))[:-1].astype(np.int64)
+            begin, end = (
+                np.bincount(edges.ravel(), numbers.ravel(), self.ranks + 1)
+                for edges in (borders[:-1], borders[1:])
+            )
+            return np.cumsum(begin - end)[:-1].astype(np.int64)
 
         documents = np.flatnonzero(shares.lengths)
         last = len(tokens) - 1 - np.argmax(tokens[::-1] > 0, axis=0)[documents]

@@ -236,9 +236,8 @@ class TaskRows:
 def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Segments:
     """Return the rows that a rank sends, as segments of its local rows with their servers."""
     start, stop = needed.rows(geometry, rank)
-    chosen = np.flatnonzero((stop > start) & (needed.servers != rank))
-    rows = needed._replace(starts=start, stops=stop).take(chosen)
-    return rows.staged(stages) if chosen.size else rows
+    chosen = (stop > start) & (needed.servers != rank)
+    return needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
 
 
 def arriving_at(
@@ -247,11 +246,14 @@ def arriving_at(
     """Return the rows of other ranks that come to a server, the rank `rank`, by their stages."""
     needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
-        rows = sent_by(home, geometry, needed, stages)
-        if rows.starts.size:
-            segment, spans = geometry.holdings[home].spans_in(rows.starts, rows.stops)
-            labels = np.stack(rows[3:])[:, segment]
-            tables.append(np.stack([*labels, np.full_like(segment, home), *spans]))
+        start, stop = needed.rows(geometry, home)
+        chosen = stop > start
+        if home == rank or not chosen.any():
+            continue
+        rows = needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
+        segment, spans = geometry.holdings[home].spans_in(rows.starts, rows.stops)
+        labels = np.stack(rows[3:])[:, segment]
+        tables.append(np.stack([*labels, np.full_like(segment, home), *spans]))
     table = np.concatenate(tables, axis=1)
     kinds, kind = np.unique(table[:3], axis=1, return_inverse=True)
     return {
