@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from seqpar.core.device_tables import rehearsing
 from seqpar.core.hooks import hooks
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import reference
-from seqpar.softmax.backends.choice import choose_backend
+from seqpar.softmax.backends.choice import Backend, choose_backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
@@ -141,7 +140,7 @@ def _update_max_logits(
 
 def _backend_of_all(
     q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
-) -> ModuleType | None:
+) -> Backend | None:
     """Return the one backend of all blocks that have slices, which are all shaped like this one.
 
     Return None if there are several backends, if no block has slices, or if the backend of the

@@ -9,9 +9,9 @@ import torch
 import triton
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.attention.backend import load_backend
 from seqpar.softmax import attend
 from seqpar.softmax.backends import triton as fused
+from seqpar.softmax.backends.choice import load_backend
 from seqpar.softmax.backends.varlen import varlen_work
 from seqpar.softmax.keys import plan
 from tests.kernels.operands import TRITON_REFUSES
@@ -118,7 +118,7 @@ def run_mixed(group, case):
 
     def backend(q, k, v, slices, options):
         name = "aten" if varlen_work(slices).remaining is None else "triton"
-        return load_backend("softmax", name)
+        return load_backend(name)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(attend, "choose_backend", backend)

@@ -27,7 +27,7 @@ from seqpar.core.torch_private import (
 )
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten_cuda, pieces, reference
-from seqpar.softmax.backends.choice import aten_kernel
+from seqpar.softmax.backends.gpu_kernels import aten_kernel
 from seqpar.softmax.backends.kernel_operands import (
     joint_head_dim,
     pad_heads,

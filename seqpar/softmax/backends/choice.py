@@ -1,147 +1,114 @@
-"""The choice of the softmax backend for a block of keys, and of the kernel on a GPU.
+"""The interface of a softmax backend, and the choice of the backend for a block of keys.
 
-Users may force a backend. Otherwise CPUs use `aten`. On CUDA a call gets the first kernel of its
-GPU's order that is available and computes all of the call. The order for sm_90 is by speed on an
-H200 (docs/benchmarks/kernels.md), where FlashAttention-3 was not measured, and our forward only
-with warp specialisation. No other order has been measured.
+Users may force a backend. Otherwise CPUs use `aten`, and CUDA devices the first kernel of
+`gpu_kernels.py` that computes a block completely.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from seqpar.attention.backend import DEFAULT, load_backend, triton_refusal
-from seqpar.core.device_tables import device_of, is_on_cuda
-from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import aten_cuda
-from seqpar.softmax.backends.aten_cuda import gpu_major, load_cudnn
-from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.varlen import VarlenKernel
+from seqpar.attention.backend import DEFAULT
+from seqpar.core.arguments import shown
+from seqpar.core.device_tables import is_on_cuda
+from seqpar.layout.masks.mask import Blocks, Slices
+from seqpar.softmax.backends import aten, aten_cuda
+from seqpar.softmax.backends.gpu_kernels import best_backend
 from seqpar.softmax.compute.call_options import CallOptions
+from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
+
+# (q, blocks, slices of the blocks, options, sinks, tensors to write to or None) -> out, lse
+ForwardBlocks = Callable[
+    [
+        Tensor,
+        Iterable[Sequence[Tensor]],
+        Blocks,
+        CallOptions,
+        Tensor | None,
+        tuple[Tensor, Tensor] | None,
+    ],
+    tuple[Tensor, Tensor],
+]
 
 
-@dataclass(frozen=True)
-class KernelOrder:
-    """The kernels of a generation of GPUs, the preferred one first."""
+class Backend(Protocol):
+    """A module that computes attention over the keys that a rank has."""
 
-    gpus: str  # the architectures
-    # "cuDNN", "aten" for FlashAttention-2 in ATen, "triton", and keys of `PACKAGES`. `use_backend`
-    # chooses another one; its "aten" stands for the first two.
-    names: tuple[str, ...]
-    reason: str  # why they are in this order
+    @property
+    def forward_blocks(self) -> ForwardBlocks | None:
+        """A function that computes all blocks of keys in turn, if the backend has one."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        partial: Partial,
+        options: CallOptions,
+    ) -> None:
+        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
+
+    def backward(
+        self,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        gradients: PartialGradients,
+        options: CallOptions,
+    ) -> None:
+        """Add to `gradients` what flows through the slices."""
 
 
-_SAME_KERNEL = "ATen's kernel is FlashAttention-2 without softcap and deterministic backward"
-_CUDNN = (
-    "cuDNN builds a plan for each shape, so it only computes full and causal masks of one document "
-    "or equal ones, in multiples of 128 tokens; Triton computes its deterministic backward"
-)
-_BLACKWELL = KernelOrder(
-    "sm_100 to sm_110",
-    ("FlashAttention-4", "cuDNN", "FlashAttention-2", "aten", "triton"),
-    f"only FlashAttention-4 and cuDNN are written for Blackwell's matrix units; {_CUDNN}; "
-    f"{_SAME_KERNEL}",
-)
-# By the first number of the compute capability.
-ORDERS = {
-    8: KernelOrder("sm_80 to sm_89", ("FlashAttention-2", "aten", "triton"), _SAME_KERNEL),
-    9: KernelOrder(
-        "sm_90",
-        ("FlashAttention-4", "FlashAttention-3", "cuDNN", "triton", "FlashAttention-2", "aten"),
-        "by speed on an H200, but FlashAttention-3 was not measured; Triton computes the "
-        "deterministic backward of 3 and cuDNN; " + _CUDNN,
-    ),
-    10: _BLACKWELL,
-    11: _BLACKWELL,
-    12: KernelOrder(
-        "sm_120",
-        ("FlashAttention-2", "aten", "triton"),
-        f"FlashAttention-4's backward is not deterministic there; {_SAME_KERNEL}",
-    ),
+def _aten() -> Backend:
+    return aten
+
+
+def _flash_attn() -> Backend:
+    from seqpar.softmax.backends import flash_attn
+
+    return flash_attn
+
+
+def _reference() -> Backend:
+    from seqpar.softmax.backends import reference
+
+    return reference
+
+
+def _triton() -> Backend:
+    from seqpar.softmax.backends import triton
+
+    return triton
+
+
+LOADERS: dict[str, Callable[[], Backend]] = {
+    "aten": _aten,
+    "flash_attn": _flash_attn,
+    "reference": _reference,
+    "triton": _triton,
 }
-CALLS = {  # head dim and softcap of kinds of calls that varlen kernels may compute
-    "full, causal and window masks, head dims to 128": (128, 0.0),
-    "the same, head dims to 192": (192, 0.0),
-    "the same, head dims to 248": (248, 0.0),
-    "the same, a softcap, head dims to 128": (128, 1.0),
-}
-OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 
 
-def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
-    """Return the backend of the first kernel that is available and computes all slices.
-
-    It also computes them with a gradient of lse.
-    """
-    major = gpu_major(device_of(q))
-    for name in ("triton",) if torch.version.hip else ORDERS.get(major, ORDERS[12]).names:
-        if name == "triton":
-            if triton_refusal(q, v) is None:
-                return "triton"
-            continue
-        kernel = _load(name, major)
-        if not isinstance(kernel, str) and kernel.computes_all(q, v, slices, options):
-            return "flash_attn" if name in PACKAGES else "aten"
-    return "aten"
-
-
-def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
-    """Return cuDNN through ATen where it computes all slices, otherwise ATen's FlashAttention-2."""
-    cudnn = _load("cuDNN", gpu_major(device_of(q)))
-    if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
-        return aten_cuda.KERNEL
-    return cudnn
-
-
-def kernel_table() -> dict[str, dict[str, str]]:
-    """Return by GPU and by kind of call the kernels that may compute it, in order, and why."""
-    table: dict[str, dict[str, str]] = {}
-    for major, order in ORDERS.items():
-        rows = table.setdefault(order.gpus, {})
-        for call, (dim, softcap) in CALLS.items():
-            q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
-            options = CallOptions(1.0, softcap, DEFAULT, True)
-            rows[call] = ", ".join(
-                name
-                for name in order.names
-                if name == "triton" or _kernel(name, major).takes(q, q, options, True)
-            )
-        rows[OTHER_CALLS] = "triton"
-        rows["why"] = order.reason
-    return table
-
-
-def _load(name: str, major: int) -> VarlenKernel | str:
-    if name == "cuDNN":
-        enabled = torch.backends.cuda.cudnn_sdp_enabled()
-        return load_cudnn(major) if enabled else "torch.backends.cuda.enable_cudnn_sdp(False)"
-    return aten_cuda.KERNEL if name == "aten" else load_package(name, major)
-
-
-def _kernel(name: str, major: int) -> VarlenKernel:
-    """Return a kernel to ask for its limits, whether it is available or not."""
-    if name == "cuDNN":
-        return aten_cuda.cudnn_kernel(major)
-    if name == "aten":
-        return aten_cuda.KERNEL
-    return PACKAGES[name].kernel(ModuleType(name), major)
+@cache
+def load_backend(name: str) -> Backend:
+    """Return a backend; its module is imported at its first use."""
+    if name not in LOADERS:
+        raise ValueError(f"backend must be one of {list(LOADERS)}, got {shown(name)}")
+    return LOADERS[name]()
 
 
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
-) -> ModuleType:
-    """Return the backend for a block of keys: a module with the functions of `reference.py`.
-
-    If its `forward_blocks` is not None, this function computes all blocks in turn (`triton.py`).
-    """
+) -> Backend:
     name = options.backend
-    if name == DEFAULT:
-        name = default_backend(q, k, v, slices, options)
-    return load_backend("softmax", name)
+    return load_backend(default_backend(q, k, v, slices, options) if name == DEFAULT else name)
 
 
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:

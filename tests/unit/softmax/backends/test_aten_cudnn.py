@@ -7,7 +7,7 @@ import torch
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
-from seqpar.softmax.backends import aten_cuda, choice, triton
+from seqpar.softmax.backends import aten_cuda, gpu_kernels, triton
 from seqpar.softmax.backends.aten_cuda import load_cudnn
 from seqpar.softmax.backends.varlen import BackwardRows, SegmentTables
 from seqpar.softmax.compute.call_options import CallOptions
@@ -25,7 +25,7 @@ def cudnn(monkeypatch):
     """A CPU passes for an sm_90 with cuDNN 9.10."""
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
     monkeypatch.setattr(aten_cuda, "computes", lambda q: True)
-    monkeypatch.setattr(choice, "gpu_major", lambda device: 9)
+    monkeypatch.setattr(gpu_kernels, "gpu_major", lambda device: 9)
     load_cudnn.cache_clear()
     yield
     load_cudnn.cache_clear()
@@ -129,7 +129,9 @@ def test_which_calls_it_computes(documents, mask, dim, options, computes):
     chosen = CallOptions(**scores | options)
     kernel = load_cudnn(9)
     assert kernel.computes_all(q, q, slices, chosen) == computes
-    assert choice.aten_kernel(q, q, slices, chosen) is (kernel if computes else aten_cuda.KERNEL)
+    assert gpu_kernels.aten_kernel(q, q, slices, chosen) is (
+        kernel if computes else aten_cuda.KERNEL
+    )
 
 
 def test_causal_rows_with_earlier_keys_are_not_its():
@@ -153,7 +155,7 @@ def chosen():
     geometry = Layout.contiguous(128, 1).geometry
     slices = slices_between(geometry, 0, geometry, 0, CAUSAL)
     q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device="meta")
-    return choice.aten_kernel(q, q, slices, CallOptions(1.0, 0.0, "aten", True))
+    return gpu_kernels.aten_kernel(q, q, slices, CallOptions(1.0, 0.0, "aten", True))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -1,0 +1,130 @@
+"""The choice of a kernel for a call on a GPU, and its reason: the only place that decides it.
+
+A call gets the first kernel of its GPU's order that is available and computes all of the call. The
+order for sm_90 is by speed on an H200 (docs/benchmarks/kernels.md), where FlashAttention-3 was not
+measured, and our forward only with warp specialisation. No other order has been measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from seqpar.attention.backend import DEFAULT, triton_refusal
+from seqpar.core.device_tables import device_of
+from seqpar.layout.masks.mask import Slices
+from seqpar.softmax.backends import aten_cuda
+from seqpar.softmax.backends.aten_cuda import gpu_major, load_cudnn
+from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
+from seqpar.softmax.backends.varlen import VarlenKernel
+from seqpar.softmax.compute.call_options import CallOptions
+
+
+@dataclass(frozen=True)
+class KernelOrder:
+    """The kernels of a generation of GPUs, the preferred one first."""
+
+    gpus: str  # the architectures
+    # "cuDNN", "aten" for FlashAttention-2 in ATen, "triton", and keys of `PACKAGES`. `use_backend`
+    # chooses another one; its "aten" stands for the first two.
+    names: tuple[str, ...]
+    reason: str  # why they are in this order
+
+
+_SAME_KERNEL = "ATen's kernel is FlashAttention-2 without softcap and deterministic backward"
+_CUDNN = (
+    "cuDNN builds a plan for each shape, so it only computes full and causal masks of one document "
+    "or equal ones, in multiples of 128 tokens; Triton computes its deterministic backward"
+)
+_BLACKWELL = KernelOrder(
+    "sm_100 to sm_110",
+    ("FlashAttention-4", "cuDNN", "FlashAttention-2", "aten", "triton"),
+    f"only FlashAttention-4 and cuDNN are written for Blackwell's matrix units; {_CUDNN}; "
+    f"{_SAME_KERNEL}",
+)
+# By the first number of the compute capability.
+ORDERS = {
+    8: KernelOrder("sm_80 to sm_89", ("FlashAttention-2", "aten", "triton"), _SAME_KERNEL),
+    9: KernelOrder(
+        "sm_90",
+        ("FlashAttention-4", "FlashAttention-3", "cuDNN", "triton", "FlashAttention-2", "aten"),
+        "by speed on an H200, but FlashAttention-3 was not measured; Triton computes the "
+        "deterministic backward of 3 and cuDNN; " + _CUDNN,
+    ),
+    10: _BLACKWELL,
+    11: _BLACKWELL,
+    12: KernelOrder(
+        "sm_120",
+        ("FlashAttention-2", "aten", "triton"),
+        f"FlashAttention-4's backward is not deterministic there; {_SAME_KERNEL}",
+    ),
+}
+CALLS = {  # head dim and softcap of kinds of calls that varlen kernels may compute
+    "full, causal and window masks, head dims to 128": (128, 0.0),
+    "the same, head dims to 192": (192, 0.0),
+    "the same, head dims to 248": (248, 0.0),
+    "the same, a softcap, head dims to 128": (128, 1.0),
+}
+OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
+
+
+def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
+    """Return the backend of the first kernel that is available and computes all slices.
+
+    It also computes them with a gradient of lse.
+    """
+    major = gpu_major(device_of(q))
+    for name in ("triton",) if torch.version.hip else ORDERS.get(major, ORDERS[12]).names:
+        if name == "triton":
+            if triton_refusal(q, v) is None:
+                return "triton"
+            continue
+        kernel = _load(name, major)
+        if not isinstance(kernel, str) and kernel.computes_all(q, v, slices, options):
+            return "flash_attn" if name in PACKAGES else "aten"
+    return "aten"
+
+
+def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
+    """Return cuDNN through ATen where it computes all slices, otherwise ATen's FlashAttention-2."""
+    cudnn = _load("cuDNN", gpu_major(device_of(q)))
+    if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
+        return aten_cuda.KERNEL
+    return cudnn
+
+
+def kernel_table() -> dict[str, dict[str, str]]:
+    """Return by GPU and by kind of call the kernels that may compute it, in order, and why."""
+    table: dict[str, dict[str, str]] = {}
+    for major, order in ORDERS.items():
+        rows = table.setdefault(order.gpus, {})
+        for call, (dim, softcap) in CALLS.items():
+            q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
+            options = CallOptions(1.0, softcap, DEFAULT, True)
+            rows[call] = ", ".join(
+                name
+                for name in order.names
+                if name == "triton" or _kernel(name, major).takes(q, q, options, True)
+            )
+        rows[OTHER_CALLS] = "triton"
+        rows["why"] = order.reason
+    return table
+
+
+def _load(name: str, major: int) -> VarlenKernel | str:
+    if name == "cuDNN":
+        enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        return load_cudnn(major) if enabled else "torch.backends.cuda.enable_cudnn_sdp(False)"
+    return aten_cuda.KERNEL if name == "aten" else load_package(name, major)
+
+
+def _kernel(name: str, major: int) -> VarlenKernel:
+    """Return a kernel to ask for its limits, whether it is available or not."""
+    if name == "cuDNN":
+        return aten_cuda.cudnn_kernel(major)
+    if name == "aten":
+        return aten_cuda.KERNEL
+    return PACKAGES[name].kernel(ModuleType(name), major)
