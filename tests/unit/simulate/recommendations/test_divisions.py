@@ -51,12 +51,12 @@ def test_context_groups_are_small_enough_to_simulate(monkeypatch):
 
 
 def test_large_context_groups_are_tried_with_few_exchanges():
-    """On 256 ranks, rings would be recorded 256 times, each with 256 exchanges."""
+    """Rings on 256 ranks have 256 x 256 exchanges. With 4 KV heads, rows of 4 ranks are alike."""
     costs = Costs(Cluster.preset("32x8-h100"), MODEL)
     (division,) = (x for x in divisions(np.array([2**17]), costs) if x.parallelism.context == 256)
     first, others = ({x.name for x in ways_of(division, costs, more)} for more in (False, True))
-    assert {name.split(",")[0] for name in first} == {"usp 64x4", "usp 32x8"}, first
-    assert {name.split(",")[0] for name in others} == {"mesh 16x16", "mesh 32x8"}, others
+    assert {name.split(",")[0] for name in first} == {"usp 64x4"}, first
+    assert not others
 
 
 def test_parameters_that_do_not_fit_are_not_tried():
