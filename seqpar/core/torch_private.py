@@ -8,7 +8,6 @@ other functions work.
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,97 +35,119 @@ class Use(NamedTuple):
     why: str
 
 
-# The first version of torch known to have a name, the name, and why seqpar uses it.
-_USES = """\
-2.3  torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-     attention on CPUs: the public function returns no lse
-2.3  torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-     its backward, given the lse of all keys on all ranks
-2.6  torch.ops.aten._flash_attention_forward
-     attention on CUDA: one call for all documents, which returns their lse
-2.6  torch.ops.aten._flash_attention_backward
-     its backward, given the lse of all keys on all ranks
-2.11 torch.ops.aten._scaled_dot_product_cudnn_attention
-     attention of cuDNN: the public function returns no lse
-2.11 torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-     its backward, given the lse of all keys on all ranks
-2.6  torch.cpu._is_amx_tile_supported
-     to compute bf16 natively where the CPU has matrix units
-2.6  torch.cpu._is_avx512_bf16_supported
-     to compute bf16 natively where the CPU has products of bf16
-2.1  torch._dynamo.maybe_mark_dynamic
-     compiled graphs take layouts of any size from the first call on
-2.0  torch._dynamo.eval_frame.OptimizedModule
-     to refuse a sharded batch in a compiled model that seqpar has not enabled
-2.7  torch._dynamo.disable
-     it marks functions that must not be traced; `mark_disabled` sets the same marks
-2.0  torch._dynamo.assume_constant_result
-     it marks functions with constant results; `mark_constant` sets the same mark
-2.1  torch.utils._python_dispatch._disable_current_modes
-     to compute within a checkpoint's forward without its modes, which record operators
-1.12 torch._transformer_encoder_layer_fwd
-     to refuse the fast path of nn.TransformerEncoderLayer in compiled functions
-2.8  torch._C._dynamo.eval_frame.set_code_exec_strategy
-     to never compile a mode's function by itself, which returns wrong values
-2.8  torch._C._dynamo.eval_frame._FrameExecStrategy
-     an argument of the above
-2.8  torch._C._dynamo.eval_frame._FrameAction
-     an argument of the above
-2.4  torch._library.fake_class_registry.FakeScriptObject
-     torch.compile passes it in place of a group to functions that it does not trace
-2.0  torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-     to refuse torch.func's transforms, which would return zeros
-2.0  torch._C._AutoDispatchBelowAutograd
-     derivatives of operators: those of torch.library take 0.1 ms more per call
-2.4  torch._C._after_autograd_keyset
-     the dispatch keys below autograd
-2.0  torch.Tensor._version
-     to read a GPU tensor again only after a write
-2.3  torch._C._swap_tensor_impl
-     to exchange a tensor for its part: swap_tensors refuses tensors saved by autograd
-2.0  torch.autograd.has_torch_function
-     backward calls it to find function modes, and leaves these modes while it runs
-2.0  torch.distributed.distributed_c10d._world
-     to find a loaded module's group, since there is no public list of groups; and to join a
-     group after one could not be joined, since torch numbers them
-2.0  torch.distributed.ProcessGroup._get_backend
-     to read a group's backend and its options
-2.1  torch.distributed.ProcessGroup._start_coalescing
-     to post messages as one operation, in an eighth of batch_isend_irecv's time
-2.1  torch.distributed.ProcessGroup._end_coalescing
-     the end of that operation
-2.0  torch.distributed.ProcessGroup._register_backend
-     another communicator over a group's ranks: new_group may need other ranks too
-2.0  torch._C._distributed_c10d.Backend.Options._timeout
-     a group's timeout: a rank that is silent for longer counts as lost
-1.0  torch.Tensor._base
-     to know views of parameters, which need no offload
-2.5  torch.distributed.DeviceMesh._flatten
-     a group of all ranks of a mesh with several dimensions
-1.6  torch.nn.Module._call_impl
-     to find the modules around a running model, such as DDP's and FSDP's
-2.0  torch.nn.utils._named_member_accessor.swap_tensor
-     to use tensors in place of parameters, as torch.func.functional_call does
-2.6  torch.distributed.fsdp.FSDPModule._get_fsdp_state
-     to find the parameters that FSDP2 averages, and over which ranks
-2.0  torch.nn.parallel.DistributedDataParallel._check_reducer_finalized
-     to check at the end of a backward that DDP averaged in it, not in the next call
-2.0  torch._C._will_engine_execute_node
-     to refuse torch.autograd.grad under DDP, which would average no gradients
-2.0  torch._C._current_graph_task_id
-     to tell a checkpoint's recomputation from the user's own calls
-1.13 torch.utils._python_dispatch.TorchDispatchMode
-     to observe each operator of a simulated step
-2.0  torch.UntypedStorage._cdata
-     to identify memory without data
-1.0  torch.ops.aten._unsafe_view
-     to know that a simulated operator copies nothing
-1.0  torch.autograd.Variable._execution_engine
-     to sum gradients over ranks at the end of backward, as DDP does
-"""
 NAMES = {
-    name: Use(since, " ".join(why.split()))
-    for since, name, why in re.findall(r"^(\S+) +(\S+)\n((?: .*\n)+)", _USES, re.MULTILINE)
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": Use(
+        "2.3", "attention on CPUs: the public function returns no lse"
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": Use(
+        "2.3", "its backward, given the lse of all keys on all ranks"
+    ),
+    "torch.ops.aten._flash_attention_forward": Use(
+        "2.6", "attention on CUDA: one call for all documents, which returns their lse"
+    ),
+    "torch.ops.aten._flash_attention_backward": Use(
+        "2.6", "its backward, given the lse of all keys on all ranks"
+    ),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": Use(
+        "2.11", "attention of cuDNN: the public function returns no lse"
+    ),
+    "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": Use(
+        "2.11", "its backward, given the lse of all keys on all ranks"
+    ),
+    "torch.cpu._is_amx_tile_supported": Use(
+        "2.6", "to compute bf16 natively where the CPU has matrix units"
+    ),
+    "torch.cpu._is_avx512_bf16_supported": Use(
+        "2.6", "to compute bf16 natively where the CPU has products of bf16"
+    ),
+    "torch._dynamo.maybe_mark_dynamic": Use(
+        "2.1", "compiled graphs take layouts of any size from the first call on"
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": Use(
+        "2.0", "to refuse a sharded batch in a compiled model that seqpar has not enabled"
+    ),
+    "torch._dynamo.disable": Use(
+        "2.7", "it marks functions that must not be traced; `mark_disabled` sets the same marks"
+    ),
+    "torch._dynamo.assume_constant_result": Use(
+        "2.0", "it marks functions with constant results; `mark_constant` sets the same mark"
+    ),
+    "torch.utils._python_dispatch._disable_current_modes": Use(
+        "2.1", "to compute within a checkpoint's forward without its modes, which record operators"
+    ),
+    "torch._transformer_encoder_layer_fwd": Use(
+        "1.12", "to refuse the fast path of nn.TransformerEncoderLayer in compiled functions"
+    ),
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": Use(
+        "2.8", "to never compile a mode's function by itself, which returns wrong values"
+    ),
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": Use("2.8", "an argument of the above"),
+    "torch._C._dynamo.eval_frame._FrameAction": Use("2.8", "an argument of the above"),
+    "torch._library.fake_class_registry.FakeScriptObject": Use(
+        "2.4", "torch.compile passes it in place of a group to functions that it does not trace"
+    ),
+    "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode": Use(
+        "2.0", "to refuse torch.func's transforms, which would return zeros"
+    ),
+    "torch._C._AutoDispatchBelowAutograd": Use(
+        "2.0", "derivatives of operators: those of torch.library take 0.1 ms more per call"
+    ),
+    "torch._C._after_autograd_keyset": Use("2.4", "the dispatch keys below autograd"),
+    "torch.Tensor._version": Use("2.0", "to read a GPU tensor again only after a write"),
+    "torch._C._swap_tensor_impl": Use(
+        "2.3", "to exchange a tensor for its part: swap_tensors refuses tensors saved by autograd"
+    ),
+    "torch.autograd.has_torch_function": Use(
+        "2.0", "backward calls it to find function modes, and leaves these modes while it runs"
+    ),
+    "torch.distributed.distributed_c10d._world": Use(
+        "2.0",
+        "to find a loaded module's group, since there is no public list of groups; and to join a "
+        "group after one could not be joined, since torch numbers them",
+    ),
+    "torch.distributed.ProcessGroup._get_backend": Use(
+        "2.0", "to read a group's backend and its options"
+    ),
+    "torch.distributed.ProcessGroup._start_coalescing": Use(
+        "2.1", "to post messages as one operation, in an eighth of batch_isend_irecv's time"
+    ),
+    "torch.distributed.ProcessGroup._end_coalescing": Use("2.1", "the end of that operation"),
+    "torch.distributed.ProcessGroup._register_backend": Use(
+        "2.0", "another communicator over a group's ranks: new_group may need other ranks too"
+    ),
+    "torch._C._distributed_c10d.Backend.Options._timeout": Use(
+        "2.0", "a group's timeout: a rank that is silent for longer counts as lost"
+    ),
+    "torch.Tensor._base": Use("1.0", "to know views of parameters, which need no offload"),
+    "torch.distributed.DeviceMesh._flatten": Use(
+        "2.5", "a group of all ranks of a mesh with several dimensions"
+    ),
+    "torch.nn.Module._call_impl": Use(
+        "1.6", "to find the modules around a running model, such as DDP's and FSDP's"
+    ),
+    "torch.nn.utils._named_member_accessor.swap_tensor": Use(
+        "2.0", "to use tensors in place of parameters, as torch.func.functional_call does"
+    ),
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Use(
+        "2.6", "to find the parameters that FSDP2 averages, and over which ranks"
+    ),
+    "torch.nn.parallel.DistributedDataParallel._check_reducer_finalized": Use(
+        "2.0", "to check at the end of a backward that DDP averaged in it, not in the next call"
+    ),
+    "torch._C._will_engine_execute_node": Use(
+        "2.0", "to refuse torch.autograd.grad under DDP, which would average no gradients"
+    ),
+    "torch._C._current_graph_task_id": Use(
+        "2.0", "to tell a checkpoint's recomputation from the user's own calls"
+    ),
+    "torch.utils._python_dispatch.TorchDispatchMode": Use(
+        "1.13", "to observe each operator of a simulated step"
+    ),
+    "torch.UntypedStorage._cdata": Use("2.0", "to identify memory without data"),
+    "torch.ops.aten._unsafe_view": Use("1.0", "to know that a simulated operator copies nothing"),
+    "torch.autograd.Variable._execution_engine": Use(
+        "1.0", "to sum gradients over ranks at the end of backward, as DDP does"
+    ),
 }
 
 
