@@ -147,7 +147,7 @@ class BoundModule(nn.Module, Generic[S]):
     ) -> tuple[Any, Any, HeadPlacement]:
         """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
 
-        On meta tensors, the operator's fake rule checks the whole call and sends nothing.
+        Meta tensors are resolved here, because the operator's fake rule checks nothing.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)

@@ -83,9 +83,12 @@ def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
     return store, (where.host, where.port)
 
 
-def connect(host: str, port: int) -> Store:
-    """Return the store at this address; reading a key waits until the key exists."""
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+def connect(host: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Store:
+    """Return the store at this address; reading a key waits until the key exists.
+
+    The timeout is that of connecting.
+    """
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     store.set_timeout(_FOREVER)
     return store
 

@@ -1,7 +1,8 @@
 """Groups that torchft's lighthouse forms, of processes on any number of hosts.
 
-A lighthouse answers a request for a quorum when all processes that live have made one, or after
-some seconds without the others. It tells all of them the same list of members.
+A lighthouse answers requests for a quorum when all members of the last one have asked. If some do
+not, it waits for all processes that live, for a limited time. It tells all that have asked the same
+list of members.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Hashable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from seqpar.comm import launch
@@ -50,9 +51,10 @@ class LighthouseRendezvous:
         self._name = f"{host} {where.local:05} {uuid4()}"
         self._client = _client(address)
         self._members: list[str] = []  # of the current group
+        self._generation = 0  # of the current group
         self._next: Place | None = None  # for which the current group was left
         self._client.heartbeat(self._name)
-        self._heard = time.monotonic()  # when the lighthouse last answered
+        self._silent_since: float | None = None  # when the first of the last heartbeats failed
         self._closed = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
@@ -60,48 +62,54 @@ class LighthouseRendezvous:
     def place(self, report: Report) -> Place:
         """Return this process's place in the next group, when its members have reported."""
         place, self._next = self._next, None
-        return place or self._place(self._quorum(report))
+        return place or self._place(*self._quorum(report))
 
     def regroups(self, report: Report) -> bool:
         """Return whether processes joined or were lost; all members ask after the same step."""
-        quorum = self._quorum(report)
-        failed = any(_data(member)["failed"] for member in quorum.participants)
-        if _names(quorum) == self._members and not failed:
+        members, time_ns = self._quorum(report)
+        if self._is_unchanged(members) and not any(_data(x)["failed"] for x in members):
             return False
-        self._next = self._place(quorum)
+        self._next = self._place(members, time_ns)
         return True
 
     def store(self, place: Place) -> launch.Store:
         """Return the store in which the members of a group meet."""
-        return launch.connect(place.host, place.port)
+        return launch.connect(place.host, place.port, _CONNECT)
 
     def close(self) -> None:
         """Stop to count as a process that lives."""
         self._closed.set()
         self._beats.join()
 
-    def _place(self, quorum: Quorum) -> Place:
-        members = _by_name(quorum)
-        before, self._members = self._members, _names(quorum)
+    def _is_unchanged(self, members: list[QuorumMember]) -> bool:
+        """Return whether these are the members of the current group, and none was in another since.
+
+        A process that was silent, while the others formed a group without it, knows an older one.
+        """
+        generations = {_data(member)["generation"] for member in members}
+        return _names(members) == self._members and generations == {self._generation}
+
+    def _place(self, members: list[QuorumMember], time_ns: int) -> Place:
         if all(_data(member)["done"] for member in members):
             return Place("done")
-        if self._members == before:
+        if self._is_unchanged(members):
             return Place("unchanged")
+        self._members = _names(members)
+        # Not the lighthouse's number: a lighthouse that was started again counts from 1.
+        self._generation = time_ns
         held = [member.step for member in members]
         source = held.index(max(held))
         lacking = tuple(rank for rank, finished in enumerate(held) if finished != held[source])
         host, port = members[0].store_address.split()
         rank, ranks = self._members.index(self._name), len(members)
-        # Not the lighthouse's number: a lighthouse that was started again counts from 1.
-        generation = quorum.created.seconds * 10**9 + quorum.created.nanos
-        return Place("", generation, rank, ranks, source, lacking, host, int(port))
+        return Place("", self._generation, rank, ranks, source, lacking, host, int(port))
 
-    def _quorum(self, report: Report) -> Quorum:
-        """Ask for a quorum, and wait for the others that live."""
+    def _quorum(self, report: Report) -> tuple[list[QuorumMember], int]:
+        """Ask for a quorum; return its members, by name, and the lighthouse's time in ns."""
         answer: Future[Quorum] = Future()
 
         def ask() -> None:  # on a thread, since Python cannot interrupt a request
-            data = {"done": report.done, "failed": report.failed}
+            data = report._asdict() | {"generation": self._generation}
             try:
                 quorum = self._client.quorum(
                     self._name, _FOREVER, self._name, self._store, report.finished, 1, False, data
@@ -114,9 +122,12 @@ class LighthouseRendezvous:
         threading.Thread(target=ask, daemon=True).start()
         while True:
             try:
-                return answer.result(_SILENCE_SECONDS)
+                quorum = answer.result(_SILENCE_SECONDS)
+                members = sorted(quorum.participants, key=lambda member: member.replica_id)
+                return members, quorum.created.seconds * 10**9 + quorum.created.nanos
             except TimeoutError:
-                if time.monotonic() - self._heard > _SILENCE_SECONDS:
+                silent = self._silent_since
+                if silent is not None and time.monotonic() - silent > _SILENCE_SECONDS:
                     raise self._no_answer("it has been silent") from None
                 _log.warning("waiting for the lighthouse %s to form a group", self._address)
 
@@ -124,8 +135,9 @@ class LighthouseRendezvous:
         while not self._closed.wait(_BEAT_SECONDS):
             try:
                 self._client.heartbeat(self._name)
-                self._heard = time.monotonic()
+                self._silent_since = None
             except (RuntimeError, TimeoutError) as error:
+                self._silent_since = self._silent_since or time.monotonic()
                 _log.warning("%s", self._no_answer(error))
 
     def _no_answer(self, reason: object) -> RuntimeError:
@@ -141,14 +153,11 @@ def _client(address: str) -> LighthouseClient:
     return LighthouseClient(address, _CONNECT)
 
 
-def _by_name(quorum: Quorum) -> list[QuorumMember]:
-    return sorted(quorum.participants, key=lambda member: member.replica_id)
+def _names(members: list[QuorumMember]) -> list[str]:
+    return [member.replica_id for member in members]
 
 
-def _names(quorum: Quorum) -> list[str]:
-    return [member.replica_id for member in _by_name(quorum)]
-
-
-def _data(member: QuorumMember) -> dict[Hashable, object]:
-    assert member.data is not None  # every process sends it
+def _data(member: QuorumMember) -> dict[Hashable, Any]:
+    if member.data is None or "generation" not in member.data:
+        raise ValueError(f"{VARIABLE}: {member.replica_id!r} asked this lighthouse for another one")
     return member.data

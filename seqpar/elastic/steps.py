@@ -60,7 +60,7 @@ class _Checkpoint:
     def check(self) -> None:
         """Raise a ValueError if the bytes can be written, but not read."""
         try:
-            self.parse(self._bytes())
+            self.parse(self._data.numpy().tobytes())
         except UnpicklingError as error:
             reason = "torch.load with weights_only=True must be able to read them"
             raise ValueError(f"states must have only tensors and plain values: {reason}") from error
@@ -78,18 +78,20 @@ class _Checkpoint:
         """Replace the file, or leave the old one and warn, for example if the disk is full."""
         new = path.with_name(f"{path.name}.new")
         try:
-            new.write_bytes(self._bytes())
+            # Not as `bytes`: copying them would stop all threads, also one that sends heartbeats.
+            new.write_bytes(self._data.numpy().data)
             new.replace(path)
         except OSError as error:
             _log.warning("the checkpoint after %d steps was not written: %s", self.finished, error)
 
-    def _bytes(self) -> bytes:
+    @property
+    def _data(self) -> Tensor:
         assert self.data is not None
-        return self.data.numpy().tobytes()
+        return self.data
 
     def restore(self, states: Mapping[str, Stateful]) -> None:
         if self.data is not None:
-            file = io.BytesIO(self._bytes())
+            file = io.BytesIO(self._data.numpy().tobytes())
             content = torch.load(file, weights_only=True, map_location="cpu")["states"]
             for name, each in states.items():
                 each.load_state_dict(content[name])

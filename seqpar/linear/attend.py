@@ -80,8 +80,9 @@ class Steps(Protocol[O_co, R_co]):
 
         In forward the result is out (B, T, max(Hq, H), V) in q's dtype, and states are (states_in,
         B, H, K, V). Without causality the sum of all states of the document, including the run's
-        own, enters a run. In backward the results are the inputs' gradients, and `states`
-        (states_out, B, H, K, V) has the gradients of the states that leave spans.
+        own, enters a run. In backward the results are the inputs' gradients, in fp32 or in the
+        inputs' dtypes, and `states` (states_out, B, H, K, V) has the gradients of the states that
+        leave spans.
         """
 
 

@@ -33,7 +33,7 @@ class CallArguments(NamedTuple):
     values.
     """
 
-    layout: Tensor  # the handle of a geometry
+    layout: Tensor  # the handle of a geometry; the others, `settings`, can be hashed
     states_in: Count  # the number of states that enter this rank's spans
     documents: Count
     strategy: str  # the key of a BoundStrategy
@@ -41,6 +41,10 @@ class CallArguments(NamedTuple):
     causal: bool
     scale: float
     return_state: bool
+
+    @property
+    def settings(self) -> tuple[Hashable, ...]:
+        return self[1:]
 
     def shared(self, begun: bool, canonical: bool) -> dict[str, object]:
         """Return the values that must be equal on all ranks, by names that users know."""

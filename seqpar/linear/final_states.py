@@ -13,7 +13,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.scanning import on_device
+from seqpar.linear.scanning import as_tensor
 
 STEP = 1  # after that of the states which enter spans, whatever the transport
 
@@ -57,13 +57,14 @@ class _Plan:
         self.own = parts[rank]  # the states that this rank sends
         self.received = [(p, parts[p]) for p in ranks if p != rank and ended[p].size]
         self.states = routes.lengths.size
-        empty = np.flatnonzero(routes.lengths == 0)
-        self.empty = on_device(empty, device) if empty.size else None
+        empty = np.flatnonzero(routes.lengths == 0)  # the documents without tokens
+        self.empty = as_tensor(empty, device) if empty.size else None
+        # Where their states are.
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
         # Where each document's state is; None: they are in the order of the documents.
         in_order = np.array_equal(order, np.arange(order.size))
-        self.order = None if in_order else on_device(order, device)
+        self.order = None if in_order else as_tensor(order, device)
 
 
 def final_states_traffic(call: ResolvedCall, rank: int, gradients: bool) -> list[Traffic]:
@@ -86,7 +87,7 @@ class FinalGradients:
         device, routes = own.device, call.routes
         ended = call.once(
             ("final gradients", device),
-            lambda: [on_device(routes.ended(rank), device) for rank in range(routes.ranks)],
+            lambda: [as_tensor(routes.ended(rank), device) for rank in range(routes.ranks)],
         )
         self._own = own.index_select(0, ended[comm.rank])
         arriving = (0, *own.shape) if not len(self._own) else (len(comm.peers), *self._own.shape)

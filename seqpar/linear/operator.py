@@ -178,7 +178,7 @@ def _digest(
             "beta": str(gates[1]),
         }
 
-    key = "linear", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments[1:]
+    key = "linear", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments.settings
     constant = None if log_decay is None or log_decay.dim() > 1 else log_decay
     return digest_of_call(call.layout, key, described).extended(log_decay=constant)
 
@@ -196,7 +196,7 @@ def _save_for_backward(ctx: _CallContext, operands: tuple[Any, ...], results: li
     arguments = CallArguments._make(carried)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(results[3])
-    ctx.settings = arguments[1:]
+    ctx.settings = arguments.settings
     ctx.has_initial_state = initial is not None
     ctx.bound = BoundStrategy.of(arguments.strategy)  # kept alive until backward, with its key
     ctx.handles = arguments.layout  # hooks may copy saved tensors

@@ -24,7 +24,7 @@ from seqpar.linear.chains import Hop
 Index = slice | Tensor
 
 
-def on_device(numbers: Ints, device: torch.device) -> Tensor:
+def as_tensor(numbers: Ints, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
 
 
@@ -33,7 +33,7 @@ def index_of(numbers: Ints, device: torch.device) -> Index:
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
-    return on_device(numbers, device)
+    return as_tensor(numbers, device)
 
 
 class Carrying(NamedTuple):
@@ -93,7 +93,7 @@ class Rounds:
         self.pads = bool((states < 0).any())
         of_blocks = states * blocks + np.arange(blocks)[:, None]
         of_blocks = np.where(states < 0, sources * blocks, of_blocks).ravel()
-        self.states = on_device(of_blocks, device)
+        self.states = as_tensor(of_blocks, device)
 
         reached = joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
@@ -104,7 +104,7 @@ class Rounds:
         sums[slots[at_station]] = first[at_station, None] + np.arange(blocks) * reached.size
         # (stations · blocks,) the arrivals with the sums at stations: all blocks of each station,
         # by slot.
-        self.sums = on_device(sums.ravel(), device)
+        self.sums = as_tensor(sums.ravel(), device)
 
         order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(blocks))
         rounds = {number: Round(number, [], [], [], [], []) for number, _, _ in order}

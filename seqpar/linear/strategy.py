@@ -58,7 +58,7 @@ class Exchange(Protocol[O_contra]):
         """
 
     def wait(self) -> Tensor:
-        """Return the states, (stations, B, H, K, V), by slot: sums of states, or from maps.
+        """Return (stations, B, H, K, V) by slot: sums of states, or states that maps let enter.
 
         With maps, those that enter heads may be anything.
         """
@@ -128,12 +128,6 @@ class LinearStrategy(Generic[C]):
             else:
                 _warn(f"{self.family} attention runs as plain PyTorch on CUDA: {reason}")
         return arguments._replace(backend=chosen)
-        preferred = PREFERRED[self.family]
-        reason = refusal(self.family, preferred, inputs.q, inputs.v)
-        if reason is None:
-            return preferred
-        _warn(f"{self.family} attention runs as plain PyTorch on CUDA: {reason}")
-        return "aten"
 
     def check_shapes(self, inputs: Inputs) -> None:
         """Raise if shapes are wrong, before anything is derived from them."""

@@ -361,7 +361,7 @@ class Attention(BoundModule[Strategy]):
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
     ) -> OperatorInputs:
-        """Do what `_agreed_inputs` does, but without handing q to another file and back."""
+        """Do what `_agreed_inputs` does, so that q goes straight from this file to the operator."""
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
         except (ValueError, TypeError) as fault:

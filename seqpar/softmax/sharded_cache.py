@@ -129,6 +129,7 @@ class CacheRows:
         return Layout.from_spans(spans, np.r_[0, lengths.cumsum()])
 
     def rows_in_use(self, rank: int) -> int:
+        """Return how many rows there are up to a rank's last token."""
         return int(self.capacities[rank, :-1].sum() + self.held[rank, -1])
 
     def last_rows(self, rank: int, tokens: int) -> Tensor:

@@ -172,10 +172,8 @@ class Ulysses(Strategy):
         kv: list[Tensor] = []
         sums: Tensors = {}  # dk and dv of KV heads that the next group shares
         for group in plan.groups:
-            heads, own_call = (
-                in_heads(group.arriving, next(arrivals)),
-                group.call.with_heads_of(call, group.own.q),
-            )
+            heads = in_heads(group.arriving, next(arrivals))
+            own_call = group.call.with_heads_of(call, group.own.q)
             if self.keep == "tokens":
                 output = OutputGradient(
                     heads["dout"], None, heads["lse"], heads.get("dlse"), heads["delta"]

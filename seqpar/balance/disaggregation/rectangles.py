@@ -143,9 +143,10 @@ def _last_rows(
 
     # The most tiles of rows that the part can leave out and still have at least `pairs`.
     tiles = range(1, (rows - 1) // tile + 1)
-    before = bisect_left(tiles, True, key=lambda tiles: part(tiles).pairs < pairs)
-    if at_least or part(before).pairs <= pairs:
-        return part(before)
+    before = bisect_left(tiles, True, key=lambda n: part(n).pairs < pairs)
+    found = part(before)
+    if at_least or found.pairs <= pairs:
+        return found
     return part(before + 1) if (before + 1) * tile < rows else None
 
 

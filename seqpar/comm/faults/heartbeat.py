@@ -180,7 +180,7 @@ class Heartbeat:
         with suppress(RuntimeError):  # the store is gone: this rank raises its own cause
             cause = self._store.compare_set("verdict", "", cause).decode()
         self._adopt(cause)
-        self._clock.sleep(2 * self._interval)
+        self._clock.sleep(2 * self._interval)  # then all ranks that wait have read the verdict
         return cause
 
     def stop(self) -> None:

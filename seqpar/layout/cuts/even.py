@@ -2,8 +2,7 @@
 
 Each of P ranks gets n = ⌈T/P⌉ of T tokens, whatever the documents are. If T < P·n, fewer than P
 tokens are missing at the end of the pack. In a round each rank in turn gets an equal part of
-consecutive tokens; parts of the last round are smaller. All counts are closed forms, without an
-entry per round or document.
+consecutive tokens; parts of the last round are smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from seqpar.layout.cuts.cuts import Columns, CountedCut, Counts, HeldSpans, Hold
 
 
 class RowPlaces(NamedTuple):
-    """Places in the row, as arrays."""
+    """Places in the pack, as arrays."""
 
     dealt: Ints  # number of tokens that each rank got in earlier rounds
     offset: Ints  # number of tokens of this round before the place
@@ -44,7 +43,10 @@ class RowPlaces(NamedTuple):
 
 
 class Deal:
-    """T tokens dealt to P ranks: first one by one, `singles` per rank, then in larger parts."""
+    """T tokens dealt to P ranks: first one by one, `singles` per rank, then in larger parts.
+
+    All counts are closed forms, without an entry per round or document.
+    """
 
     def __init__(self, tokens: int, ranks: int, part: int, singles: int = 0) -> None:
         self.ranks = ranks
@@ -58,7 +60,7 @@ class Deal:
         self._first_number = np.array([0, singles, singles + rounds]) * ranks  # of each kind
 
     def place(self, row: Ints) -> RowPlaces:
-        """Return the places of the given indices of the row, each from 0 to T."""
+        """Return the places of the given indices of the pack, each from 0 to T."""
         kind = np.searchsorted(self._begin[1:] * self.ranks, row, side="right")
         begin, part = self._begin[kind], self._part[kind]
         rounds, offset = np.divmod(row - begin * self.ranks, part * self.ranks)

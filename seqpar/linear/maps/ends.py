@@ -19,7 +19,7 @@ from seqpar.linear.chains import Chain
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.maps import Maps, apply
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.scanning import on_device
+from seqpar.linear.scanning import as_tensor
 
 
 class Ends:
@@ -36,7 +36,7 @@ class Ends:
         entered = np.flatnonzero(chain.maps[heads] >= 0)
         carried = np.flatnonzero(chain.number[tails] > 0)
 
-        tensor = partial(on_device, device=device)
+        tensor = partial(as_tensor, device=device)
         self.documents = tensor(chain.documents[tails])  # of tails that have a map
         self.of_heads = tensor(chain.documents[heads])  # of heads that a state enters
         empty = np.flatnonzero(routes.lengths == 0)

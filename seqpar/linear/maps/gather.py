@@ -27,7 +27,7 @@ from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.scanning import Index, index_of, on_device
+from seqpar.linear.scanning import Index, as_tensor, index_of
 from seqpar.linear.strategy import Exchange
 
 
@@ -58,7 +58,7 @@ class Gathering:
         used = np.flatnonzero(mine & (chain.behind > 0))
         parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
         # The slots of its maps that other spans need: of heads, and full maps.
-        self.own = [on_device(chain.maps[part], device) for part in parts]
+        self.own = [as_tensor(chain.maps[part], device) for part in parts]
         place = np.full(chain.number.size, -1)  # of each span that the rank needs, in its tensor
         for part in parts:
             place[part] = np.arange(part.size)
@@ -101,7 +101,7 @@ class Gathering:
             row, span = rows[start:stop], spans[start:stop]
             station = mine[span]
             applied = span[chain.number[span] < lasts[row]]
-            entered = on_device(chain.stations[span[station]], device) if station.any() else None
+            entered = as_tensor(chain.stations[span[station]], device) if station.any() else None
             maps = index_of(place[applied], device) if applied.size else None
             self.folds.append(Fold(entered, index_of(row[station], device), maps, applied.size))
 

@@ -81,7 +81,7 @@ class MapStrategy(LinearStrategy[MapCall]):
             return StateRoutes.of(layout, True, arguments.return_state, has_initial_state)
 
         settled = layout.derived(("settled recurrent",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, kind, shape, has_initial_state, *arguments[1:]
+        key = comm.rank, comm.size, kind, shape, has_initial_state, *arguments.settings
         routes = settled(key, settle)
         options = MapOptions(kind, arguments.scale, arguments.backend)
         return MapCall(comm.rank, layout, routes, shape, options)

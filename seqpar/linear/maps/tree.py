@@ -31,7 +31,7 @@ from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapStrategy
-from seqpar.linear.scanning import Index, index_of, on_device, start
+from seqpar.linear.scanning import Index, as_tensor, index_of, start
 
 
 class Arrivals(NamedTuple):
@@ -96,10 +96,10 @@ def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> 
     parts = list(zip(ranks.tolist(), map(slice, first.tolist(), stops), strict=False))
     onward = np.flatnonzero(chain.behind[reached] >= 2 * apart)
     return Arrivals(
-        stations=on_device(chain.stations[reached], device),
+        stations=as_tensor(chain.stations[reached], device),
         parts=parts,
         onward=index_of(onward, device),
-        maps=on_device(chain.maps[reached[onward]], device),
+        maps=as_tensor(chain.maps[reached[onward]], device),
     )
 
 

@@ -80,7 +80,7 @@ class StateStrategy(LinearStrategy[StateCall]):
             return routes, options_of_call() if known else None
 
         settled = layout.derived(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, shape, has_initial_state, values, device, *arguments[1:]
+        key = comm.rank, comm.size, shape, has_initial_state, values, device, *arguments.settings
         routes, options = settled(key, settle)
         if options is None:
             assert log_decay is not None

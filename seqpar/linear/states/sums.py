@@ -98,11 +98,12 @@ class Gathering:
         self._compose, self.sizes, parts = _composed(
             outgoing, routes.sources(rank, backward).slots.size
         )
-        # The other ranks that get a part, with its number, and from which states come.
+        # The other ranks that get a part, with its number.
         self.sent = [(p, parts[p]) for p in ranks if p != rank and self.sizes[parts[p]]]
         self.own = parts[rank]  # which it keeps
         self.arriving = [route.stations.size for route in incoming]  # states from each rank
         self.arrivals = sum(self.arriving)
+        # The other ranks from which states come.
         self.senders = [p for p in ranks if p != rank and self.arriving[p]]
         self.travels = bool(self.sent or self.senders)
         slots = routes.stations(rank, backward).slots.size
@@ -115,11 +116,16 @@ class Gathering:
     def weigh(self, options: StateOptions) -> list[Sum]:
         """Return the functions of the sums that this rank computes, in order.
 
-        The first composes states, the second adds arriving states at each station, by slot, and the
-        others also add the sums of all earlier stations of its document.
+        The first composes states, and the second adds arriving states at each station, by slot.
+        After all others, a station also has the sums of the earlier stations of its document.
         """
-        unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
+        # A function of the module, since layouts take the result along when they are pickled.
+        unchanged: list[Sum] = [_as_they_are] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
+
+
+def _as_they_are(states: Tensor) -> Tensor:
+    return states
 
 
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:

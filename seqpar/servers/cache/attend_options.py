@@ -38,6 +38,7 @@ class AttendOptions(NamedTuple):
     def of(
         cls,
         shape: OperandShape,
+        *,
         causal: bool,
         window_size: WindowSize,
         softmax_scale: float | Tensor | None,

@@ -216,7 +216,15 @@ class ServerCache:
         if (shape := RowShape.of(k, v)) != kept.shape:
             raise ValueError(f"k and v must be like those at put, {kept.shape}, got {shape}")
         operands = OperandShape.of(q, k, v)
-        options = AttendOptions.of(operands, causal, window_size, scale, softcap, sinks, return_lse)
+        options = AttendOptions.of(
+            operands,
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
         self._pool.dispatcher()  # raises in a forked process
         kept.append(k, v)
         return kept.ask(q.detach(), options, heads)

@@ -300,7 +300,10 @@ class ServerConnection:
     def take_result(
         self, attempt: Attempt, result: protocol.Result, frames: Sequence[Frame]
     ) -> list[Tensor]:
-        """Finish an attempt; return copies of its result. A damaged one raises a RequestError."""
+        """Finish an attempt; return copies of its result.
+
+        Raise a RequestError or a TransportError if the payload is damaged or not in its place.
+        """
         session, payload = self._session, attempt.work.packed.form.result
         session.last_was_brief = result.watching > 0
         session.server_looks_until = time.monotonic() + result.watching

@@ -63,7 +63,7 @@ class ResultSender:
             frames = sending.due(client.watched_until)
             if sending.moving:
                 moving.append((client, job, sending))
-                if frames:
+                if frames:  # one, a Knock
                     self._clients.send(client.peer, bytes(frames[0]))
                 continue
             del client.jobs[job.task.request]

@@ -47,7 +47,7 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
     """Yield the ways of a division, by the strategies of most use or by all others.
 
-    With more than 128 ranks, ways that would take minutes to simulate are left out.
+    With more than 128 ranks only USP is tried, unless it would take minutes to simulate.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
@@ -56,13 +56,16 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     strategies = [x for x in STRATEGIES if (x in first) != others]
     if ranks == 1:
         strategies = [] if others else strategies[:1]
+    if ranks > MAX_RANKS_AS_ONE:
+        strategies = [x for x in strategies if x == "usp"]
     found = candidates(context.cluster, ranks, strategies)
     if costs.model.recurrence is not None:  # whose layers need one group of the context ranks
         found = [x for x in found if x.mesh is None]
     for named in layouts(division.lengths, context, division.largest) if found else ():
+        quick = found
         if ranks > MAX_RANKS_AS_ONE:
-            found = [x for x in found if _exchanges(x, named, context) <= _MAX_RECORDED_EXCHANGES]
-        yield from _in_place(found, named, context, costs, division)
+            quick = [x for x in found if _exchanges(x, named, context) <= _MAX_RECORDED_EXCHANGES]
+        yield from _in_place(quick, named, context, costs, division)
         if ranks == 1:
             return
 

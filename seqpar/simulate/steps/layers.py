@@ -20,7 +20,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.linear.kinds import kind as kind_of
-from seqpar.simulate.recording.program import Post, Program, Sizes
+from seqpar.simulate.recording.program import Begin, Post, Program, Serve, Sizes
 from seqpar.simulate.recording.recording import record
 from seqpar.simulate.recording.serving import RecordedPool, record_served
 from seqpar.softmax.module import Attention
@@ -169,7 +169,8 @@ def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
         shift = rank - recorded
         return tuple(sorted((x - x % length + (x + shift) % length, n) for x, n in messages))
 
-    # The strategies whose ranks are alike run one program, without `Begin` or `Serve`.
+    # The strategies whose ranks are alike run one program.
+    assert not any(isinstance(x, Begin | Serve) for x in program.actions)
     actions = [
         replace(x, sends=moved(x.sends), recvs=moved(x.recvs)) if isinstance(x, Post) else x
         for x in program.actions

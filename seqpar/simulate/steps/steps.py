@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from seqpar.strategies.registry import SOFTMAX
 
 SHARDING = ("none", "gradients", "full")
 ACTIVITIES = ("busy", "waiting")
+_Amount = TypeVar("_Amount", float, Floats)
 _SHARDED_PARAMETERS = -1  # an exchange number that recorded code never uses
 
 
@@ -179,9 +180,10 @@ def step(
             # counts once. Each further layer adds the time of the second, which is exact for equal
             # layers.
             two, _ = simulator.play(attending, products, 2)
-        seconds += _all_layers("seconds", count, one, two)
+        seconds += _all_layers(count, one.seconds, None if two is None else two.seconds)
         for activity in ACTIVITIES:
-            spent[activity] = spent[activity] + _all_layers(activity, count, one, two)
+            of_two = None if two is None else getattr(two, activity)
+            spent[activity] = spent[activity] + _all_layers(count, getattr(one, activity), of_two)
         kept_bytes = tokens * model.attention_elements(attending.layer) * costs.itemsize
         temporary_bytes = np.maximum(
             temporary_bytes, one.peak_bytes - np.r_[kept_bytes, no_servers]
@@ -255,10 +257,9 @@ def head_seconds(costs: Costs, tokens: float) -> float:
     return flops / costs.cluster.device.reached_rate
 
 
-def _all_layers(figure: str, count: int, one: Outcome, two: Outcome | None) -> Any:
+def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
     """Extrapolate from one layer or, if two were played, from the time that the second adds."""
-    first = getattr(one, figure)
-    return count * first if two is None else first + (count - 1) * (getattr(two, figure) - first)
+    return count * one if two is None else one + (count - 1) * (two - one)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ class Partial:
         return replace(self, sums=Sums.of(out, lse))
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Set rows that have no keys yet."""
         self.out[:, rows], self.lse[:, rows] = out, lse
 
     def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:

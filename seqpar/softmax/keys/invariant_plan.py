@@ -300,8 +300,8 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
     if tiles.moved is not None:
         heads, dims = shape.batch * shape.heads, (shape.dim, shape.value_dim)
         statistics = (1 + call.return_lse) * accumulator
-        away = share(rank, call.layout, tiles.moved)[1]
-        back = share(rank, tiles.moved, call.layout)[1]
+        _, away = share(rank, call.layout, tiles.moved)
+        _, back = share(rank, tiles.moved, call.layout)
         for peer in call.others(rank):
             for direction, step, messages, count, size in (
                 ("forward", 0, 1, away[peer], dims[0] * element),

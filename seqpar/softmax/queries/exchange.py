@@ -91,15 +91,17 @@ class QuerySchedule(NamedTuple):
             for group, heads in enumerate(groups):
                 batch, count = call.shape.batch, heads.queries.stop - heads.queries.start
                 sent, received = (batch, hop.sent_count, count), (batch, hop.received_count, count)
-                forms = (
-                    (sent, travelling),
-                    (received, travelling),
-                    (received, results),
-                    (sent, results),
+                messages = HopMessages(
+                    hop,
+                    hop.step * len(groups) + group,
+                    group,
+                    packs,
+                    outgoing=Packing(sent, travelling),
+                    incoming=Packing(received, travelling),
+                    leaving=Packing(received, results),
+                    returning=Packing(sent, results),
                 )
-                packings = [Packing(sizes, formats) for sizes, formats in forms]
-                number = hop.step * len(groups) + group
-                hops.append(HopMessages(hop, number, group, packs, *packings))
+                hops.append(messages)
         return cls(groups, hops, bool(hops) and hops[-1].hop.step < last_step)
 
 

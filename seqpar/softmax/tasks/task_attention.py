@@ -186,7 +186,10 @@ def complete_backward(
     operands: Operands,
     residuals: list[Tensor],
 ) -> Gradients:
-    """Return dq, dk and dv, in the accumulator's dtype."""
+    """Return dq, dk and dv, in the accumulator's dtype.
+
+    `residuals` are the blocks of queries and of keys that servers kept in forward, if any.
+    """
     q, k, v, _ = operands
     plan, total = posted.plan, PartialGradients.zeros(q, k, v)
     foreign_keys = _split(posted.foreign_keys, k, v)

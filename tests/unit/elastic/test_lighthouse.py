@@ -77,14 +77,29 @@ def test_a_new_process_joins_after_a_step(member):
     old = [member(0), member(1)]
     together(old, "place", *[Report(0, False)] * 2)
     with ThreadPoolExecutor(1) as pool:
-        new = member(2)
-        joining = pool.submit(new.place, Report(0, False))
-        # The lighthouse waits for the new process, since it has said that it lives.
-        assert together(old, "regroups", *[Report(1, False)] * 2) == [True] * 2
+        joining = pool.submit(member(2).place, Report(0, False))
+        while together(old, "regroups", *[Report(1, False)] * 2) == [False] * 2:
+            pass  # the new process has not asked yet
         places = [*together(old, "place", *[Report(1, False)] * 2), joining.result(30)]
     assert [(place.rank, place.ranks, place.lacking) for place in places] == [
         (rank, 3, (2,)) for rank in range(3)
     ]
+
+
+def test_a_member_that_was_left_out_returns(members):
+    together(members, "place", *[Report(0, False)] * 3)
+    late = members[2]
+    late._closed.set()  # it is silent for a while, and the others continue without it
+    places = together(members[:2], "place", *[Report(1, False, True)] * 2)
+    assert [place.ranks for place in places] == [2, 2]
+    with ThreadPoolExecutor(1) as pool:
+        late_one = pool.submit(late.regroups, Report(1, False))  # as if nothing had happened
+        while together(members[:2], "regroups", *[Report(2, False)] * 2) == [False] * 2:
+            pass  # the late one has not asked yet
+        assert late_one.result(30)
+    places = together(members, "place", *[Report(2, False)] * 3)
+    assert [(place.end, place.ranks, place.lacking) for place in places] == [("", 3, (2,))] * 3
+    assert len({place.generation for place in places}) == 1
 
 
 def test_a_failure_without_a_loss_ends_all(members):

@@ -49,6 +49,7 @@ def session_of(module: nn.Module) -> EnabledModel | None:
 
 
 def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
+    """Return a layer's session and its record. Raise a ValueError for a copied layer."""
     session = session_of(module)
     if session is None:
         where = f"a layer {type(module).__name__} is not of an enabled model"

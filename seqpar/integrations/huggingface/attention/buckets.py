@@ -90,7 +90,8 @@ def masks_of(
 ) -> BandMasks:
     """Return (band, mask) for each band in which tokens of a batch attend to each other.
 
-    `known` keeps the result for all layers of the encoder or decoder; bias is (1, H, 1, bands).
+    `known` keeps the result for all layers of the encoder or decoder. Raises a ValueError if the
+    bias (1, H, 1, bands) or the mask does not belong to these bands.
     """
     bands = bands_of(layer)
     if shape != MaskShape(causal=layer.is_decoder):

@@ -24,6 +24,7 @@ _FEATURES = {
 
 
 def _text_of(model: Any) -> Any:
+    """Return the text model of a model that has other parts, such as a vision tower, or None."""
     config = model.config
     text_config = config.get_text_config()
     if text_config is config or getattr(config, "is_encoder_decoder", False):

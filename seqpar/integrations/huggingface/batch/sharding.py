@@ -73,6 +73,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Origin:
+    """The models for which a batch was sharded."""
+
     comm: Comm
     family: str  # the Python module of their class, which decides how tokens are numbered
     shifts: bool | None  # whether labels are next tokens
@@ -80,6 +82,8 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
+    """The division of a batch among ranks."""
+
     main: Side  # the tokens that have logits: the decoder's, if there is an encoder too
     encoder: Side | None = None
     labels: int | None = None  # how many labels count on all ranks together; None without labels

@@ -30,13 +30,16 @@ def tensors_in(nested: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Tens
 
 
 def with_tensors(nested: Any, function: Callable[[Tensor, str], Tensor], name: str = "") -> Any:
-    """Return mappings, lists and tuples with `function(tensor, name)` in place of each tensor."""
+    """Return mappings, lists and tuples with `function(tensor, name)` in place of each tensor.
+
+    Of their subclasses, it rebuilds only named tuples.
+    """
     if isinstance(nested, Tensor):
         return function(nested, name)
     if isinstance(nested, Mapping):
         made = {name: with_tensors(value, function, name) for name, value in nested.items()}
         return type(nested)(**made)
-    if isinstance(nested, list | tuple):
+    if type(nested) in (list, tuple) or hasattr(nested, "_make"):
         make = getattr(nested, "_make", type(nested))
         return make(with_tensors(value, function, name) for value in nested)
     return nested

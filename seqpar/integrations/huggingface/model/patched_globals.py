@@ -53,7 +53,7 @@ class Overlay(Replaced):
         super().__init__(module, "forward", MethodType(made, module))
 
     def remove(self) -> None:
-        """Restore the class's forward, unless the module has been given another forward since."""
+        """Restore the forward before, unless the module has been given another forward since."""
         if vars(self._module).get("forward") is self._value:
             super().remove()
 

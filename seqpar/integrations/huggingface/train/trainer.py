@@ -83,7 +83,8 @@ class OverRanks:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sp = _session_in(self.model)
-        # For a few models, such as GPT-2, transformers counts the first label of each row too.
+        # For a few models, such as GPT-2, transformers' Trainer counts each row's first label too,
+        # and has this attribute.
         shifts = getattr(self, "_loss_shifts_labels", True)
         self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
         balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"

@@ -183,7 +183,7 @@ class Chunks:
         step = Step(self.powers.total, None, None, *maps)
         # Decays soon make numbers or their products subnormal, and cores are slow with those.
         least = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
-        return sweep(self.grid, step, states, reverse, False, least).last
+        return sweep(self.grid, step, states, reverse, keep=False, least=least).last
 
     def _product_of_decays(self) -> Tensor:
         per_key = self.kind.transition == "key"
