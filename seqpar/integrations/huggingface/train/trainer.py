@@ -13,6 +13,8 @@ from seqpar.integrations.huggingface.batch.sharding import KEY
 from seqpar.integrations.huggingface.model.layers import loss_shifts
 from seqpar.integrations.huggingface.session import SequenceParallel, require
 
+_SHIFTS = "_loss_shifts_labels"  # attribute of transformers' Trainer
+
 
 def trainer(base: type) -> type:
     """Return a Trainer class for enabled models, whose ranks share each sequence.
@@ -83,9 +85,8 @@ class OverRanks:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sp = _session_in(self.model)
-        # For a few models, such as GPT-2, transformers' Trainer counts each row's first label too,
-        # and has this attribute.
-        shifts = getattr(self, "_loss_shifts_labels", True)
+        # For a few models, such as GPT-2, transformers counts the first label of each row too.
+        shifts = getattr(self, _SHIFTS, True)
         self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
         balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
         refused = {
