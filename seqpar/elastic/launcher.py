@@ -99,7 +99,8 @@ class Launcher:
         if self._ended:
             return
         if self._members and not self._workers.keys() & set(self._members):
-            # Spares have no checkpoint. A script may also end before its last step.
+            # Spares have no checkpoint, so the training ends. It is done if all members exited with
+            # 0, which a script may do before its last step.
             lost = any(map(self._codes.get, self._members))
             self._end("lost" if lost else "done", self._reports())
         elif self._complete():
@@ -110,7 +111,7 @@ class Launcher:
         self._workers[self._started] = _Worker(self._start(self._started))
 
     def _complete(self) -> bool:
-        """Return whether all that can be members of the next group have reported."""
+        """Return whether to answer now. Kill late members; end the training if too few are left."""
         ready = self._reports()
         present = [number for number in self._members if number in self._workers]
         late = [number for number in present if number not in ready]

@@ -1,8 +1,8 @@
 """Groups that torchft's lighthouse forms, of processes on any number of hosts.
 
-A lighthouse answers requests for a quorum when all members of the last one have asked. If some do
-not, it waits for all processes that live, for a limited time. It tells all that have asked the same
-list of members.
+A lighthouse answers requests for a quorum as soon as every member of the last quorum has asked. If
+a member does not ask, the lighthouse waits for all live processes, for a limited time. Every
+process that asked gets the same list of members.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"  # of the environment: the lighthouse's address, as torchft has it
 _CONNECT = timedelta(seconds=10)
-_THIS_HOST = "localhost", "127.0.0.1"  # torchrun names the store of its agent so
+_THIS_HOST = "localhost", "127.0.0.1"  # torchrun's names for the host of its agent's store
 _FOREVER = timedelta(days=7)  # to wait for other processes, which may be in a long step
 _BEAT_SECONDS = 0.5  # a lighthouse waits 5 s for the next one
 _SILENCE_SECONDS = 30.0  # of the lighthouse, before a process gives up
@@ -52,9 +52,9 @@ class LighthouseRendezvous:
         self._client = _client(address)
         self._members: list[str] = []  # of the current group
         self._generation = 0  # of the current group
-        self._next: Place | None = None  # for which the current group was left
+        self._next: Place | None = None  # that `regroups` found, until `place` returns it
         self._client.heartbeat(self._name)
-        self._silent_since: float | None = None  # when the first of the last heartbeats failed
+        self._silent_since: float | None = None  # when the current failed heartbeats began
         self._closed = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
@@ -77,14 +77,14 @@ class LighthouseRendezvous:
         return launch.connect(place.host, place.port, _CONNECT)
 
     def close(self) -> None:
-        """Stop to count as a process that lives."""
+        """Stop the heartbeats; the lighthouse then counts this process as dead."""
         self._closed.set()
         self._beats.join()
 
     def _is_unchanged(self, members: list[QuorumMember]) -> bool:
-        """Return whether these are the members of the current group, and none was in another since.
+        """Return whether these are the current group's members, and all report its generation.
 
-        A process that was silent, while the others formed a group without it, knows an older one.
+        A process that was silent while the others formed a group reports an older generation.
         """
         generations = {_data(member)["generation"] for member in members}
         return _names(members) == self._members and generations == {self._generation}
@@ -112,7 +112,14 @@ class LighthouseRendezvous:
             data = report._asdict() | {"generation": self._generation}
             try:
                 quorum = self._client.quorum(
-                    self._name, _FOREVER, self._name, self._store, report.finished, 1, False, data
+                    self._name,
+                    _FOREVER,
+                    address=self._name,
+                    store_address=self._store,
+                    step=report.finished,
+                    world_size=1,
+                    shrink_only=False,
+                    data=data,
                 )
             except Exception as error:
                 answer.set_exception(self._no_answer(error))

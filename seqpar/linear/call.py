@@ -46,13 +46,13 @@ class CallArguments(NamedTuple):
     def settings(self) -> tuple[Hashable, ...]:
         return self[1:]
 
-    def shared(self, begun: bool, canonical: bool) -> dict[str, object]:
+    def shared(self, has_initial_state: bool, canonical: bool) -> dict[str, object]:
         """Return the values that must be equal on all ranks, by names that users know."""
         return {
             "layout": name_of(self.layout, canonical),
             "causal": self.causal,
             "scale": self.scale,
-            "initial_state": begun,
+            "initial_state": has_initial_state,
             "return_state": self.return_state,
             "backend": self.backend,
         }

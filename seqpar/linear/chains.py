@@ -100,7 +100,7 @@ class Chain(NamedTuple):
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
         """Return the spans that pass a state on, to or from a rank, and the last ones on the rank.
 
-        They are indices; the one after a span that passes a state on is the one that it goes to.
+        Both are indices in the chain. A span passes its state on to the next index.
         """
         here, last = self.holder == rank, self.behind == 0
         to_here = np.r_[here[1:], False]
@@ -116,9 +116,10 @@ class Chain(NamedTuple):
         carries: Ints,
         rows: Ints | int,
     ) -> Ints:
-        """Return (8, links) from spans to spans, as `hops_of` reads them.
+        """Return (8, links): depth, source, target, document, then the last four fields of `Hop`.
 
-        `slots` are of the links, and the other arguments of all spans, as sources.
+        `source` and `target` are each link's spans, as indices in the chain; `slots` has its slot
+        on the target. The other arguments have a value per span, read at the link's source.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -177,7 +178,7 @@ def _links_from_ends(
 ) -> Iterator[Ints]:
     """Yield a rank's links of backward from documents' ends, which all ranks have.
 
-    They go to the `last` spans of documents; `slots` are where, for all spans.
+    They go to the `last` spans of documents; `slots` (spans,) has every span's slot there.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

@@ -134,12 +134,12 @@ def _unit_strides(inputs: Inputs) -> Inputs:
 
 
 def _described(
-    bound: Bound, arguments: CallArguments, inputs: Inputs, begun: bool, canonical: bool
+    bound: Bound, arguments: CallArguments, inputs: Inputs, has_initial_state: bool, canonical: bool
 ) -> dict[str, object]:
     """Return everything that all ranks must share, by the names that users know."""
     g = inputs.log_decay
     described = bound.strategy.described() | OperandShape.of(*inputs[:3]).described()
-    described |= {"heads of v": inputs.v.shape[2]} | arguments.shared(begun, canonical)
+    described |= {"heads of v": inputs.v.shape[2]} | arguments.shared(has_initial_state, canonical)
     return described | {"log_decay": None if g is None else g.tolist() if g.dim() == 1 else g.dim()}
 
 
@@ -152,10 +152,10 @@ def _prepared(
     direction: str,
 ) -> Comm:
     """Return the Comm of a pass, routed; headers of its messages have a digest of the arguments."""
-    begun = call.routes.has_initial_state
+    has_initial_state = call.routes.has_initial_state
     if comm.has_headers(inputs.q.device):
         comm.digest = _digest(bound, arguments, call, inputs)
-    describe = partial(_described, bound, arguments, inputs, begun, False)
+    describe = partial(_described, bound, arguments, inputs, has_initial_state, False)
     return bound.routed(comm, inputs.q.device, direction, describe)
 
 
@@ -163,11 +163,11 @@ def _digest(
     bound: Bound, arguments: CallArguments, call: ResolvedCall, inputs: Inputs
 ) -> CallDigest:
     _, k, v, log_decay, beta = inputs
-    begun = call.routes.has_initial_state
+    has_initial_state = call.routes.has_initial_state
     gates = [None if x is None else (x.dim(), x.dtype) for x in (log_decay, beta)]
 
     def described(canonical: bool) -> dict[str, object]:
-        shared = bound.strategy.described() | arguments.shared(begun, canonical)
+        shared = bound.strategy.described() | arguments.shared(has_initial_state, canonical)
         return shared | {
             **call.shape.described(),
             "strategy": str(bound.strategy),
@@ -178,7 +178,8 @@ def _digest(
             "beta": str(gates[1]),
         }
 
-    key = "linear", call.shape, begun, k.shape[2], v.shape[2], *gates, *arguments.settings
+    heads = k.shape[2], v.shape[2]
+    key = "linear", call.shape, has_initial_state, *heads, *gates, *arguments.settings
     constant = None if log_decay is None or log_decay.dim() > 1 else log_decay
     return digest_of_call(call.layout, key, described).extended(log_decay=constant)
 
@@ -224,8 +225,9 @@ refuse_transforms("seqpar::linear_attention")
 
 
 # These FLOPs are of the recurrent form, where every token costs the same: forward adds an outer
-# product k·vᵀ (K × V) to the state and multiplies the state by q; backward repeats the first, and
-# has two products for each of the gradients of q, and of k and v. By the delta rule a token also
+# product k·vᵀ (K × V) to the state and multiplies the state by q; backward repeats the first, has
+# two products with gradients of out (for q and for states), and two with gradients of states (for k
+# and for v). By the delta rule a token also
 # reads the state with its key, which doubles the products of states. A multiplication and an
 # addition are 2 FLOPs. The chunks in which kernels compute take more.
 def _forward_flops(*operands: Any, out_val: object = None) -> int:

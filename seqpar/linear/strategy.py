@@ -19,7 +19,8 @@ from seqpar.linear.call import CallArguments, ResolvedCall, check_initial_state
 from seqpar.linear.final_states import final_states_traffic
 from seqpar.linear.inputs import Gradients, Inputs
 
-# On CUDA. "linear" attention has constant decays or none: all its kinds are our kernels'.
+# On CUDA. Our Triton kernels compute every kind of "linear" attention: its decays are constant, or
+# absent.
 PREFERRED = {"linear": "triton", "recurrent": "fla"}
 
 C = TypeVar("C", bound=ResolvedCall)
@@ -44,9 +45,9 @@ class BackwardResult(NamedTuple):
 class Exchange(Protocol[O_contra]):
     """An exchange of states or maps in one pass. It returns states at the stations of a rank.
 
-    The same exchange passes gradients of states back, with the maps of backward. It is made before
-    there are any states, with all weights that it needs: then nothing that must be sent waits for
-    them. `travels` says whether anything is sent or received, which computation should then hide.
+    The same exchange passes gradients of states back, with the maps of backward. It is made, with
+    its weights, before the states are known, so that sending does not wait for weights. `travels`
+    is whether it sends or receives anything that computation should hide.
     """
 
     travels: bool
@@ -58,9 +59,9 @@ class Exchange(Protocol[O_contra]):
         """
 
     def wait(self) -> Tensor:
-        """Return (stations, B, H, K, V) by slot: sums of states, or states that maps let enter.
+        """Return (stations, B, H, K, V) by slot: sums of states or, with maps, the entering states.
 
-        With maps, those that enter heads may be anything.
+        With maps, the states that enter heads are arbitrary; `Ends.begin` writes them.
         """
 
 

@@ -179,7 +179,10 @@ def _messages(
 
 
 def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
-    """A rank sends one message to each other rank, for all of its documents."""
+    """Return the seconds of each share's messages, if it sends `sent` bytes.
+
+    A rank sends one message to each other rank, for all of its documents.
+    """
     nbytes, cluster = as_amounts("sent", sent), costs.cluster
     others = np.maximum(shares.sizes - 1, 1)
     near, far = shares.beside - 1, shares.sizes - shares.beside

@@ -104,7 +104,7 @@ class Comm:
     numbers = OUTSIDE
     digest = NO_DIGEST
     _heartbeat: Heartbeat | None = None
-    _channel: ProcessGroup | None = None  # carries the messages; None: what carries the group's
+    _channel: ProcessGroup | None = None  # carries the messages; None: `Communicators.carrier`
     _router: Router | None = None  # relays messages (`relays.py`); None: they go straight
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
@@ -115,9 +115,8 @@ class Comm:
         # Weak, since a group that outlives destroy_process_group is destroyed with the interpreter,
         # which may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        # All Comms of a group share the calls. A group's Comm shares the bytes with those of its
-        # calls.
-        self._calls = [0] * size
+        self._calls = [0] * size  # counts of calls, shared by all Comms of a group
+        # What was sent, shared with the Comms that `call` and `channel` return.
         self._sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: object) -> Comm:
@@ -349,8 +348,8 @@ class Comm:
     def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
         """Return every rank's `x`, all of one shape, in rank order.
 
-        A rank sends ⌈log₂ P⌉ messages of (P − 1)·x together. Outside a call, it is a separate call.
-        It sends even while `hooks.skip_messages` stops other messages.
+        A rank sends ⌈log₂ P⌉ messages, together P − 1 times the size of x. Outside a call, it
+        counts as a separate call. It sends even while `hooks.skip_messages` stops other messages.
 
         Bruck et al., "Efficient Algorithms for All-to-All Communications" (1997), section 4.
         """

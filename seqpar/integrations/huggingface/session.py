@@ -375,6 +375,7 @@ class SequenceParallel(EnabledModel):
         mark(outputs, call.sharding)
         outputs = self._gradients.watched(clear_padding(outputs))
         if losses:
+            # The losses are first, and replace the model's own.
             outputs = type(outputs)(**{**losses, **outputs, **losses})
         mark(outputs, call.sharding)
         return outputs

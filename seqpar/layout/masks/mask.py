@@ -295,7 +295,8 @@ def local_slices(queries: Geometry, q_rank: int, keys: Geometry, k_rank: int, ma
         of_rank = partial(mask.ranges.columns.of_queries, q)
         rows, own = _tables(queries, keys, mask)(("ranges of", q_rank), of_rank)
         runs = own.documents, own.documents
-        table = in_reach(q, k, runs, rows, own[5:], own[3:5])
+        bands, key_edges = (own.lows, own.highs), (own.k_starts, own.k_stops)
+        table = in_reach(q, k, runs, rows, bands, key_edges)
     return Slices.of(table, q, k, shift, np.array([[0, k.tokens]]))
 
 

@@ -32,9 +32,10 @@ class Segments(NamedTuple):
     servers: Ints  # (n,) the server that needs the range
     starts: Ints  # (n,) positions
     stops: Ints
-    owns: Ints  # (n,) −1, or when own queries need the range: the number of stages if not `staged`
-    firsts: Ints  # (n,) the first stage in which queries of others (or `staged`, any) need it
-    lasts: Ints  # (n,) the last such stage; without any, firsts has their number and lasts −1
+    # (n,) stages, of which there are `count`. The server's own queries count after `staged` only.
+    owns: Ints  # −1 if own queries do not need the range, else `count`; after `staged`, a stage
+    firsts: Ints  # the first stage whose queries need it, or `count`
+    lasts: Ints  # the last such stage, or −1
 
     @classmethod
     def covering(
@@ -212,9 +213,9 @@ class TaskRows:
     ) -> None:
         """Cut the work into stages in which about `stage_rows` rows come to a server."""
         self.digest, parts = digest_of(tasks), Parts.of(tasks, queries, keys, mask)
-        one = np.zeros_like(parts.servers), 1
-        of_queries = Segments.of_queries(parts, queries, *one)
-        of_keys = Segments.of_keys(parts, keys, *one)
+        stage_zero = np.zeros_like(parts.servers)
+        of_queries = Segments.of_queries(parts, queries, stage_zero, 1)
+        of_keys = Segments.of_keys(parts, keys, stage_zero, 1)
         coming = of_queries.coming(queries)
         needed = (of_queries, coming), (of_keys, of_keys.coming(keys))
         most = max(int(np.bincount(x.servers, rows, 1).max()) for x, rows in needed)
@@ -224,10 +225,11 @@ class TaskRows:
         # The rows that servers need, including rows that they own.
         self.queries = Segments.of_queries(self.parts, queries, stages, count)
         held = _held(self.parts, queries)
-        guest = np.flatnonzero(self.parts.q_stops - self.parts.q_starts > held)
+        of_others = np.flatnonzero(self.parts.q_stops - self.parts.q_starts > held)
         own = np.flatnonzero(held)
-        needing = self.parts.take(np.r_[guest, own])
-        self.keys = Segments.of_keys(needing, keys, np.r_[stages[guest], own * 0 - 1], count)
+        needing = self.parts.take(np.r_[of_others, own])
+        needed_in = np.r_[stages[of_others], np.full_like(own, -1)]
+        self.keys = Segments.of_keys(needing, keys, needed_in, count)
 
     def of_server(self, rank: int) -> Parts:
         return self.parts.take(self.parts.servers == rank)
@@ -252,13 +254,13 @@ def arriving_at(
             continue
         rows = needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
         segment, spans = geometry.holdings[home].spans_in(rows.starts, rows.stops)
-        labels = np.stack(rows[3:])[:, segment]
+        labels = np.stack([rows.owns, rows.firsts, rows.lasts])[:, segment]
         tables.append(np.stack([*labels, np.full_like(segment, home), *spans]))
     table = np.concatenate(tables, axis=1)
     kinds, kind = np.unique(table[:3], axis=1, return_inverse=True)
     return {
-        Stages(*stages): ServerRows.of(table[3:, kind.ravel() == i])
-        for i, stages in enumerate(kinds.T.tolist())
+        Stages(*label): ServerRows.of(table[3:, kind.ravel() == i])
+        for i, label in enumerate(kinds.T.tolist())
     }
 
 

@@ -131,10 +131,17 @@ class Parts(NamedTuple):
     def _of_ranges(cls, tasks: TaskRectangles, ranges: Ranges) -> Parts:
         of_task, of_range = overlapping(tasks[:3], ranges[:3])
         tasks, ranges = tasks.take(of_task), ranges.take(of_range)
-        tighter = (np.maximum, np.minimum) * 3  # of starts and stops, and of lows and highs
-        of_tasks = *tasks[1:5], *tasks.bands
-        bounds = (f(x, y) for f, x, y in zip(tighter, of_tasks, ranges[1:], strict=True))
-        return cls._make([tasks.documents, *bounds, tasks.servers]).trimmed()
+        lows, highs = tasks.bands
+        return cls(
+            documents=tasks.documents,
+            q_starts=np.maximum(tasks.q_starts, ranges.q_starts),
+            q_stops=np.minimum(tasks.q_stops, ranges.q_stops),
+            k_starts=np.maximum(tasks.k_starts, ranges.k_starts),
+            k_stops=np.minimum(tasks.k_stops, ranges.k_stops),
+            lows=np.maximum(lows, ranges.lows),
+            highs=np.minimum(highs, ranges.highs),
+            servers=tasks.servers,
+        ).trimmed()
 
     def trimmed(self) -> Parts:
         kept, edges = trim(*self[1:7])

@@ -40,7 +40,7 @@ class Arrivals(NamedTuple):
     stations: Tensor  # (arrivals,) the slots of the spans that they arrive at
     # (rank, slice) of those that come from each rank, ascending, itself included
     parts: list[tuple[int, slice]]
-    onward: Index  # those which widen a window that is sent in a later step
+    onward: Index  # the arrivals at spans that send a window in a later step
     maps: Tensor  # (onward,) the slots of these spans' maps
 
 
@@ -148,7 +148,7 @@ class _Doubled:
         self.travels = any(step.travels for step in self._steps)
 
     def post(self, maps: Maps) -> None:
-        # Of each span that a state enters: the window that ends before it, at last a state.
+        # By station: the window that ends before its span. Once complete, only its state is valid.
         transition, state = maps
         self._before = Maps(
             transition.new_empty((self._stations, *transition.shape[1:])),
@@ -165,7 +165,7 @@ class _Doubled:
         if not self._steps:
             return
         maps, call = self._maps, self._call
-        left = maps.state.clone()  # by complete windows
+        left = maps.state.clone()  # the states that leave spans, valid once the window is complete
         packed = maps.state.new_empty((len(left), *call.packed_shape))
         pack(maps, packed)
         for step in self._steps:
@@ -196,7 +196,7 @@ class _Doubled:
         return arriving[0], arriving[1]
 
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
-        """Take states to the spans that they enter, and on to those that they leave."""
+        """Write the states that enter spans; compute those that leave, if they are sent later."""
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):
             return

@@ -161,8 +161,8 @@ class Segment:
     """Consecutive rows of a layer's keys and values.
 
     `write` and `truncate` set the rows; `begin` and `finish` ask for attention over them. From the
-    start of a step until its answer, the server's rows count as lost. So a failed step never leaves
-    rows that this process takes for others.
+    start of a step until its answer, the server's rows count as lost. After a failed step, this
+    process therefore never relies on rows that the server may not have.
     """
 
     def __init__(self, servers: SegmentServers, own_rows: Pages | RecomputedRows) -> None:

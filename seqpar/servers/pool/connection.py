@@ -360,7 +360,7 @@ class ServerConnection:
         return True
 
     def _measure_bandwidth(self, attempt: Attempt, computing: float) -> None:
-        """Payloads pass at least as fast as this attempt's, without the server's computing."""
+        """Update the measured rate of payloads; the server computed this attempt in `computing`."""
         seconds = max(1e-3, time.monotonic() - attempt.started - computing)
         faded = _BANDWIDTH_FADING * self._session.bytes_per_second
         self._session.bytes_per_second = max(attempt.payload_bytes / seconds, faded)

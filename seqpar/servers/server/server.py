@@ -95,7 +95,7 @@ class Server:
         self._poller = zmq.Poller()
         self._poller.register(self._socket.socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
-        # Of a message with a generation, a handler gets the client, otherwise the peer.
+        # A handler gets the client if the message has a generation, otherwise the peer.
         self._handlers: dict[type[Message], Callable[[Any, Any, list[Frame]], None]] = {
             protocol.Hello: self._hello,
             protocol.Ping: self._ping,
@@ -212,7 +212,7 @@ class Server:
     def _answer(
         self, peer: Peer, frames: list[Frame], written_to: ClientConnection | None
     ) -> Credit:
-        """Handle a message; return whether it is a request that its sender's lease allows now.
+        """Handle a message; return whether it was a request, and if so, within the sender's credit.
 
         A message that was written to an earlier lease's memory is dropped.
         """

@@ -259,7 +259,7 @@ class Worker(ThreadGroup):
         self.done.extend(jobs)
 
     def _learn(self, kind: Hashable, rows: int, seconds: float) -> None:
-        """Remember whether a call of `rows` rows is brief."""
+        """Remember a kind's largest brief call; a slow call that is no larger forgets it."""
         most = self._brief.pop(kind, -1)
         if seconds < _BRIEF:
             self._brief[kind] = max(most, rows)

@@ -118,7 +118,8 @@ class KeptSlices:
             self.nbytes += size
         self._slices[tables] = slices, size
         while self.nbytes > self._most:
-            self.nbytes -= self._slices.popitem(last=False)[1][1]
+            _, (_, dropped) = self._slices.popitem(last=False)
+            self.nbytes -= dropped
         return slices
 
 

@@ -35,12 +35,10 @@ class Division:
     divided: DividedCosts  # the costs on the divided cluster
     lengths: Ints = field(repr=False)  # (documents,) tokens of all documents
     batches: Batches = field(repr=False)  # micro-batches of similar work
-    # (micro_batches,) the work of each micro-batch of the group that has most work, relative to its
-    # largest one; the documents of that one; the seconds of its attention and matrix products on
-    # one device, in all layers.
-    shares: Floats = field(repr=False)
-    largest: tuple[int, ...] = field(repr=False)
-    attending: float
+    # Of the data group with the most work:
+    shares: Floats = field(repr=False)  # (micro_batches,) work, relative to the largest one
+    largest: tuple[int, ...] = field(repr=False)  # the documents of the largest one
+    attending: float  # seconds of its attention and matrix products on one device, in all layers
 
     @property
     def parallelism(self) -> Parallelism:

@@ -156,9 +156,11 @@ class DividedCosts:
         outcome = pipeline(forward, backward, self._stage_cluster, boundary_bytes, stages=stages)
         return outcome.seconds + self.end_seconds
 
-    def layer_seconds(self, attending: float, layer: Layer, tokens: float, keeping: str) -> float:
+    def layer_seconds(
+        self, attending: float, layer: Layer, tokens: float, checkpointing: str
+    ) -> float:
         """Return the seconds of a layer, from those of its attention and matrix products."""
-        seconds = attending + self.tensor_seconds(tokens, keeping)
+        seconds = attending + self.tensor_seconds(tokens, checkpointing)
         if self.parallelism.pipeline > 1 or self.sharding_ranks == 1:
             return seconds
         parameters = self.context.model.layer_parameters(layer)
@@ -273,10 +275,10 @@ def divided_step(
         offload=offload,
         transport=transport,
     )
-    attending = [one.layers[x.kind, x.window][0].seconds for x in context.model.layers]
+    unshared = [one.layers[x.kind, x.window][0].seconds for x in context.model.layers]
     layers = [
         divided.layer_seconds(seconds, x, tokens, checkpointing)
-        for seconds, x in zip(attending, context.model.layers, strict=True)
+        for seconds, x in zip(unshared, context.model.layers, strict=True)
     ]
     boundary_bytes = tokens * costs.model.hidden * costs.itemsize // divided.parallelism.tensor
     seconds = divided.played(layers, one.head, shares, boundary_bytes)
@@ -290,7 +292,7 @@ def divided_step(
     stages = divided.parallelism.pipeline
     per_device = float(shares.sum()) / stages
     head = one.head * float(shares.sum())
-    exchanged = (sum(layers) - sum(attending)) * per_device
+    exchanged = (sum(layers) - sum(unshared)) * per_device
     working = sum(layers) * per_device + head / stages
     between_stages = max(0.0, seconds - divided.end_seconds - working) if stages > 1 else 0.0
     spent = {
@@ -298,11 +300,11 @@ def divided_step(
         "waiting": one.spent("waiting") * per_device + exchanged + between_stages,
     }
     return Step(
-        seconds,
-        one.layers,
-        head,
-        divided.end_seconds,
-        divided.parameter_bytes() + activations + most * temporary,
-        (one.bytes * per_device).astype(np.int64),
-        spent,
+        seconds=seconds,
+        layers=one.layers,
+        head=head,
+        optimizer=divided.end_seconds,
+        memory=divided.parameter_bytes() + activations + most * temporary,
+        bytes=(one.bytes * per_device).astype(np.int64),
+        _spent=spent,
     )

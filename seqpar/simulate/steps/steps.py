@@ -195,13 +195,13 @@ def step(
     held_bytes = costs.activation_bytes(tokens, checkpointing) + costs.parameter_bytes(ranks, stage)
     optimizer_seconds = costs.optimizer_seconds(ranks, stage) if optimizer else 0.0
     return Step(
-        seconds + of_head + optimizer_seconds,
-        outcomes,
-        of_head,
-        optimizer_seconds,
-        np.r_[held_bytes, no_servers] + temporary_bytes,
-        sent_bytes,
-        spent,
+        seconds=seconds + of_head + optimizer_seconds,
+        layers=outcomes,
+        head=of_head,
+        optimizer=optimizer_seconds,
+        memory=np.r_[held_bytes, no_servers] + temporary_bytes,
+        bytes=sent_bytes,
+        _spent=spent,
     )
 
 

@@ -38,8 +38,8 @@ from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradi
 from seqpar.softmax.wire.row_messages import Rows
 
 Window = tuple[int, int]
-# The lengths of a dense call's segments are multiples of it. Lengths that differ from step to step
-# seldom are.
+# The lengths of a dense call's segments are multiples of it. cuDNN builds a plan for each new
+# shape, and lengths that change from step to step are seldom such multiples.
 _DENSE_ROWS = 128
 
 
@@ -57,10 +57,10 @@ class Segment(NamedTuple):
     def fits(self, window: Window) -> bool:
         """Return whether the segment has the same pairs under this window."""
         rows, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
-        masks_nothing = keys - 1, rows - 1  # windows from these on
+        unlimited_from = keys - 1, rows - 1  # windows of at least this size mask nothing
         return all(
-            given == own or (own == -1 and given >= least)
-            for own, given, least in zip(self[4:], window, masks_nothing, strict=True)
+            side == needed or (needed == -1 and side >= unlimited)
+            for needed, side, unlimited in zip(self[4:], window, unlimited_from, strict=True)
         )
 
 
@@ -151,10 +151,10 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Segme
 
     Return None if the slice has no such segments.
     """
-    seeing = np.flatnonzero(stop > start)
-    if not seeing.size:
+    with_keys = np.flatnonzero(stop > start)
+    if not with_keys.size:
         return []
-    kept = slice(int(seeing[0]), int(seeing[-1]) + 1)
+    kept = slice(int(with_keys[0]), int(with_keys[-1]) + 1)
     q_start, q_stop = q_start + kept.start, q_start + kept.stop
     first = int(start[kept.start])
     k_start, start, stop = k_start + first, start[kept] - first, stop[kept] - first

@@ -111,7 +111,7 @@ class TileCall:
             return part, max_logits
 
         def jobs() -> Iterator[Callable[[], tuple[HeadTile, MaxLogits | None]]]:
-            for _, units in self._plan.nodes:
+            for units in self._plan.nodes:
                 for unit in units:
                     pool.fill(unit.ready)
                     for part in parts:
@@ -139,7 +139,7 @@ class TileCall:
         (batch, _, heads, _), dims = k.shape, [k.shape[3], v.shape[3]]
 
         def compute(unit: Unit, part: HeadTile, total: PackedGradients) -> Tensor:
-            """Add a part's dq, dk and dv to the unit's `total`, and return the packed dk and dv."""
+            """Write a part's dq, add its dk and dv to `total`, and return the packed dk and dv."""
             assert output.out is not None
             keys, values = pool.of_unit(unit, part)
             queries, dout, out, lse = (
@@ -148,14 +148,14 @@ class TileCall:
             dlse = None if output.dlse is None else part.rows_of(output.dlse, unit.rows)
             part_dq = queries.new_zeros(queries.shape, dtype=dq.dtype)
             dk, dv = (x[part.batch, :, part.kv_heads] for x in (total.dk, total.dv))
-            operands = OutputGradient(dout, out, lse, dlse), queries, keys, values
+            part_output = OutputGradient(dout, out, lse, dlse)
             sums, options = PartialGradients.of(part_dq, dk, dv), part.options(self._options)
-            attend_backward(*operands, unit.slices, sums, options)
+            attend_backward(part_output, queries, keys, values, unit.slices, sums, options)
             dq[part.batch, unit.rows, part.heads] = part_dq
             return total.packed
 
         def jobs() -> Iterator[Callable[[], Tensor]]:
-            for _, units in self._plan.nodes:
+            for units in self._plan.nodes:
                 for unit in units:
                     pool.fill(unit.ready)
                     rows = sum(keys.stop - keys.start for keys in unit.keys)
@@ -166,12 +166,12 @@ class TileCall:
         packed = self._run(q, jobs())
 
         def block(unit: Unit) -> SumBlock:
-            for _ in parts:
+            for _ in parts:  # all return the same tensor, which the last one completes
                 rows = next(packed)
             return _spread(unit.keys, rows)
 
         sums = [
-            tree_sum((unit.number, block(unit)) for unit in units) for _, units in self._plan.nodes
+            tree_sum((unit.number, block(unit)) for unit in units) for units in self._plan.nodes
         ]
         pool.fill()
         return sums

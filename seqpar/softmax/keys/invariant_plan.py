@@ -202,9 +202,7 @@ class TilePlan:
     pool: int  # how many keys the pool has
     blank: bool  # whether some keys of the pool never arrive, because no query attends to them
     arrivals: list[Rows]  # the rows of the pool for each block of keys, this rank's own block first
-    # For each subtree that this rank computes, a range of the pool with all keys that it attends
-    # to, and its units
-    nodes: list[tuple[slice, list[Unit]]]
+    nodes: list[list[Unit]]  # the units of each subtree that this rank computes
     sent: list[list[KeyGradientShare]]  # the shares of gradients for each rank, including this one
     # The shares of this rank's key gradients from each rank, including this one
     received: list[list[KeyGradientShare]]
@@ -237,8 +235,7 @@ class TilePlan:
             units[tile] = Unit(int(tiles.numbers[tile]), rows, unit_keys, slices, ready)
         nodes, own_nodes = [], nodes_of(tiles, rank)
         for node in own_nodes:
-            units_of_node = [units[tile] for tile in range(*node.tiles) if tile in units]
-            nodes.append((slice(*np.searchsorted(pool, node.keys)), units_of_node))
+            nodes.append([units[tile] for tile in range(*node.tiles) if tile in units])
         sent, received = [], []
         for peer in range(call.ranks):
             sent.append(_shares(own_nodes, _travelling(tiled, peer, rank), pool))
@@ -320,7 +317,7 @@ def tile_traffic(call: ResolvedCall, rank: int, distances: Distances) -> list[Tr
 
 
 def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
-    """Return the keys of `owner` that travel to `computer`, or all of its keys if they are one."""
+    """Return the keys of `owner` that travel to `computer`; all of them if both are one rank."""
     held = tiled.kv_layout.token_indices(owner)
     if owner == computer:
         return held

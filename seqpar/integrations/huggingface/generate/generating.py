@@ -38,7 +38,8 @@ class Generation(Uncopied):
 
     def __init__(self, session: EnabledModel, sharder: BatchSharder) -> None:
         self._session, self._sharder = session, sharder
-        self._tokens: list[tuple[ModelCall | None, Kept | None]] = []
+        # By running call: the call around it, and its kept tokens.
+        self._outer_calls: list[tuple[ModelCall | None, Kept | None]] = []
         inner = session.inner
         self._handles: list[Any] = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -112,7 +113,7 @@ class Generation(Uncopied):
         start()
         if kept is not None:
             made["logits_to_keep"] = kept.index
-        self._tokens.append((current.set(call), kept))
+        self._outer_calls.append((current.set(call), kept))
         if self._has_routers:
             made["output_router_logits"] = False  # the loss of a config's True would be local
         return args, made | {"past_key_values": cache, "use_cache": True}
@@ -163,7 +164,7 @@ class Generation(Uncopied):
         sharding = made.pop(KEY)
         self._sharder.check(made, sharding)
         side = sharding.main
-        layout, padding = _begun(side)
+        layout, padding = _prefill_layout(side)
         kept = None
         if whole:
             count = made.pop("logits_to_keep", None) or 0
@@ -174,9 +175,9 @@ class Generation(Uncopied):
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Return whole outputs. Runs after a failure too."""
         call = current.call
-        if not self._tokens or call is None or call.cache is None:
+        if not self._outer_calls or call is None or call.cache is None:
             return None
-        before, kept = self._tokens.pop()
+        before, kept = self._outer_calls.pop()
         current.set(before)
         if outputs is None:
             call.cache.abort()
@@ -314,7 +315,7 @@ class Kept:
         return packed.unflatten(0, (self.rows, -1))
 
 
-def _begun(side: Side) -> tuple[Layout, Any]:
+def _prefill_layout(side: Side) -> tuple[Layout, Any]:
     """Return a prefill's layout without padding, and the padding (B,), which is on the left."""
     documents = side.documents
     by_rows = documents.by_rows().cu_seqlens

@@ -127,7 +127,7 @@ class ModelGradients(Uncopied):
         self._model, self._blocks = model, set(blocks)
         self._last = Averaging()  # who averages, as found in the last call with gradients
         self._in_call = self._in_module = False
-        self._code: int | None = None  # number of users' hooks when outputs were checked
+        self._checked_hooks: int | None = None  # number of users' hooks when outputs were checked
         self._waiting: dict[nn.Module, list[Place]] = {}  # for blocks that wait for their call
         self._replaced: list[tuple[Place, Tensor]] = []
         self._scale: int | None = None  # factor of the loss whose backward is running
@@ -187,8 +187,8 @@ class ModelGradients(Uncopied):
         # same.
         if self.comm.size == 1 or not torch.is_grad_enabled() or self._last.flattened:
             return
-        code = sum(map(_patches, self._modules))
-        if code == self._code:
+        hooks = sum(map(_patches, self._modules))
+        if hooks == self._checked_hooks:
             return
         names = {id(x): f"its {name} itself" for name, x in self._model.named_parameters()}
         averaged, checkpoints = self._last.leaves(), any(map(_makes_leaves, self._modules))
@@ -198,7 +198,7 @@ class ModelGradients(Uncopied):
                 used = names.get(id(x), f"a tensor {tuple(x.shape)} that is not its own")
                 how = "make it a parameter of a module in the model, and read it there in each call"
                 raise ValueError(f"model must not use {used} in a hook, {_LOCAL}: {how}")
-        self._code = code
+        self._checked_hooks = hooks
 
     def spread(self, batch: Any) -> Any:
         """Return a whole batch, whose tensors get the gradients of all ranks' tokens."""
@@ -225,7 +225,7 @@ class ModelGradients(Uncopied):
         return self._total(local, self._last.averaged, [])
 
     def begin_backward(self, scale: int, outputs: list[Any]) -> None:
-        """The running backward is of a loss of all ranks, times `scale`, of these output nodes."""
+        """Note that a backward runs: of a loss of all ranks, times `scale`, from these outputs."""
         if self.comm.size > 1 and torch.is_grad_enabled():
             reason = "gradients of gradients are not computed over ranks"
             raise ValueError(f"create_graph must be False: {reason}")

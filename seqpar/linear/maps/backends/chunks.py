@@ -49,7 +49,8 @@ def sweep(
 ) -> Swept:
     """Pass states (spans, N, K, V) through the chunks; with `reverse` the last chunks are first.
 
-    Without `keep` only the last states result. Their elements smaller than `least` become 0.
+    Without `keep` only the last states are returned. After each chunk, elements of at most `least`
+    in absolute value become 0.
     """
     before = states.new_empty((grid.chunks if keep else 0, *states.shape[1:]))
     rows = None
@@ -157,9 +158,10 @@ class Chunks:
         return Step(self.powers.total, self._added)
 
     def forward(self, states: Tensor | None) -> None:
-        """Pass states through, given those that enter spans: `states` and `written` (Y) result.
+        """Pass the states that enter spans through the chunks.
 
-        These are of each chunk, and `last` is what leaves the spans.
+        It sets `states` (before each chunk), `written` (Y, each chunk's rows), and `last` (the
+        states that leave spans).
         """
         swept = sweep(self.grid, self.step(), self.starts(states, self.grid.entering))
         self._added = None
@@ -228,9 +230,10 @@ class ChunkGradients(Chunks):
         return Step(self.powers.total, self.added)
 
     def backward(self, dstates: Tensor | None) -> None:
-        """Pass gradients of states through, given those of the states that leave spans.
+        """Pass the gradients of the states that leave spans back through the chunks.
 
-        It sets `dstates` and `dwritten` of each chunk, and `dlast`, of the states that enter.
+        It sets `dstates` (of the state that leaves each chunk), `dwritten`, and `dlast` (of the
+        states that enter spans).
         """
         starts = self.starts(dstates, self.grid.leaving)
         swept = sweep(self.grid, self.step_back(), starts, reverse=True)

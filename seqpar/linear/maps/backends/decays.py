@@ -26,11 +26,8 @@ def flush_(powers: Tensor) -> Tensor:
     return torch.threshold_(powers, limits.tiny / limits.eps, 0.0)
 
 
-def until(size: int, like: Tensor) -> Tensor:
-    """Return (size, size): whether row i has the power of row j in its sum, which is so for j ≤ i.
-
-    Multiplied from the left, it sums the rows until each.
-    """
+def lower_ones(size: int, like: Tensor) -> Tensor:
+    """Return a (size, size) lower triangle of ones. From the left, it sums rows up to each row."""
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
 
@@ -51,8 +48,8 @@ class _Powers:
 class PerHead(_Powers):
     """The powers of g (M, N, C); g is None if nothing decays.
 
-    Σ gₘ over the rows m between two is summed for each pair, and not subtracted from one another:
-    no digits cancel, and −∞ is a decay like others.
+    Σ gₘ over the rows m between two is summed for each pair, not taken as a difference of sums from
+    the start: no digits cancel, and g may be −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -122,7 +119,7 @@ class PerHeadGradients:
         """Return the gradient of g (M, N, C)."""
         if self.powers.log_decay is None:
             return None
-        inclusive = until(self.powers.size, self.head)
+        inclusive = lower_ones(self.powers.size, self.head)
         # A weight of row i and row j has all gₘ with j < m ≤ i.
         rows = self.between @ inclusive.tril(-1).mT
         through = (rows.tril_()).sum(-2)
@@ -243,7 +240,7 @@ class PerKeyGradients:
                 readers, writers = level.readers(x_part), level.writers(k_part)
                 dblocks = level.scores(dscores_part).flatten(3, 4)
                 dreaders, dwriters = dblocks @ writers, dblocks.mT @ readers
-                inclusive = until(level.size, x)
+                inclusive = lower_ones(level.size, x)
                 rows = readers.mul_(dreaders).unflatten(3, (-1, level.size)).sum(3)
                 level.later(between).add_(inclusive.mT @ rows)
                 level.earlier(between).add_(inclusive.tril(-1) @ writers.mul_(dwriters))
@@ -257,6 +254,6 @@ class PerKeyGradients:
 
     def log_decay(self) -> Tensor:
         """Return the gradient of g (M, N, C, K)."""
-        inclusive = until(self.powers.size, self.head)
+        inclusive = lower_ones(self.powers.size, self.head)
         through = inclusive.mT @ self.head + inclusive.tril(-1) @ self.tail
         return self.between + through + self.total[:, :, None]

@@ -1,11 +1,10 @@
 """The recurrence over spans with the kernels of fla-core, through its public functions, on CUDA.
 
-They compute bf16 and fp16, with states in fp32. A span is a sequence of theirs, and its rows pass
-through forward once and through backward once. Their functions return the result of one state, not
-the map, so a span that passes a state on before it has the entering one gets K more columns of
-values: zeros, which the identity enters. These columns' last state is the span's transition, and
-their out has the rows that read the entering state, so the out of such a span is rounded twice.
-Backward needs the columns in a call without gradients.
+They compute bf16 and fp16, with states in fp32. A span is one of their sequences. They return its
+last state, not its map. A span that has an entering state and passes a state on therefore gets K
+more columns of v: zeros, with the identity as their initial state. Their last state is the span's
+transition, and their out is what multiplies the entering state, so the out of such a span is
+rounded twice. Backward first makes this call without gradients, to get the map.
 
 Log decays below −30 count as −30, which is 1e-13: their sums over a chunk are in fp32, and keep
 digits for other rows.
@@ -113,10 +112,10 @@ class _Group(NamedTuple):
 def _groups(
     spans: SpanStates, first: str, batch: int, device: torch.device
 ) -> tuple[list[_Group], tuple[Places, Places]]:
-    """Return all spans of a pass, and where the states are that leave and enter those without rows.
+    """Return the groups of spans with rows, and where states leave and enter spans without rows.
 
-    Spans without the state `first`, "state_in" or "state_out", are one group. The others are two,
-    by the other state.
+    The groups are spans without the state `first`, "state_in" or "state_out"; spans with both
+    states; and spans with only `first`. Empty groups are left out.
     """
     filled = np.diff(spans.edges) > 0
     enters, leaves = spans.state_in >= 0, spans.state_out >= 0

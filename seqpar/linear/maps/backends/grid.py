@@ -23,7 +23,7 @@ from seqpar.linear.routes import SpanStates
 
 
 class Places(NamedTuple):
-    """The spans, of some, that have a state, and its index among the call's states."""
+    """Of some spans, the indices of those with a state, and the states' indices in the call's."""
 
     spans: Tensor
     states: Tensor
@@ -38,7 +38,7 @@ class Places(NamedTuple):
         return self.spans.numel() > 0
 
     def fill(self, spans: Tensor, states: Tensor | None) -> Tensor:
-        """Set the spans' states, in `spans` (spans, …) of zeros, and return it."""
+        """Write the call's states to their spans in `spans`, which is zeros; return `spans`."""
         if states is not None:
             found = states.index_select(0, self.states)
             spans.index_copy_(0, self.spans, found.view(len(found), *spans.shape[1:]))
@@ -56,8 +56,8 @@ class Grid:
     spans: int  # how many spans there are, those with the most chunks first
     # the chunks of each step; step n has a chunk of each span with more than n chunks
     steps: list[slice]
-    rows: Tensor  # (rows,) which rows of the operands they are
-    slots: Tensor  # (rows,) where among the chunks' rows each of them is
+    rows: Tensor  # (rows,) the spans' rows, as indices in the operands
+    slots: Tensor  # (rows,) the place of each of these among the rows of all chunks
     plain: slice | None  # the rows, where they are one slice and fill all chunks
     entering: Places  # where the states are that enter its spans
     leaving: Places  # where the states are that leave its spans
@@ -70,7 +70,7 @@ class Grid:
     def cut(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         """Return the chunks of x (B, T, h, D), (M, B·H, G, C, D), as a copy.
 
-        Fewer heads than H are repeated; of more, G are for each of H.
+        If h < H, heads are repeated, and G is 1. If h > H, each of H has G = h / H heads.
         """
         if self.plain is not None:
             x = x[:, self.plain]
