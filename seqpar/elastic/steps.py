@@ -124,10 +124,10 @@ def steps(
     Run the script with `python -m seqpar elastic`, or, on several hosts, with torchrun and the
     address of torchft's lighthouse in the variable `TORCHFT_LIGHTHOUSE`. When a rank dies, the
     others raise a `PeerError` within this function, form a new group with spares, if there are any,
-    agree on the last step of which one of them has a checkpoint, and continue after it. A new
-    process gets the checkpoint from a survivor: its bytes, once. A rank that had not finished the
-    last step does not yield it. If no rank was lost, the error is raised. A lighthouse also forms a
-    new group when new processes wait, after a checkpoint.
+    and continue from the newest checkpoint that one of them has. It sends the checkpoint to those
+    that lack it: its bytes, once. These do not yield the steps that they skip. If no rank was lost,
+    the error is raised. A lighthouse also forms a new group when new processes wait, after a
+    checkpoint.
 
     All ranks must hold the whole state, as with DDP, or without any wrapper. If the step draws
     random numbers, seed them from its number. If the number of ranks stays the same, the results
@@ -143,7 +143,7 @@ def steps(
             fault, steps since the last one run again, and are yielded again.
         path: a file in which rank 0 also keeps the last checkpoint. A training that was ended, or
             lost all ranks of a group, continues from it when it is started again.
-        timeout: the group's. A dead rank is found in a quarter of it or 10 s. `build`, and the
+        timeout: the group's. A dead rank is found in a quarter of it, or in 10 s if that is less. `build`, and the
             sending of a checkpoint, must take less.
 
     Raises:

@@ -256,7 +256,8 @@ class Segment:
         self._held, q = None, query.q
         try:
             operands = q, *self._own_rows.read(held.rows, stop)
-            packed = pack_step(*held[1:], operands, query.seen, query.options)
+            cache = held.number, held.writes, held.rows
+            packed = pack_step(*cache, operands, query.seen, query.options)
             pool, cost = self._servers.pool, self._cost(q)
             return BegunStep(held, stop, pool.submit_step(held.place, packed, q.device, cost))
         except BaseException:
