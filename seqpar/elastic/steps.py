@@ -143,8 +143,8 @@ def steps(
             fault, steps since the last one run again, and are yielded again.
         path: a file in which rank 0 also keeps the last checkpoint. A training that was ended, or
             lost all ranks of a group, continues from it when it is started again.
-        timeout: the group's. A dead rank is found in a quarter of it, or in 10 s if that is less. `build`, and the
-            sending of a checkpoint, must take less.
+        timeout: the group's. A dead rank is found in a quarter of it, or in 10 s if that is less.
+            `build`, and the sending of a checkpoint, must take less.
 
     Raises:
         ValueError: a state has DTensors or objects that torch.load refuses, `every` is below 1, or
