@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from seqpar.comm.faults.watcher import STOPPED, state
 from seqpar.comm.launch import Store
-from seqpar.elastic.messages import Place, Report, place_key, report_key
+from seqpar.elastic.messages import Place, Report, newest, place_key, report_key
 
 _POLL_SECONDS = 0.05
 _log = logging.getLogger("seqpar")
@@ -161,9 +161,7 @@ class Launcher:
         filled = [spares.pop(0) if x is None and spares else x for x in members]
         self._members = [number for number in filled if number is not None]
         self._generation += 1
-        held = [reports[number].finished for number in self._members]
-        source = held.index(max(held))
-        lacking = tuple(rank for rank, finished in enumerate(held) if finished != held[source])
+        source, lacking = newest([reports[number].finished for number in self._members])
         for rank, number in enumerate(self._members):
             ranks = len(self._members)
             self._answer(number, Place("", self._generation, rank, ranks, source, lacking))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from seqpar.comm import launch
-from seqpar.elastic.messages import Place, Report
+from seqpar.elastic.messages import Place, Report, newest
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseClient, Quorum, QuorumMember
@@ -97,9 +97,7 @@ class LighthouseRendezvous:
         self._members = _names(members)
         # Not the lighthouse's number: a lighthouse that was started again counts from 1.
         self._generation = time_ns
-        held = [member.step for member in members]
-        source = held.index(max(held))
-        lacking = tuple(rank for rank, finished in enumerate(held) if finished != held[source])
+        source, lacking = newest([member.step for member in members])
         host, port = members[0].store_address.split()
         rank, ranks = self._members.index(self._name), len(members)
         return Place("", self._generation, rank, ranks, source, lacking, host, int(port))

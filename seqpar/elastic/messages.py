@@ -41,6 +41,15 @@ class Place(NamedTuple):
     port: int = 0
 
 
+def newest(held: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return the rank with the newest checkpoint, and the ranks that lack it.
+
+    `held` has the finished steps of each rank's checkpoint.
+    """
+    source = held.index(max(held))
+    return source, tuple(rank for rank, finished in enumerate(held) if finished != held[source])
+
+
 def report_key(process: int, number: int) -> str:
     return f"report {process} {number}"
 

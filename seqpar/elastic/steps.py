@@ -60,13 +60,13 @@ class _Checkpoint:
     def check(self) -> None:
         """Raise a ValueError if the bytes can be written, but not read."""
         try:
-            self.parse(self._data.numpy().tobytes())
+            self.parse(self._bytes)
         except UnpicklingError as error:
             reason = "torch.load with weights_only=True must be able to read them"
             raise ValueError(f"states must have only tensors and plain values: {reason}") from error
 
     @classmethod
-    def parse(cls, data: bytes) -> _Checkpoint:
+    def parse(cls, data: bytes | memoryview) -> _Checkpoint:
         finished = torch.load(io.BytesIO(data), weights_only=True)["finished"]
         return cls(finished, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
@@ -78,20 +78,20 @@ class _Checkpoint:
         """Replace the file, or leave the old one and warn, for example if the disk is full."""
         new = path.with_name(f"{path.name}.new")
         try:
-            # Not as `bytes`: copying them would stop all threads, also one that sends heartbeats.
-            new.write_bytes(self._data.numpy().data)
+            new.write_bytes(self._bytes)
             new.replace(path)
         except OSError as error:
             _log.warning("the checkpoint after %d steps was not written: %s", self.finished, error)
 
     @property
-    def _data(self) -> Tensor:
+    def _bytes(self) -> memoryview:
+        """The data itself: a copy would stop all threads, also one that sends heartbeats."""
         assert self.data is not None
-        return self.data
+        return self.data.numpy().data
 
     def restore(self, states: Mapping[str, Stateful]) -> None:
         if self.data is not None:
-            file = io.BytesIO(self._data.numpy().tobytes())
+            file = io.BytesIO(self._bytes)
             content = torch.load(file, weights_only=True, map_location="cpu")["states"]
             for name, each in states.items():
                 each.load_state_dict(content[name])
@@ -108,7 +108,7 @@ class _Checkpoint:
         comm.exchange([], [(place.source, size)], label="checkpoint").wait()
         data = torch.empty(int(size), dtype=torch.uint8)
         comm.exchange([], [(place.source, data)], label="checkpoint").wait()
-        return _Checkpoint.parse(data.numpy().tobytes())
+        return _Checkpoint.parse(data.numpy().data)
 
 
 def steps(
