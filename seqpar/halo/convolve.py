@@ -135,7 +135,7 @@ def convolve(
 def tap_gradients(
     d: Tensor, x: Tensor, halo: HaloRows, received: Tensor, reach: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the taps' (C, reach + 1) and the bias's (C,) gradients; `d` is that of the sums."""
+    """Return the taps' (C, reach + 1) and the bias's (C,) gradients; `d` is the sums' gradient."""
     dtype = accumulator_dtype(x.dtype)
     dtaps, dbias = (x.new_zeros((*n, x.shape[2]), dtype=dtype) for n in ((reach + 1,), ()))
 

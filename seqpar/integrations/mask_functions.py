@@ -73,7 +73,7 @@ def ranges_within(
 ) -> Ranges:
     """Return the ranges that a batch's mask function shows within documents (row, start, stop).
 
-    Columns between documents, such as padding, are left out; errors are those of `ranges_of`.
+    Columns between documents, such as padding, are left out. Errors are as in `ranges_of`.
     """
     check_function("mask_function", mask_function)
     rows: dict[int, list[int]] = {}
@@ -91,7 +91,7 @@ def ranges_within(
 
 
 def _checked(function: Callable[..., Any], within: list[Area], batch: int) -> list[Area]:
-    """Return what a mask function shows of disjoint areas, compared with it on a sample."""
+    """Return the visible parts of disjoint areas, after comparing a sample with the function."""
     areas = [x for some in _shown(function, within, batch) for x in some.trimmed()]
     _compare(function, areas, within, batch)
     return areas
@@ -191,7 +191,7 @@ def _offset(within: list[Area], closed: Closed, batch: int) -> list[Area]:
 
 
 def _shown_at(by: tuple[int, int], function: Any, within: list[Area], batch: int) -> list[Area]:
-    """Return what a function shows that counts queries and keys from other numbers."""
+    """Return the visible parts for a function that counts queries and keys from other numbers."""
     shown = _shown(function, [area.moved(*by) for area in within], batch)
     return [area.moved(-by[0], -by[1]) for area in shown]
 

@@ -83,7 +83,7 @@ def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float)
 
 
 def in_order(lengths: Ints, most: int) -> list[Ints]:
-    """Divide documents, in order, into few parts of up to `most` tokens; longer ones are alone."""
+    """Divide documents, in order, into few parts of up to `most` tokens; a longer one is a part."""
     parts, first, ends = [], 0, np.cumsum(lengths)
     while first < lengths.size:
         before = int(ends[first] - lengths[first])

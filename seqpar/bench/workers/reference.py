@@ -1,7 +1,7 @@
 """Random operands, and exact attention on them in fp64, which results are checked against.
 
 A batch of at most 2,048 tokens is compared as a whole, with some heads on each rank. For a larger
-workload, a small batch of its kind and some rows of its own out are compared.
+workload, a small batch of its kind is compared, and some rows of the workload's out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def attention(
     """Return out and, with dout, the gradients of q, k and v from the formulas, in q's dtype.
 
     Tensors are (T, H, D); k and v may have fewer heads, and another dtype without dout. `places`
-    are those of the queries in the batch, by default all. Memory is T times their number.
+    has the queries' indices in the batch, by default all. Memory is T times their number.
     """
     everything = torch.arange(len(k), device=k.device)
     seen = batch.visible(everything if places is None else places, everything)

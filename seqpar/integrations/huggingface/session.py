@@ -433,7 +433,7 @@ def enable(
 
 
 class OwnConfigs:
-    """Copies that replace configs, which models may share; those of `apart` are separate."""
+    """Copies that replace configs, which models may share; modules in `apart` have other copies."""
 
     def __init__(self, model: nn.Module, apart: Collection[nn.Module]) -> None:
         from transformers import PreTrainedConfig

@@ -26,9 +26,9 @@ from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# Of groups of more than 128 ranks, in each direction. USP 64x8 has 4,608, and its simulation took
-# 22 CPU seconds.
-_MAX_RECORDED_EXCHANGES = 5000
+# That are recorded in each direction, of groups of more than 128 ranks. USP 64x8 has 4,608, and its
+# simulation took 22 CPU seconds.
+_MAX_EXCHANGES = 5000
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
 
@@ -64,17 +64,17 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     for named in layouts(division.lengths, context, division.largest) if found else ():
         quick = found
         if ranks > MAX_RANKS_AS_ONE:
-            quick = [x for x in found if _exchanges(x, named, context) <= _MAX_RECORDED_EXCHANGES]
+            quick = [x for x in found if _exchanges(x, named.layout, context) <= _MAX_EXCHANGES]
         yield from _in_place(quick, named, context, costs, division)
         if ranks == 1:
             return
 
 
-def _exchanges(candidate: Candidate, named: NamedLayout, costs: Costs) -> int:
-    """Return about how many exchanges are recorded in each direction."""
-    (strategy, mesh), layout = candidate, named.layout
-    recorded = layout.ranks // ranks_alike(strategy, mesh, layout, costs.model)
-    return recorded * (layout.ranks if mesh is None else sum(mesh))
+def _exchanges(candidate: Candidate, layout: Layout, costs: Costs) -> int:
+    """Return about how many exchanges of a mesh are recorded in each direction."""
+    assert candidate.mesh is not None
+    recorded = layout.ranks // ranks_alike(*candidate, layout, costs.model)
+    return recorded * sum(candidate.mesh)
 
 
 def _in_place(

@@ -143,8 +143,8 @@ def ranks_alike(strategy: str, mesh: tuple[int, int] | None, layout: Layout, mod
     """Return the length of runs of ranks whose programs are equal but for their peers.
 
     Ranks that exchange heads compute the same tokens for different heads. Their programs are equal
-    if they hold as many tokens and heads as the others of their run, that is Ulysses' ranks or a
-    row of USP's mesh.
+    if all ranks of a run hold the same number of tokens and heads. A run is all ranks of Ulysses,
+    or a row of USP's mesh.
     """
     if strategy == "ulysses":
         length = layout.ranks
