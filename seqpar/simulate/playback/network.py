@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING
@@ -63,8 +63,13 @@ class Hardware:
         seconds = float(self.cluster.host.seconds(nbytes))
         return seconds, [self._hosts[rank], *([] if core is None else [core])]
 
-    def way(self, source: int, target: int, nbytes: float) -> tuple[float, float, list[Resource]]:
-        """Return a message's latency, its further seconds, and the resources it uses."""
+    def way(
+        self, source: int, target: int, nbytes: float, only: str | None = None
+    ) -> tuple[float, float, list[Resource]]:
+        """Return a message's latency, its further seconds, and the resources it uses.
+
+        With `only`, "source" or "target", these are the resources at that end.
+        """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
         through = [self._out[source], self._in[target]]
@@ -77,6 +82,8 @@ class Hardware:
         if not self.cluster.overlaps:
             shared = through if a != b else []
             return 0.0, latency + nbytes / link.rate, [*shared, self._cores[a], self._cores[b]]
+        if only is not None:  # each end has a port or a NIC, and perhaps a leaf's uplinks
+            through = through[only == "target" :: 2]
         return latency, nbytes / link.rate, through
 
     def _between(self, source: int, target: int) -> list[Resource]:
@@ -109,22 +116,27 @@ class Hardware:
 class Flight:
     """One rank's exchange, from its post."""
 
-    __slots__ = ("done", "following", "left", "messages", "post", "posted", "rank")
+    __slots__ = ("done", "following", "key", "left", "messages", "post", "posted", "rank")
 
-    def __init__(self, rank: int, post: Post, posted: float, done: simpy.Event) -> None:
-        self.rank, self.post, self.posted, self.done = rank, post, posted, done
+    def __init__(
+        self, rank: int, key: Hashable, post: Post, posted: float, done: simpy.Event
+    ) -> None:
+        self.rank, self.key, self.post, self.posted, self.done = rank, key, post, posted, done
         self.left = 0  # messages, or ranks, that it still waits for
         self.messages: list[_Message] = []
         self.following: Flight | None = None
 
 
 class _Message:
-    """A message and the exchanges that have posted one of its ends."""
+    """A message and the exchanges that have posted one of its ends.
 
-    __slots__ = ("begun", "ends", "nbytes", "ready", "sender", "source", "target")
+    `only` is the end that is played, "source" or "target", if the other one has a stand-in.
+    """
 
-    def __init__(self, source: int, target: int, nbytes: int) -> None:
-        self.source, self.target, self.nbytes = source, target, nbytes
+    __slots__ = ("begun", "ends", "nbytes", "only", "ready", "sender", "source", "target")
+
+    def __init__(self, source: int, target: int, nbytes: int, only: str | None = None) -> None:
+        self.source, self.target, self.nbytes, self.only = source, target, nbytes, only
         self.ends: list[Flight] = []
         self.sender: Flight | None = None
         self.begun, self.ready = 0, 0.0
@@ -141,11 +153,22 @@ class Network:
     all that the rank is already writing to that peer. Two exchanges in opposite directions
     therefore alternate, unless the receive was posted first. A sender is done when the connection's
     buffer holds the remaining bytes.
+
+    A peer that is not played is taken to begin an exchange when its stand-in begins its exchange of
+    the same step. The message then uses only the resources of the end that is played.
     """
 
-    def __init__(self, env: simpy.Environment, hardware: Hardware, ordered: bool) -> None:
+    def __init__(
+        self, env: simpy.Environment, hardware: Hardware, ordered: bool, stand_ins: Sequence[int]
+    ) -> None:
+        """`stand_ins` has each rank's stand-in: the rank itself, if it is played."""
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
+        self._stand_ins = stand_ins
+        self._posted: Counter[Hashable] = Counter()  # by rank, channel, name and step
+        # By the keys of exchanges: those that have begun, and messages that wait for their begin.
+        self._begun: set[Hashable] = set()
+        self._expecting: dict[Hashable, list[_Message]] = {}
         self._last: dict[tuple[int, str], Flight] = {}  # by (rank, channel)
         # By (source, target, channel): messages with one posted end; True if the sender posted it.
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
@@ -155,13 +178,19 @@ class Network:
         self._gathering: dict[str, list[Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
-        flight = Flight(rank, post, self._env.now, self._env.event())
+        step = post.channel, post.what, post.step
+        self._posted[rank, step] += 1
+        number = self._posted[rank, step]
+        flight = Flight(rank, (rank, step, number), post, self._env.now, self._env.event())
         if isinstance(post, ShardExchange):
             flight.left = 1  # until all ranks have begun
         else:
             for sending, messages in ((False, post.recvs), (True, post.sends)):
                 for peer, nbytes in messages:
-                    self._match(flight, rank, peer, nbytes, sending)
+                    if (stand_in := self._stand_ins[peer]) == peer:
+                        self._match(flight, rank, peer, nbytes, sending)
+                    else:
+                        self._expect(flight, peer, nbytes, sending, (stand_in, step, number))
             flight.left = len(flight.messages)
         last = self._last.get((rank, post.channel)) if self._ordered else None
         self._last[rank, post.channel] = flight
@@ -190,7 +219,23 @@ class Network:
         message.sender = flight if sending else message.sender
         flight.messages.append(message)
 
+    def _expect(
+        self, flight: Flight, peer: int, nbytes: int, sending: bool, other: Hashable
+    ) -> None:
+        """Add a message of which only this end is played; `other` is the exchange of a stand-in."""
+        source, target = (flight.rank, peer) if sending else (peer, flight.rank)
+        message = _Message(source, target, nbytes, "source" if sending else "target")
+        message.ends.append(flight)
+        flight.messages.append(message)
+        if other in self._begun:
+            message.begun += 1
+        else:
+            self._expecting.setdefault(other, []).append(message)
+
     def _begin(self, flight: Flight) -> None:
+        self._begun.add(flight.key)
+        for message in self._expecting.pop(flight.key, ()):
+            self._ready(message)
         if isinstance(flight.post, ShardExchange):
             self._gather(flight, flight.post)
             return
@@ -265,7 +310,7 @@ class Network:
 
     def _set_out(self, message: _Message) -> None:
         latency, seconds, through = self._hardware.way(
-            message.source, message.target, message.nbytes
+            message.source, message.target, message.nbytes, message.only
         )
         message.ready = self._env.now + latency
         buffered = 0.0 if self._ordered else min(1.0, _SOCKET_BUFFER_BYTES / max(1, message.nbytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -31,16 +31,19 @@ class Outcome:
 
     def __init__(
         self,
-        programs: Sequence[Program],
-        events: list[list[Event]],
-        replay: Callable[[bool, bool], list[list[Event]]],
+        programs: Mapping[int, Program],
+        stand_ins: Sequence[int],
+        events: dict[int, list[Event]],
+        replay: Callable[[bool, bool], dict[int, list[Event]]],
     ) -> None:
+        """Give each rank the numbers of its stand-in, whose program was played."""
         self._events, self._replay = events, replay
-        self.ends = _ends(events)
+        ranks = np.searchsorted(list(programs), stand_ins)
+        self.ends = _ends(events)[ranks]
         self.seconds = float(self.ends.max())
-        self.busy, self.waiting = (_spent(events, kind) for kind in ("compute", "wait"))
-        self.sent_bytes = np.array([x.sent_bytes for x in programs])
-        self.peak_bytes = np.array([x.peak_bytes for x in programs])
+        self.busy, self.waiting = (_spent(events, kind)[ranks] for kind in ("compute", "wait"))
+        self.sent_bytes = np.array([x.sent_bytes for x in programs.values()])[ranks]
+        self.peak_bytes = np.array([x.peak_bytes for x in programs.values()])[ranks]
 
     def __repr__(self) -> str:
         share = float((self.waiting / np.maximum(self.ends, 1e-300)).mean())
@@ -74,9 +77,9 @@ class Outcome:
 
     @cached_property
     def trace(self) -> Trace:
-        """The whole step as a trace that begins at time 0."""
+        """The whole step as a trace that begins at time 0, of the ranks that were played."""
         trace = Trace()
-        trace.events = [*chain.from_iterable(self._events)]
+        trace.events = [*chain.from_iterable(self._events.values())]
         return trace
 
     def write(self, path: str | Path) -> None:
@@ -84,12 +87,13 @@ class Outcome:
         self.trace.write(path)
 
 
-def _ends(events: list[list[Event]]) -> Floats:
-    return np.array([max((x.stop for x in each), default=0.0) for each in events])
+def _ends(events: dict[int, list[Event]]) -> Floats:
+    return np.array([max((x.stop for x in each), default=0.0) for each in events.values()])
 
 
-def _spent(events: list[list[Event]], kind: str) -> Floats:
-    return np.array([sum(x.stop - x.start for x in each if x.kind == kind) for each in events])
+def _spent(events: dict[int, list[Event]], kind: str) -> Floats:
+    seconds = [sum(x.stop - x.start for x in each if x.kind == kind) for each in events.values()]
+    return np.array(seconds)
 
 
 def limit_of(compute: float, imbalance: float, communication: float) -> str:

@@ -54,14 +54,28 @@ def play(
         raise ValueError(f"programs must be one Program for each rank, got {shown(programs)}")
     if len({x.ordered for x in programs}) > 1:
         raise ValueError("programs must all be ordered, or none of them")
-    calls = computes(programs)
+    return play_some(dict(enumerate(programs)), range(len(programs)), cluster, pricing)
+
+
+def play_some(
+    programs: Mapping[int, Program],
+    stand_ins: Sequence[int],
+    cluster: Cluster,
+    pricing: Pricing | None = None,
+) -> Outcome:
+    """Play the programs of some ranks; `stand_ins` has the one of them for each rank.
+
+    Other ranks are taken to do what their stand-ins do, at the same times. The programs must be
+    ordered if some rank has a stand-in.
+    """
+    calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)
-    hardware = Hardware(cluster, len(programs))
+    hardware = Hardware(cluster, len(stand_ins))
 
-    def run(messages: bool, attention: bool) -> list[list[Event]]:
-        return _Run(programs, hardware, seconds, messages, attention).events
+    def run(messages: bool, attention: bool) -> dict[int, list[Event]]:
+        return _Run(programs, stand_ins, hardware, seconds, messages, attention).events
 
-    return Outcome(programs, run(True, True), run)
+    return Outcome(programs, stand_ins, run(True, True), run)
 
 
 def _checked(pricing: Pricing, calls: list[Compute]) -> Mapping[int, float]:
@@ -88,7 +102,8 @@ class _Run:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Mapping[int, Program],
+        stand_ins: Sequence[int],
         hardware: Hardware,
         seconds: Mapping[int, float],
         messages: bool,
@@ -99,16 +114,16 @@ class _Run:
         self._seconds = seconds
         self._messages = messages
         self._attention = attention
-        self._network = Network(self._env, hardware, programs[0].ordered)
-        self.events: list[list[Event]] = [[] for _ in programs]
+        ordered = all(x.ordered for x in programs.values())
+        self._network = Network(self._env, hardware, ordered, stand_ins)
+        self.events: dict[int, list[Event]] = {rank: [] for rank in programs}
         self._waits: dict[int, Flight] = {}  # what each rank waits for, or last waited for
-        flights: list[dict[int, Flight]] = [{} for _ in programs]
-        ranks = [
-            self._env.process(self._rank(rank, program, flights[rank]))
-            for rank, program in enumerate(programs)
-        ]
+        ranks = {
+            rank: self._env.process(self._rank(rank, program, {}))
+            for rank, program in programs.items()
+        }
         self._env.run()
-        stuck = {rank: self._waits[rank].post for rank, x in enumerate(ranks) if x.is_alive}
+        stuck = {rank: self._waits[rank].post for rank, x in ranks.items() if x.is_alive}
         if stuck:
             reasons = [f"rank {rank} for {x.what!r}, step {x.step}" for rank, x in stuck.items()]
             raise ValueError(f"programs: ranks wait for ever: {'; '.join(reasons[:8])}")

@@ -17,7 +17,13 @@ from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.playback.one_rank import least_seconds
 from seqpar.simulate.playback.outcome import Outcome
-from seqpar.simulate.playback.playing import play
+from seqpar.simulate.playback.playing import play_some
+from seqpar.simulate.playback.stand_ins import (
+    MAX_RANKS_PLAYED_WHOLE,
+    exchange_alike,
+    has_even_work,
+    nearest_stand_ins,
+)
 from seqpar.simulate.recording.program import (
     Begin,
     Compute,
@@ -43,6 +49,9 @@ from seqpar.strategies.registry import SOFTMAX
 SHARDING = ("none", "gradients", "full")
 ACTIVITIES = ("busy", "waiting")
 _Amount = TypeVar("_Amount", float, Floats)
+# Their ranks begin exchanges at the same times as their peers. Those of other strategies wait for
+# each other in turn, or for ranks with other work.
+_WITH_STAND_INS = ("ulysses", "ring", "all_gather", "usp", "mesh", "all_gather states")
 _SHARDED_PARAMETERS = -1  # an exchange number that recorded code never uses
 
 
@@ -280,24 +289,52 @@ class _LayerSimulator:
         """Play consecutive layers; return their outcome and (ranks,) the bytes attention sends."""
         layout, cluster = self.layout, self.costs.cluster
         if self.servers:
-            programs = record_layers(
+            recorded = record_layers(
                 *(layout, self.servers, attending, products, count),
                 copies=cluster.overlaps,
                 **self.options,
             )
+            stand_ins, programs = np.arange(len(recorded)), dict(enumerate(recorded))
         else:
-            programs = self.record_in_place(attending, products, tuple(range(layout.ranks)))
-        sent_bytes = np.array([program.sent_bytes for program in programs])
-        trainers = programs[: layout.ranks]
+            stand_ins, programs = self._record_with_stand_ins(attending, products)
+        sent_bytes = {rank: program.sent_bytes for rank, program in programs.items()}
+        trainers = {rank: program for rank, program in programs.items() if rank < layout.ranks}
         if self.sharding != "none" and layout.ranks > 1:
             parameters = count * int(products.stored * self.costs.itemsize)
-            _exchange_parameters(trainers, parameters, 3 if self.sharding == "full" else 2)
+            passes = 3 if self.sharding == "full" else 2
+            _exchange_parameters(trainers, layout.ranks, parameters, passes)
         if self.offload:
             kept_bytes, _ = self.costs.activation_bytes_per_token(self.checkpointing)
             per_layer = self.offload * kept_bytes / len(self.costs.model.layers)
-            for program, tokens in zip(trainers, layout.tokens_per_rank, strict=True):
-                _offload_activations(program, int(per_layer * tokens))
-        return play(programs, cluster), sent_bytes
+            for rank, program in trainers.items():
+                _offload_activations(program, int(per_layer * layout.tokens_on(rank)))
+        outcome = play_some(programs, stand_ins.tolist(), cluster)
+        return outcome, np.array([sent_bytes[rank] for rank in stand_ins.tolist()])
+
+    def _record_with_stand_ins(
+        self, attending: Attending, products: Products
+    ) -> tuple[Ints, dict[int, Program]]:
+        """Return each rank's stand-in, which may be itself, and the programs of stand-ins."""
+        every_rank = np.arange(self.layout.ranks)
+        for stand_ins in (self._stand_ins(attending), every_rank):
+            ranks = tuple(np.unique(stand_ins).tolist())
+            programs = self.record_in_place(attending, products, ranks)
+            if len(ranks) == every_rank.size or exchange_alike(programs):
+                break
+        return stand_ins, dict(zip(ranks, programs, strict=True))
+
+    def _stand_ins(self, attending: Attending) -> Ints:
+        layout, cluster = self.layout, self.costs.cluster
+        strategy = f"{attending.transport} states" if attending.linear else self.strategy
+        if (
+            layout.ranks > MAX_RANKS_PLAYED_WHOLE
+            and cluster.overlaps
+            and self.sharding == "none"
+            and strategy in _WITH_STAND_INS
+            and has_even_work(layout.geometry)
+        ):
+            return nearest_stand_ins(cluster, layout.ranks)
+        return np.arange(layout.ranks)
 
     def record_in_place(
         self, attending: Attending, products: Products, ranks: tuple[int, ...]
@@ -319,11 +356,13 @@ class _LayerSimulator:
         return programs
 
 
-def _exchange_parameters(programs: list[Program], nbytes: int, passes: int) -> None:
+def _exchange_parameters(
+    programs: Mapping[int, Program], ranks: int, nbytes: int, passes: int
+) -> None:
     """Exchange equal shards of `nbytes` among all ranks, `passes` times, during the programs."""
-    shard = -(-nbytes // len(programs))
-    shards = [(peer, passes * shard) for peer in range(len(programs))]
-    for rank, program in enumerate(programs):
+    shard = -(-nbytes // ranks)
+    shards = [(peer, passes * shard) for peer in range(ranks)]
+    for rank, program in programs.items():
         post = ShardExchange if program.ordered else Post
         others = (*shards[:rank], *shards[rank + 1 :])
         program.actions.insert(
