@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.core.arguments import Ints
 
+T = TypeVar("T", bound=np.generic)
 POSITION_BITS = 32  # of a sort key: documents and their lengths stay below 2**31
 UNLIMITED = 2**40  # a band's bound that no position reaches
 
@@ -16,6 +19,11 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
     lengths = stops - starts
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
+
+
+def taken(x: NDArray[T], chosen: Ints) -> NDArray[T]:
+    """Return the entries of an array in ranges (m, 2), as a view if there is one range."""
+    return x[slice(*chosen[0])] if len(chosen) == 1 else x[ranges(*chosen.T)]
 
 
 def as_ranges(numbers: Ints) -> Ints:

@@ -23,7 +23,7 @@ from seqpar.core.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.device_tables import on_device
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
-from seqpar.core.ranges import UNLIMITED, ranges, rows_before, union
+from seqpar.core.ranges import UNLIMITED, rows_before, taken, union
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.band_intersection import in_reach, of_band
 from seqpar.layout.masks.mask_ranges import MaskRanges, RangeList
@@ -224,14 +224,18 @@ class Slices:
 
     def of_queries(self, rows: Ints) -> Slices:
         """Return the same slices over only these query rows, including all that have a key."""
-        index, q_rows = ranges(*rows.T), rows_before(rows, self.q_rows)
-        found = replace(self, q_rows=q_rows, sent_rows=rows, derived=Memo())
-        found.q_positions, found.q_aligned = self.q_positions[index], self.aligned[index]
-        return found
+        return replace(
+            self,
+            q_rows=rows_before(rows, self.q_rows),
+            q_positions=taken(self.q_positions, rows),
+            q_aligned=taken(self.aligned, rows),
+            sent_rows=rows,
+            derived=Memo(),
+        )
 
     def of_keys(self, rows: Ints) -> Slices:
         """Return the same slices over only these key rows, which include all rows of slices."""
-        k_rows, positions = rows_before(rows, self.k_rows), self.k_positions[ranges(*rows.T)]
+        k_rows, positions = rows_before(rows, self.k_rows), taken(self.k_positions, rows)
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
 
     @classmethod

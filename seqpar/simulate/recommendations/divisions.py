@@ -22,7 +22,7 @@ from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_size
 from seqpar.simulate.steps.steps import head_seconds
 
 LAYOUTS = ("zigzag", "contiguous")
-MAX_CONTEXT_RANKS = 512  # of one group: simulating more takes minutes, with each strategy
+MAX_CONTEXT_RANKS = 8192  # of one group: simulating more takes minutes, with each strategy
 MAX_RANKS_AS_ONE = 128  # devices that are also tried as one group, with all strategies and servers
 _MICRO_BATCHES_PER_STAGE = (2, 4)
 Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents

@@ -21,14 +21,14 @@ from seqpar.simulate.recommendations.divisions import (
 )
 from seqpar.simulate.recommendations.recommendation import Recommendation
 from seqpar.simulate.steps.layers import ranks_alike
-from seqpar.simulate.steps.steps import step
+from seqpar.simulate.steps.steps import stand_ins_of, step
 from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# That are recorded in each direction, of groups of more than 128 ranks. USP 64x8 has 4,608, and its
-# simulation took 22 CPU seconds.
-_MAX_EXCHANGES = 5000
+# That are recorded in each direction, of groups of more than 128 ranks. Ring on 256 ranks has
+# 8,192, and its simulation took 13 CPU seconds.
+_MAX_MESSAGES = 10_000
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
 
@@ -47,7 +47,7 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
     """Yield the ways of a division, by the strategies of most use or by all others.
 
-    With more than 128 ranks only USP is tried, unless it would take minutes to simulate.
+    With more than 128 ranks, those that would take minutes to simulate are left out.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
@@ -56,25 +56,24 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     strategies = [x for x in STRATEGIES if (x in first) != others]
     if ranks == 1:
         strategies = [] if others else strategies[:1]
-    if ranks > MAX_RANKS_AS_ONE:
-        strategies = [x for x in strategies if x == "usp"]
     found = candidates(context.cluster, ranks, strategies)
     if costs.model.recurrence is not None:  # whose layers need one group of the context ranks
         found = [x for x in found if x.mesh is None]
     for named in layouts(division.lengths, context, division.largest) if found else ():
         quick = found
         if ranks > MAX_RANKS_AS_ONE:
-            quick = [x for x in found if _exchanges(x, named.layout, context) <= _MAX_EXCHANGES]
+            quick = [x for x in found if _messages(x, named.layout, context) <= _MAX_MESSAGES]
         yield from _in_place(quick, named, context, costs, division)
         if ranks == 1:
             return
 
 
-def _exchanges(candidate: Candidate, layout: Layout, costs: Costs) -> int:
-    """Return about how many exchanges of a mesh are recorded in each direction."""
-    assert candidate.mesh is not None
-    recorded = layout.ranks // ranks_alike(*candidate, layout, costs.model)
-    return recorded * sum(candidate.mesh)
+def _messages(candidate: Candidate, layout: Layout, costs: Costs) -> int:
+    """Return about how many messages are recorded in each direction."""
+    strategy, mesh = candidate
+    played = np.unique(stand_ins_of(strategy, layout, costs.cluster)).size
+    recorded = max(1, played // ranks_alike(strategy, mesh, layout, costs.model))
+    return recorded * (layout.ranks if mesh is None else sum(mesh))
 
 
 def _in_place(

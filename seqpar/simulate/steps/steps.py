@@ -271,6 +271,19 @@ def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
     return count * one if two is None else one + (count - 1) * (two - one)
 
 
+def stand_ins_of(strategy: str, layout: Layout, cluster: Cluster, sharding: str = "none") -> Ints:
+    """Return each rank's stand-in, which is itself unless all of a large group have even work."""
+    if (
+        layout.ranks > MAX_RANKS_PLAYED_WHOLE
+        and cluster.overlaps
+        and sharding == "none"
+        and strategy in _WITH_STAND_INS
+        and has_even_work(layout.geometry)
+    ):
+        return nearest_stand_ins(cluster, layout.ranks)
+    return np.arange(layout.ranks)
+
+
 @dataclass(frozen=True)
 class _LayerSimulator:
     """Plays one kind of layer at a time; the fields are the arguments of `step`."""
@@ -316,25 +329,14 @@ class _LayerSimulator:
     ) -> tuple[Ints, dict[int, Program]]:
         """Return each rank's stand-in, which may be itself, and the programs of stand-ins."""
         every_rank = np.arange(self.layout.ranks)
-        for stand_ins in (self._stand_ins(attending), every_rank):
+        strategy = f"{attending.transport} states" if attending.linear else self.strategy
+        nearest = stand_ins_of(strategy, self.layout, self.costs.cluster, self.sharding)
+        for stand_ins in (nearest, every_rank):
             ranks = tuple(np.unique(stand_ins).tolist())
             programs = self.record_in_place(attending, products, ranks)
             if len(ranks) == every_rank.size or exchange_alike(programs):
                 break
         return stand_ins, dict(zip(ranks, programs, strict=True))
-
-    def _stand_ins(self, attending: Attending) -> Ints:
-        layout, cluster = self.layout, self.costs.cluster
-        strategy = f"{attending.transport} states" if attending.linear else self.strategy
-        if (
-            layout.ranks > MAX_RANKS_PLAYED_WHOLE
-            and cluster.overlaps
-            and self.sharding == "none"
-            and strategy in _WITH_STAND_INS
-            and has_even_work(layout.geometry)
-        ):
-            return nearest_stand_ins(cluster, layout.ranks)
-        return np.arange(layout.ranks)
 
     def record_in_place(
         self, attending: Attending, products: Products, ranks: tuple[int, ...]

@@ -17,7 +17,7 @@ import numpy as np
 from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
-from seqpar.core.ranges import as_ranges, count_up, ranges, union
+from seqpar.core.ranges import as_ranges, count_up, ranges, taken, union
 from seqpar.core.traffic import Traffic
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.geometry import Geometry
@@ -89,14 +89,13 @@ class AnchoredTiles:
         shifts = ranges[:, 0] - (np.cumsum(lengths) - lengths)  # from the block to the pack
         shifts = shifts[np.searchsorted(ranges[:, 1], k_stop)]
         rows = slice(*self.first_rows[[tile, tile + 1]])
-        positions = [whole.k_positions[start:stop] for start, stop in ranges.tolist()]
         return replace(
             whole,
             q_rows=np.stack([q_start, q_stop], 1),
             k_rows=np.stack([k_start - shifts, k_stop - shifts], 1),
             bands=np.stack([low, high], 1),
             q_positions=whole.q_positions[rows],
-            k_positions=positions[0] if len(positions) == 1 else np.concatenate(positions),
+            k_positions=taken(whole.k_positions, ranges),
             sent_rows=ranges,
             q_aligned=whole.aligned[rows],
             derived=Memo(),
@@ -321,7 +320,7 @@ def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
     held = tiled.kv_layout.token_indices(owner)
     if owner == computer:
         return held
-    return held[ranges(*tiled.slices(computer, owner).sent_rows.T)]
+    return taken(held, tiled.slices(computer, owner).sent_rows)
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:
