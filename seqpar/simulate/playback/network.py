@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING
@@ -174,8 +174,8 @@ class Network:
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
         # Gloo only, by (source, target): pending writes; the first one is being written.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
-        # By channel: the exchanges of a `ShardExchange` that waits for more ranks.
-        self._gathering: dict[str, list[Flight]] = {}
+        # By channel and rank: the exchanges of a `ShardExchange` that waits for more ranks.
+        self._gathering: dict[str, dict[int, Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
         step = post.channel, post.what, post.step
@@ -251,31 +251,43 @@ class Network:
 
     def _gather(self, flight: Flight, post: ShardExchange) -> None:
         """Start an exchange of shards when the last of its ranks begins it."""
-        flights = self._gathering.setdefault(post.channel, [])
-        flights.append(flight)
-        if len(flights) <= len(post.sends):
+        ranks = range(len(post.sends) + 1)
+        flights = self._gathering.setdefault(post.channel, {})
+        flights[flight.rank] = flight
+        if len(flights) < len({self._stand_ins[rank] for rank in ranks}):
             return
         del self._gathering[post.channel]
-        by_node: dict[int, list[Flight]] = {}
-        for each in flights:
+        for each in flights.values():
             each.left = 0
-            by_node.setdefault(self._hardware.nodes[each.rank], []).append(each)
-        if len(flights) == 1:
+        if len(ranks) == 1:
             self._end(flight)
             return
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(self._hardware.nodes[rank], []).append(rank)
         shard = post.sends[0][1]
         for senders in by_node.values():
-            from_each_of_node = shard * len(flights) / len(senders)  # with what it passes on
+            from_each_of_node = shard * len(ranks) / len(senders)  # with what it passes on
             for source, target in permutations(senders, 2):
-                self._send_together([source], [target], from_each_of_node)
+                self._send_together(flights, [source], [target], from_each_of_node)
             for receivers in by_node.values():
                 if receivers is not senders:
-                    self._send_together(senders, receivers, shard / len(receivers))
+                    self._send_together(flights, senders, receivers, shard / len(receivers))
 
-    def _send_together(self, senders: list[Flight], receivers: list[Flight], nbytes: float) -> None:
+    def _send_together(
+        self,
+        by_rank: Mapping[int, Flight],
+        senders: list[int],
+        receivers: list[int],
+        nbytes: float,
+    ) -> None:
         """Send equal messages, which use the same links, from all senders to all receivers."""
-        latency, seconds, through = self._hardware.way(senders[0].rank, receivers[0].rank, nbytes)
-        flights = [*senders, *receivers]
+        sending, receiving = ([by_rank[x] for x in y if x in by_rank] for y in (senders, receivers))
+        flights = [*sending, *receiving]
+        if not flights:
+            return
+        only = "source" if not receiving else "target" if not sending else None
+        latency, seconds, through = self._hardware.way(senders[0], receivers[0], nbytes, only)
         for flight in flights:
             flight.left += 1
 

@@ -276,7 +276,6 @@ def stand_ins_of(strategy: str, layout: Layout, cluster: Cluster, sharding: str 
     if (
         layout.ranks > MAX_RANKS_PLAYED_WHOLE
         and cluster.overlaps
-        and sharding == "none"
         and strategy in _WITH_STAND_INS
         and has_even_work(layout.geometry)
     ):
@@ -330,7 +329,7 @@ class _LayerSimulator:
         """Return each rank's stand-in, which may be itself, and the programs of stand-ins."""
         every_rank = np.arange(self.layout.ranks)
         strategy = f"{attending.transport} states" if attending.linear else self.strategy
-        nearest = stand_ins_of(strategy, self.layout, self.costs.cluster, self.sharding)
+        nearest = stand_ins_of(strategy, self.layout, self.costs.cluster)
         for stand_ins in (nearest, every_rank):
             ranks = tuple(np.unique(stand_ins).tolist())
             programs = self.record_in_place(attending, products, ranks)
