@@ -19,20 +19,22 @@ from seqpar.simulate.recording.program import Post, Program
 
 MAX_RANKS_PLAYED_WHOLE = 128
 _PLAYED_NODES, _LEAST_PLAYED_RANKS = 4, 16
+_MANY_RANKS = 4096  # of which only the first and the last node are played
 _TOLERANCE = 0.02  # of the largest rank's tokens and pairs, and of the tokens of short documents
 
 
 def nearest_stand_ins(cluster: Cluster, ranks: int) -> Ints:
-    """Return for each rank the one that stands for it, in one of a few evenly spaced nodes.
+    """Return for each rank the one that stands for it, in one of 2 or 4 evenly spaced nodes.
 
-    The ranks of these nodes stand for themselves. The first and the last node are among them,
-    because the work at the ends of a sequence differs most. All ranks stand for themselves if they
-    do not fill nodes, or if links between nodes also carry other nodes' messages: on a torus, and
-    below oversubscribed leaf switches.
+    If nodes are small there are more, with 16 ranks. Their ranks stand for themselves. The first
+    and the last node are among them, because the work at the ends of a sequence differs most. All
+    ranks stand for themselves if they do not fill nodes, or if links between nodes also carry other
+    nodes' messages: on a torus, and below oversubscribed leaf switches.
     """
     fabric, per_node = cluster.fabric, cluster.devices_per_node
     is_shared = isinstance(fabric, Torus) or (fabric is not None and fabric.oversubscription > 1)
-    nodes, played = ranks // per_node, max(_PLAYED_NODES, _LEAST_PLAYED_RANKS // per_node)
+    nodes, played = ranks // per_node, _PLAYED_NODES if ranks <= _MANY_RANKS else 2
+    played = max(played, _LEAST_PLAYED_RANKS // per_node)
     if is_shared or ranks % per_node or nodes <= played:
         return np.arange(ranks)
     chosen = np.linspace(0, nodes - 1, played).round().astype(np.int64)

@@ -1,0 +1,85 @@
+"""Measure how long the simulation of a step takes on large groups of ranks, and how exact it is.
+
+One layer of llama-8b, causal attention to one document of 1,024 tokens per rank in zigzag, on nodes
+of 8 H100. Of groups of more than 128 ranks with even work, 32 are played in place of all, and 16 of more
+than 4,096. The errors are those of such steps against steps of which all ranks are played. Each case is a new
+process; `cpu` is its CPU time with imports, and `memory` its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import resource
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from benchmarks import RESULTS, harness
+from seqpar import Layout, simulate
+from seqpar.balance import Cluster, Model
+from seqpar.simulate.steps import steps
+
+MODEL, TOKENS_PER_RANK, NODE = "llama-8b", 1024, 8
+EVERY_RANK = 2**20
+# (strategy, ranks, mesh, whether all ranks are played too)
+CASES: list[tuple[str, int, tuple[int, int] | None, bool]] = [
+    ("ring", 128, None, True),
+    ("all_gather", 128, None, True),
+    ("usp", 128, (16, 8), True),
+    ("mesh", 128, (16, 8), True),
+    ("ring", 256, None, True),
+    ("ring", 1024, None, False),
+    ("all_gather", 1024, None, False),
+    ("usp", 1024, (128, 8), False),
+    ("mesh", 1024, (32, 32), False),
+    ("usp", 16384, (2048, 8), False),
+    ("ring", 16384, None, False),
+]
+
+
+def row_of(strategy: str, ranks: int, mesh: tuple[int, int] | None, compares: bool) -> Any:
+    torch.set_num_threads(1)
+    model = Model.preset(MODEL)
+    model = dataclasses.replace(model, layers=model.layers[:1])
+    layout = Layout.zigzag([0, ranks * TOKENS_PER_RANK], ranks)
+    cluster = Cluster.preset(f"{ranks // NODE}x{NODE}-h100")
+
+    def seconds(most_played: int) -> tuple[float, float]:
+        steps.MAX_RANKS_PLAYED_WHOLE = most_played
+        steps.record_attention_once.cache_clear()
+        start = time.process_time()
+        step = simulate.step(strategy, layout, cluster, model, mesh=mesh)
+        return step.seconds, time.process_time() - start
+
+    predicted, cpu = seconds(0)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row = {"strategy": strategy, "ranks": ranks, "mesh": mesh, "cpu": cpu, "memory": memory}
+    row |= {"predicted": predicted}
+    if compares:
+        exact, whole_cpu = seconds(EVERY_RANK)
+        row |= {"whole_cpu": whole_cpu, "error": predicted / exact - 1}
+    return row
+
+
+def main() -> int:
+    """Measure all cases, print them, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
+    options = parser.parse_args()
+    spawned, rows = multiprocessing.get_context("spawn"), []
+    for case in CASES:
+        with ProcessPoolExecutor(1, spawned) as pool:  # a new process, with empty caches
+            rows.append(row := pool.submit(row_of, *case).result())
+        print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+    if not options.no_write:
+        harness.write(RESULTS, "large-groups", {"model": MODEL, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
