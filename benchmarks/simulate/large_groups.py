@@ -1,9 +1,9 @@
 """Measure how long the simulation of a step takes on large groups of ranks, and how exact it is.
 
 One layer of llama-8b, causal attention to one document of 1,024 tokens per rank in zigzag, on nodes
-of 8 H100. Of groups of more than 128 ranks with even work, 32 are played in place of all, and 16 of more
-than 4,096. The errors are those of such steps against steps of which all ranks are played. Each case is a new
-process; `cpu` is its CPU time with imports, and `memory` its peak.
+of 8 H100. In each case 32 ranks are played in place of all, or 16 of more than 4,096, even where
+the library plays all. `error` compares the step with one in which all ranks are played. Each case
+is a new process; `cpu` is the CPU time of the step, and `memory` the peak.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from benchmarks import RESULTS, harness
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Model
-from seqpar.simulate.steps import steps
+from seqpar.simulate.playback import stand_ins
+from seqpar.simulate.steps.layers import record_attention_once
 
 MODEL, TOKENS_PER_RANK, NODE = "llama-8b", 1024, 8
 EVERY_RANK = 2**20
@@ -50,8 +51,8 @@ def row_of(strategy: str, ranks: int, mesh: tuple[int, int] | None, compares: bo
     cluster = Cluster.preset(f"{ranks // NODE}x{NODE}-h100")
 
     def seconds(most_played: int) -> tuple[float, float]:
-        steps.MAX_RANKS_PLAYED_WHOLE = most_played
-        steps.record_attention_once.cache_clear()
+        stand_ins.MAX_RANKS_PLAYED_WHOLE = most_played
+        record_attention_once.cache_clear()
         start = time.process_time()
         step = simulate.step(strategy, layout, cluster, model, mesh=mesh)
         return step.seconds, time.process_time() - start

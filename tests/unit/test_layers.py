@@ -1,4 +1,4 @@
-"""Hold the rooms of seqpar/ against every import: rooms import downward, and never in a circle."""
+"""Hold seqpar/ and the tests against their habits: imports downward, no circles, short names."""
 
 import ast
 import functools
@@ -90,3 +90,14 @@ def test_imports_are_seen_at_all():
     usp = ROOT / "seqpar/strategies/usp.py"
     seen = {str(x.relative_to(ROOT / "seqpar")) for x in imported_files(usp)}
     assert {"comm/messages/exchange.py", "softmax/module.py", "strategies/registry.py"} <= seen
+
+
+def test_test_names_have_at_most_eight_words():
+    names = {
+        node.name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    assert len(names) > 2000
+    assert not {name for name in names if name.count("_") > 8}

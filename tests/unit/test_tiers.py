@@ -92,7 +92,7 @@ def test_a_slow_test_fails_naming_the_marker(outcomes):
     assert "test_slow_and_wrong passed" not in said
 
 
-def test_only_property_tests_may_be_slow_in_the_thorough_tier(outcomes):
+def test_only_property_tests_may_be_slow(outcomes):
     """They draw more examples there."""
     assert outcomes()[0] == {"failed": 3, "passed": 4}
     assert outcomes("--hypothesis-profile=thorough")[0] == {"failed": 2, "passed": 5}

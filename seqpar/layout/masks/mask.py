@@ -23,7 +23,7 @@ from seqpar.core.arguments import Ints, WindowSize, as_bool, parse_window
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.device_tables import on_device
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
-from seqpar.core.ranges import UNLIMITED, rows_before, taken, union
+from seqpar.core.ranges import UNLIMITED, rows_before, take_ranges, union
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.band_intersection import in_reach, of_band
 from seqpar.layout.masks.mask_ranges import MaskRanges, RangeList
@@ -227,15 +227,15 @@ class Slices:
         return replace(
             self,
             q_rows=rows_before(rows, self.q_rows),
-            q_positions=taken(self.q_positions, rows),
-            q_aligned=taken(self.aligned, rows),
+            q_positions=take_ranges(self.q_positions, rows),
+            q_aligned=take_ranges(self.aligned, rows),
             sent_rows=rows,
             derived=Memo(),
         )
 
     def of_keys(self, rows: Ints) -> Slices:
         """Return the same slices over only these key rows, which include all rows of slices."""
-        k_rows, positions = rows_before(rows, self.k_rows), taken(self.k_positions, rows)
+        k_rows, positions = rows_before(rows, self.k_rows), take_ranges(self.k_positions, rows)
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import permutations
@@ -64,11 +64,11 @@ class Hardware:
         return seconds, [self._hosts[rank], *([] if core is None else [core])]
 
     def way(
-        self, source: int, target: int, nbytes: float, only: str | None = None
+        self, source: int, target: int, nbytes: float, played_end: str = "both"
     ) -> tuple[float, float, list[Resource]]:
         """Return a message's latency, its further seconds, and the resources it uses.
 
-        With `only`, "source" or "target", these are the resources at that end.
+        If its `played_end` is "source" or "target", these are the resources of that end.
         """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
@@ -82,8 +82,8 @@ class Hardware:
         if not self.cluster.overlaps:
             shared = through if a != b else []
             return 0.0, latency + nbytes / link.rate, [*shared, self._cores[a], self._cores[b]]
-        if only is not None:  # each end has a port or a NIC, and perhaps a leaf's uplinks
-            through = through[only == "target" :: 2]
+        if played_end != "both":  # each end has a port or a NIC, and perhaps a leaf's uplinks
+            through = through[0::2] if played_end == "source" else through[1::2]
         return latency, nbytes / link.rate, through
 
     def _between(self, source: int, target: int) -> list[Resource]:
@@ -116,12 +116,10 @@ class Hardware:
 class Flight:
     """One rank's exchange, from its post."""
 
-    __slots__ = ("done", "following", "key", "left", "messages", "post", "posted", "rank")
+    __slots__ = ("done", "following", "left", "messages", "post", "posted", "rank")
 
-    def __init__(
-        self, rank: int, key: Hashable, post: Post, posted: float, done: simpy.Event
-    ) -> None:
-        self.rank, self.key, self.post, self.posted, self.done = rank, key, post, posted, done
+    def __init__(self, rank: int, post: Post, posted: float, done: simpy.Event) -> None:
+        self.rank, self.post, self.posted, self.done = rank, post, posted, done
         self.left = 0  # messages, or ranks, that it still waits for
         self.messages: list[_Message] = []
         self.following: Flight | None = None
@@ -130,13 +128,14 @@ class Flight:
 class _Message:
     """A message and the exchanges that have posted one of its ends.
 
-    `only` is the end that is played, "source" or "target", if the other one has a stand-in.
+    `played_end` is "both", or the one that is played, "source" or "target".
     """
 
-    __slots__ = ("begun", "ends", "nbytes", "only", "ready", "sender", "source", "target")
+    __slots__ = ("begun", "ends", "nbytes", "played_end", "ready", "sender", "source", "target")
 
-    def __init__(self, source: int, target: int, nbytes: int, only: str | None = None) -> None:
-        self.source, self.target, self.nbytes, self.only = source, target, nbytes, only
+    def __init__(self, source: int, target: int, nbytes: int, played_end: str = "both") -> None:
+        self.source, self.target, self.nbytes = source, target, nbytes
+        self.played_end = played_end
         self.ends: list[Flight] = []
         self.sender: Flight | None = None
         self.begun, self.ready = 0, 0.0
@@ -154,21 +153,20 @@ class Network:
     therefore alternate, unless the receive was posted first. A sender is done when the connection's
     buffer holds the remaining bytes.
 
-    A peer that is not played is taken to begin an exchange when its stand-in begins its exchange of
-    the same step. The message then uses only the resources of the end that is played.
+    A peer that is not played begins an exchange when its stand-in begins the exchange of the same
+    number. The message then uses only the resources of the end that is played.
     """
 
     def __init__(
         self, env: simpy.Environment, hardware: Hardware, ordered: bool, stand_ins: Sequence[int]
     ) -> None:
-        """`stand_ins` has each rank's stand-in: the rank itself, if it is played."""
+        """`stand_ins[rank]` is the rank that is played in its place, or itself."""
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
         self._stand_ins = stand_ins
-        self._posted: Counter[Hashable] = Counter()  # by rank, channel, name and step
-        # By the keys of exchanges: those that have begun, and messages that wait for their begin.
-        self._begun: set[Hashable] = set()
-        self._expecting: dict[Hashable, list[_Message]] = {}
+        # By rank and number: exchanges that have begun, and messages that wait until one begins.
+        self._begun: set[tuple[int, int]] = set()
+        self._until_begun: dict[tuple[int, int], list[_Message]] = {}
         self._last: dict[tuple[int, str], Flight] = {}  # by (rank, channel)
         # By (source, target, channel): messages with one posted end; True if the sender posted it.
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
@@ -178,10 +176,7 @@ class Network:
         self._gathering: dict[str, dict[int, Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
-        step = post.channel, post.what, post.step
-        self._posted[rank, step] += 1
-        number = self._posted[rank, step]
-        flight = Flight(rank, (rank, step, number), post, self._env.now, self._env.event())
+        flight = Flight(rank, post, self._env.now, self._env.event())
         if isinstance(post, ShardExchange):
             flight.left = 1  # until all ranks have begun
         else:
@@ -190,7 +185,7 @@ class Network:
                     if (stand_in := self._stand_ins[peer]) == peer:
                         self._match(flight, rank, peer, nbytes, sending)
                     else:
-                        self._expect(flight, peer, nbytes, sending, (stand_in, step, number))
+                        self._add_played_end(flight, peer, nbytes, sending, stand_in)
             flight.left = len(flight.messages)
         last = self._last.get((rank, post.channel)) if self._ordered else None
         self._last[rank, post.channel] = flight
@@ -219,22 +214,24 @@ class Network:
         message.sender = flight if sending else message.sender
         flight.messages.append(message)
 
-    def _expect(
-        self, flight: Flight, peer: int, nbytes: int, sending: bool, other: Hashable
+    def _add_played_end(
+        self, flight: Flight, peer: int, nbytes: int, sending: bool, stand_in: int
     ) -> None:
-        """Add a message of which only this end is played; `other` is the exchange of a stand-in."""
+        """Add a message of which only this end is played."""
         source, target = (flight.rank, peer) if sending else (peer, flight.rank)
         message = _Message(source, target, nbytes, "source" if sending else "target")
         message.ends.append(flight)
         flight.messages.append(message)
-        if other in self._begun:
+        others = stand_in, flight.post.number
+        if others in self._begun:
             message.begun += 1
         else:
-            self._expecting.setdefault(other, []).append(message)
+            self._until_begun.setdefault(others, []).append(message)
 
     def _begin(self, flight: Flight) -> None:
-        self._begun.add(flight.key)
-        for message in self._expecting.pop(flight.key, ()):
+        exchange = flight.rank, flight.post.number
+        self._begun.add(exchange)
+        for message in self._until_begun.pop(exchange, ()):
             self._ready(message)
         if isinstance(flight.post, ShardExchange):
             self._gather(flight, flight.post)
@@ -266,13 +263,17 @@ class Network:
         for rank in ranks:
             by_node.setdefault(self._hardware.nodes[rank], []).append(rank)
         shard = post.sends[0][1]
-        for senders in by_node.values():
-            from_each_of_node = shard * len(ranks) / len(senders)  # with what it passes on
-            for source, target in permutations(senders, 2):
+        for node in {self._hardware.nodes[rank]: None for rank in flights}:
+            inside = by_node[node]
+            from_each_of_node = shard * len(ranks) / len(inside)  # with what it passes on
+            for source, target in permutations(inside, 2):
                 self._send_together(flights, [source], [target], from_each_of_node)
-            for receivers in by_node.values():
-                if receivers is not senders:
-                    self._send_together(flights, senders, receivers, shard / len(receivers))
+            for other, outside in by_node.items():
+                if other == node:
+                    continue
+                self._send_together(flights, inside, outside, shard / len(outside))
+                if outside[0] not in flights:  # else the other node sends to this one in its turn
+                    self._send_together(flights, outside, inside, shard / len(inside))
 
     def _send_together(
         self,
@@ -281,13 +282,15 @@ class Network:
         receivers: list[int],
         nbytes: float,
     ) -> None:
-        """Send equal messages, which use the same links, from all senders to all receivers."""
-        sending, receiving = ([by_rank[x] for x in y if x in by_rank] for y in (senders, receivers))
-        flights = [*sending, *receiving]
-        if not flights:
-            return
-        only = "source" if not receiving else "target" if not sending else None
-        latency, seconds, through = self._hardware.way(senders[0], receivers[0], nbytes, only)
+        """Send equal messages, which use the same links, from all senders to all receivers.
+
+        Ranks are played if they are in `by_rank`: all senders or none, and all receivers or none.
+        """
+        flights = [by_rank[rank] for rank in (*senders, *receivers) if rank in by_rank]
+        played_end = "both"
+        if len(flights) < len(senders) + len(receivers):
+            played_end = "source" if senders[0] in by_rank else "target"
+        latency, seconds, through = self._hardware.way(senders[0], receivers[0], nbytes, played_end)
         for flight in flights:
             flight.left += 1
 
@@ -322,7 +325,7 @@ class Network:
 
     def _set_out(self, message: _Message) -> None:
         latency, seconds, through = self._hardware.way(
-            message.source, message.target, message.nbytes, message.only
+            message.source, message.target, message.nbytes, message.played_end
         )
         message.ready = self._env.now + latency
         buffered = 0.0 if self._ordered else min(1.0, _SOCKET_BUFFER_BYTES / max(1, message.nbytes))

@@ -27,6 +27,7 @@ class Outcome:
         waiting: (ranks,) seconds of waiting for messages.
         sent_bytes: (ranks,) bytes sent.
         peak_bytes: (ranks,) the most bytes held at once by tensors that the step creates.
+        stand_ins: (ranks,) the rank that was played in place of each rank, usually itself.
     """
 
     def __init__(
@@ -36,14 +37,15 @@ class Outcome:
         events: dict[int, list[Event]],
         replay: Callable[[bool, bool], dict[int, list[Event]]],
     ) -> None:
-        """Give each rank the numbers of its stand-in, whose program was played."""
         self._events, self._replay = events, replay
-        ranks = np.searchsorted(list(programs), stand_ins)
-        self.ends = _ends(events)[ranks]
+        self.stand_ins = np.array(stand_ins)
+        places = {rank: place for place, rank in enumerate(programs)}
+        played = [places[rank] for rank in stand_ins]
+        self.ends = _ends(events)[played]
         self.seconds = float(self.ends.max())
-        self.busy, self.waiting = (_spent(events, kind)[ranks] for kind in ("compute", "wait"))
-        self.sent_bytes = np.array([x.sent_bytes for x in programs.values()])[ranks]
-        self.peak_bytes = np.array([x.peak_bytes for x in programs.values()])[ranks]
+        self.busy, self.waiting = (_spent(events, kind)[played] for kind in ("compute", "wait"))
+        self.sent_bytes = np.array([x.sent_bytes for x in programs.values()])[played]
+        self.peak_bytes = np.array([x.peak_bytes for x in programs.values()])[played]
 
     def __repr__(self) -> str:
         share = float((self.waiting / np.maximum(self.ends, 1e-300)).mean())

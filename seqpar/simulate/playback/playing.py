@@ -54,19 +54,19 @@ def play(
         raise ValueError(f"programs must be one Program for each rank, got {shown(programs)}")
     if len({x.ordered for x in programs}) > 1:
         raise ValueError("programs must all be ordered, or none of them")
-    return play_some(dict(enumerate(programs)), range(len(programs)), cluster, pricing)
+    return play_with_stand_ins(dict(enumerate(programs)), range(len(programs)), cluster, pricing)
 
 
-def play_some(
+def play_with_stand_ins(
     programs: Mapping[int, Program],
     stand_ins: Sequence[int],
     cluster: Cluster,
     pricing: Pricing | None = None,
 ) -> Outcome:
-    """Play the programs of some ranks; `stand_ins` has the one of them for each rank.
+    """Play the programs of some ranks in place of all.
 
-    Other ranks are taken to do what their stand-ins do, at the same times. The programs must be
-    ordered if some rank has a stand-in.
+    `stand_ins[rank]` is the rank with a program that is played in place of `rank`, or `rank`. If
+    they differ, programs must be ordered and post exchanges of the same numbers in the same order.
     """
     calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)

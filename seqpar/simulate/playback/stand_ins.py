@@ -1,8 +1,8 @@
 """Choose ranks that are simulated in place of others with the same work.
 
-If all ranks of a group exchange with all others, their messages grow with the square of the ranks.
-If all have the same work too, only some nodes are recorded and played. Each other rank is taken to
-do what the rank at the same place in the nearest of these nodes does, at the same times.
+If all ranks of a group exchange with all others, the number of messages grows with the square of
+the ranks. If they also have the same work, only some nodes are recorded and played. Every other
+rank does what the rank at the same place in the nearest of these nodes does, at the same times.
 """
 
 from __future__ import annotations
@@ -18,25 +18,40 @@ from seqpar.layout.geometry import Geometry
 from seqpar.simulate.recording.program import Post, Program
 
 MAX_RANKS_PLAYED_WHOLE = 128
-_PLAYED_NODES, _LEAST_PLAYED_RANKS = 4, 16
-_MANY_RANKS = 4096  # of which only the first and the last node are played
-_TOLERANCE = 0.02  # of the largest rank's tokens and pairs, and of the tokens of short documents
+_MAX_RANKS_OF_FOUR_NODES = 4096  # of more ranks, two nodes are played
+_LEAST_PLAYED_RANKS = 16  # if nodes are small, more of them are played
+_TOLERANCE = 0.02  # relative; see `has_even_work`
+# Softmax strategies, and transports of linear layers, whose ranks begin each exchange together. In
+# others, ranks wait for each other in turn, or have different work.
+_IN_STEP = ("ulysses", "ring", "all_gather", "usp", "mesh")
 
 
-def nearest_stand_ins(cluster: Cluster, ranks: int) -> Ints:
-    """Return for each rank the one that stands for it, in one of 2 or 4 evenly spaced nodes.
+def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Ints:
+    """Return (ranks,) each rank's stand-in: itself, unless a large group has even work.
 
-    If nodes are small there are more, with 16 ranks. Their ranks stand for themselves. The first
-    and the last node are among them, because the work at the ends of a sequence differs most. All
-    ranks stand for themselves if they do not fill nodes, or if links between nodes also carry other
-    nodes' messages: on a torus, and below oversubscribed leaf switches.
+    `strategy` is that of softmax attention, or the transport of linear layers. Each rank is its own
+    stand-in, too, if ranks do not fill nodes, or if links between nodes also carry other nodes'
+    messages: on a torus, and below oversubscribed leaf switches.
     """
-    fabric, per_node = cluster.fabric, cluster.devices_per_node
-    is_shared = isinstance(fabric, Torus) or (fabric is not None and fabric.oversubscription > 1)
-    nodes, played = ranks // per_node, _PLAYED_NODES if ranks <= _MANY_RANKS else 2
+    ranks, per_node, fabric = geometry.ranks, cluster.devices_per_node, cluster.fabric
+    nodes = ranks // per_node
+    played = 4 if ranks <= _MAX_RANKS_OF_FOUR_NODES else 2
     played = max(played, _LEAST_PLAYED_RANKS // per_node)
-    if is_shared or ranks % per_node or nodes <= played:
+    links_are_shared = fabric is not None and (
+        isinstance(fabric, Torus) or fabric.oversubscription > 1
+    )
+    if (
+        ranks <= MAX_RANKS_PLAYED_WHOLE
+        or strategy not in _IN_STEP
+        or not cluster.overlaps
+        or links_are_shared
+        or ranks % per_node
+        or nodes <= played
+        or not has_even_work(geometry)
+    ):
         return np.arange(ranks)
+    # The first node and the last one are among them: in zigzag they hold a document's ends and its
+    # middle.
     chosen = np.linspace(0, nodes - 1, played).round().astype(np.int64)
     node, place = np.divmod(np.arange(ranks), per_node)
     nearest = np.abs(node[:, None] - chosen).argmin(1)
@@ -62,9 +77,12 @@ def has_even_work(geometry: Geometry) -> bool:
 
 
 def exchange_alike(programs: Iterable[Program]) -> bool:
-    """Return whether programs post exchanges of the same names and steps in the same order."""
+    """Return whether programs post exchanges of the same names and steps in the same order.
+
+    A message to a rank that is not played waits for its stand-in's exchange of the same number.
+    """
     orders = {
-        tuple((x.channel, x.what, x.step) for x in program.each() if isinstance(x, Post))
+        tuple((x.number, x.channel, x.what, x.step) for x in program.each() if isinstance(x, Post))
         for program in programs
     }
     return len(orders) == 1

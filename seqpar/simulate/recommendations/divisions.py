@@ -75,7 +75,7 @@ def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
 
     Of up to 128 devices, one group for one batch is left out. Tensor ranks share a node and divide
     the heads. Pipeline ranks divide the layers. A group of context ranks fills nodes or divides
-    them, and has at most 512 ranks. A data group has one micro-batch, or two or four for each
+    them, and has at most 8,192 ranks. A data group has one micro-batch, or two or four for each
     stage, or the fewest that fit into memory, with as little recomputation as possible; and at
     least one document for each.
     """

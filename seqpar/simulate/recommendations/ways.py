@@ -13,6 +13,7 @@ from seqpar.costs.costs import Costs
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import STRATEGIES, Candidate, candidates
 from seqpar.simulate.error_model import error_of
+from seqpar.simulate.playback.stand_ins import choose_stand_ins
 from seqpar.simulate.recommendations.divisions import (
     MAX_RANKS_AS_ONE,
     Division,
@@ -21,13 +22,13 @@ from seqpar.simulate.recommendations.divisions import (
 )
 from seqpar.simulate.recommendations.recommendation import Recommendation
 from seqpar.simulate.steps.layers import ranks_alike
-from seqpar.simulate.steps.steps import stand_ins_of, step
+from seqpar.simulate.steps.steps import step
 from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# That are recorded in each direction, of groups of more than 128 ranks. Ring on 256 ranks has
-# 8,192, and its simulation took 13 CPU seconds.
+# Recorded in each direction, for a group of more than 128 ranks. For Ring on 256 ranks, 8,192 are
+# recorded, in 10 CPU seconds.
 _MAX_MESSAGES = 10_000
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
@@ -47,7 +48,7 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
     """Yield the ways of a division, by the strategies of most use or by all others.
 
-    With more than 128 ranks, those that would take minutes to simulate are left out.
+    With more than 128 ranks, ways that would take minutes to simulate are left out.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
@@ -63,15 +64,16 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
         quick = found
         if ranks > MAX_RANKS_AS_ONE:
             quick = [x for x in found if _messages(x, named.layout, context) <= _MAX_MESSAGES]
-        yield from _in_place(quick, named, context, costs, division)
+        if quick:
+            yield from _in_place(quick, named, context, costs, division)
         if ranks == 1:
             return
 
 
 def _messages(candidate: Candidate, layout: Layout, costs: Costs) -> int:
-    """Return about how many messages are recorded in each direction."""
+    """Return about how many messages of softmax attention are recorded in each direction."""
     strategy, mesh = candidate
-    played = np.unique(stand_ins_of(strategy, layout, costs.cluster)).size
+    played = np.unique(choose_stand_ins(strategy, layout.geometry, costs.cluster)).size
     recorded = max(1, played // ranks_alike(strategy, mesh, layout, costs.model))
     return recorded * (layout.ranks if mesh is None else sum(mesh))
 
@@ -115,11 +117,14 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
     """Return the fastest transport of linear layers on a layout; None if none is needed.
 
     It does not depend on the strategy of softmax layers. Transports that exceed the device's memory
-    come after all that fit.
+    come after all that fit. With more than 128 ranks it is "all_gather", because simulating the
+    others takes minutes.
     """
     linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
     if not linear or layout.ranks == 1:
         return None
+    if layout.ranks > MAX_RANKS_AS_ONE:
+        return "all_gather"
     model, capacity = replace(costs.model, layers=linear), costs.cluster.device.memory
     ranked = []
     for transport in TRANSPORTS:

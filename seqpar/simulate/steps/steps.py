@@ -17,13 +17,8 @@ from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.playback.one_rank import least_seconds
 from seqpar.simulate.playback.outcome import Outcome
-from seqpar.simulate.playback.playing import play_some
-from seqpar.simulate.playback.stand_ins import (
-    MAX_RANKS_PLAYED_WHOLE,
-    exchange_alike,
-    has_even_work,
-    nearest_stand_ins,
-)
+from seqpar.simulate.playback.playing import play_with_stand_ins
+from seqpar.simulate.playback.stand_ins import choose_stand_ins, exchange_alike
 from seqpar.simulate.recording.program import (
     Begin,
     Compute,
@@ -49,9 +44,6 @@ from seqpar.strategies.registry import SOFTMAX
 SHARDING = ("none", "gradients", "full")
 ACTIVITIES = ("busy", "waiting")
 _Amount = TypeVar("_Amount", float, Floats)
-# Their ranks begin exchanges at the same times as their peers. Those of other strategies wait for
-# each other in turn, or for ranks with other work.
-_WITH_STAND_INS = ("ulysses", "ring", "all_gather", "usp", "mesh", "all_gather states")
 _SHARDED_PARAMETERS = -1  # an exchange number that recorded code never uses
 
 
@@ -103,6 +95,9 @@ def step(
     Each kind of layer is recorded and played once: causal attention, forward and backward, between
     the layer's linear modules. Its time is multiplied by the number of such layers. All ranks begin
     a layer together. Linear layers run `RecurrentAttention` of the model's kind.
+
+    In groups of more than 128 ranks with the same work, most strategies are recorded and played on
+    a few nodes (`simulate.playback.stand_ins`). Every other rank gets the results of its stand-in.
 
     With `servers`, the layout's ranks are trainers of whole documents, and that many further
     devices compute softmax attention for them. A trainer splits its documents into two nano-batches
@@ -193,7 +188,8 @@ def step(
         for activity in ACTIVITIES:
             of_two = None if two is None else getattr(two, activity)
             spent[activity] = spent[activity] + _all_layers(count, getattr(one, activity), of_two)
-        kept_bytes = tokens * model.attention_elements(attending.layer) * costs.itemsize
+        kept_bytes = tokens[one.stand_ins[:ranks]] * costs.itemsize
+        kept_bytes = kept_bytes * model.attention_elements(attending.layer)
         temporary_bytes = np.maximum(
             temporary_bytes, one.peak_bytes - np.r_[kept_bytes, no_servers]
         )
@@ -230,9 +226,9 @@ def least_step_seconds(
     simulator = _LayerSimulator(costs, layout, strategy, mesh, "none", "none", 0.0, 0, {})
     seconds = head_seconds(costs, max(layout.tokens_per_rank))
     for attending, products, count in _kinds_of_layers(costs, "none", transport):
-        programs = simulator.record_in_place(attending, products, ranks)
-        recorded = dict(zip(ranks, programs, strict=True))
-        seconds += count * least_seconds(recorded, costs.cluster)
+        stand_ins = simulator.stand_ins(attending)[[*ranks]]
+        programs = simulator.record_each(attending, products, stand_ins)
+        seconds += count * least_seconds(programs, costs.cluster)
     return seconds
 
 
@@ -269,18 +265,6 @@ def head_seconds(costs: Costs, tokens: float) -> float:
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
     """Extrapolate from one layer or, if two were played, from the time that the second adds."""
     return count * one if two is None else one + (count - 1) * (two - one)
-
-
-def stand_ins_of(strategy: str, layout: Layout, cluster: Cluster, sharding: str = "none") -> Ints:
-    """Return each rank's stand-in, which is itself unless all of a large group have even work."""
-    if (
-        layout.ranks > MAX_RANKS_PLAYED_WHOLE
-        and cluster.overlaps
-        and strategy in _WITH_STAND_INS
-        and has_even_work(layout.geometry)
-    ):
-        return nearest_stand_ins(cluster, layout.ranks)
-    return np.arange(layout.ranks)
 
 
 @dataclass(frozen=True)
@@ -320,22 +304,29 @@ class _LayerSimulator:
             per_layer = self.offload * kept_bytes / len(self.costs.model.layers)
             for rank, program in trainers.items():
                 _offload_activations(program, int(per_layer * layout.tokens_on(rank)))
-        outcome = play_some(programs, stand_ins.tolist(), cluster)
+        outcome = play_with_stand_ins(programs, stand_ins.tolist(), cluster)
         return outcome, np.array([sent_bytes[rank] for rank in stand_ins.tolist()])
 
     def _record_with_stand_ins(
         self, attending: Attending, products: Products
     ) -> tuple[Ints, dict[int, Program]]:
-        """Return each rank's stand-in, which may be itself, and the programs of stand-ins."""
-        every_rank = np.arange(self.layout.ranks)
-        strategy = f"{attending.transport} states" if attending.linear else self.strategy
-        nearest = stand_ins_of(strategy, self.layout, self.costs.cluster)
-        for stand_ins in (nearest, every_rank):
-            ranks = tuple(np.unique(stand_ins).tolist())
-            programs = self.record_in_place(attending, products, ranks)
-            if len(ranks) == every_rank.size or exchange_alike(programs):
-                break
-        return stand_ins, dict(zip(ranks, programs, strict=True))
+        """Return each rank's stand-in, and the programs of all stand-ins."""
+        stand_ins = self.stand_ins(attending)
+        programs = self.record_each(attending, products, stand_ins)
+        if len(programs) < stand_ins.size and not exchange_alike(programs.values()):
+            stand_ins = np.arange(stand_ins.size)
+            programs = self.record_each(attending, products, stand_ins)
+        return stand_ins, programs
+
+    def stand_ins(self, attending: Attending) -> Ints:
+        strategy = attending.transport if attending.linear else self.strategy
+        return choose_stand_ins(strategy, self.layout.geometry, self.costs.cluster)
+
+    def record_each(
+        self, attending: Attending, products: Products, stand_ins: Ints
+    ) -> dict[int, Program]:
+        ranks = tuple(np.unique(stand_ins).tolist())
+        return dict(zip(ranks, self.record_in_place(attending, products, ranks), strict=True))
 
     def record_in_place(
         self, attending: Attending, products: Products, ranks: tuple[int, ...]

@@ -17,7 +17,7 @@ import numpy as np
 from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
-from seqpar.core.ranges import as_ranges, count_up, ranges, taken, union
+from seqpar.core.ranges import as_ranges, count_up, ranges, take_ranges, union
 from seqpar.core.traffic import Traffic
 from seqpar.layout.cuts.cuts import Spans
 from seqpar.layout.geometry import Geometry
@@ -95,7 +95,7 @@ class AnchoredTiles:
             k_rows=np.stack([k_start - shifts, k_stop - shifts], 1),
             bands=np.stack([low, high], 1),
             q_positions=whole.q_positions[rows],
-            k_positions=taken(whole.k_positions, ranges),
+            k_positions=take_ranges(whole.k_positions, ranges),
             sent_rows=ranges,
             q_aligned=whole.aligned[rows],
             derived=Memo(),
@@ -320,7 +320,7 @@ def _travelling(tiled: ResolvedCall, owner: int, computer: int) -> Ints:
     held = tiled.kv_layout.token_indices(owner)
     if owner == computer:
         return held
-    return taken(held, tiled.slices(computer, owner).sent_rows)
+    return take_ranges(held, tiled.slices(computer, owner).sent_rows)
 
 
 def _shares(nodes: list[Node], keys: Ints, index: Ints) -> list[KeyGradientShare]:

@@ -19,7 +19,7 @@ def test_wrong_and_failing_contenders_are_named(capsys):
     assert "no such kernel" in printed and "doubles has wrong results" in printed
 
 
-def test_each_row_of_the_kernel_table_has_a_workload(monkeypatch):
+def test_each_row_of_kernels_has_a_workload(monkeypatch):
     monkeypatch.setattr(quick, "GPU", True)
     works = {(work.dim, work.softcap > 0): work for work in quick.workloads(by_backend=True)}
     for dim, softcap in CALLS.values():

@@ -152,7 +152,7 @@ def disagree(comm):
         return str(error)
 
 
-def test_an_error_of_many_ranks_names_those_that_differ():
+def test_an_error_names_the_ranks_that_differ():
     said = (
         "causal must be the same on all ranks: rank 0 has False, rank 3 has True, rank 4 has True"
     )

@@ -133,7 +133,7 @@ def test_the_training_ends_when_all_are_done(four):
     assert [four.place(number).end for number in (1, 4, 5)] == ["done"] * 3
 
 
-def test_a_rank_that_is_done_helps_one_that_is_not(four):
+def test_ranks_that_are_done_help_others(four):
     four.report(9, 1, 2, done=True)
     four.kill(4)
     four.report(8, 3)
@@ -169,7 +169,7 @@ def test_impossible_limits_are_refused(name, value):
         Limits(**{"ranks": 2, name: value})
 
 
-def test_a_rank_that_saves_at_the_end_has_time(monkeypatch):
+def test_saving_at_the_end_has_time(monkeypatch):
     monkeypatch.setattr(launcher, "state", lambda pid: ALIVE)
     training = Training(ranks=2, patience=0.0)
     training.report(0, 1, 2)

@@ -131,7 +131,7 @@ def serve(pipe):
         pipe.recv()  # for ever
 
 
-def test_a_process_does_not_wait_for_a_dead_lighthouse(monkeypatch, started_by_torchrun):
+def test_nobody_waits_for_a_dead_lighthouse(monkeypatch, started_by_torchrun):
     pytest.importorskip("torchft.coordination")  # without it, the other process sends no address
     monkeypatch.setattr("seqpar.elastic.lighthouse._SILENCE_SECONDS", 2.0)
     here, there = PROCESSES.Pipe()

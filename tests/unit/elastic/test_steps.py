@@ -43,7 +43,7 @@ def test_states_that_cannot_be_read_are_refused():
         _Checkpoint.of(1, {"optimizer": optimizer}).check()
 
 
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+def test_an_unwritable_file_is_a_warning(tmp_path, caplog):
     _Checkpoint.of(1, states(0)).write(tmp_path / "no folder" / "checkpoint")
     assert "the checkpoint after 1 steps was not written" in caplog.text
 

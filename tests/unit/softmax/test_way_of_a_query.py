@@ -59,7 +59,7 @@ def calls():
     return stacks
 
 
-def test_the_page_names_the_files_that_are_given_q(calls):
+def test_the_page_names_files_that_get_q(calls):
     section = PAGE.read_text().split("## The way of a query")[1].split("\n## ")[0]
     named = set(re.findall(r"`([\w/]+\.py)`", section))
     given = {stack[-1][0] for stack in calls}
@@ -78,7 +78,7 @@ def test_no_file_hands_q_back(calls):
         assert len(files) == len(set(files)), files
 
 
-def test_few_files_are_on_the_stack_of_the_kernel(calls):
+def test_few_files_are_on_the_kernels_stack(calls):
     (kernel,) = {tuple(stack) for stack in calls if stack[-1][1] == "_forward"}
     assert kernel[-1][0] == "softmax/backends/aten.py"
     assert len({file for file, _ in kernel}) <= MAX_FILES_ON_STACK

@@ -216,7 +216,7 @@ def test_plans_are_made_ahead_of_steps():
     assert not made.acquire(timeout=0.1)
 
 
-def test_a_step_waits_for_no_plan_but_its_own():
+def test_a_step_waits_only_for_its_plan():
     """With the test above: a training does not wait for plans that take less than a step."""
     allowed = multiprocessing.get_context("fork").Semaphore(0)
 

@@ -165,7 +165,7 @@ def test_connections_of_a_key_share_credits(two_keys):
         assert stack.enter_context(Client(server.address, other)).welcome.credits == 1
 
 
-def test_payloads_beyond_credit_end_all_leases_of_a_key(two_keys, monkeypatch):
+def test_payloads_beyond_credit_end_a_keys_leases(two_keys, monkeypatch):
     """They count together, however few each connection sends."""
     gate = Gate(monkeypatch)
     keys, own, other = two_keys

@@ -204,7 +204,7 @@ class EndlessEvents:
         return [struct.pack("=HI", zmq.Event.DISCONNECTED, 2**20), b""]
 
 
-def test_a_flood_of_connections_does_not_stall_the_server(bound, monkeypatch):
+def test_floods_of_connections_do_not_stall_the_server(bound, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(bound.connections, "_events", EndlessEvents())
         beat = threading.Thread(target=bound.beat, daemon=True)

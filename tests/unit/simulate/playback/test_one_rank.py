@@ -112,7 +112,7 @@ def test_alone_on_its_links_a_bound_is_exact(peer, sizes):
     assert least_seconds({0: programs[0]}, CLUSTER) == pytest.approx(played)
 
 
-def test_what_may_overlap_is_left_out_of_a_bound():
+def test_bounds_leave_out_what_may_overlap():
     message = ((1, BIG),)
     posts = Program([Post(0, message, ()), Wait(0)])
     beside = Program([Begin(posts), Compute(Operators(10**9, 0)), End(posts)])

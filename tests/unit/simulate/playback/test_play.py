@@ -159,7 +159,7 @@ def test_shards_enter_each_node_once(nodes, ranks):
     assert (together.sent_bytes == (ranks - 1) * shard + ring_bytes).all()
 
 
-def test_an_exchange_of_shards_begins_with_its_last_rank():
+def test_shards_are_exchanged_from_the_last_rank_on():
     exchange = ShardExchange(0, ((1, 4),), ((1, 4),)), ShardExchange(0, ((0, 4),), ((0, 4),))
     late = [seconds(3), exchange[1], Wait(0)]
     assert ends([[exchange[0], Wait(0)], late], cluster()) == [7, 7]

@@ -67,7 +67,7 @@ def test_parameters_that_do_not_fit_are_not_tried():
     assert not list(divisions(np.array(LENGTHS), costs))
 
 
-def test_more_micro_batches_are_tried_where_one_does_not_fit():
+def test_more_micro_batches_are_tried_to_fit():
     costs = Costs(CLUSTER, MODEL)
     needed = float(costs.activation_bytes(2048)) + costs.parameter_bytes(4)
     tight = dataclasses.replace(CLUSTER.device, memory=needed / 2)
@@ -113,7 +113,7 @@ def test_bounds_do_not_exceed_what_is_simulated(searched):
         assert even <= 1.02 * x.seconds  # a grid's costs are not exactly proportional
 
 
-def test_no_way_is_too_large_for_what_it_needs(searched):
+def test_ways_that_fit_are_never_too_large(searched):
     for x in searched[0]:
         if x.seconds < np.inf:
             device = dataclasses.replace(CLUSTER.device, memory=x.memory)
@@ -141,7 +141,7 @@ def test_bounds_hold_for_unequal_stages():
 
 
 @pytest.mark.parametrize("name", ["1x1-h100", "1x2-h100"])
-def test_a_batch_that_does_not_fit_is_computed_in_parts(name):
+def test_too_large_a_batch_is_computed_in_parts(name):
     costs = Costs(CLUSTER, MODEL)
     one_document = 1.5 * float(costs.activation_bytes(4096)) + costs.parameter_bytes(1)
     tight = dataclasses.replace(CLUSTER.device, memory=one_document)
@@ -173,7 +173,7 @@ def test_micro_batches_are_dealt_by_work():
     assert max(tokens) <= 1.3 * min(tokens)
 
 
-def test_micro_batches_of_a_way_may_be_planned_differently():
+def test_micro_batches_may_be_planned_differently():
     lengths = [349, 3705, 3434, 604, 1226, 2714, 872, 2623, 3374, 3122, 1543, 6450, 9494]
     costs, ways = Costs(CLUSTER, MODEL), 0
     for division in divisions(np.array(lengths), costs):

@@ -25,7 +25,7 @@ def stepped(divided, layout=PAIR, shares=ONE, **options):
     return divided_step("ring", layout, divided, shares, most_tokens=layout.tokens, **options)
 
 
-def test_context_ranks_alone_take_a_steps_time_and_memory():
+def test_context_ranks_alone_are_a_step():
     """Where the exchange of parameters is hidden."""
     found = stepped(costs_of(context=4), LAYOUT)
     plain = simulate.step("ring", LAYOUT, CLUSTER, MODEL, optimizer=True)
@@ -92,7 +92,7 @@ def test_all_experts_are_exchanged():
     assert outcome.sent_bytes.min() >= stored * 15 / 16
 
 
-def test_an_exchange_that_is_not_hidden_takes_its_time():
+def test_an_exposed_exchange_takes_its_time():
     slow = dataclasses.replace(EIGHT, inside=Link(0.0, 1e6))
     divided = costs_of(slow, data=8)
     found = stepped(divided, Layout.contiguous(512, 1))

@@ -7,10 +7,9 @@ import pytest
 
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, FatTree, Torus
-from seqpar.simulate.playback.stand_ins import has_even_work, nearest_stand_ins
-from seqpar.simulate.steps import steps
+from seqpar.simulate.playback import stand_ins
+from seqpar.simulate.playback.stand_ins import choose_stand_ins, has_even_work
 from seqpar.simulate.steps.layers import record_attention_once
-from seqpar.simulate.steps.steps import stand_ins_of
 from tests.unit.simulate.recommendations.test_divisions import HYBRID
 from tests.unit.simulate.steps.test_steps import MODEL
 
@@ -25,14 +24,14 @@ WINDOWED = dataclasses.replace(
 )
 
 
-def both(monkeypatch, *arguments, **options):
+def step_twice(monkeypatch, *arguments, **options):
     """Return a step of which all ranks are played, and one with stand-ins."""
-    found = []
+    simulated = []
     for most in (32, 31):
-        monkeypatch.setattr(steps, "MAX_RANKS_PLAYED_WHOLE", most)
+        monkeypatch.setattr(stand_ins, "MAX_RANKS_PLAYED_WHOLE", most)
         record_attention_once.cache_clear()
-        found.append(simulate.step(*arguments, **options))
-    return found
+        simulated.append(simulate.step(*arguments, **options))
+    return simulated
 
 
 def played(step):
@@ -52,38 +51,40 @@ def played(step):
     ],
 )
 def test_stand_ins_predict_what_all_ranks_do(monkeypatch, strategy, options, cluster):
-    whole, some = both(monkeypatch, strategy, LAYOUT, cluster, MODEL, **options)
+    whole, sampled = step_twice(monkeypatch, strategy, LAYOUT, cluster, MODEL, **options)
     assert played(whole) == {*range(32)}
-    assert played(some) == {*range(4), *range(8, 12), *range(20, 24), *range(28, 32)}
-    assert some.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert played(sampled) == {*range(4), *range(8, 12), *range(20, 24), *range(28, 32)}
+    assert sampled.seconds == pytest.approx(whole.seconds, rel=0.01)
     for activity in ("busy", "waiting"):
-        predicted, exact = (x.spent(activity).mean() for x in (some, whole))
+        predicted, exact = (x.spent(activity).mean() for x in (sampled, whole))
         assert predicted == pytest.approx(exact, abs=0.01 * whole.seconds)
-    assert some.memory.shape == some.bytes.shape == (32,)
-    assert some.memory.max() == pytest.approx(whole.memory.max(), rel=0.02)
-    assert some.bytes.max() == pytest.approx(whole.bytes.max(), rel=1e-3)
+    assert sampled.memory.shape == sampled.bytes.shape == (32,)
+    assert sampled.memory.max() == pytest.approx(whole.memory.max(), rel=0.02)
+    assert sampled.bytes.max() == pytest.approx(whole.bytes.max(), rel=1e-3)
 
 
 def test_linear_layers_have_stand_ins_in_one_exchange(monkeypatch):
-    whole, some = both(monkeypatch, "ring", LAYOUT, CLUSTER, HYBRID, transport="all_gather")
-    assert len(played(some)) == 16
-    assert some.seconds == pytest.approx(whole.seconds, rel=2e-3)
-    whole, some = both(monkeypatch, "ring", LAYOUT, CLUSTER, HYBRID, transport="scan")
-    assert some.seconds == pytest.approx(whole.seconds, rel=2e-3)
-    assert len(played(some)) == 32  # each rank waits for the one before
+    whole, sampled = step_twice(
+        monkeypatch, "ring", LAYOUT, CLUSTER, HYBRID, transport="all_gather"
+    )
+    assert len(played(sampled)) == 16
+    assert sampled.seconds == pytest.approx(whole.seconds, rel=2e-3)
+    whole, sampled = step_twice(monkeypatch, "ring", LAYOUT, CLUSTER, HYBRID, transport="scan")
+    assert sampled.seconds == pytest.approx(whole.seconds, rel=2e-3)
+    assert len(played(sampled)) == 32  # each rank waits for the one before
 
 
 def test_windows_have_stand_ins(monkeypatch):
-    whole, some = both(monkeypatch, "ring", LAYOUT, CLUSTER, WINDOWED)
-    assert len(played(some)) == 16
-    assert some.seconds == pytest.approx(whole.seconds, rel=2e-3)
+    whole, sampled = step_twice(monkeypatch, "ring", LAYOUT, CLUSTER, WINDOWED)
+    assert len(played(sampled)) == 16
+    assert sampled.seconds == pytest.approx(whole.seconds, rel=2e-3)
 
 
 def test_ranks_that_exchange_differently_are_all_played(monkeypatch):
-    monkeypatch.setattr(steps, "has_even_work", lambda geometry: True)
+    monkeypatch.setattr(stand_ins, "has_even_work", lambda geometry: True)
     layout = Layout.contiguous([0, 32_768], 32)  # causal: the first rank receives nothing
-    whole, some = both(monkeypatch, "ring", layout, CLUSTER, MODEL)
-    assert played(some) == {*range(32)} and some.seconds == whole.seconds
+    whole, sampled = step_twice(monkeypatch, "ring", layout, CLUSTER, MODEL)
+    assert played(sampled) == {*range(32)} and sampled.seconds == whole.seconds
 
 
 @pytest.mark.parametrize(
@@ -99,10 +100,11 @@ def test_ranks_that_exchange_differently_are_all_played(monkeypatch):
         ("ring", LAYOUT, dataclasses.replace(CLUSTER, overlaps=False)),
     ],
 )
-def test_other_ranks_stand_for_themselves(monkeypatch, strategy, layout, cluster):
-    monkeypatch.setattr(steps, "MAX_RANKS_PLAYED_WHOLE", 8)
-    assert stand_ins_of(strategy, layout, cluster).tolist() == [*range(layout.ranks)]
-    assert stand_ins_of("ring", LAYOUT, CLUSTER).tolist() != [*range(32)]
+def test_otherwise_all_ranks_are_played(monkeypatch, strategy, layout, cluster):
+    monkeypatch.setattr(stand_ins, "MAX_RANKS_PLAYED_WHOLE", 8)
+    chosen = choose_stand_ins(strategy, layout.geometry, cluster)
+    assert chosen.tolist() == [*range(layout.ranks)]
+    assert choose_stand_ins("ring", LAYOUT.geometry, CLUSTER).tolist() != [*range(32)]
 
 
 def test_even_work_allows_few_short_documents():
@@ -113,9 +115,11 @@ def test_even_work_allows_few_short_documents():
     assert not has_even_work(Layout.zigzag(short, 32).geometry)
 
 
-def test_the_nearest_node_stands_in():
+def test_the_nearest_node_stands_in(monkeypatch):
+    monkeypatch.setattr(stand_ins, "MAX_RANKS_PLAYED_WHOLE", 32)
     cluster = Cluster.preset("16x4-h100")  # nodes 0, 5, 10 and 15 are played
-    nodes, places = np.divmod(nearest_stand_ins(cluster, 64), 4)
+    chosen = choose_stand_ins("ring", Layout.zigzag(64_000, 64).geometry, cluster)
+    nodes, places = np.divmod(chosen, 4)
     assert nodes[::4].tolist() == [0, 0, 0, 5, 5, 5, 5, 5, 10, 10, 10, 10, 10, 15, 15, 15]
     assert places.tolist() == [*range(4)] * 16
 

@@ -229,7 +229,7 @@ def get_local_kernel(repo_path, *, backend=None, trust_remote_code=False, user_a
 KERNELS = {"install_kernel": install_kernel, "get_local_kernel": get_local_kernel}
 
 
-def test_a_package_is_found_in_the_cache_of_kernels(monkeypatch):
+def test_a_package_is_found_in_kernels_cache(monkeypatch):
     monkeypatch.setitem(sys.modules, "kernels", types.SimpleNamespace(**KERNELS))
     kernel = load_package("FlashAttention-3", 9)
     assert not isinstance(kernel, str) and not kernel.deterministic
@@ -283,7 +283,7 @@ def broken(path):
         ("lacks a dependency", r"interface cannot be imported: No module named 'cutlass'"),
     ],
 )
-def test_a_package_that_cannot_be_used_gives_its_reason(monkeypatch, case, reason):
+def test_an_unusable_package_gives_its_reason(monkeypatch, case, reason):
     name, functions = "FlashAttention-4", MODULES["FlashAttention-4"]
 
     def fail(error):
