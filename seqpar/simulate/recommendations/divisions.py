@@ -22,7 +22,7 @@ from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_size
 from seqpar.simulate.steps.steps import head_seconds
 
 LAYOUTS = ("zigzag", "contiguous")
-MAX_CONTEXT_RANKS = 8192  # of one group: simulating more takes minutes, with each strategy
+MAX_CONTEXT_RANKS = 2048  # of one group; of more, a search for the best takes minutes
 MAX_RANKS_AS_ONE = 128  # devices that are also tried as one group, with all strategies and servers
 _MICRO_BATCHES_PER_STAGE = (2, 4)
 Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents
@@ -75,7 +75,7 @@ def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
 
     Of up to 128 devices, one group for one batch is left out. Tensor ranks share a node and divide
     the heads. Pipeline ranks divide the layers. A group of context ranks fills nodes or divides
-    them, and has at most 8,192 ranks. A data group has one micro-batch, or two or four for each
+    them, and has at most 2,048 ranks. A data group has one micro-batch, or two or four for each
     stage, or the fewest that fit into memory, with as little recomputation as possible; and at
     least one document for each.
     """

@@ -43,9 +43,9 @@ def recommend(
     With `parallelism="all"`, devices are also divided into data, pipeline, tensor and context
     ranks, as `Recommendation.parallelism` says, and documents into data groups and micro-batches of
     similar work. Attention of the micro-batch with most work is simulated on its context ranks;
-    formulas add the rest (`simulate.steps.divided`). Groups have at most 8,192 context ranks. With
-    more than 128, ways that would take minutes to simulate are left out. A division is left out if
-    its work takes longer than the fastest step even when its context ranks share it evenly.
+    formulas add the rest (`simulate.steps.divided`). Groups have at most 2,048 context ranks. Those
+    of more than 128 are tried with USP. A division is left out if its work takes longer than the
+    fastest step even when its context ranks share it evenly.
 
     Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
     the messages of one of them take longer than the fastest step, the way is `excluded`: it is not

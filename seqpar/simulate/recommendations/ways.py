@@ -27,9 +27,9 @@ from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# Recorded in each direction, for a group of more than 128 ranks. For Ring on 256 ranks, 8,192 are
-# recorded, in 10 CPU seconds.
-_MAX_MESSAGES = 10_000
+# Recorded in each direction, for a group of more than 128 ranks. USP on 256x8 ranks has 1,056. More
+# are slow to bound, of which a search needs many.
+_MAX_MESSAGES = 1500
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
 
@@ -48,7 +48,7 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
     """Yield the ways of a division, by the strategies of most use or by all others.
 
-    With more than 128 ranks, ways that would take minutes to simulate are left out.
+    With more than 128 ranks only USP is tried, unless it would take minutes to simulate.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)
@@ -57,6 +57,8 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     strategies = [x for x in STRATEGIES if (x in first) != others]
     if ranks == 1:
         strategies = [] if others else strategies[:1]
+    if ranks > MAX_RANKS_AS_ONE:
+        strategies = [x for x in strategies if x == "usp"]
     found = candidates(context.cluster, ranks, strategies)
     if costs.model.recurrence is not None:  # whose layers need one group of the context ranks
         found = [x for x in found if x.mesh is None]
@@ -71,11 +73,12 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
 
 
 def _messages(candidate: Candidate, layout: Layout, costs: Costs) -> int:
-    """Return about how many messages of softmax attention are recorded in each direction."""
+    """Return about how many messages of a mesh are recorded in each direction."""
     strategy, mesh = candidate
+    assert mesh is not None
     played = np.unique(choose_stand_ins(strategy, layout.geometry, costs.cluster)).size
     recorded = max(1, played // ranks_alike(strategy, mesh, layout, costs.model))
-    return recorded * (layout.ranks if mesh is None else sum(mesh))
+    return recorded * sum(mesh)
 
 
 def _in_place(

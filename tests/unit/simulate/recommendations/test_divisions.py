@@ -51,14 +51,13 @@ def test_context_groups_are_small_enough_to_simulate(monkeypatch):
 
 
 def test_large_context_groups_are_tried_with_few_messages():
-    """Few ranks of a zigzag layout stand for all; in a contiguous one, rows of 4 are alike."""
+    """Few ranks of a zigzag layout stand for all. In a contiguous one, they have uneven work."""
     costs = Costs(Cluster.preset("32x8-h100"), MODEL)
     (division,) = (x for x in divisions(np.array([2**17]), costs) if x.parallelism.context == 256)
     first, others = ({x.name for x in ways_of(division, costs, more)} for more in (False, True))
     tried = {tuple(name.split(", ")[:2]) for name in first}
-    zigzag = {(x, "zigzag") for x in ("ring", "all_gather", "usp 32x8", "usp 64x4", "usp 128x2")}
-    assert tried == {*zigzag, ("usp 64x4", "contiguous")}
-    assert {name.replace(",", "").split()[0] for name in others} == {"mesh", "ulysses"}
+    assert tried == {("usp 32x8", "zigzag"), ("usp 64x4", "zigzag")}, tried
+    assert not others
 
 
 def test_parameters_that_do_not_fit_are_not_tried():
