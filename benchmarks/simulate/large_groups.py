@@ -1,9 +1,9 @@
-"""Measure how long the simulation of a step takes on large groups of ranks, and how exact it is.
+"""Measure how long the simulation of a step takes on large groups of ranks, and its error.
 
 One layer of llama-8b, causal attention to one document of 1,024 tokens per rank in zigzag, on nodes
-of 8 H100. In each case 32 ranks are played in place of all, or 16 of more than 4,096, even where
-the library plays all. `error` compares the step with one in which all ranks are played. Each case
-is a new process; `cpu` is the CPU time of the step, and `memory` the peak.
+of 8 H100. 32 ranks are played in place of all, 16 of more than 4,096, and also 32 of 128, where the
+library would play all. `error` compares the step with one in which all ranks are played. `cpu` is
+the CPU time of simulating the step, and `memory` its peak, in a new process per case.
 """
 
 from __future__ import annotations

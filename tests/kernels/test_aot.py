@@ -91,8 +91,8 @@ def host():
         assert hash_of(*change) != hash_of()
 
 
-# Each kernel is compiled for one architecture. `make aot` compiles all, in minutes. A hash of the
-# sources shows whether the table is current.
+# Tests compile each kernel for one architecture; `make aot` compiles all configurations, in
+# minutes. A hash of the sources shows whether the table is current.
 KINDS_BY_ARCHITECTURE = {
     "sm_90": ["backward_kv", "states"],
     "sm_80": ["backward_q", "carry", "scan"],
@@ -102,7 +102,7 @@ KINDS_BY_ARCHITECTURE = {
 
 @pytest.fixture(scope="module")
 def compilers():
-    """For each architecture a process that compiles its kernels, all at the same time."""
+    """Start a process for each architecture, which compiles its kernels."""
     command, pipe = [sys.executable, "-m", "tests.tools.aot", "--jobs", "1"], subprocess.PIPE
     options = {"env": ENVIRONMENT, "stdout": pipe, "stderr": pipe, "text": True}
     with contextlib.ExitStack() as stack:

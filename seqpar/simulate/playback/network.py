@@ -68,7 +68,7 @@ class Hardware:
     ) -> tuple[float, float, list[Resource]]:
         """Return a message's latency, its further seconds, and the resources it uses.
 
-        If its `played_end` is "source" or "target", these are the resources of that end.
+        With `played_end` "source" or "target", only the resources of that end are returned.
         """
         a, b = self.nodes[source], self.nodes[target]
         link, latency = self.cluster.inside, self.cluster.inside.latency
@@ -128,7 +128,7 @@ class Flight:
 class _Message:
     """A message and the exchanges that have posted one of its ends.
 
-    `played_end` is "both", or the one that is played, "source" or "target".
+    `played_end` is the end that is played: "source", "target" or "both".
     """
 
     __slots__ = ("begun", "ends", "nbytes", "played_end", "ready", "sender", "source", "target")
@@ -160,7 +160,7 @@ class Network:
     def __init__(
         self, env: simpy.Environment, hardware: Hardware, ordered: bool, stand_ins: Sequence[int]
     ) -> None:
-        """`stand_ins[rank]` is the rank that is played in its place, or itself."""
+        """`stand_ins[rank]` is the rank that is played for `rank`, perhaps itself."""
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
         self._stand_ins = stand_ins
@@ -217,16 +217,16 @@ class Network:
     def _add_played_end(
         self, flight: Flight, peer: int, nbytes: int, sending: bool, stand_in: int
     ) -> None:
-        """Add a message of which only this end is played."""
+        """Add a message with only this end played."""
         source, target = (flight.rank, peer) if sending else (peer, flight.rank)
         message = _Message(source, target, nbytes, "source" if sending else "target")
         message.ends.append(flight)
         flight.messages.append(message)
-        others = stand_in, flight.post.number
-        if others in self._begun:
+        stand_in_exchange = stand_in, flight.post.number
+        if stand_in_exchange in self._begun:
             message.begun += 1
         else:
-            self._until_begun.setdefault(others, []).append(message)
+            self._until_begun.setdefault(stand_in_exchange, []).append(message)
 
     def _begin(self, flight: Flight) -> None:
         exchange = flight.rank, flight.post.number
@@ -272,24 +272,25 @@ class Network:
                 if other == node:
                     continue
                 self._send_together(flights, inside, outside, shard / len(outside))
-                if outside[0] not in flights:  # else the other node sends to this one in its turn
+                if outside[0] not in flights:  # otherwise it sends in its own turn
                     self._send_together(flights, outside, inside, shard / len(inside))
 
     def _send_together(
         self,
-        by_rank: Mapping[int, Flight],
+        played: Mapping[int, Flight],
         senders: list[int],
         receivers: list[int],
         nbytes: float,
     ) -> None:
         """Send equal messages, which use the same links, from all senders to all receivers.
 
-        Ranks are played if they are in `by_rank`: all senders or none, and all receivers or none.
+        `played` has the flights of ranks that are played: of all senders or none, and of all
+        receivers or none.
         """
-        flights = [by_rank[rank] for rank in (*senders, *receivers) if rank in by_rank]
+        flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"
         if len(flights) < len(senders) + len(receivers):
-            played_end = "source" if senders[0] in by_rank else "target"
+            played_end = "source" if senders[0] in played else "target"
         latency, seconds, through = self._hardware.way(senders[0], receivers[0], nbytes, played_end)
         for flight in flights:
             flight.left += 1

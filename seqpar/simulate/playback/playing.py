@@ -65,8 +65,8 @@ def play_with_stand_ins(
 ) -> Outcome:
     """Play the programs of some ranks in place of all.
 
-    `stand_ins[rank]` is the rank with a program that is played in place of `rank`, or `rank`. If
-    they differ, programs must be ordered and post exchanges of the same numbers in the same order.
+    `stand_ins[rank]` is the rank whose program is played for `rank`: itself, if it has one. If not
+    all ranks have one, programs must be ordered, and `exchange_alike` must hold.
     """
     calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)

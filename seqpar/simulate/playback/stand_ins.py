@@ -19,7 +19,7 @@ from seqpar.simulate.recording.program import Post, Program
 
 MAX_RANKS_PLAYED_WHOLE = 128
 _MAX_RANKS_OF_FOUR_NODES = 4096  # of more ranks, two nodes are played
-_LEAST_PLAYED_RANKS = 16  # if nodes are small, more of them are played
+_MIN_PLAYED_RANKS = 16  # with small nodes, more nodes are played
 _TOLERANCE = 0.02  # relative; see `has_even_work`
 # Softmax strategies, and transports of linear layers, whose ranks begin each exchange together. In
 # others, ranks wait for each other in turn, or have different work.
@@ -29,14 +29,15 @@ _IN_STEP = ("ulysses", "ring", "all_gather", "usp", "mesh")
 def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Ints:
     """Return (ranks,) each rank's stand-in: itself, unless a large group has even work.
 
-    `strategy` is that of softmax attention, or the transport of linear layers. Each rank is its own
-    stand-in, too, if ranks do not fill nodes, or if links between nodes also carry other nodes'
-    messages: on a torus, and below oversubscribed leaf switches.
+    `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played if
+    ranks of this strategy do not keep step, if there are few nodes or ranks do not fill them, if
+    cores move the messages, or if links between nodes also carry other nodes' messages: on a torus,
+    and below oversubscribed leaf switches.
     """
     ranks, per_node, fabric = geometry.ranks, cluster.devices_per_node, cluster.fabric
     nodes = ranks // per_node
     played = 4 if ranks <= _MAX_RANKS_OF_FOUR_NODES else 2
-    played = max(played, _LEAST_PLAYED_RANKS // per_node)
+    played = max(played, -(-_MIN_PLAYED_RANKS // per_node))
     links_are_shared = fabric is not None and (
         isinstance(fabric, Torus) or fabric.oversubscription > 1
     )
@@ -61,8 +62,8 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
 def has_even_work(geometry: Geometry) -> bool:
     """Return whether all ranks hold parts of the same documents, with the same causal work.
 
-    Documents with up to 2% of the tokens may be on fewer ranks, and up to 2% of the tokens and
-    (query, key) pairs of a rank may differ.
+    Documents with up to 2% of all tokens together may be on fewer ranks. Tokens, and (query, key)
+    pairs, of ranks may differ by up to 2%.
     """
     ranks, documents, starts, stops = geometry.all_spans()
     lengths, pairs = stops - starts, (stops * stops - starts * starts) / 2
@@ -77,9 +78,10 @@ def has_even_work(geometry: Geometry) -> bool:
 
 
 def exchange_alike(programs: Iterable[Program]) -> bool:
-    """Return whether programs post exchanges of the same names and steps in the same order.
+    """Return whether programs post the same exchanges in the same order, but for peers and bytes.
 
-    A message to a rank that is not played waits for its stand-in's exchange of the same number.
+    A message to or from a rank that is not played waits for its stand-in's exchange of the same
+    number.
     """
     orders = {
         tuple((x.number, x.channel, x.what, x.step) for x in program.each() if isinstance(x, Post))

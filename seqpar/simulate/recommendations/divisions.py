@@ -22,7 +22,7 @@ from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_size
 from seqpar.simulate.steps.steps import head_seconds
 
 LAYOUTS = ("zigzag", "contiguous")
-MAX_CONTEXT_RANKS = 2048  # of one group; of more, a search for the best takes minutes
+MAX_CONTEXT_RANKS = 2048  # in one group; larger ones make a search too slow
 MAX_RANKS_AS_ONE = 128  # devices that are also tried as one group, with all strategies and servers
 _MICRO_BATCHES_PER_STAGE = (2, 4)
 Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents

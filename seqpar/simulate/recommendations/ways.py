@@ -27,8 +27,8 @@ from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# Recorded in each direction, for a group of more than 128 ranks. USP on 256x8 ranks has 1,056. More
-# are slow to bound, of which a search needs many.
+# The limit of messages recorded in each direction, with more than 128 ranks. USP 256x8 has 1,056.
+# With more, a bound takes long, and a search computes many bounds.
 _MAX_MESSAGES = 1500
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
@@ -48,7 +48,7 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
     """Yield the ways of a division, by the strategies of most use or by all others.
 
-    With more than 128 ranks only USP is tried, unless it would take minutes to simulate.
+    With more than 128 ranks only USP is tried, on meshes with few recorded messages.
     """
     context, ranks = division.divided.context, division.parallelism.context
     first = set(_FIRST_STRATEGIES)

@@ -219,7 +219,7 @@ def least_step_seconds(
     mesh: tuple[int, int] | None = None,
     transport: str = "all_gather",
 ) -> float:
-    """Return a lower bound of a step's seconds, from only these ranks.
+    """Return a lower bound of a step's seconds, from only these ranks or their stand-ins.
 
     It holds for every checkpointing, sharding and offload, without servers. Nothing is played.
     """

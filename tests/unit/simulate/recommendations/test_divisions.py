@@ -51,7 +51,7 @@ def test_context_groups_are_small_enough_to_simulate(monkeypatch):
 
 
 def test_large_context_groups_are_tried_with_few_messages():
-    """Few ranks of a zigzag layout stand for all. In a contiguous one, they have uneven work."""
+    """Few ranks of a zigzag layout stand for all. In a contiguous one, work is uneven."""
     costs = Costs(Cluster.preset("32x8-h100"), MODEL)
     (division,) = (x for x in divisions(np.array([2**17]), costs) if x.parallelism.context == 256)
     first, others = ({x.name for x in ways_of(division, costs, more)} for more in (False, True))

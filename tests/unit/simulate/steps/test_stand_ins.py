@@ -1,4 +1,4 @@
-"""Large groups of ranks with even work, of which some nodes are played in place of all."""
+"""Large groups of ranks with even work: some nodes are played in place of all."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ WINDOWED = dataclasses.replace(
 
 
 def step_twice(monkeypatch, *arguments, **options):
-    """Return a step of which all ranks are played, and one with stand-ins."""
+    """Return a step with all ranks played, then one with stand-ins."""
     simulated = []
     for most in (32, 31):
         monkeypatch.setattr(stand_ins, "MAX_RANKS_PLAYED_WHOLE", most)
@@ -63,7 +63,7 @@ def test_stand_ins_predict_what_all_ranks_do(monkeypatch, strategy, options, clu
     assert sampled.bytes.max() == pytest.approx(whole.bytes.max(), rel=1e-3)
 
 
-def test_linear_layers_have_stand_ins_in_one_exchange(monkeypatch):
+def test_states_that_are_gathered_have_stand_ins(monkeypatch):
     whole, sampled = step_twice(
         monkeypatch, "ring", LAYOUT, CLUSTER, HYBRID, transport="all_gather"
     )
@@ -93,14 +93,14 @@ def test_ranks_that_exchange_differently_are_all_played(monkeypatch):
         ("token_ring", LAYOUT, CLUSTER),
         ("disaggregated", LAYOUT, CLUSTER),
         ("ring", Layout.contiguous([0, 32_768], 32), CLUSTER),  # causal: the last rank has most
-        ("ring", Layout.contiguous(np.arange(33) * 1000, 32), CLUSTER),  # nobody exchanges
+        ("ring", Layout.contiguous(np.arange(33) * 1000, 32), CLUSTER),  # no rank exchanges
         ("ring", Layout.zigzag([0, 30_000], 30), CLUSTER),  # half a node
         ("ring", LAYOUT, dataclasses.replace(CLUSTER, fabric=FatTree(2, 2.0))),
         ("ring", LAYOUT, dataclasses.replace(CLUSTER, fabric=Torus((8,)))),
         ("ring", LAYOUT, dataclasses.replace(CLUSTER, overlaps=False)),
     ],
 )
-def test_otherwise_all_ranks_are_played(monkeypatch, strategy, layout, cluster):
+def test_unsuitable_groups_play_all_ranks(monkeypatch, strategy, layout, cluster):
     monkeypatch.setattr(stand_ins, "MAX_RANKS_PLAYED_WHOLE", 8)
     chosen = choose_stand_ins(strategy, layout.geometry, cluster)
     assert chosen.tolist() == [*range(layout.ranks)]
