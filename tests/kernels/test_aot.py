@@ -95,8 +95,8 @@ def host():
 # minutes. A hash of the sources shows whether the table is current.
 KINDS_BY_ARCHITECTURE = {
     "sm_90": ["backward_kv", "states"],
-    "sm_80": ["backward_q", "carry", "scan"],
-    "gfx942": ["forward", "recurrence"],
+    "sm_80": ["forward", "recurrence", "scan"],
+    "gfx942": ["backward_q", "carry"],
 }
 
 

@@ -102,9 +102,13 @@ class Hardware:
 
     def _leaf(self, fabric: FatTree, rank: int) -> tuple[int, int]:
         """Return a rank's leaf switch: its group of nodes, and its rail."""
-        devices = self.cluster.devices_per_node
-        rail = rank % devices * max(1, self.cluster.nics) // devices if fabric.rails else 0
-        return self.nodes[rank] // fabric.nodes_per_leaf, rail
+        return self.nodes[rank] // fabric.nodes_per_leaf, self.rail(rank)
+
+    def rail(self, rank: int) -> int:
+        """Return the number of the rank's rail, 0 without rails."""
+        fabric, devices = self.cluster.fabric, self.cluster.devices_per_node
+        has_rails = isinstance(fabric, FatTree) and fabric.rails
+        return rank % devices * max(1, self.cluster.nics) // devices if has_rails else 0
 
     def _fabric_link(self, key: Hashable, capacity: float) -> Resource:
         if key not in self._fabric_links:
@@ -163,7 +167,7 @@ class Network:
         """`stand_ins[rank]` is the rank that is played for `rank`, perhaps itself."""
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
-        self._stand_ins = stand_ins
+        self._stand_ins = dict(enumerate(stand_ins))
         # By rank and number: exchanges that have begun, and messages that wait until one begins.
         self._begun: set[tuple[int, int]] = set()
         self._until_begun: dict[tuple[int, int], list[_Message]] = {}
@@ -182,7 +186,7 @@ class Network:
         else:
             for sending, messages in ((False, post.recvs), (True, post.sends)):
                 for peer, nbytes in messages:
-                    if (stand_in := self._stand_ins[peer]) == peer:
+                    if (stand_in := self._stand_ins.get(peer, peer)) == peer:
                         self._match(flight, rank, peer, nbytes, sending)
                     else:
                         self._add_played_end(flight, peer, nbytes, sending, stand_in)
@@ -251,7 +255,7 @@ class Network:
         ranks = range(len(post.sends) + 1)
         flights = self._gathering.setdefault(post.channel, {})
         flights[flight.rank] = flight
-        if len(flights) < len({self._stand_ins[rank] for rank in ranks}):
+        if len(flights) < len({self._stand_ins.get(rank, rank) for rank in ranks}):
             return
         del self._gathering[post.channel]
         for each in flights.values():
@@ -259,17 +263,19 @@ class Network:
         if len(ranks) == 1:
             self._end(flight)
             return
-        by_node: dict[int, list[int]] = {}
+        by_rail: dict[tuple[int, int], list[int]] = {}  # of each node
         for rank in ranks:
-            by_node.setdefault(self._hardware.nodes[rank], []).append(rank)
+            place = self._hardware.nodes[rank], self._hardware.rail(rank)
+            by_rail.setdefault(place, []).append(rank)
         shard = post.sends[0][1]
         for node in {self._hardware.nodes[rank]: None for rank in flights}:
-            inside = by_node[node]
-            from_each_of_node = shard * len(ranks) / len(inside)  # with what it passes on
-            for source, target in permutations(inside, 2):
+            members = [rank for rank in ranks if self._hardware.nodes[rank] == node]
+            from_each_of_node = shard * len(ranks) / len(members)  # with what it passes on
+            for source, target in permutations(members, 2):
                 self._send_together(flights, [source], [target], from_each_of_node)
-            for other, outside in by_node.items():
-                if other == node:
+            for (other, rail), outside in by_rail.items():
+                inside = by_rail.get((node, rail))
+                if other == node or inside is None:
                     continue
                 self._send_together(flights, inside, outside, shard / len(outside))
                 if outside[0] not in flights:  # otherwise it sends in its own turn

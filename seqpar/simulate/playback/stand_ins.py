@@ -32,14 +32,14 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
     `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played if
     ranks of this strategy do not keep step, if there are few nodes or ranks do not fill them, if
     cores move the messages, or if links between nodes also carry other nodes' messages: on a torus,
-    and below oversubscribed leaf switches.
+    with rails, and below oversubscribed leaf switches.
     """
     ranks, per_node, fabric = geometry.ranks, cluster.devices_per_node, cluster.fabric
     nodes = ranks // per_node
     played = 4 if ranks <= _MAX_RANKS_OF_FOUR_NODES else 2
     played = max(played, -(-_MIN_PLAYED_RANKS // per_node))
     links_are_shared = fabric is not None and (
-        isinstance(fabric, Torus) or fabric.oversubscription > 1
+        isinstance(fabric, Torus) or fabric.rails or fabric.oversubscription > 1
     )
     if (
         ranks <= MAX_RANKS_PLAYED_WHOLE
@@ -65,16 +65,20 @@ def has_even_work(geometry: Geometry) -> bool:
     Documents with up to 2% of all tokens together may be on fewer ranks. Tokens, and (query, key)
     pairs, of ranks may differ by up to 2%.
     """
-    ranks, documents, starts, stops = geometry.all_spans()
-    lengths, pairs = stops - starts, (stops * stops - starts * starts) / 2
-    for work in (lengths, pairs):
-        of_rank = np.bincount(ranks, work, geometry.ranks)
-        if np.ptp(of_rank) > _TOLERANCE * of_rank.max():
-            return False
-    held = np.unique(documents * geometry.ranks + ranks)
-    holders = np.bincount(held // geometry.ranks)
-    on_fewer = lengths[holders[documents] < geometry.ranks].sum()
-    return bool(on_fewer <= _TOLERANCE * geometry.tokens)
+
+    def build() -> bool:
+        tokens, pairs = np.zeros((2, geometry.ranks))
+        holders = np.zeros(geometry.lengths.size, np.int64)
+        for rank in range(geometry.ranks):
+            documents, starts, stops = geometry.cut.columns(geometry.cu_seqlens, rank)
+            tokens[rank] = (stops - starts).sum()
+            pairs[rank] = (stops * stops - starts * starts).sum() / 2
+            holders[np.unique(documents)] += 1
+        differ = any(np.ptp(x) > _TOLERANCE * x.max() for x in (tokens, pairs))
+        on_fewer = geometry.lengths[holders < geometry.ranks].sum()
+        return not differ and bool(on_fewer <= _TOLERANCE * geometry.tokens)
+
+    return geometry.derived(("even work",), build)
 
 
 def exchange_alike(programs: Iterable[Program]) -> bool:

@@ -22,14 +22,14 @@ from seqpar.simulate.recommendations.divisions import (
 )
 from seqpar.simulate.recommendations.recommendation import Recommendation
 from seqpar.simulate.steps.layers import ranks_alike
-from seqpar.simulate.steps.steps import step
+from seqpar.simulate.steps.steps import least_step_seconds, step
 from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# The limit of messages recorded in each direction, with more than 128 ranks. USP 256x8 has 1,056.
-# With more, a bound takes long, and a search computes many bounds.
-_MAX_MESSAGES = 1500
+# The limits of messages recorded in each direction, with more than 128 ranks. USP 64x8 has 4,608 if
+# all ranks are recorded, and USP 256x8 has 1,056 if few are. Of more, a search bounds too many.
+_MAX_MESSAGES, _MAX_MESSAGES_OF_FEW = 5000, 1500
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
 
@@ -65,20 +65,21 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
     for named in layouts(division.lengths, context, division.largest) if found else ():
         quick = found
         if ranks > MAX_RANKS_AS_ONE:
-            quick = [x for x in found if _messages(x, named.layout, context) <= _MAX_MESSAGES]
+            quick = [x for x in found if _is_quick(x, named.layout, context)]
         if quick:
             yield from _in_place(quick, named, context, costs, division)
         if ranks == 1:
             return
 
 
-def _messages(candidate: Candidate, layout: Layout, costs: Costs) -> int:
-    """Return about how many messages of a mesh are recorded in each direction."""
+def _is_quick(candidate: Candidate, layout: Layout, costs: Costs) -> bool:
+    """Return whether few messages of a mesh are recorded."""
     strategy, mesh = candidate
     assert mesh is not None
     played = np.unique(choose_stand_ins(strategy, layout.geometry, costs.cluster)).size
     recorded = max(1, played // ranks_alike(strategy, mesh, layout, costs.model))
-    return recorded * sum(mesh)
+    limit = _MAX_MESSAGES if played == layout.ranks else _MAX_MESSAGES_OF_FEW
+    return recorded * sum(mesh) <= limit
 
 
 def _in_place(
@@ -120,18 +121,20 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
     """Return the fastest transport of linear layers on a layout; None if none is needed.
 
     It does not depend on the strategy of softmax layers. Transports that exceed the device's memory
-    come after all that fit. With more than 128 ranks it is "all_gather", because simulating the
-    others takes minutes.
+    come after all that fit. With more than 128 ranks, transports are only bounded.
     """
     linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
     if not linear or layout.ranks == 1:
         return None
-    if layout.ranks > MAX_RANKS_AS_ONE:
-        return "all_gather"
     model, capacity = replace(costs.model, layers=linear), costs.cluster.device.memory
     ranked = []
     for transport in TRANSPORTS:
         try:
+            if layout.ranks > MAX_RANKS_AS_ONE:
+                ends, linear_costs = (0, layout.ranks - 1), Costs(costs.cluster, model)
+                bound = least_step_seconds("ring", layout, linear_costs, ends, transport=transport)
+                ranked.append((False, bound, transport))
+                continue
             one = step("ring", layout, costs.cluster, model, transport=transport)
         except ValueError:  # recurrences refuse the layout; simulating the way reports it
             continue

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from seqpar.balance import Cluster, FatTree, Torus
-from tests.unit.simulate.playback.test_play import cluster, ends, receive, send
+from seqpar.simulate.recording.program import ShardExchange, Wait
+from tests.unit.simulate.playback.test_play import FAST, cluster, ends, receive, send
 
 
 def alone(*messages, on):
@@ -40,6 +41,18 @@ def test_rails_are_leaves_of_their_own():
     assert alone((0, 3), on=on) == [20.0]
     on = dataclasses.replace(on, fabric=FatTree(2, 4.0))
     assert alone((0, 3), on=on) == [10.0]
+
+
+def test_shards_use_all_rails():
+    """Each rank's NIC carries the shards of its rail, as without a fabric."""
+    shards = [tuple((peer, 8) for peer in range(8) if peer != rank) for rank in range(8)]
+    programs = [[ShardExchange(0, x, x), Wait(0)] for x in shards]
+    on = dataclasses.replace(cluster(4, 2, nics=2), inside=FAST)
+    found = [
+        ends(programs, dataclasses.replace(on, fabric=fabric))
+        for fabric in (None, FatTree(2), FatTree(2, rails=True))
+    ]
+    assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
 
 
 def test_a_torus_takes_the_shortest_way():

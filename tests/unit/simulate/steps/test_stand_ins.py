@@ -96,6 +96,7 @@ def test_ranks_that_exchange_differently_are_all_played(monkeypatch):
         ("ring", Layout.contiguous(np.arange(33) * 1000, 32), CLUSTER),  # no rank exchanges
         ("ring", Layout.zigzag([0, 30_000], 30), CLUSTER),  # half a node
         ("ring", LAYOUT, dataclasses.replace(CLUSTER, fabric=FatTree(2, 2.0))),
+        ("ring", LAYOUT, dataclasses.replace(CLUSTER, fabric=FatTree(2, rails=True))),
         ("ring", LAYOUT, dataclasses.replace(CLUSTER, fabric=Torus((8,)))),
         ("ring", LAYOUT, dataclasses.replace(CLUSTER, overlaps=False)),
     ],
