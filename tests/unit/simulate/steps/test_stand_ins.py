@@ -10,6 +10,7 @@ from seqpar.balance import Cluster, FatTree, Torus
 from seqpar.simulate.playback import stand_ins
 from seqpar.simulate.playback.stand_ins import choose_stand_ins, has_even_work
 from seqpar.simulate.steps.layers import record_attention_once
+from tests.support.tiers import few_rows
 from tests.unit.simulate.recommendations.test_divisions import HYBRID
 from tests.unit.simulate.steps.test_steps import MODEL
 
@@ -38,6 +39,7 @@ def played(step):
     return {event.rank for outcome, _ in step.layers.values() for event in outcome.trace.events}
 
 
+@few_rows()
 @pytest.mark.parametrize("cluster", [CLUSTER, SLOW, FULL_TREE], ids=["fast", "slow", "tree"])
 @pytest.mark.parametrize(
     ("strategy", "options"),
@@ -63,6 +65,7 @@ def test_stand_ins_predict_what_all_ranks_do(monkeypatch, strategy, options, clu
     assert sampled.bytes.max() == pytest.approx(whole.bytes.max(), rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_states_that_are_gathered_have_stand_ins(monkeypatch):
     whole, sampled = step_twice(
         monkeypatch, "ring", LAYOUT, CLUSTER, HYBRID, transport="all_gather"
@@ -125,6 +128,7 @@ def test_the_nearest_node_stands_in(monkeypatch):
     assert places.tolist() == [*range(4)] * 16
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_ranks_are_simulated_by_32():
     layout, cluster = Layout.zigzag([0, 2**20], 1024), Cluster.preset("128x8-h100")
     step = simulate.step("usp", layout, cluster, MODEL, mesh=(256, 4))
