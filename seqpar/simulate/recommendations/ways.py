@@ -22,7 +22,7 @@ from seqpar.simulate.recommendations.divisions import (
 )
 from seqpar.simulate.recommendations.recommendation import Recommendation
 from seqpar.simulate.steps.layers import ranks_alike
-from seqpar.simulate.steps.steps import least_step_seconds, step
+from seqpar.simulate.steps.steps import step
 from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.
@@ -121,7 +121,7 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
     """Return the fastest transport of linear layers on a layout; None if none is needed.
 
     It does not depend on the strategy of softmax layers. Transports that exceed the device's memory
-    come after all that fit. With more than 128 ranks, transports are only bounded.
+    come after all that fit.
     """
     linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
     if not linear or layout.ranks == 1:
@@ -130,11 +130,6 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
     ranked = []
     for transport in TRANSPORTS:
         try:
-            if layout.ranks > MAX_RANKS_AS_ONE:
-                ends, linear_costs = (0, layout.ranks - 1), Costs(costs.cluster, model)
-                bound = least_step_seconds("ring", layout, linear_costs, ends, transport=transport)
-                ranked.append((False, bound, transport))
-                continue
             one = step("ring", layout, costs.cluster, model, transport=transport)
         except ValueError:  # recurrences refuse the layout; simulating the way reports it
             continue
