@@ -352,7 +352,7 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _middle(lengths: Ints) -> Ints:
-    """Return what `_row` returns for slices of these numbers of rows, if all pairs are visible."""
+    """Return the result of `_row` for slices with these numbers of rows and all pairs visible."""
     step = np.clip(lengths // 2, 1, _TILE_ROWS)
     below = lengths // (2 * step)
     above_is_closer = 2 * step * (below + 1) - lengths < lengths - 2 * step * below

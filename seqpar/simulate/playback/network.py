@@ -27,8 +27,8 @@ class Hardware:
 
     If messages travel while devices compute, each device has one port to the other devices of its
     node. Each NIC of a node carries one message at full rate in each direction, and so does each
-    link of a torus; the uplinks of a leaf switch carry as many as their rate allows. Otherwise one
-    core of the sender and one of the receiver are busy for the whole time of a message, latency
+    link of a torus; the uplinks of a leaf switch carry messages up to their joint rate. Otherwise
+    one core of the sender and one of the receiver are busy for the whole time of a message, latency
     included, and the ranks of a node share its cores: the operating system moves threads to idle
     cores. Each device has a link to its host's memory, which copies in both directions share.
 
@@ -270,7 +270,7 @@ class Network:
         shard = post.sends[0][1]
         for node in {self._hardware.nodes[rank]: None for rank in flights}:
             members = [rank for rank in ranks if self._hardware.nodes[rank] == node]
-            from_each_of_node = shard * len(ranks) / len(members)  # with what it passes on
+            from_each_of_node = shard * len(ranks) / len(members)  # with shards that it passes on
             for source, target in permutations(members, 2):
                 self._send_together(flights, [source], [target], from_each_of_node)
             for (other, rail), outside in by_rail.items():

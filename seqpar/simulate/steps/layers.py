@@ -223,7 +223,7 @@ def record_layers(
 
     Servers take tasks in order of arrival. By task number, trainers with few tasks would delay
     trainers with many. Trainers compute linear layers themselves. `copies` is as in
-    `record_served`, and `options` are those of `DisaggregatedAttention` on a pool.
+    `record_served`, and `options` are options of `DisaggregatedAttention` on a pool.
     """
     lengths = np.diff(layout.cu_seqlens)
     batches = [

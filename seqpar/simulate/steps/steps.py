@@ -188,8 +188,8 @@ def step(
         for activity in ACTIVITIES:
             of_two = None if two is None else getattr(two, activity)
             spent[activity] = spent[activity] + _all_layers(count, getattr(one, activity), of_two)
-        kept_bytes = tokens[one.stand_ins[:ranks]] * costs.itemsize
-        kept_bytes = kept_bytes * model.attention_elements(attending.layer)
+        bytes_per_token = model.attention_elements(attending.layer) * costs.itemsize
+        kept_bytes = tokens[one.stand_ins[:ranks]] * bytes_per_token
         temporary_bytes = np.maximum(
             temporary_bytes, one.peak_bytes - np.r_[kept_bytes, no_servers]
         )
@@ -221,7 +221,8 @@ def least_step_seconds(
 ) -> float:
     """Return a lower bound of a step's seconds, from only these ranks or their stand-ins.
 
-    It holds for every checkpointing, sharding and offload, without servers. Nothing is played.
+    It holds for every checkpointing, sharding and offload, without servers. Ranks are recorded, not
+    played.
     """
     simulator = _LayerSimulator(costs, layout, strategy, mesh, "none", "none", 0.0, 0, {})
     seconds = head_seconds(costs, max(layout.tokens_per_rank))
