@@ -1,5 +1,9 @@
 """Processes of their own for tests in which ranks die, stop or stand still."""
 
+import contextlib
+import itertools
+import os
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -49,5 +53,13 @@ def answers(processes, pipes, ranks):
             process.join()
 
 
+_PORTS = itertools.count(os.getpid())
+
+
 def free_port():
-    return dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False).port
+    """A port that no other worker of the tests is given, nor a program that binds port 0."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 10_000 + 1_000 * worker + next(_PORTS) % 1_000  # the system gives those from 32,768
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
