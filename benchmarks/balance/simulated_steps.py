@@ -29,7 +29,7 @@ from benchmarks.balance.wlb_steps import wlb
 from seqpar.balance import Tasks, disaggregate, place_homes
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import sort_keys
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask
 from seqpar.layout.tasks.tasks import TaskRectangles

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from seqpar.core.arguments import Ints
 from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
-from seqpar.layout.cuts.cuts import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
+from seqpar.layout.cuts.cut import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
 
 _SAMPLED_DOCUMENTS = 16
 _MAX_KEPT_BYTES = 2**26  # of cached holdings, not counting the last one used

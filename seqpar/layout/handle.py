@@ -25,13 +25,15 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints
 from seqpar.core.torch_private import mark_dynamic
-from seqpar.layout.cuts.chunked import Chunked
-from seqpar.layout.cuts.cuts import Contiguous, Counts, Spans, Striped, Zigzag
-from seqpar.layout.cuts.even import EvenStripes, EvenZigzag
+from seqpar.layout.cuts.contiguous import Contiguous
+from seqpar.layout.cuts.cut import Counts, Spans
+from seqpar.layout.cuts.fixed_chunks import FixedChunks
+from seqpar.layout.cuts.striped import EvenStripes, Striped
+from seqpar.layout.cuts.zigzag import EvenZigzag, Zigzag
 from seqpar.layout.geometry import Geometry
 
 # Append new kinds at the end: the integers of a cut contain the index of its kind.
-LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | Chunked
+LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | FixedChunks
 _KINDS = get_args(LayoutCut)
 
 _DIGEST_WORDS = 4  # at the start of a handle
@@ -148,7 +150,7 @@ def encode(cut: LayoutCut) -> Ints:
     kind = _KINDS.index(type(cut))
     if isinstance(cut, Spans):
         return np.concatenate([[kind, cut.ranks], *astuple(cut)])
-    if isinstance(cut, Chunked):
+    if isinstance(cut, FixedChunks):
         whole = encode(cast(LayoutCut, cut.whole))
         return np.concatenate([[kind, cut.size, cut.documents.size], cut.documents, whole])
     return np.array([kind, *astuple(cut)], dtype=np.int64)
@@ -159,9 +161,9 @@ def decode(code: Ints) -> LayoutCut:
     if kind is Spans:
         edges, table = np.split(code[2:], [int(code[1]) + 1])
         return Spans(edges, *table.reshape(3, -1))
-    if kind is Chunked:
+    if kind is FixedChunks:
         documents, whole = np.split(code[3:], [int(code[2])])
-        return Chunked(decode(whole), documents, int(code[1]))
+        return FixedChunks(decode(whole), documents, int(code[1]))
     return kind(*code[1:].tolist())
 
 

@@ -30,9 +30,11 @@ from seqpar.core.compiling import outside_graphs
 from seqpar.core.device_tables import pin
 from seqpar.core.memo import LOCAL
 from seqpar.layout import handle
-from seqpar.layout.cuts.chunked import Chunked, cut_into_chunks
-from seqpar.layout.cuts.cuts import Contiguous, Striped, Zigzag
-from seqpar.layout.cuts.even import EvenStripes, EvenZigzag, padded
+from seqpar.layout.cuts.contiguous import Contiguous
+from seqpar.layout.cuts.dealing import padded
+from seqpar.layout.cuts.fixed_chunks import FixedChunks, cut_into_fixed_chunks
+from seqpar.layout.cuts.striped import EvenStripes, Striped
+from seqpar.layout.cuts.zigzag import EvenZigzag, Zigzag
 from seqpar.layout.handle import LayoutCut
 from seqpar.layout.plot import plot_layouts
 from seqpar.layout.prepared import pack, unpack
@@ -280,7 +282,8 @@ class Layout:
 
         def build() -> Layout:
             cu, cut = self.geometry.cu_seqlens, self.geometry.cut
-            return Layout(cut_into_chunks(cu, size), Chunked(cut, cu, size), self._padding)
+            chunks = cut_into_fixed_chunks(cu, size)
+            return Layout(chunks, FixedChunks(cut, cu, size), self._padding)
 
         return self.geometry.derived(("chunked", size, self._padding), build)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqpar.core.arguments import Ints, as_ranks
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 
 
 class Span(NamedTuple):

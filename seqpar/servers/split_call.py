@@ -14,7 +14,7 @@ from seqpar.balance.disaggregation.cells import cells_of
 from seqpar.balance.disaggregation.disaggregate import disaggregate
 from seqpar.balance.disaggregation.row_bytes import RowBytes
 from seqpar.core.arguments import Ints
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Slices
 from seqpar.layout.tasks.task_rows import Segments, ServerRows, task_slices

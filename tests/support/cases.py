@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, make_attention, use_backend
 from seqpar.comm.messages.exchange import Comm
-from seqpar.layout.cuts.even import EvenStripes, EvenZigzag
+from seqpar.layout.cuts.striped import EvenStripes
+from seqpar.layout.cuts.zigzag import EvenZigzag
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.mask_cases import times_seen
 from tests.support.plans import PLANS

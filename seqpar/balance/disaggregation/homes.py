@@ -16,7 +16,7 @@ from seqpar.balance.disaggregation.disaggregate import TILE_ROWS
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
 from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_int_array, as_ranks
 from seqpar.costs.grid import Floats
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
 
 # Tokens that a rank may have above the mean, as a fraction. `place_homes` uses the first one that

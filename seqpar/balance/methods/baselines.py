@@ -14,8 +14,8 @@ from seqpar.balance.predict.prediction import (
     share_ends,
 )
 from seqpar.core.arguments import Ints
-from seqpar.layout.cuts.cuts import Contiguous
-from seqpar.layout.cuts.even import EvenZigzag
+from seqpar.layout.cuts.contiguous import Contiguous
+from seqpar.layout.cuts.zigzag import EvenZigzag
 
 
 def contiguous(batch: DocumentBatch) -> Pieces:

@@ -11,7 +11,7 @@ import numpy as np
 
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.handle import LayoutCut, decode, encode
 from seqpar.layout.layout import Layout
 

@@ -32,7 +32,7 @@ from seqpar.core.arguments import (
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.model import Model
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.handle import LayoutCut
 
 # Methods that place pieces. Zigzag is not one of them, since it cuts every document.

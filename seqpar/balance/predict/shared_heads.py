@@ -18,7 +18,7 @@ from seqpar.costs.costs import Costs
 from seqpar.costs.device import Link
 from seqpar.costs.grid import Floats
 from seqpar.costs.model import Model
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.geometry import Holding
 from seqpar.layout.handle import LayoutCut
 

@@ -14,7 +14,7 @@ from seqpar.core.arguments import Ints
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import overlapping, sort_keys, union
-from seqpar.layout.cuts.cuts import HeldSpans
+from seqpar.layout.cuts.cut import HeldSpans
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.mask import Mask
 

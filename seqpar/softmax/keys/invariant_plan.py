@@ -19,7 +19,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
 from seqpar.core.ranges import as_ranges, count_up, ranges, take_ranges, union
 from seqpar.core.traffic import Traffic
-from seqpar.layout.cuts.cuts import Spans
+from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.layout.reshard import share

@@ -1,4 +1,4 @@
-"""Cut the documents of a layout into chunks, each of which becomes a separate document."""
+"""Cut the documents of a layout into chunks of a fixed size, which become separate documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import count_up, enumerated
-from seqpar.layout.cuts.cuts import (
+from seqpar.layout.cuts.cut import (
     Columns,
     CountedCut,
     Counts,
@@ -19,7 +19,7 @@ from seqpar.layout.cuts.cuts import (
 )
 
 
-def cut_into_chunks(cu_seqlens: Ints, size: int) -> Ints:
+def cut_into_fixed_chunks(cu_seqlens: Ints, size: int) -> Ints:
     """Return cu_seqlens of chunks of `size` tokens; a document's last chunk may be shorter."""
     count = _chunks(cu_seqlens, size)
     document = np.repeat(np.arange(count.size), count)
@@ -31,7 +31,7 @@ def _chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunked(CountedCut):
+class FixedChunks(CountedCut):
     """Another cut, with its documents cut into chunks of `size` tokens; ranks keep their tokens."""
 
     whole: Cut  # the cut of the whole documents

@@ -1,0 +1,228 @@
+"""A cut of a packed batch into the spans that each rank holds.
+
+A cut stores the number of ranks and a few options. Spans are derived from `cu_seqlens` for one rank
+at a time, so no array has the size of documents × ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from seqpar.core.arguments import Ints
+from seqpar.core.ranges import enumerated, sort_keys
+
+Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
+
+
+class Counts(NamedTuple):
+    """(ranks,) numbers of tokens, spans, runs, and spans that do not begin their document."""
+
+    tokens: Ints
+    spans: Ints
+    runs: Ints
+    continued: Ints
+
+
+class HeldSpans(NamedTuple):
+    """Spans (spans,) and their ranks; `numbers` are indices into the caller's documents."""
+
+    numbers: Ints
+    owners: Ints
+    starts: Ints
+    stops: Ints
+
+    def nonempty(self) -> HeldSpans:
+        kept = np.flatnonzero(self.stops > self.starts)
+        return HeldSpans(*(column[kept] for column in self))
+
+
+# (documents, starts, stops), each (n,) -> the spans of all ranks that overlap these positions, and
+# possibly other spans of the same documents. No range of positions is empty.
+HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
+
+
+class Cut(Protocol):
+    """The interface of all cuts. `alike`: the cut of a document depends only on its length."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def alike(self) -> bool: ...
+
+    @property
+    def most_spans(self) -> int | None:
+        """Largest number of spans of a document that a rank holds; None without a limit."""
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        """Return the nonempty spans that a rank holds, by document, then position."""
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        """Return (ranks,) the number of tokens that each rank holds."""
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        """Return an upper limit on the spans of all ranks together, per document length."""
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        """Return a function that finds the ranks that hold given parts of documents."""
+
+    def mirrored_edges(self, lengths: Ints) -> Ints | None:
+        """Return (documents, 2P + 1) edges of chunks if each rank c holds chunks c and 2P − 1 − c.
+
+        P is the number of ranks. Chunks may be empty. Returns None for all other cuts.
+        """
+
+
+class CountedCut:
+    """The defaults of a cut that counts its tokens, and whose chunks are not mirrored."""
+
+    alike: ClassVar[bool] = False
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        raise NotImplementedError
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        return self.counts(cu_seqlens).tokens
+
+    def mirrored_edges(self, lengths: Ints) -> Ints | None:
+        return None
+
+
+class TableCut(CountedCut):
+    """A cut that can list the spans of all ranks."""
+
+    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
+        """Return the index of each rank's first span, then the number of spans; and all spans."""
+        raise NotImplementedError
+
+    def counts(self, cu_seqlens: Ints) -> Counts:
+        edges, (documents, starts, stops) = self.table(cu_seqlens)
+        begins_run = np.r_[True, documents[1:] != documents[:-1]][: documents.size]
+        begins_run[edges[edges < documents.size]] = True
+        each = stops - starts, np.ones_like(starts), begins_run, starts > 0
+        return Counts(*(np.diff(np.r_[0, np.cumsum(numbers)][edges]) for numbers in each))
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(TableCut):
+    """Rank c holds spans edges[c] … edges[c+1] − 1 of a table. Spans that touch are joined."""
+
+    edges: Ints
+    documents: Ints
+    starts: Ints
+    stops: Ints
+    most_spans: ClassVar[int | None] = None
+
+    @classmethod
+    def of(cls, ranks: int, owner: Ints, documents: Ints, starts: Ints, stops: Ints) -> Spans:
+        """Return the cut in which rank `owner[i]` holds span i; empty spans are dropped."""
+        kept = np.flatnonzero(stops > starts)
+        kept = kept[np.lexsort((starts[kept], documents[kept], owner[kept]))]
+        owner, columns = owner[kept], (documents[kept], starts[kept], stops[kept])
+        columns, first = joined(columns, owner)
+        return cls(np.searchsorted(owner[first], np.arange(ranks + 1)), *columns)
+
+    @property
+    def ranks(self) -> int:
+        return self.edges.size - 1
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        held = slice(self.edges[rank], self.edges[rank + 1])
+        return self.documents[held], self.starts[held], self.stops[held]
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return np.minimum(lengths, self.starts.size)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        keys = sort_keys(self.documents, self.starts)
+        order = np.argsort(keys)
+        keys = keys[order]
+        owners = np.repeat(np.arange(self.ranks), np.diff(self.edges))[order]
+        spans_starts, spans_stops = self.starts[order], self.stops[order]
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            # Spans cover every document: the last span that begins at or before a position has it.
+            edges = sort_keys(documents, starts), sort_keys(documents, stops - 1)
+            first, last = (np.searchsorted(keys, x, side="right") - 1 for x in edges)
+            index, spans = enumerated(first, last)
+            return HeldSpans(index, owners[spans], spans_starts[spans], spans_stops[spans])
+
+        return lookup
+
+    def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
+        return self.edges, (self.documents, self.starts, self.stops)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Another cut with each `size` consecutive ranks merged into one that has all their tokens."""
+
+    members: Cut
+    size: int
+    most_spans: ClassVar[int | None] = None
+
+    @property
+    def ranks(self) -> int:
+        return -(-self.members.ranks // self.size)
+
+    @property
+    def alike(self) -> bool:
+        return self.members.alike
+
+    def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
+        ranks = range(rank * self.size, min((rank + 1) * self.size, self.members.ranks))
+        return merged([self.members.columns(cu_seqlens, member) for member in ranks])
+
+    def token_counts(self, cu_seqlens: Ints) -> Ints:
+        tokens = self.members.token_counts(cu_seqlens)
+        return np.add.reduceat(tokens, np.arange(0, tokens.size, self.size))
+
+    def most_spans_of(self, lengths: Ints) -> Ints:
+        return self.members.most_spans_of(lengths)
+
+    def holders(self, cu_seqlens: Ints) -> HolderLookup:
+        members = self.members.holders(cu_seqlens)
+
+        def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
+            spans = members(documents, starts, stops)
+            return spans._replace(owners=spans.owners // self.size)
+
+        return lookup
+
+    def mirrored_edges(self, lengths: Ints) -> Ints | None:
+        edges, ranks = self.members.mirrored_edges(lengths), self.members.ranks
+        if edges is None:
+            return None
+        low = np.minimum(np.arange(self.ranks + 1) * self.size, ranks)
+        return edges[:, np.r_[low[:-1], 2 * ranks - low[::-1]]]
+
+
+def merged(parts: Sequence[Columns]) -> Columns:
+    """Return the spans of several ranks, by document, then position."""
+    documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(sort_keys(documents, starts))
+    return documents[order], starts[order], stops[order]
+
+
+def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
+    """Join a rank's spans that touch; return them, and each one's first index.
+
+    Spans of several `ranks` follow one another.
+    """
+    documents, starts, stops = columns
+    apart = np.ones(documents.size, bool)
+    apart[1:] = (documents[1:] != documents[:-1]) | (starts[1:] != stops[:-1])
+    if ranks is not None:
+        apart[1:] |= ranks[1:] != ranks[:-1]
+    first = np.flatnonzero(apart)
+    last = np.r_[first[1:], documents.size][: first.size] - 1
+    return (documents[first], starts[first], stops[last]), first
+
+
+def nonempty(documents: Ints, starts: Ints, stops: Ints) -> Columns:
+    kept = stops > starts
+    return documents[kept], starts[kept], stops[kept]
