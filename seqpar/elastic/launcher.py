@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from seqpar.comm.faults.watcher import STOPPED, state
+from seqpar.comm.faults.process_state_server import STOPPED, state
 from seqpar.comm.launch import Store
 from seqpar.elastic.messages import Place, Report, newest, place_key, report_key
 

@@ -59,18 +59,18 @@ class World(Clock):
     def __init__(self, begun=(0, 1, 2), words=(), ranks=3):
         self.names, self.most = [f"rank {i}" for i in range(ranks)], {}
         self.time, self.store, self.interrupted = 1000.0, FakeStore(), []
-        self.words, self.asked = dict(words), []  # what the watchers of ranks say
+        self.words, self.asked = dict(words), []  # what the state servers of ranks say
         self.ranks = {rank: self.begin(rank) for rank in begun}
         self.running = set(begun)
 
     def begin(self, rank):
         interrupt = lambda: self.interrupted.append(rank)  # noqa: E731
-        watcher = f"watcher of {rank}" if rank in self.words else ""
-        own = self.store, LOST, rank, self.names, TIMEOUT, interrupt, watcher
+        state_server = f"state server of {rank}" if rank in self.words else ""
+        own = self.store, LOST, rank, self.names, TIMEOUT, interrupt, state_server
         return Heartbeat(*own, self.ask, self)
 
     def ask(self, addresses, seconds):
-        assert all(address == f"watcher of {rank}" for rank, address in addresses.items())
+        assert all(address == f"state server of {rank}" for rank, address in addresses.items())
         self.asked.append(set(addresses))
         return {rank: self.words[rank] for rank in addresses}
 

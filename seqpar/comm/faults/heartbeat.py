@@ -5,15 +5,16 @@ ranks learn nothing. Each rank of a group therefore has a thread that makes a ro
 second (with more than 4,096 ranks less often), and communicates through the group's key-value
 store:
 
-    key            written by                     value
-    "watcher RANK" that rank, before any beat     the address of its watcher (`liveness.py`)
-    "beat RANK"    that rank, in every round      "COUNT DOING": a count that grows, and the
-                                                  exchange in which the rank waits, if any, such as
-                                                  "17 call 3, step 2 of ring backward"; or "left",
-                                                  when the rank has dropped the group or ended
-                                                  normally
-    "verdict"      the first rank that finds      the cause: the beginning of every rank's error
-                   a rank at fault                message
+    key                  written by          value
+    "state server RANK"  that rank, before   the address of its state server
+                         any beat            (`process_states.py`)
+    "beat RANK"          that rank, in       "COUNT DOING": a count that grows, and the exchange in
+                         every round         which the rank waits, if any, such as "17 call 3, step
+                                             2 of ring backward"; or "left", when the rank has
+                                             dropped the group or ended normally
+    "verdict"            the first rank      the cause: the beginning of every rank's error message
+                         that finds a rank
+                         at fault
 
 In a round, a rank writes its beat. If it waits for messages, it also reads the verdict. If there is
 a verdict, the rank adopts it. Otherwise the rank reads the beats that it watches, which are all
@@ -50,8 +51,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from seqpar.comm.faults.connection import Connection
-from seqpar.comm.faults.liveness import UNKNOWN, Ask, Liveness, ask_watchers, start_watcher
-from seqpar.comm.faults.watcher import GONE
+from seqpar.comm.faults.process_state_server import GONE
+from seqpar.comm.faults.process_states import (
+    UNKNOWN,
+    Ask,
+    ProcessStates,
+    ask_state_servers,
+    start_state_server,
+)
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, Witness, grace_seconds
 from seqpar.core.torch_private import timeout_of
 
@@ -106,15 +113,15 @@ class Heartbeat:
         names: Sequence[str],
         timeout: float,
         interrupt: Callable[[], None],
-        watcher: str,
-        ask: Ask = ask_watchers,
+        state_server: str,
+        ask: Ask = ask_state_servers,
         clock: Clock | None = None,
     ) -> None:
         """Write the first beat; `start` begins the rounds.
 
         `store_lost` is the cause to report if the store is gone. `names` has the ranks as errors
         name them. `timeout` is the group's, in seconds. `interrupt()` makes all waits on the group
-        raise. `watcher` is the address of this process's watcher, or "".
+        raise. `state_server` is the address of this process's state server, or "".
         """
         self._store, self._store_lost = store, store_lost
         self._rank, self.names, self._name = rank, names, names[rank]
@@ -123,8 +130,8 @@ class Heartbeat:
         self._grace = grace_seconds()
         grace = timeout if self._grace is None else self._grace
         self._witness = Witness(rank, names, self._interval, grace)
-        self._liveness = Liveness(max(0.5, 2 * self._interval), ask)
-        self._watchers: dict[int, str] = {}
+        self._states = ProcessStates(max(0.5, 2 * self._interval), ask)
+        self._state_servers: dict[int, str] = {}
         self._count = 0
         self._round_ended = self._clock.now()
         self._changed = threading.Condition()  # guards what follows
@@ -133,7 +140,7 @@ class Heartbeat:
         self._verdict = ""
         self._round_began: float | None = None  # None between rounds
         # Not in the thread: this rank may die before the thread runs.
-        self._store.set(f"watcher {rank}", watcher)
+        self._store.set(f"state server {rank}", state_server)
         self._write("")
         name = f"seqpar heartbeat, {self._name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -279,11 +286,12 @@ class Heartbeat:
     def _words(self) -> dict[int, str]:
         """Return the states of silent ranks, as their operating systems report them.
 
-        A rank without a watcher counts as gone, unless the user has set a grace.
+        A rank without a state server counts as gone, unless the user has set a grace.
         """
         silent = self._witness.silent()
-        self._watchers |= self._get("watcher", [x for x in silent if x not in self._watchers])
-        words = self._liveness.of({x: self._watchers[x] for x in silent if self._watchers[x]})
+        servers = self._state_servers
+        servers |= self._get("state server", [x for x in silent if x not in servers])
+        words = self._states.of({x: servers[x] for x in silent if servers[x]})
         grace = self._grace or 0.0
         return {x: GONE if silent[x] >= grace else UNKNOWN for x in silent} | words
 
@@ -340,8 +348,8 @@ def _started(
     except RuntimeError as error:
         doing = f"{names[rank]} was making a module for this group"
         raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
-    watcher = start_watcher(store.host)
-    heartbeat = Heartbeat(store, lost, rank, names, timeout, interrupt, watcher)
+    state_server = start_state_server(store.host)
+    heartbeat = Heartbeat(store, lost, rank, names, timeout, interrupt, state_server)
     heartbeat.start()
     return heartbeat
 

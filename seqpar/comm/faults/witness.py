@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
+from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
 MAX_SILENT_READS = 10  # reads of an unchanged beat before a rank counts as silent
 MAX_WATCHED = 16  # ranks whose beats a rank reads in any case, and per wait

@@ -8,7 +8,7 @@ import torch
 
 from seqpar.comm.agreement import compare_calls
 from seqpar.comm.faults.heartbeat import MAX_ROUNDS_PER_SECOND, interval
-from seqpar.comm.faults.watcher import ALIVE, GONE
+from seqpar.comm.faults.process_state_server import ALIVE, GONE
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, MAX_WATCHED
 from seqpar.comm.messages.exchange import Comm, Pending
 from tests.support.heartbeats import INTERVAL, TIMEOUT, World
@@ -35,7 +35,7 @@ class ManyRanks(World):
         self.others, self.doing = ahead - set(active) - set(absent), doing
         for rank in ahead:
             self.store.values.setdefault(f"beat {rank}", "0 ")
-            self.store.values.setdefault(f"watcher {rank}", f"watcher of {rank}")
+            self.store.values.setdefault(f"state server {rank}", f"state server of {rank}")
 
     def rounds(self, count):
         for _ in range(count):

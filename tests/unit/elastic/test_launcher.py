@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from seqpar.comm.faults.watcher import ALIVE, STOPPED
+from seqpar.comm.faults.process_state_server import ALIVE, STOPPED
 from seqpar.elastic import launcher
 from seqpar.elastic.launcher import Launcher, Limits
 from seqpar.elastic.messages import Place, Report, place_key, report_key

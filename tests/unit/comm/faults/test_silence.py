@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from seqpar.comm.faults.liveness import MAX_UNANSWERED, UNKNOWN
-from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
+from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
+from seqpar.comm.faults.process_states import MAX_UNANSWERED, UNKNOWN
 from seqpar.comm.faults.witness import GRACE, MAX_SILENT_READS, Witness
 from tests.support.heartbeats import INTERVAL, LOST, TIMEOUT, World
 
@@ -47,7 +47,7 @@ ALL = round(TIMEOUT / INTERVAL)
             None,
             MAX_SILENT_READS,
             "rank 2 died or was stopped: no heartbeat for 2.5 s",
-        ),  # no watcher
+        ),  # no state server
         (None, "4", 15, ""),
         (None, "4", 16, "rank 2 died or was stopped: no heartbeat for 4.0 s"),
     ],
@@ -59,7 +59,7 @@ def test_silence_is_blamed_if_dead_or_beyond_grace(monkeypatch, word, grace, rea
     assert said.startswith(verdict) and bool(said) == bool(verdict), said
 
 
-def test_only_watchers_of_silent_ranks_are_asked():
+def test_only_state_servers_of_silent_ranks_are_asked():
     world = World(words=dict.fromkeys(range(3), ALIVE))
     silent_for(world, MAX_SILENT_READS - 1)
     assert world.asked == []

@@ -1,7 +1,7 @@
-"""A program that reports whether a rank's process lives: `python -I -S watcher.py`.
+"""A program that reports whether a rank's process lives: `python -I -S process_state_server.py`.
 
 A thread of the rank cannot report it while another thread holds Python's interpreter lock, as the
-sort of a long list does. Each rank therefore starts this program (`liveness.py`). It asks the
+sort of a long list does. Each rank therefore starts this program (`process_states.py`). It asks the
 operating system, and answers every connection that sends the token. It has few imports, so it is
 small and starts quickly. It ends at most `PARENT_POLL_SECONDS` after the rank's process, whatever
 ended that process.

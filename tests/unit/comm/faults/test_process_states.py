@@ -1,4 +1,4 @@
-"""Whether a process lives, as its watcher says: real processes, without torch."""
+"""Whether a process lives, as its state server says: real processes, without torch."""
 
 import io
 import os
@@ -11,19 +11,19 @@ import time
 
 import pytest
 
-from seqpar.comm.faults import watcher
-from seqpar.comm.faults.liveness import (
+from seqpar.comm.faults import process_state_server
+from seqpar.comm.faults.process_state_server import ALIVE, GONE, MAX_SILENT_CONNECTIONS, STOPPED
+from seqpar.comm.faults.process_states import (
     MAX_UNANSWERED,
     UNKNOWN,
-    Liveness,
-    ask_watchers,
-    start_watcher,
+    ProcessStates,
+    ask_state_servers,
+    start_state_server,
 )
-from seqpar.comm.faults.watcher import ALIVE, GONE, MAX_SILENT_CONNECTIONS, STOPPED
 
 SECONDS = 20.0  # for what takes milliseconds on an idle machine
 TOKEN = "0123456789abcdef"
-# Starts a watcher on a socket that it was given, and then holds the interpreter lock.
+# Starts a state server on a socket that it was given, and then holds the interpreter lock.
 RANK = """
 import ctypes, os, subprocess, sys
 file, listener, token = sys.argv[1:]
@@ -39,11 +39,11 @@ ctypes.PyDLL(None).sleep(1000)
 
 @pytest.fixture
 def rank():
-    """A process whose interpreter is locked, its watcher's process, and the watcher's address."""
+    """A process whose interpreter is locked, and the process and address of its state server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor, port = listener.fileno(), listener.getsockname()[1]
         process = subprocess.Popen(
-            [sys.executable, "-c", RANK, watcher.__file__, str(descriptor), TOKEN],
+            [sys.executable, "-c", RANK, process_state_server.__file__, str(descriptor), TOKEN],
             pass_fds=[descriptor],
             stdout=subprocess.PIPE,
         )
@@ -53,11 +53,11 @@ def rank():
 
 
 def answer(address):
-    return ask_watchers({0: address}, SECONDS)[0]
+    return ask_state_servers({0: address}, SECONDS)[0]
 
 
 def runs(process):
-    return watcher.state(process) != GONE
+    return process_state_server.state(process) != GONE
 
 
 def eventually(condition):
@@ -85,25 +85,25 @@ def test_a_locked_process_lives_until_stopped_or_killed(rank):
 def test_process_state_is_parsed_after_the_name(monkeypatch, letter, word):
     """`t` is one that a debugger or a profiler holds."""
     stat = io.BytesIO(f"1 (T) Z) {letter} 2 3".encode())
-    monkeypatch.setattr(watcher, "open", lambda *_: stat, raising=False)
-    assert watcher.state(1) == word
+    monkeypatch.setattr(process_state_server, "open", lambda *_: stat, raising=False)
+    assert process_state_server.state(1) == word
 
 
-def test_a_watcher_ends_with_its_process(rank):
+def test_a_state_server_ends_with_its_process(rank):
     process, child, _ = rank
     process.kill()
     eventually(lambda: not runs(child))
 
 
-def test_a_watcher_of_a_stopped_process_continues(rank):
+def test_a_state_server_of_a_stopped_process_continues(rank):
     process, child, address = rank
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.5 * watcher.PARENT_POLL_SECONDS)
+    time.sleep(1.5 * process_state_server.PARENT_POLL_SECONDS)
     assert runs(child) and answer(address) == STOPPED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_job_spares_watchers(rank, number):
+def test_a_signal_to_the_job_spares_state_servers(rank, number):
     _, child, address = rank
     assert answer(address) == ALIVE  # it has begun
     os.kill(child, number)
@@ -118,7 +118,7 @@ def test_who_does_not_bring_the_token_learns_nothing(rank):
         assert stranger.recv(100) == b""
 
 
-def test_silent_strangers_do_not_silence_a_watcher(rank):
+def test_silent_strangers_do_not_silence_a_state_server(rank):
     host, port, _ = rank[2].split()
     strangers = [
         socket.create_connection((host, int(port))) for _ in range(MAX_SILENT_CONNECTIONS + 20)
@@ -132,7 +132,7 @@ def test_silent_strangers_do_not_silence_a_watcher(rank):
 def test_a_stranger_on_the_port_is_not_believed():
     with socket.create_server(("127.0.0.1", 0)) as echo:
         address = f"127.0.0.1 {echo.getsockname()[1]} {TOKEN}"
-        assert ask_watchers({0: address}, 0.1) == {0: UNKNOWN}  # it says nothing
+        assert ask_state_servers({0: address}, 0.1) == {0: UNKNOWN}  # it says nothing
     assert answer(address) == GONE
 
 
@@ -140,7 +140,7 @@ def test_without_a_file_descriptor_nothing_is_known(rank):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
-        assert ask_watchers({0: rank[2]}, SECONDS) == {0: UNKNOWN}
+        assert ask_state_servers({0: rank[2]}, SECONDS) == {0: UNKNOWN}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert answer(rank[2]) == ALIVE
@@ -150,31 +150,31 @@ def test_many_are_asked_at_once(rank):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         silent = f"127.0.0.1 {nobody.getsockname()[1]} {TOKEN}"
         began = time.monotonic()
-        answers = ask_watchers({**dict.fromkeys(range(20), silent), 20: rank[2]}, 0.5)
+        answers = ask_state_servers({**dict.fromkeys(range(20), silent), 20: rank[2]}, 0.5)
     assert answers == {**dict.fromkeys(range(20), UNKNOWN), 20: ALIVE}
     assert time.monotonic() - began < 20 * 0.5
 
 
 def children():
-    """The watchers that are children of this process."""
+    """The state servers that are children of this process."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as stat, open(f"/proc/{name}/cmdline") as command:
                 parent = int(stat.read().rpartition(")")[2].split()[1])
-                if parent == os.getpid() and watcher.__file__ in command.read():
+                if parent == os.getpid() and process_state_server.__file__ in command.read():
                     found.append(int(name))
         except OSError:
             pass
     return found
 
 
-def test_a_process_has_one_watcher_without_inherited_files():
+def test_a_process_has_one_state_server_without_inherited_files():
     read, write = os.pipe()
     os.set_inheritable(write, True)
     before, host = children(), "127.0.0.9"  # other tests of this process may use 127.0.0.1
-    address = start_watcher(host)
-    assert answer(address) == ALIVE and start_watcher(host) == address
+    address = start_state_server(host)
+    assert answer(address) == ALIVE and start_state_server(host) == address
     (child,) = set(children()) - set(before)
     files = {os.readlink(f"/proc/{child}/fd/{n}") for n in os.listdir(f"/proc/{child}/fd")}
     assert os.readlink(f"/proc/self/fd/{write}") not in files
@@ -186,23 +186,23 @@ def test_a_process_has_one_watcher_without_inherited_files():
     ("name", "value"),
     [("sys.frozen", True), ("sys.executable", ""), ("sys.executable", "/nowhere/python")],
 )
-def test_without_a_watcher_there_is_no_address(monkeypatch, name, value):
+def test_without_a_state_server_there_is_no_address(monkeypatch, name, value):
     monkeypatch.setattr(name, value, raising=False)
-    assert start_watcher(f"127.0.0.{2 + len(str(value))}") == ""
+    assert start_state_server(f"127.0.0.{2 + len(str(value))}") == ""
 
 
 def test_a_forked_child_is_not_its_parent(monkeypatch):
-    address = start_watcher("127.0.0.1")
+    address = start_state_server("127.0.0.1")
     monkeypatch.setattr("os.getpid", lambda: 1)
-    assert start_watcher("127.0.0.1") != address
+    assert start_state_server("127.0.0.1") != address
 
 
-def test_an_unresponsive_watcher_counts_as_gone():
+def test_an_unresponsive_state_server_counts_as_gone():
     answers = iter(
         [UNKNOWN] * (MAX_UNANSWERED - 1) + [ALIVE] + [UNKNOWN] * MAX_UNANSWERED + [STOPPED]
     )
-    liveness = Liveness(1.0, lambda addresses, seconds: dict.fromkeys(addresses, next(answers)))
-    heard = [liveness.of({3: "address"})[3] for _ in range(2 * MAX_UNANSWERED + 1)]
+    states = ProcessStates(1.0, lambda addresses, seconds: dict.fromkeys(addresses, next(answers)))
+    heard = [states.of({3: "address"})[3] for _ in range(2 * MAX_UNANSWERED + 1)]
     unknown = [UNKNOWN] * (MAX_UNANSWERED - 1)
     assert heard == [*unknown, ALIVE, *unknown, GONE, STOPPED]
-    assert liveness.of({}) == {}
+    assert states.of({}) == {}

@@ -1,7 +1,8 @@
 """Ask the operating system, rather than a rank's threads, whether the rank lives.
 
-Each process with a heartbeat has a watcher (`watcher.py`), a small separate process that answers on
-a TCP port even while the rank's interpreter is locked. Its address is the text "HOST PORT TOKEN".
+Each process with a heartbeat has a state server (`process_state_server.py`), a small separate
+process that answers on a TCP port even while the rank's interpreter is locked. Its address is the
+text "HOST PORT TOKEN".
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing.util import Finalize  # unlike atexit's, it runs when a child process ends too
 
-from seqpar.comm.faults import watcher
-from seqpar.comm.faults.watcher import ALIVE, GONE, STOPPED
+from seqpar.comm.faults import process_state_server
+from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
-UNKNOWN = "unknown"  # the state of a rank whose watcher does not answer
+UNKNOWN = "unknown"  # the state of a rank whose state server does not answer
 MAX_UNANSWERED = 3  # questions in a row before the rank counts as gone
 
 Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
 
-class Liveness:
+class ProcessStates:
     """The states of ranks with a silent heartbeat, as their operating systems report them."""
 
     def __init__(self, seconds: float, ask: Ask) -> None:
-        """`ask` is a function like `ask_watchers`; it waits `seconds` for answers."""
+        """`ask` is a function like `ask_state_servers`; it waits `seconds` for answers."""
         self._seconds, self._ask = seconds, ask
         self._unanswered: dict[int, int] = {}  # questions in a row
 
     def of(self, addresses: Mapping[int, str]) -> dict[int, str]:
-        """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, by its watcher's address.
+        """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, by its state server's address.
 
-        A watcher that does not answer may be late, or its machine may be gone. The rank is
+        A state server that does not answer may be late, or its machine may be gone. The rank is
         therefore UNKNOWN at first, and GONE after `MAX_UNANSWERED` questions.
         """
         answers = self._ask(addresses, self._seconds) if addresses else {}
@@ -51,8 +52,8 @@ class Liveness:
         return {**answers, **gone}
 
 
-def ask_watchers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
-    """Ask all watchers together; return their answers, or UNKNOWN for those that are late."""
+def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
+    """Ask all state servers together; return their answers, or UNKNOWN for those that are late."""
     answers = dict.fromkeys(addresses, UNKNOWN)
     end = time.monotonic() + seconds
     # This process may be out of file descriptors.
@@ -82,30 +83,37 @@ def ask_watchers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]
     return answers
 
 
-def start_watcher(host: str) -> str:
-    """Return the address of this process's watcher, which listens at this machine's `host`.
+def start_state_server(host: str) -> str:
+    """Return the address of this process's state server, which listens at this machine's `host`.
 
-    The first call starts the watcher, and it ends with this process. Returns "" if it cannot be
-    started: outside Linux, in a frozen application, or if the machine has no process left.
+    The first call starts it, and it ends with this process. Returns "" if it cannot be started:
+    outside Linux, in a frozen application, or if the machine has no process left.
     """
-    return _start_watcher(host, os.getpid())  # a forked child is another process
+    return _start_state_server(host, os.getpid())  # a forked child is another process
 
 
 @functools.cache
-def _start_watcher(host: str, process: int) -> str:
+def _start_state_server(host: str, process: int) -> str:
     if not sys.executable or getattr(sys, "frozen", False):
         return ""
     token = os.urandom(16).hex()
     try:
         if os.readlink("/proc/self") != str(process):  # /proc is of another namespace
             return ""
-        # The rank opens the socket, so it need not wait for the watcher to start.
+        # The rank opens the socket, so it need not wait for the state server to start.
         with socket.create_server((host, 0), family=_family(host)) as listener:
             port, descriptor = listener.getsockname()[1], listener.fileno()
             # It inherits no other files, which may be sockets that must close with this process. It
             # has its own session, so that no terminal interrupts it.
             child = subprocess.Popen(
-                [sys.executable, "-I", "-S", watcher.__file__, str(descriptor), str(process)],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    process_state_server.__file__,
+                    str(descriptor),
+                    str(process),
+                ],
                 pass_fds=[descriptor],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
