@@ -118,7 +118,7 @@ class AutoAttention(Attention):
             raise TypeError(f"{name} is not an option of 'auto', which has {', '.join(_OPTIONS)}")
         require_simpy()
         if as_deterministic(deterministic) == "ranks":
-            Auto().anchor()  # raises the refusal
+            Auto().to_rank_invariant()  # raises the refusal
         names, comm = as_strategies(strategies), Comm.of(group)
         backward = as_bool("backward", backward)
         once = as_bool("once", once)

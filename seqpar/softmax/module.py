@@ -96,7 +96,7 @@ class Attention(BoundModule[Strategy]):
     ) -> None:
         self.deterministic = as_deterministic(deterministic)
         if self.deterministic == "ranks":
-            strategy = strategy.anchor()
+            strategy = strategy.to_rank_invariant()
         super().__init__(strategy, group, self.dimensions, check_ranks, routing)
 
     def forward(
@@ -254,7 +254,7 @@ class Attention(BoundModule[Strategy]):
         with self.agreeing():
             if as_bool("return_max_logits", options.get("return_max_logits", False)):
                 raise ValueError("return_max_logits must be False: decode does not compute them")
-            if self._bound.strategy.anchored:
+            if self._bound.strategy.rank_invariant:
                 raise ValueError('deterministic must be True or False for decode, got "ranks"')
             tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
             refuse_gradients(**tensors, softmax_scale=softmax_scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention.backend import anchored_refusal, refusal
+from seqpar.attention.backend import invariant_refusal, refusal
 from seqpar.attention.operands import OperandShape, check_operands, digest_of_call, naming_rank
 from seqpar.comm.agreement import Described, attempt
 from seqpar.comm.binding import BoundStrategy
@@ -34,8 +34,8 @@ def resolve(
         if decodes:
             return call
         bound.strategy.check(call)
-        if bound.strategy.anchored:
-            reason = anchored_refusal(call.options.backend, operands.q, operands.v)
+        if bound.strategy.rank_invariant:
+            reason = invariant_refusal(call.options.backend, operands.q, operands.v)
             if reason:
                 raise ValueError(reason)
         if arguments.return_max_logits and not bound.strategy.finds_max_logits:

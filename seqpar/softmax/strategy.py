@@ -46,10 +46,10 @@ class Strategy:
     rehearses: ClassVar[bool] = True  # whether a call can run on meta tensors, without messages
     # Whether tiles begin at fixed positions of a document, so that bits are the same on any number
     # of ranks.
-    anchored: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
+    rank_invariant: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
 
-    def anchor(self) -> Self:
-        """Return this strategy with `anchored`, or raise a ValueError if it does not support it."""
+    def to_rank_invariant(self) -> Self:
+        """Return this strategy with `rank_invariant`, or raise a ValueError if it does not support it."""
         expected = f"deterministic must be True or False with {self.name!r}"
         raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
 
@@ -78,7 +78,7 @@ class Strategy:
         dout is (B, T_local, Hq, Dv). dlse is (B, T_local, Hq), or None if lse has no gradient.
         """
         q, k, v, out, lse = residuals
-        output = OutputGradient.of(dout, dlse, out, lse, sinks, self.anchored)
+        output = OutputGradient.of(dout, dlse, out, lse, sinks, self.rank_invariant)
         return self.gradients(comm, call, output, Operands(q, k, v, sinks))
 
     def gradients(

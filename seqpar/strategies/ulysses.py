@@ -60,10 +60,10 @@ class Ulysses(Strategy):
         if not isinstance(self.keep, str) or self.keep not in ("heads", "tokens"):
             raise ValueError(f'keep must be "heads" or "tokens", got {shown(self.keep)}')
 
-    def anchor(self) -> Self:
+    def to_rank_invariant(self) -> Self:
         if self.keep != "heads":
             raise ValueError('keep must be "heads" with deterministic="ranks", got "tokens"')
-        return replace(self, anchored=True, outer=self.outer.anchor())
+        return replace(self, rank_invariant=True, outer=self.outer.to_rank_invariant())
 
     def merged_size(self, ranks: int) -> int:
         return self.inner or ranks
@@ -75,7 +75,7 @@ class Ulysses(Strategy):
         travel once per group. With `deterministic="ranks"`, ranks do not divide them either: the
         gradient of a KV head is a sum over its query heads in one fixed order.
         """
-        inner, whole = self.merged_size(ranks), self.anchored
+        inner, whole = self.merged_size(ranks), self.rank_invariant
         divided = inner, q_heads, kv_heads, self.head_groups
         return divide_heads(*divided, whole_kv=inner < ranks or whole, whole_on_ranks=whole)
 
@@ -182,8 +182,9 @@ class Ulysses(Strategy):
                 heads |= in_heads(group.kept, [next(remaining) for _ in group.kept])
                 out, lse = next(remaining), next(remaining)
                 output = OutputGradient.of(
-                    heads["dout"], heads.get("dlse"), out, lse, group.sinks(sinks), self.anchored
-                )
+                    heads["dout"], heads.get("dlse"), out, lse, group.sinks(sinks),
+                    self.rank_invariant,
+                )  # fmt: skip
                 del out, lse
             kv = group.keys(heads, kv)
             own = Operands(heads["q"], kv[0], kv[1], group.sinks(sinks))

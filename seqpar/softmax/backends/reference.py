@@ -116,7 +116,7 @@ def backward(
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
     """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ without pairs."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
-    if options.anchored and k.shape[2] > 1:  # bits of a product may depend on its number of heads
+    if options.rank_invariant and k.shape[2] > 1:  # a product's bits may depend on its heads
         by_kv_head = zip(q.tensor_split(k.shape[2], 2), k.split(1, 2), strict=True)
         parts = [max_logits(x.clone(), y.clone(), slices, options) for x, y in by_kv_head]
         return torch.cat(parts)

@@ -31,7 +31,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     config = _choose("forward", q, v)
-    derived, splits = slices.derived, not options.anchored
+    derived, splits = slices.derived, not options.rank_invariant
     (launches,), _ = _forward_launches([slices], derived, config, q, continued=True, splits=splits)
     if rehearsing():
         return

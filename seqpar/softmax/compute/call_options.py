@@ -45,7 +45,7 @@ class CallOptions:
     # positions is subtracted from a score. Equality ignores the slopes.
     slopes: Tensor | None = field(default=None, compare=False, repr=False)
     # Whether tiles begin at fixed positions of a document, wherever its tokens are
-    anchored: bool = False
+    rank_invariant: bool = False
 
     def with_slopes(self, slopes: Tensor | None) -> CallOptions:
         return self if slopes is self.slopes else replace(self, slopes=slopes)

@@ -75,7 +75,7 @@ class Partial:
     sums: Sums  # out and lse; a first result may be kept in the dtypes of its kernel
     empty: bool = False  # whether no row has keys yet
     # Whether the merged bits of a row do not depend on its place among other rows
-    anchored: bool = False
+    rank_invariant: bool = False
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor) -> Partial:
@@ -84,7 +84,7 @@ class Partial:
 
     @classmethod
     def nothing(
-        cls, q: Tensor, v: Tensor, out: Tensor | None = None, anchored: bool = False
+        cls, q: Tensor, v: Tensor, out: Tensor | None = None, rank_invariant: bool = False
     ) -> Partial:
         """Make the partial of queries (B, T, Hq, D) that have no keys yet.
 
@@ -106,7 +106,7 @@ class Partial:
                 return sums, kept[1].to(torch.float64).contiguous()
             return sums, torch.full(shape[:-1], -torch.inf, dtype=torch.float64, device=device)
 
-        return cls(Sums(make), empty=True, anchored=anchored)
+        return cls(Sums(make), empty=True, rank_invariant=rank_invariant)
 
     @property
     def out(self) -> Tensor:
@@ -137,7 +137,7 @@ class Partial:
         """
         if rehearsing():
             return
-        if self.out.is_cuda and self.out.dtype == torch.float32 and not self.anchored:
+        if self.out.is_cuda and self.out.dtype == torch.float32 and not self.rank_invariant:
             from seqpar.kernels.flash_attention import accumulate  # imports Triton
 
             all_rows = self.out, self.lse
@@ -155,7 +155,7 @@ class Partial:
         weight = torch.empty_like(lse, dtype=old_out.dtype)
         torch.sub(lse, _finite(old_lse), out=weight)
         out = out if out.dtype == old_out.dtype else out.to(old_out.dtype)
-        if self.anchored:
+        if self.rank_invariant:
             weight = sigmoid_anywhere(weight).unsqueeze(-1)
             old_out.mul_(1 - weight).add_(out * weight)
             old_lse.copy_(logaddexp_anywhere(old_lse, lse))
@@ -175,7 +175,7 @@ class Partial:
         lse = lse.to(accumulator_dtype(dtype)).contiguous()
         if sinks is None:
             return out.to(dtype), lse
-        return _scaled(out, key_fraction(lse, sinks, self.anchored), dtype), lse
+        return _scaled(out, key_fraction(lse, sinks, self.rank_invariant), dtype), lse
 
 
 @dataclass
@@ -202,7 +202,7 @@ class OutputGradient:
         out: Tensor,
         lse: Tensor,
         sinks: Tensor | None,
-        anchored: bool = False,
+        rank_invariant: bool = False,
     ) -> OutputGradient:
         """Make it from the forward's out, which includes the sinks, and lse, which does not.
 
@@ -210,7 +210,7 @@ class OutputGradient:
         of the denominator. The sinks therefore only scale dout.
         """
         if sinks is not None:
-            dout = _scaled(dout, key_fraction(lse, sinks, anchored), out.dtype)
+            dout = _scaled(dout, key_fraction(lse, sinks, rank_invariant), out.dtype)
         # In a row without keys any finite value will do.
         finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
@@ -355,14 +355,14 @@ def key_weight(lse: Tensor, total: Tensor) -> Tensor:
     return torch.exp(lse - _finite(total))[..., None]
 
 
-def key_fraction(lse: Tensor, sinks: Tensor, anchored: bool = False) -> Tensor:
+def key_fraction(lse: Tensor, sinks: Tensor, rank_invariant: bool = False) -> Tensor:
     """Return (B, T, Hq, 1): the keys' fraction of a denominator that includes the sinks (Hq,).
 
     lse (B, T, Hq) excludes the sinks. Where lse and sink are −∞ the fraction is 1: such a row has
     no keys, and its out is 0 in any case.
     """
     difference = _finite(lse) - sinks.to(lse.dtype)
-    return (sigmoid_anywhere if anchored else torch.sigmoid)(difference)[..., None]
+    return (sigmoid_anywhere if rank_invariant else torch.sigmoid)(difference)[..., None]
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class TileCall:
         self._tiled = self._plan.moved or call.layout
         tiled = call.altered(layout=self._tiled)
         self._keys = tiled.once(("keys", distances), lambda: KeyPlan(tiled, distances, True))
-        self._options = replace(call.options, anchored=True)
+        self._options = replace(call.options, rank_invariant=True)
 
     def forward(self, operands: Operands) -> ForwardResult:
         q, k, v, sinks = operands
@@ -102,7 +102,7 @@ class TileCall:
             """Write a part of a unit; return the part and any requested max logits."""
             keys, values = pool.of_unit(unit, part)
             queries = part.rows_of(q, unit.rows)
-            partial = Partial.nothing(queries, values, anchored=True)
+            partial = Partial.nothing(queries, values, rank_invariant=True)
             max_logits = None if self._call.max_logits is None else MaxLogits.nothing(queries)
             options = part.options(self._options)
             attend(queries, keys, values, unit.slices, partial, options, max_logits)

@@ -52,12 +52,12 @@ class KeyStrategy(Strategy):
         check_digits(self.message_dtype, call.shape.dtype)
         check_gradient_digits(self.gradient_dtype, call.shape.dtype)
 
-    def anchor(self) -> Self:
+    def to_rank_invariant(self) -> Self:
         if self.message_dtype is not None:  # keys of other ranks would have 8 bits, own keys more
             raise ValueError('message_dtype must be None with deterministic="ranks"')
         if self.gradient_dtype is not None:  # a rank's own contributions would have more digits
             raise ValueError('gradient_dtype must be None with deterministic="ranks"')
-        return replace(self, anchored=True)
+        return replace(self, rank_invariant=True)
 
     def _tiles(self, comm: Comm, call: ResolvedCall, direction: str) -> TileCall:
         distances = tuple(map(tuple, self.distances(call.ranks)))
@@ -81,7 +81,7 @@ class KeyStrategy(Strategy):
         return call.once(("keys", self, every_step), build)
 
     def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
-        if self.anchored:
+        if self.rank_invariant:
             return self._tiles(comm, call, "forward").forward(operands)
         groups = self.groups(call, comm.is_routed)
         if len(groups) == 1:
@@ -116,7 +116,7 @@ class KeyStrategy(Strategy):
     def gradients(
         self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
     ) -> Gradients:
-        if self.anchored:
+        if self.rank_invariant:
             return self._tiles(comm, call, "backward").gradients(output, operands)
         total = PartialGradients.zeros(operands.q, operands.k, operands.v)
         groups = self.groups(call, comm.is_routed)
@@ -170,11 +170,11 @@ class KeyStrategy(Strategy):
 
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         distances = self.distances(call.ranks)
-        return (tile_areas if self.anchored else key_areas)(call, rank, distances)
+        return (tile_areas if self.rank_invariant else key_areas)(call, rank, distances)
 
     def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
         distances = self.distances(call.ranks)
-        if self.anchored:
+        if self.rank_invariant:
             return tile_traffic(call, rank, distances)
         groups = len(head_groups(call.shape, call.kv_layout))
         dtypes = self.message_dtype, self.gradient_dtype
