@@ -46,21 +46,21 @@ def sources_hash(root=ROOT / "triton_kernels"):
     """Return a hash of all code that is compiled.
 
     That is what `triton.jit` or `kernel` decorates, and the constants that it reads. Docstrings,
-    comments and blank lines do not count, nor does code of the host: what it passes to a kernel is
-    in each row's `arguments`.
+    comments and blank lines do not count, nor does the file or code of the host: what it passes to
+    a kernel is in each row's `arguments`.
     """
-    digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
+    parts = []
+    for file in root.rglob("*.py"):
         source = file.read_text()
         for node in ast.parse(source).body:
             text = ast.get_source_segment(source, node)
             if isinstance(node, ast.FunctionDef) and DECORATORS & set(
                 map(ast.unparse, node.decorator_list)
             ):
-                digest.update(_tokens(_without_docstring(node, text)).encode())
+                parts.append(_tokens(_without_docstring(node, text)))
             elif isinstance(node, ast.Assign) and "tl.constexpr" in text:
-                digest.update(_tokens(text).encode())
-    return digest.hexdigest()[:16]
+                parts.append(_tokens(text))
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
 def _without_docstring(function, text):

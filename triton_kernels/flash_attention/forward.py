@@ -25,7 +25,7 @@ from .launching import (
     signature,
     strides,
 )
-from .merge import prepare_merge
+from .split_tiles import prepare_merge
 from .tables import Launches
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from ..specialisation import kernel
-from .merge import finish, join
+from .split_tiles import finish, join
 from .tables import (
     COLUMN_START,
     COLUMN_STOP,

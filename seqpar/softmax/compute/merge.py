@@ -1,4 +1,7 @@
-"""`seqpar.merge`: combine attention over disjoint sets of keys into attention over all of them."""
+"""`seqpar.merge`: combine attention over disjoint sets of keys into attention over all of them.
+
+The public function checks its arguments and differentiates; `Partial.merge` computes.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ COMPILE = """
 import itertools
 
 import triton
-from seqpar.kernels.flash_attention.accumulate import flash_accumulate, flash_add_to_rows
+from seqpar.kernels.flash_attention.merge_hops import flash_accumulate, flash_add_to_rows
 from triton.compiler import ASTSource
 
 from tests.tools.aot import TARGETS
