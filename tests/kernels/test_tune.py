@@ -74,6 +74,7 @@ def test_a_configuration_that_fails_is_passed_over(folder, monkeypatch):
     )
 
 
+@pytest.mark.exhaustive
 def test_importing_needs_no_gpu_and_leaves_nothing(tmp_path):
     environment = os.environ | {
         "SEQPAR_CACHE": str(tmp_path / "cache"),

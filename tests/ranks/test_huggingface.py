@@ -60,6 +60,7 @@ def on_rank(group, how, before):
     return outputs.loss.detach(), logits, found
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_right_under_ddp_fsdp2_and_neither(ready):
     model, of = hf.tiny("LlamaForCausalLM"), hf.batch("padded")
     expected = hf.unmodified(model, of)

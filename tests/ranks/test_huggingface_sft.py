@@ -141,7 +141,8 @@ def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
             assert_trained_alike(found, expected)
 
 
-@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("groups", [1, 2])
 def test_short_last_batches_are_one_processs(ready, tmp_path, groups):
     """Two groups evaluate, after a training on whole batches."""
     options = {"per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1}

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from seqpar import Layout, make_attention
@@ -34,6 +35,7 @@ def answers(group):
     return found, sum(row.bytes for row in traffic)
 
 
+@pytest.mark.exhaustive
 def test_what_ranks_answer(pool):
     found, sent = zip(*pool(4, answers), strict=True)
     for what, name in found[0]:

@@ -46,6 +46,7 @@ def made(group, folder, sleep, options=None):
     return attn.cluster.name, lines, time.monotonic() - start
 
 
+@pytest.mark.exhaustive
 def test_a_long_measurement_outlasts_the_timeout(impatient, tmp_path):
     for name, lines, seconds in impatient(2, made, str(tmp_path), 3 * TIMEOUT):
         assert name == "measured slowly" and seconds >= 3 * TIMEOUT
@@ -53,6 +54,7 @@ def test_a_long_measurement_outlasts_the_timeout(impatient, tmp_path):
         assert lines[0].endswith(" s so far, at most 60 s") and len(lines) >= 2
 
 
+@pytest.mark.exhaustive
 def test_a_measurement_is_bounded(impatient, tmp_path):
     answers = impatient(2, made, str(tmp_path), 600, {"measure_seconds": 3.0})
     assert [name for name, _, _ in answers] == ["assumed"] * 2

@@ -154,6 +154,7 @@ def alone(uneven, tmp_path_factory):
     return report["losses"]
 
 
+@pytest.mark.exhaustive
 def test_balanced_documents_train_as_in_one_process(uneven, alone, tmp_path):
     """Also in several micro-batches, and from a file that another number of ranks wrote."""
     file, close = tmp_path / "saved", 1e-6

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BLOCKED = """
 import sys
@@ -52,6 +54,7 @@ MISSING = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_missing_packages_name_their_extras():
     installed = importlib.util.find_spec("transformers") is not None
     cases = [x for x in MISSING if installed or x[0] != "accelerate"]

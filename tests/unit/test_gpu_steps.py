@@ -83,6 +83,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_sources_need_not_be_installed():
     """The finder that steps get where `seqpar.kernels` is not installed, without site-packages'
     own."""

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 NAMES = (
     "masks.causal",
     "balance.plan",
@@ -19,6 +21,7 @@ assert not set({EXTRAS!r}) & set(sys.modules)
 """
 
 
+@pytest.mark.exhaustive
 def test_import_seqpar_makes_public_packages_available_without_extras():
     """The harness of profiles and benchmarks needs none either."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)

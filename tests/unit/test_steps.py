@@ -117,6 +117,7 @@ Plan([Step("first", ("true",)), Step("second", ("sleep", "1"))], {str(tmp_path)!
     assert plan.start() and plan.succeeded
 
 
+@pytest.mark.exhaustive
 def test_all_that_a_step_started_ends_with_it(tmp_path):
     child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid()))\n"
     command = ["-S", "-c", child + "time.sleep(60)"]

@@ -92,6 +92,7 @@ def test_a_slow_test_fails_naming_the_marker(outcomes):
     assert "test_slow_and_wrong passed" not in said
 
 
+@pytest.mark.exhaustive
 def test_only_property_tests_may_be_slow(outcomes):
     """They draw more examples there."""
     assert outcomes()[0] == {"failed": 3, "passed": 4}

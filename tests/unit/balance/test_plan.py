@@ -136,6 +136,7 @@ def test_a_cluster_has_ranks():
         balance.Cluster.preset("0x8-h100")
 
 
+@pytest.mark.exhaustive
 def test_many_micro_batches_take_time_in_proportion():
     """Few documents a micro-batch are no reason to try all ways for each of very many."""
     lengths = np.random.default_rng(0).integers(1, 2000, 8000)

@@ -63,6 +63,7 @@ def test_a_copied_handle_outlives_its_layout(kind):
     assert again() is None
 
 
+@pytest.mark.exhaustive
 def test_a_handle_works_in_another_process(tmp_path):
     saved, made = tmp_path / "handles.pt", [make() for make in KINDS.values()]
     torch.save([layout._handle for layout in made], saved)

@@ -75,6 +75,7 @@ def test_other_calls_build_their_own(change, elsewhere, rehearsals):
     assert rehearsals
 
 
+@pytest.mark.exhaustive
 def test_another_process_with_other_hashes_prepares(elsewhere, rehearsals):
     attn = module("ulysses", SilentComm(1, RANKS))
     program = (

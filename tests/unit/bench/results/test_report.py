@@ -101,6 +101,7 @@ def test_a_table_is_printed(tmp_path, rows, capsys):
     assert max(map(len, printed.splitlines())) <= 200
 
 
+@pytest.mark.exhaustive
 def test_pictures(tmp_path, rows):
     names = [path.name for path in plots.draw(completed(rows), tmp_path)]
     shape = "4-2x8-causal-fp32-forward.png"

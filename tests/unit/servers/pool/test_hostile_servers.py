@@ -104,7 +104,12 @@ def test_a_busy_server_is_not_flooded(monkeypatch, seconds):
     [
         (lambda task: (WELCOME,), WELCOME, "it answered the handshake a second time"),
         (lambda task: (Refused("no more"),), WELCOME, "it answered the handshake a second time"),
-        (None, protocol.msgspec.structs.replace(WELCOME, credits=0), "gives no credits"),
+        pytest.param(
+            None,
+            protocol.msgspec.structs.replace(WELCOME, credits=0),
+            "gives no credits",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["a second welcome", "a refusal of a welcomed client", "no credits"],
 )

@@ -247,6 +247,7 @@ def test_an_endless_message_is_ended(small):
         assert not closed(alive)
 
 
+@pytest.mark.exhaustive
 def test_unfinished_messages_have_one_limit(small):
     """The largest one is ended first."""
     with client(small) as large, client(small) as little:

@@ -87,6 +87,7 @@ def searched():
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_search_finds_the_fastest_way(searched):
     complete, found = searched
     assert found[0].seconds == complete[0].seconds

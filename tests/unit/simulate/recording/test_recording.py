@@ -294,6 +294,7 @@ def test_a_rank_alone_sends_nothing():
         assert outcome.sent_bytes.tolist() == [0] and outcome.seconds > 0
 
 
+@pytest.mark.exhaustive
 def test_cost_of_simulating_grows_with_messages():
     """Function calls per message do not grow from 16 to 64 ranks, which send 11 times as many."""
 

@@ -83,6 +83,7 @@ def test_windows_have_stand_ins(monkeypatch):
     assert sampled.seconds == pytest.approx(whole.seconds, rel=2e-3)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_exchange_differently_are_all_played(monkeypatch):
     monkeypatch.setattr(stand_ins, "has_even_work", lambda geometry: True)
     layout = Layout.contiguous([0, 32_768], 32)  # causal: the first rank receives nothing

@@ -202,6 +202,7 @@ def with_and_without_all():
     return [seqpar.recommend(MODEL, CLUSTER, lengths, simulate_all=x) for x in (True, False)]
 
 
+@pytest.mark.exhaustive
 def test_only_slower_ways_are_excluded(with_and_without_all):
     complete, found = with_and_without_all
     simulated = {x.name: x for x in complete}
@@ -445,6 +446,7 @@ def test_wrong_arguments_of_recommend_are_named(arguments, error, message):
         seqpar.recommend(*arguments)
 
 
+@pytest.mark.exhaustive
 def test_a_missing_simpy_names_its_extra():
     code = """if True:
         import sys

@@ -56,6 +56,7 @@ FORWARD = RowBytes.of(HEADS, KV_HEADS, DIM, itemsize=4)
 PLACED = place_homes(np.diff(CUTS), 4, row_bytes=FORWARD)
 
 
+@pytest.mark.exhaustive
 def test_on_slow_links_little_moves():
     """A price of what forward alone sends moves so much that a step takes as long as by Ring."""
     ring, found = seconds("ring", ZIGZAG, 200), planned(ZIGZAG, 200, SENT)

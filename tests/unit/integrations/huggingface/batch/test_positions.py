@@ -74,9 +74,9 @@ def on_rank(comm, model, of):
     return outputs.loss.detach(), sp.unshard(outputs).logits.detach(), hf.gradients(own)
 
 
-QUICK = ("reads documents, windows", "reads none, a table of columns")
+QUICK = "reads none, a table of columns"
 EVERY = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS
+    name if name == QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS
 ]
 
 
