@@ -101,7 +101,7 @@ bench-network: $(INSTALLED)  ## measure communication on emulated links; needs r
 bench-papers: $(INSTALLED)  ## hold published figures of papers against our code in virtual time
 	$(BIN)/python -m benchmarks.papers.run
 
-aot: $(INSTALLED)  ## compile every kernel configuration for sm_80, sm_90 and gfx942, and hold it to its gates
+aot: $(INSTALLED)  ## compile every kernel configuration for all architectures, and hold it to its gates
 	$(BIN)/python -m tests.tools.aot
 
 aot-triton-3.6: $(INSTALLED)  ## the same with the oldest Triton that is supported

@@ -12,8 +12,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import triton
-from seqpar.kernels.flash_attention.configs import Config
+from seqpar.kernels.flash_attention.configs import Config, architecture
+from seqpar.kernels.gpus import Gpu, assume
 
 from tests.tools import aot, aot_table
 
@@ -43,6 +45,17 @@ def test_no_row_of_the_table_breaks_a_gate(version):
     }
     wrong = {key: gates for key, gates in wrong.items() if gates}
     assert not wrong, f"run {aot_table.VERSIONS[version]} when these are mended: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("major", "name"),
+    [(8, "sm_80"), (9, "sm_90"), (10, "sm_100"), (11, "sm_100"), (12, "sm_120"), (13, "sm_80")],
+)
+def test_a_gpu_has_the_nearest_configurations(major, name):
+    device = torch.device("cuda", 100 + major)  # of no other test
+    assume(device, Gpu("", major, 1))
+    assert architecture(device) == ("gfx942" if torch.version.hip else name)
+    assert name in aot.TARGETS
 
 
 @pytest.mark.parametrize(
@@ -95,8 +108,10 @@ def host():
 # minutes. A hash of the sources shows whether the table is current.
 KINDS_BY_ARCHITECTURE = {
     "sm_90": ["backward_kv", "states"],
-    "sm_80": ["forward", "recurrence", "scan"],
-    "gfx942": ["backward_q", "carry"],
+    "sm_80": ["forward"],
+    "sm_100": ["recurrence", "scan"],
+    "sm_120": ["backward_q"],
+    "gfx942": ["carry"],
 }
 
 

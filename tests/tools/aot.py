@@ -36,6 +36,8 @@ from tests.tools import aot_table, sass
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 FLASH = {"forward": flash_forward, "backward_kv": flash_backward_kv, "backward_q": flash_backward_q}

@@ -91,7 +91,7 @@ class KernelConfigs(NamedTuple):
 _SINGLE = {
     64: KernelConfigs(Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
     128: KernelConfigs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
-    256: KernelConfigs(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
+    256: KernelConfigs(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 _HALF = {
     "sm_80": {
@@ -122,6 +122,19 @@ _HALF = {
         256: KernelConfigs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     },
 }
+# On Blackwell some configurations of sm_80 spilled in loops, or up to 200 bytes.
+_HALF["sm_100"] = {
+    64: _HALF["sm_80"][64]._replace(forward=Config(128, 64, 8, 3)),
+    128: _HALF["sm_80"][128]._replace(backward_kv=Config(64, 32, 8, 2)),
+    256: _HALF["sm_80"][256]._replace(backward_kv=Config(32, 32, 8, 1)),
+}
+_HALF["sm_120"] = {
+    64: _HALF["sm_80"][64]._replace(forward=Config(128, 64, 8, 3)),
+    128: _HALF["sm_80"][128]._replace(
+        forward=Config(128, 32, 8, 2), backward_q=Config(128, 32, 8, 2)
+    ),
+    256: _HALF["sm_80"][256]._replace(backward_kv=Config(32, 32, 8, 1)),
+}
 # For operands without descriptors, whose rows are not a multiple of 16 bytes. Their addresses take
 # registers: the configurations made for descriptors spilled up to 1,320 bytes.
 _HALF["sm_90" + NO_DESCRIPTORS] = {
@@ -134,6 +147,8 @@ TABLE: dict[tuple[str, str, int], KernelConfigs] = {}
 for _name, _by_width in _HALF.items():
     TABLE |= {(_name, "half", width): configs for width, configs in _by_width.items()}
     TABLE |= {(_name, "single", width): configs for width, configs in _SINGLE.items()}
+_FEWER = TABLE["sm_120", "single", 128]._replace(backward_kv=Config(32, 16, 8, 1))
+TABLE["sm_120", "single", 128] = _FEWER  # the configuration above spilled in a loop
 for _width in _SINGLE:
     for _precision in ("half", "single"):
         TABLE["interpreter", _precision, _width] = KernelConfigs(*[Config(32, 32, 4, 1)] * 3)
@@ -143,12 +158,13 @@ def architecture(device: torch.device) -> str:
     """Return the table's architecture for a device.
 
     It is the device's own, if the table has it, or the nearest one whose code the device can run.
+    Configurations of sm_80 fit the 99 KiB of shared memory of sm_86 and sm_89.
     """
     if device.type != "cuda":
         return "interpreter"
     if torch.version.hip:
         return "gfx942"
-    return "sm_90" if gpu_of(device).major == 9 else "sm_80"
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_120"}.get(gpu_of(device).major, "sm_80")
 
 
 def padded(dim: int) -> int:

@@ -83,6 +83,10 @@ _HALF = {
         256: KernelConfigs(Config(32, 32, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1)),
     },
 }
+_HALF["sm_100"] = _HALF["sm_80"]
+_HALF["sm_120"] = _HALF["sm_80"] | {  # the recurrence of sm_80 spilled in loops
+    256: _HALF["sm_80"][256]._replace(recurrence=Config(32, 16, 8, 2))
+}
 # (architecture, "half" or "single" precision, padded head dim of at least 64) -> configurations
 TABLE: dict[tuple[str, str, int], KernelConfigs] = {}
 for _name, _by_width in _HALF.items():
