@@ -15,9 +15,9 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 BY_FILES := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # The next process, of which tests start many, need not compile what this one has.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests that watch the clock run apart: they mostly wait (43 of 117 s on two workers are CPU time).
+# Tests that watch the clock run apart: they mostly wait, so more of them run together.
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
-ALONE = $(PYTEST) $(BY_FILES) $(1) $(WATCHING)
+ALONE = $(PYTEST) $(BY_FILES) -n 4 $(1) $(WATCHING)
 
 .PHONY: demo demo-hybrid demo-servers test test-all test-every-row test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
 	bench-papers docs docs-build aot aot-triton-3.6 clean
