@@ -1,5 +1,6 @@
 """What only a GPU can show: length, memory accesses, and the kernels as users call them."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as backend
 from seqpar.linear.states.options import StateOptions
+from seqpar.servers.server.compute import compute
 from tests.kernels.lightning_cases import arranged, spans_of
 from tests.support.ranks import virtual
+from tests.support.requests import random_request
+from tests.support.servers import connect, running
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -68,6 +72,25 @@ def test_only_the_first_call_copies_tables(strategy, backend):
         assert copies == ["Memcpy HtoD (Pinned -> Device)"]
         copies, second = call("error")
         assert copies == [] and all(map(torch.equal, first, second))
+
+
+def test_servers_copy_through_pinned_memory():
+    """From a trainer on a GPU to a server on it, and back, with the bits of the trainer's own."""
+    request = random_request(0, 4096, 4096, heads=4, dim=64, dtype=torch.bfloat16)
+    on_gpu = {name: getattr(request, name).cuda() for name in "qkv"}
+    request = dataclasses.replace(request, **on_gpu)
+    with (
+        running("tcp://127.0.0.1:*", device="cuda") as server,
+        connect(server.address, home=False) as pool,
+    ):
+        pool.submit(request).result(60)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            results = pool.submit(request).result(60)
+            torch.cuda.synchronize()
+    copies = {x.name for x in profiler.events() if x.name.startswith("Memcpy")}
+    assert {"Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"} <= copies
+    assert not any("Pageable" in name for name in copies)
+    assert all(map(torch.equal, results, compute([request], request.q.device)[0]))
 
 
 def test_a_million_tokens():

@@ -210,7 +210,7 @@ class Client:
 def right_answer(message, frames, request):
     """Whether a result is right."""
     assert isinstance(message, protocol.Result), message
-    data = [bytes_of(x).tobytes() for x in expected(request)]
+    data = [x.tobytes() for x in bytes_of(expected(request))]
     frames = Frames().read("server", frames, [len(x) for x in data], None)
     return list(frames) == data and message.checksum == checksum(data)
 

@@ -118,7 +118,7 @@ class Session:
                 tensors = compute([unpack(message, buffers, "default")], CPU)[0]
         except (RequestError, TransportError):
             return None
-        return [bytes_of(x).tobytes() for x in tensors]
+        return [x.tobytes() for x in bytes_of(tensors)]
 
     def cache(self, number):
         return self.caches._caches.get(Peer(b""), {}).get(number)

@@ -311,7 +311,8 @@ class ServerConnection:
         try:
             buffers = transport.read(self, frames, payload.sizes, attempt.result_place)
             self._measure_bandwidth(attempt, result.seconds)
-            return unpack_result(payload, buffers, result.checksum)
+            pinned = attempt.work.device.type == "cuda"
+            return unpack_result(payload, buffers, result.checksum, pinned)
         finally:
             self.finish(attempt)
 

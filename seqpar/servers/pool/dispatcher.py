@@ -34,7 +34,7 @@ from seqpar.servers.transport.zeromq import TransportError
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import Packed
 from seqpar.servers.wire.limits import PoolOptions
-from seqpar.servers.wire.payload import Frame, RequestError
+from seqpar.servers.wire.payload import Frame, RequestError, on_device
 from seqpar.servers.wire.protocol import ProtocolError
 from seqpar.servers.wire.request import Request, ServersError
 
@@ -322,7 +322,7 @@ class Dispatcher(threading.Thread):
         self._unfinished.remove(work)
         self._last_commit = time.monotonic()
         count()
-        work.future.set_result(tuple(x.to(work.device) for x in tensors))
+        work.future.set_result(on_device(tensors, work.device))
         return True
 
     def _retry(self, attempt: Attempt, reason: str, blame: bool = True) -> None:

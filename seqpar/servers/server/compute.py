@@ -130,19 +130,22 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> Tensor:
     """Concatenate tensors to (B, rows, …): tensor i begins at row starts[i], with zeros between.
 
-    A single tensor that already has this form, on the device and aligned, is not copied.
+    A single tensor that already has this form, on the device and aligned, is not copied. Those of
+    the host are concatenated there, in pinned memory, and the host does not wait for their copy.
     """
     batch, rows, *rest = tensors[0].shape
     if len(tensors) == 1 and rows == starts[-1] and tensors[0].device == device:
         alone = tensors[0].contiguous()
         if alone.data_ptr() % _ALIGNMENT == 0:
             return alone
-    result = torch.empty((batch, starts[-1], *rest), dtype=tensors[0].dtype, device=device)
+    pinned = device.type == "cuda" and tensors[0].device.type == "cpu"
+    place = {"pin_memory": True} if pinned else {"device": device}
+    result = torch.empty((batch, starts[-1], *rest), dtype=tensors[0].dtype, **place)
     for x, (start, stop) in zip(tensors, pairwise(starts), strict=True):
         end = start + x.shape[1]
         result[:, start:end] = x
         result[:, end:stop] = 0
-    return result
+    return result.to(device, non_blocking=True)
 
 
 def _joined(parts: Sequence[Slices], q_starts: Sequence[int], k_starts: Sequence[int]) -> Slices:

@@ -328,7 +328,7 @@ class Worker(ThreadGroup):
             tasks = [job.request for job in jobs if isinstance(job.request, Request)]
             results = [step.compute() for step in steps] or compute(tasks, self._device)
             for job, tensors in zip(jobs, results, strict=True):
-                job.result = [bytes_of(x) for x in tensors]
+                job.result = bytes_of(tensors)
         except Exception as error:
             if len(jobs) > 1:
                 for job in jobs:

@@ -65,7 +65,7 @@ def pack(request: Request) -> Packed:
     form = form_of(header)
     form.check(_LARGEST_CAPS)
     tables, before = request.slices.derived("packed tables", lambda: _tables(request))
-    operands = [bytes_of(x) for x in request.tensors()[_TABLES:]]
+    operands = bytes_of(request.tensors()[_TABLES:])
     header = msgspec.structs.replace(header, checksum=checksum(operands, before))
     return Packed(header, [*tables, *operands], form)
 
@@ -77,7 +77,7 @@ def pack_step(
 
     `operands` are q (B, T, Hq, D), k (B, rows, Hkv, D) and v (B, rows, Hkv, Dv).
     """
-    parts = [bytes_of(x) for x in operands]
+    parts = bytes_of(operands)
     header = StepRequest(
         **_common_fields(operands[0], operands[2], scores),
         **seen._asdict(),
@@ -90,7 +90,7 @@ def pack_step(
 
 
 def _tables(request: Request) -> tuple[list[Bytes], int]:
-    tables = [bytes_of(x) for x in request.tensors()[:_TABLES]]
+    tables = bytes_of(request.tensors()[:_TABLES])
     return tables, checksum(tables)
 
 
@@ -160,8 +160,10 @@ def _read_slices(*tables: bytes) -> Slices:
     return Slices(*ranges, q_positions, k_positions, sent)
 
 
-def unpack_result(payload: Payload, buffers: Sequence[Buffer], expected: int) -> list[Tensor]:
+def unpack_result(
+    payload: Payload, buffers: Sequence[Buffer], expected: int, pinned: bool = False
+) -> list[Tensor]:
     """Return copies of a result's tensors; raise a RequestError if the payload is damaged."""
-    copies = payload.copies(list(buffers))
+    copies = payload.copies(list(buffers), pinned)
     payload.check(copies, expected)
     return payload.tensors(copies)

@@ -1,4 +1,8 @@
-"""Converts tensors to bytes and back, and computes their checksum."""
+"""Converts tensors to bytes and back, and computes their checksum.
+
+Tensors of a GPU pass through pinned memory: from other memory, the driver would copy each twice
+while the host waits.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +77,15 @@ class Payload:
         """Return one buffer per tensor; buffers that arrived in pieces are copied."""
         return buffers if [len(x) for x in buffers] == self.sizes else self.copies(buffers)
 
-    def copies(self, buffers: list[Buffer]) -> list[Bytes]:
+    def copies(self, buffers: list[Buffer], pinned: bool = False) -> list[Bytes]:
         """Copy the buffers, or pieces of buffers, to aligned memory; return one array per tensor.
 
         Empties the list, so each buffer is freed as soon as it has been copied. Raises a
         RequestError if the sizes are wrong.
         """
         pieces = self._pieces(buffers)
-        copies = [torch.empty(size, dtype=torch.uint8).numpy() for size in self.sizes]
+        made = (torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in self.sizes)
+        copies = [x.numpy() for x in made]
         buffers.clear()
         for copy, left in zip(copies, pieces, strict=True):
             start = 0
@@ -106,12 +111,29 @@ class Payload:
         return pieces
 
 
-def bytes_of(x: Tensor) -> Bytes:
-    """Return a tensor's bytes, without a copy if it is contiguous on the CPU."""
-    if not x.numel():
-        return np.empty(0, np.uint8)
-    x = x.detach() if x.requires_grad else x
-    return x.to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
+    """Return the bytes of each tensor, without a copy if it is contiguous on the CPU.
+
+    The host waits once for the copies of all tensors of a GPU.
+    """
+    tensors = [x.detach() for x in tensors]
+    on_host = [_begin_copy(x) if x.is_cuda else x.to("cpu").contiguous() for x in tensors]
+    for device in {x.device for x in tensors if x.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return [x.view(-1).view(torch.uint8).numpy() for x in on_host]
+
+
+def _begin_copy(x: Tensor) -> Tensor:
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return pinned.copy_(x, non_blocking=True)
+
+
+def on_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the tensors on a device; the host waits once for the copies to a GPU."""
+    copies = tuple(x.to(device, non_blocking=device.type == "cuda") for x in tensors)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def view_of(buffer: Buffer) -> memoryview:

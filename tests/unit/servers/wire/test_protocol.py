@@ -149,7 +149,7 @@ def same_after_travel(request):
     arrived = unpack(header, [x.tobytes() for x in packed.parts], request.options.backend)
     assert arrived.options == request.options and arrived.exact_out == request.exact_out
     results, expected = compute([arrived], CPU)[0], compute([request], CPU)[0]
-    buffers = [bytes_of(x).tobytes() for x in results]
+    buffers = [x.tobytes() for x in bytes_of(results)]
     back = unpack_result(packed.form.result, buffers, checksum(buffers))
     for x, y, z in zip(back, results, expected, strict=True):
         assert x.shape == y.shape and torch.equal(x, y) and torch.equal(x, z)
