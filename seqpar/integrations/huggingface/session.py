@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from seqpar.comm.agreement import check_same_weights
 from seqpar.comm.averaging import Averaging, own_weights
 from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.core.arguments import as_int
+from seqpar.core.arguments import as_bool, as_int
 from seqpar.integrations.huggingface.attention import compiling, enabling
 from seqpar.integrations.huggingface.attention.attention import FeatureMap, LinearLayer, session_of
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
 from seqpar.integrations.huggingface.attention.counting import track
+from seqpar.integrations.huggingface.attention.find_calls import find_calls
 from seqpar.integrations.huggingface.attention.multimodal import OutsideText
+from seqpar.integrations.huggingface.batch.collator import ModelPreparation
 from seqpar.integrations.huggingface.batch.documents import shape_of
 from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, check_all_logits
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
@@ -195,6 +197,29 @@ class SequenceParallel(EnabledModel):
         )
         self._sharder.check_tokens(batch)
         return part
+
+    def preparation(self, batch: Mapping[str, Any], *, backward: bool = True) -> ModelPreparation:
+        """Return a function that builds the tables of the model's attention ahead of a step.
+
+        Give it to a `Collator`, whose rows then have a layout with its tables: a DataLoader's
+        workers build them, and the step only copies them to a GPU. It can be pickled.
+
+        The model runs once, forward and in evaluation mode, on a small `batch`, as `shard` takes
+        it. This finds the kinds of its calls: heads, dtypes, windows, and so on. All ranks must
+        call it. Tables of other calls are built in the step: those of masks that depend on more
+        than documents, of chunked and of linear attention.
+
+        Args:
+            batch: a whole batch, the same on all ranks.
+            backward: whether steps have a backward.
+
+        Raises:
+            ValueError: if `shard` or the model refuses the batch, if the model has an encoder, or
+                if the strategy decides in each call what it sends.
+        """
+        self._sharder.preparation(())  # refuses a model before it runs
+        calls = find_calls(self, self.shard(batch), as_bool("backward", backward))
+        return self._sharder.preparation(calls)
 
     def count_labels(self, batch: Mapping[str, Any]) -> int | None:
         """Return how many labels of a whole batch count in its loss; None if it has no labels."""

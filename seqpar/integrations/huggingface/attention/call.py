@@ -26,6 +26,7 @@ T = TypeVar("T")
 class EnabledModel(Uncopied):
     """The part of a session that attention layers and `generate` use."""
 
+    model: nn.Module  # the module that was given to `enable`
     inner: Any  # the outermost transformers model
     comm: Comm  # the ranks that share each sequence
     strategy: str

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seqpar.core.arguments import CuSeqlens, shown
+from seqpar.layout.layout import Layout
+from seqpar.softmax.rehearsal import Preparation
+
 _IGNORED_LABEL = -100  # of tokens without a loss
 _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
+
+
+@dataclass(frozen=True)
+class ModelPreparation:
+    """Makes layouts with the tables of all kinds of calls of one model's softmax attention.
+
+    It can be pickled and called in any process, for one rank. `SequenceParallel.preparation` makes
+    it.
+    """
+
+    kind: str  # of the layouts: zigzag, striped or contiguous
+    ranks: int
+    calls: tuple[Preparation, ...]  # one for each kind of call
+
+    def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
+        """Return the layout of documents that `shard` would make, with its tables."""
+        layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
+        for prepare in self.calls:
+            prepare(layout)
+        return layout
 
 
 class Collator:
@@ -25,6 +51,8 @@ class Collator:
         max_length: the number of tokens to which each sample is cut.
         cu_seqlens: whether to add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
             `max_length_k`, as padding-free collators do.
+        prepare: what `sp.preparation(…)` returned. The row then has a `layout` with its tables,
+            which `sp.shard` takes. A DataLoader's workers thus build the tables ahead of the step.
 
     Returns:
         of a call: `input_ids`, `labels` and `position_ids`, each (1, T). The positions show where
@@ -32,11 +60,19 @@ class Collator:
     """
 
     def __init__(
-        self, tokenizer: Any = None, *, max_length: int | None = None, cu_seqlens: bool = False
+        self,
+        tokenizer: Any = None,
+        *,
+        max_length: int | None = None,
+        cu_seqlens: bool = False,
+        prepare: ModelPreparation | None = None,
     ) -> None:
+        if prepare is not None and not isinstance(prepare, ModelPreparation):
+            raise ValueError(f"prepare must be of sp.preparation, got {shown(prepare)}")
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise ValueError(f"max_length must be None or at least 1, got {max_length!r}")
         self._tokenizer, self._most, self._cu_seqlens = tokenizer, max_length, cu_seqlens
+        self._prepare = prepare
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         samples = [self._sample(feature) for feature in features]
@@ -59,6 +95,8 @@ class Collator:
             ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
             made |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
             made |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        if self._prepare is not None:
+            made["layout"] = self._prepare([0, *accumulate(lengths)])
         return made
 
     def _sample(self, feature: Mapping[str, Any]) -> dict[str, Any]:

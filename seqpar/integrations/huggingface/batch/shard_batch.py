@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.comm.messages.exchange import Comm
+from seqpar.integrations.huggingface.batch.collator import ModelPreparation
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments, find_documents, shape_of
 from seqpar.integrations.huggingface.batch.sharding import (
     KEY,
@@ -28,6 +29,7 @@ from seqpar.integrations.huggingface.model.code import cuts_documents, default_p
 from seqpar.integrations.huggingface.model.layers import encoder_of, kind_of, loss_shifts
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
+from seqpar.softmax.rehearsal import Preparation
 
 Batch = Mapping[str, Any]
 # Arguments that describe documents. After sharding, the layout describes them.
@@ -68,6 +70,8 @@ class BatchSharder:
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
         if KEY in batch:
             raise ValueError("batch must be whole: it was sharded before")
+        if layout is None and isinstance(batch.get("layout"), Layout):
+            layout = batch["layout"]  # a collator's
         layout = getattr(layout, "layout", layout)
         if layout is not None and not isinstance(layout, Layout):
             expected, found = "a seqpar.Layout or a micro-batch of a plan", type(layout).__name__
@@ -82,6 +86,12 @@ class BatchSharder:
         batch = self._with_decoder_tokens(batch)
         encoder, main = self._side(batch, "", None), self._side(batch, "decoder_", None)
         return self._cut(batch, Sharding(main, encoder), {"": encoder, "decoder_": main})
+
+    def preparation(self, calls: tuple[Preparation, ...]) -> ModelPreparation:
+        """Return a function that makes the layouts of `shard` with the tables of these calls."""
+        if self._with_encoder:
+            raise ValueError("batch must be of a model without an encoder, which has two layouts")
+        return ModelPreparation(self._kind, self._comm.size, calls)
 
     def check_tokens(self, batch: Batch) -> None:
         """Refuse tokens outside the vocabulary, with which one rank would fail in a layer."""
@@ -244,6 +254,8 @@ class BatchSharder:
         made.clear()
         inputs: list[tuple[Side, str]] = []
         for name, x in batch.items():
+            if isinstance(x, Layout):
+                continue
             whole = sharding.whole and (name in self._takes or name in _WHOLE)
             if name in _MADE and not (whole and name in _WHOLE):
                 continue

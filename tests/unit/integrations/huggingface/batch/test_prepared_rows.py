@@ -1,0 +1,103 @@
+"""A collator's rows bring the tables of the model's attention: its step builds none."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from seqpar.integrations import huggingface
+from seqpar.softmax import operator, rehearsal
+from tests.support import huggingface as hf
+from tests.support.ranks import virtual
+
+SAMPLES = [{"input_ids": x.tolist()} for x in torch.arange(3, 25).split(hf.LENGTHS)]
+FEW = SAMPLES[:1]
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture
+def builders(monkeypatch):
+    """The ranks that built tables so far, one entry for each kind of call.
+
+    On a GPU a call asks for its tables before it begins. Here it also does so on a CPU.
+    """
+    found, run = [], rehearsal._run_on_meta
+
+    def run_on_meta(strategy, call, *others):
+        found.append(call.rank)
+        run(strategy, call, *others)
+
+    monkeypatch.setattr(rehearsal, "_run_on_meta", run_on_meta)
+    monkeypatch.setattr(operator, "upload_tables", rehearsal.tables_of)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kinds"),
+    [
+        ("LlamaForCausalLM", {}, 1),
+        ("Gemma2ForCausalLM", WINDOWS, 2),
+        pytest.param("GptOssForCausalLM", WINDOWS, 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_step_builds_no_tables(name, options, kinds, builders):
+    model = hf.tiny(name, **options)
+    row = huggingface.Collator()(SAMPLES)
+
+    def on_rank(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        prepare = sp.preparation(huggingface.Collator()(FEW))
+        assert len(prepare.calls) == kinds and own.training
+        collator = huggingface.Collator(prepare=pickle.loads(pickle.dumps(prepare)))
+        prepared = pickle.loads(pickle.dumps(collator(SAMPLES)))
+        steps = []
+        for of in (prepared, row):
+            before = builders.count(comm.rank)
+            own.zero_grad()
+            outputs = own(**sp.shard(of))
+            outputs.loss.backward()
+            built = builders.count(comm.rank) - before
+            steps.append((built, outputs.loss.detach(), hf.gradients(own)))
+        return steps
+
+    for (built, *prepared), (_, *plain) in virtual(2, on_rank):
+        assert built == 0
+        torch.testing.assert_close(prepared, plain, rtol=0, atol=0)
+
+
+def test_unprepared_steps_build_tables(builders):
+    def on_rank(comm):
+        sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
+        others = [{"input_ids": [5] * 17}, {"input_ids": [6] * 14}]  # of no other test
+        sp.model(**sp.shard(huggingface.Collator()(others)))
+
+    virtual(2, on_rank)
+    assert sorted(builders) == [0, 1]
+
+
+def test_other_documents_than_the_layouts_are_refused():
+    def on_rank(comm):
+        sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
+        prepare = sp.preparation(huggingface.Collator()(FEW))
+        row = huggingface.Collator()(SAMPLES) | {"layout": prepare([0, 22])}
+        with pytest.raises(ValueError, match="layout must have the batch's documents"):
+            sp.shard(row)
+
+    virtual(2, on_rank)
+
+
+def test_a_wrong_preparation_is_refused():
+    with pytest.raises(ValueError, match=r"prepare must be of sp\.preparation, got "):
+        huggingface.Collator(prepare=len)
+
+    def on_rank(comm):
+        sp = huggingface.enable(hf.tiny("T5ForConditionalGeneration", dropout_rate=0.0), comm)
+        with pytest.raises(ValueError, match="batch must be of a model without an encoder"):
+            sp.preparation({"input_ids": torch.ones(1, 8, dtype=torch.long)})
+        sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm, strategy="auto")
+        with pytest.raises(ValueError, match="a module whose messages depend only on the layout"):
+            sp.preparation(huggingface.Collator()(FEW))
+
+    virtual(1, on_rank)
