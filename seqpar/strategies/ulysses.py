@@ -174,6 +174,7 @@ class Ulysses(Strategy):
         for group in plan.groups:
             heads = in_heads(group.arriving, next(arrivals))
             own_call = group.call.with_heads_of(call, group.own.q)
+            own_sinks = group.sinks(sinks)
             if self.keep == "tokens":
                 output = OutputGradient(
                     heads["dout"], None, heads["lse"], heads.get("dlse"), heads["delta"]
@@ -182,12 +183,11 @@ class Ulysses(Strategy):
                 heads |= in_heads(group.kept, [next(remaining) for _ in group.kept])
                 out, lse = next(remaining), next(remaining)
                 output = OutputGradient.of(
-                    heads["dout"], heads.get("dlse"), out, lse, group.sinks(sinks),
-                    self.rank_invariant,
-                )  # fmt: skip
+                    heads["dout"], heads.get("dlse"), out, lse, own_sinks, self.rank_invariant
+                )
                 del out, lse
             kv = group.keys(heads, kv)
-            own = Operands(heads["q"], kv[0], kv[1], group.sinks(sinks))
+            own = Operands(heads["q"], kv[0], kv[1], own_sinks)
             computed = self.outer.gradients(exchange.outer, own_call, output, own)
             gradients = dict(zip(("dq", "dk", "dv"), computed, strict=True))
             del heads, own, output, computed

@@ -4,7 +4,6 @@ No GPU is needed to see that it fits the hardware. That takes minutes, so what t
 them is kept in a table (`make aot`), which is checked here.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -14,8 +13,9 @@ import sys
 import pytest
 import torch
 import triton
-from seqpar.kernels.flash_attention.configs import Config, architecture
-from seqpar.kernels.gpus import Gpu, assume
+from seqpar.kernels.flash_attention import configs
+from seqpar.kernels.flash_attention.configs import Config
+from seqpar.kernels.gpus import Gpu
 
 from tests.tools import aot, aot_table
 
@@ -51,10 +51,10 @@ def test_no_row_of_the_table_breaks_a_gate(version):
     ("major", "name"),
     [(8, "sm_80"), (9, "sm_90"), (10, "sm_100"), (11, "sm_100"), (12, "sm_120"), (13, "sm_80")],
 )
-def test_a_gpu_has_the_nearest_configurations(major, name):
-    device = torch.device("cuda", 100 + major)  # of no other test
-    assume(device, Gpu("", major, 1))
-    assert architecture(device) == ("gfx942" if torch.version.hip else name)
+def test_each_gpu_has_configurations(monkeypatch, major, name):
+    monkeypatch.setattr(configs, "gpu_of", lambda device: Gpu("", major, 1))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert configs.architecture(torch.device("cuda")) == name
     assert name in aot.TARGETS
 
 
@@ -77,7 +77,10 @@ def test_each_gate_notices(launch, fields, words):
 
 
 def test_the_hash_is_of_code_alone(tmp_path):
-    """Docstrings, comments and code of the host do not change it; a kernel or its constants do."""
+    """Docstrings, comments, names of files and code of the host do not change it.
+
+    A kernel or its constants do.
+    """
     kernel = """
 WIDTH = tl.constexpr(8)
 
@@ -102,6 +105,12 @@ def host():
         assert hash_of(*change) == hash_of()
     for change in (("(8)", "(6)"), ("WIDTH)", "WIDTH + 1)"), ("x, D", "x, y, D")):
         assert hash_of(*change) != hash_of()
+    hash_of()
+    before_it, after_it = tmp_path / "a.py", tmp_path / "z.py"
+    before_it.write_text(kernel.replace("def kernel", "def other"))
+    both = aot_table.sources_hash(tmp_path)
+    before_it.rename(after_it)
+    assert aot_table.sources_hash(tmp_path) == both
 
 
 # Tests compile each kernel for one architecture; `make aot` compiles all configurations, in
@@ -115,35 +124,17 @@ KINDS_BY_ARCHITECTURE = {
 }
 
 
-@pytest.fixture(scope="module")
-def compilers():
-    """Start a process for each architecture, which compiles its kernels."""
-    command, pipe = [sys.executable, "-m", "tests.tools.aot", "--jobs", "1"], subprocess.PIPE
-    options = {"env": ENVIRONMENT, "stdout": pipe, "stderr": pipe, "text": True}
-    with contextlib.ExitStack() as stack:
-        processes = {
-            name: stack.enter_context(
-                subprocess.Popen([*command, "--architecture", name, "--kind", *kinds], **options)
-            )
-            for name, kinds in KINDS_BY_ARCHITECTURE.items()
-        }
-        yield processes
-        for process in processes.values():
-            process.kill()
-
-
-@pytest.mark.alone
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", aot.TARGETS)
 @pytest.mark.timeout(600)
-def test_each_kernel_passes_its_gates(compilers, architecture):
+def test_each_kernel_passes_its_gates(architecture):
     """The installed Triton compiles each kernel to the figures in the table."""
-    printed, errors = compilers[architecture].communicate()
-    found = [json.loads(line) for line in printed.splitlines()]
-    assert compilers[architecture].returncode == 0, [
-        row for row in found if row["wrong"]
-    ] or errors[-2000:]
     kinds = KINDS_BY_ARCHITECTURE[architecture]
+    command = [sys.executable, "-m", "tests.tools.aot", "--jobs", "1"]
+    command += ["--architecture", architecture, "--kind", *kinds]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, [row for row in found if row["wrong"]] or done.stderr[-2000:]
     shipped = [case for case in aot.shipped(architecture) if case.kind in kinds]
     expected = {(case.precision, case.width, case.kind) for case in shipped}
     assert {(row["precision"], row["width"], row["kind"]) for row in found} == expected
@@ -158,7 +149,6 @@ def test_each_kernel_passes_its_gates(compilers, architecture):
         assert found == [row | {"wrong": []} for row in kept], "run make aot"
 
 
-@pytest.mark.alone
 @pytest.mark.exhaustive
 def test_the_gates_notice():
     """A tile too large for its warps, and tiles too large for the shared memory."""

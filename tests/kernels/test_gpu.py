@@ -74,6 +74,42 @@ def test_only_the_first_call_copies_tables(strategy, backend):
         assert copies == [] and all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize("backend", ["", "triton"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_calls_of_one_layout_replay_in_a_graph(strategy, backend):
+    """A CUDA graph of a layout's second call, forward and backward, computes other values too."""
+    layout = Layout.zigzag([0, 700, 1024], 1)
+    operands = [torch.randn(1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+    operands = [x.requires_grad_() for x in operands]
+
+    def call(comm):
+        attn = make_attention(strategy, comm)
+
+        def results():
+            out = attn(*operands, layout, causal=True)
+            return out, *torch.autograd.grad(out, operands, torch.ones_like(out))
+
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                results()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = results()
+        with torch.no_grad():
+            for x in operands:
+                x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        return captured, results()
+
+    with use_backend(backend) if backend else nullcontext():
+        ((captured, expected),) = virtual(1, call)
+    for x, y in zip(captured, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
 def test_servers_copy_through_pinned_memory():
     """From a trainer on a GPU to a server on it, and back, with the bits of the trainer's own."""
     request = random_request(0, 4096, 4096, heads=4, dim=64, dtype=torch.bfloat16)

@@ -305,7 +305,6 @@ def test_choices_leave_nothing_in_a_checkpoint(pool, measure):
     assert pool(2, checkpointed, measure) == [[True] * len(CHECKPOINTS)] * 2
 
 
-@pytest.mark.exhaustive
 def test_close_predictions_are_measured_on_all_ranks(pool):
     """The slowest rank counts, and all choose alike."""
     first, second = pool(2, measured_choices)

@@ -318,7 +318,6 @@ def test_sdpa_compiles_whole_once_for_all_batches(pool, in_context):
     assert_compiled_once(pool(2, sdpa_compiled, in_context))
 
 
-@pytest.mark.exhaustive
 def test_padding_does_not_recompile(pool):
     assert_compiled_once(pool(2, padding_compiled))
 
@@ -328,7 +327,7 @@ def test_windows_and_documents_do_not_recompile(pool):
         assert worst <= 1e-12 and counts[0] == 1 and counts[-1] <= 2
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_masks_do_not_recompile(pool):
     assert_compiled_once(pool(2, masks_compiled))
 

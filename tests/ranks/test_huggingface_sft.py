@@ -13,7 +13,10 @@ from tests.support.ranks import device_mesh, hide_from_collector
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
 trl = pytest.importorskip("trl", reason="trl is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of trl, transformers and accelerate
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore"),  # those of trl, transformers and accelerate
+]
 
 LOGGED = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
 PACKED = {"packing": True, "max_length": 24}
@@ -122,7 +125,6 @@ def assert_trained_alike(found, expected):
         torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
     """On two groups at once, with rows of half as many samples."""
@@ -132,7 +134,6 @@ def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
         assert_trained_alike(found, expected)
 
 
-@pytest.mark.exhaustive
 def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
     for resume in (False, True):
         options = 4, KINDS["bfd"], correct, resume
@@ -141,7 +142,6 @@ def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
             assert_trained_alike(found, expected)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("groups", [1, 2])
 def test_short_last_batches_are_one_processs(ready, tmp_path, groups):
     """Two groups evaluate, after a training on whole batches."""
@@ -163,7 +163,6 @@ def curve(group, folder):
     return [x["loss"] for x in trainer.state.log_history if "loss" in x]
 
 
-@pytest.mark.exhaustive
 def test_the_examples_loss_curve_is_one_processs(ready, tmp_path):
     expected = curve(None, str(tmp_path / "alone"))
     for found in ready(4, curve, str(tmp_path / "ranks")):
@@ -183,7 +182,6 @@ def of_experts(group, folder):
         return str(refused)
 
 
-@pytest.mark.exhaustive
 def test_a_loss_of_routers_is_refused(ready, tmp_path):
     for told in ready(4, of_experts, str(tmp_path)):
         assert "router_aux_loss_coef must be 0" in told

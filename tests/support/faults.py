@@ -57,7 +57,10 @@ _PORTS = itertools.count(os.getpid())
 
 
 def free_port():
-    """A port that no other worker of the tests is given, nor a program that binds port 0."""
+    """A port that no other worker of this run is given, nor a program that binds port 0.
+
+    Other runs begin at other ports, by their process ids.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 10_000 + 1_000 * worker + next(_PORTS) % 1_000  # the system gives those from 32,768

@@ -1,9 +1,10 @@
 """The tiers of tests: `make test` is cheap, and `make test-all`, which CI runs, tests everything.
 
-A test marked `exhaustive` runs in `make test-all` only; some cheaper test of the same property
-stays unmarked. A property test has two numbers of examples. `make test-all` chooses the larger ones
-by the profile "thorough" of hypothesis. Of a product of parameters, `make test-all` runs rows in
-which every pair of values occurs, and `make test-every-row` the other rows, marked `every_row`.
+A test marked `exhaustive` runs in `make test-all` only; where one can be cheap, a test of the same
+property stays unmarked. A property test has two numbers of examples. `make test-all` chooses the
+larger ones by the profile "thorough" of hypothesis. Of a product of parameters, `make test-all`
+runs rows in which every pair of values occurs, and `make test-every-row` the other rows, marked
+`every_row`.
 """
 
 import collections
@@ -17,7 +18,7 @@ import pytest
 # machines differ in speed, and a slow one must not fail a test.
 SECONDS = float(os.environ.get("SEQPAR_TEST_SECONDS", "20"))
 MARKERS = ("exhaustive", "alone")  # of tests that may take longer
-# Files that take longest, which begin first, so that both workers end at about the same time.
+# Files that take longest, which begin first, so that all workers end at about the same time.
 LONGEST = [
     *("test_demo.py", "test_compile.py", "test_families.py", "test_huggingface.py"),
     *("test_triton_backend.py", "test_huggingface_gradients.py", "test_huggingface_compile.py"),

@@ -113,10 +113,11 @@ def test_slow_clients_do_not_slow_others(server):
 
     def times():
         with connect(server.address, home=False) as pool:
-            for _ in range(100):
+            for task in range(101):
                 start = time.perf_counter()
                 assert same(pool.submit(REQUESTS[0]).result(20), REQUESTS[0])
-                yield time.perf_counter() - start
+                if task:  # the first one of a session takes longest
+                    yield time.perf_counter() - start
 
     def times_among_slow_clients():
         with contextlib.ExitStack() as stack:

@@ -52,8 +52,8 @@ def sources_hash(root=ROOT / "triton_kernels"):
     """Return a hash of all code that is compiled.
 
     That is what `triton.jit` or `kernel` decorates, and the constants that it reads. Docstrings,
-    comments and blank lines do not count, nor does the file or code of the host: what it passes to
-    a kernel is in each row's `arguments`.
+    comments, blank lines and names of files do not count, nor does the host's code: what it passes
+    to a kernel is in each row's `arguments`.
     """
     parts = []
     for file in root.rglob("*.py"):

@@ -91,7 +91,7 @@ class KernelConfigs(NamedTuple):
 _SINGLE = {
     64: KernelConfigs(Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
     128: KernelConfigs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
-    256: KernelConfigs(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    256: KernelConfigs(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 _HALF = {
     "sm_80": {
@@ -147,18 +147,20 @@ TABLE: dict[tuple[str, str, int], KernelConfigs] = {}
 for _name, _by_width in _HALF.items():
     TABLE |= {(_name, "half", width): configs for width, configs in _by_width.items()}
     TABLE |= {(_name, "single", width): configs for width, configs in _SINGLE.items()}
-_FEWER = TABLE["sm_120", "single", 128]._replace(backward_kv=Config(32, 16, 8, 1))
-TABLE["sm_120", "single", 128] = _FEWER  # the configuration above spilled in a loop
+for _name in ("sm_80", "sm_120"):  # 99 KiB of shared memory must suffice
+    TABLE[_name, "single", 256] = _SINGLE[256]._replace(backward_kv=Config(16, 16, 8, 1))
+# On sm_120 the common configuration spilled in a loop.
+TABLE["sm_120", "single", 128] = _SINGLE[128]._replace(backward_kv=Config(32, 16, 8, 1))
 for _width in _SINGLE:
     for _precision in ("half", "single"):
         TABLE["interpreter", _precision, _width] = KernelConfigs(*[Config(32, 32, 4, 1)] * 3)
 
 
 def architecture(device: torch.device) -> str:
-    """Return the table's architecture for a device.
+    """Return the architecture whose configurations a device uses.
 
-    It is the device's own, if the table has it, or the nearest one whose code the device can run.
-    Configurations of sm_80 fit the 99 KiB of shared memory of sm_86 and sm_89.
+    NVIDIA GPUs that are not in the table, newer ones too, use those of sm_80. These fit the 99 KiB
+    of shared memory that sm_86 and sm_89 have.
     """
     if device.type != "cuda":
         return "interpreter"

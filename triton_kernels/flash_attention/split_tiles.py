@@ -1,4 +1,4 @@
-"""Split tiles: merging partial results inside a kernel, and the launch that merges a tile's parts.
+"""Merging partial results inside the forward, and the launch that merges the parts of split tiles.
 
 A partial result is (out, lse) of some keys. Partial results of disjoint keys merge like the blocks
 of FlashAttention-2 (Dao 2023, section 3.1): each has a maximum, here its lse, and an accumulator.

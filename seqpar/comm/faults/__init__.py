@@ -1,6 +1,6 @@
 """Find the rank at fault when a message does not arrive.
 
-Start with `heartbeat.py`, which raises the `PeerError`: a thread on each rank writes a beat to the
+Start with `heartbeat.py`, which defines `PeerError`: a thread on each rank writes a beat to the
 group's store and reads the beats of the others. `witness.py` judges silence, and
 `process_states.py` asks operating systems whether processes live.
 """

@@ -13,14 +13,7 @@ import numpy as np
 
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import enumerated
-from seqpar.layout.cuts.cut import (
-    Columns,
-    CountedCut,
-    Counts,
-    HeldSpans,
-    HolderLookup,
-    nonempty,
-)
+from seqpar.layout.cuts.cut import Columns, CountedCut, Counts, HeldSpans, HolderLookup, nonempty
 from seqpar.layout.cuts.dealing import Deal, RowPlaces
 
 _BLOCK_ELEMENTS = 2**16  # in each block of a table of comparisons

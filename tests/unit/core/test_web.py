@@ -57,7 +57,6 @@ def test_the_host_must_name_this_server(host, expected):
         assert status(port, host) == expected
 
 
-@pytest.mark.exhaustive
 def test_connections_are_limited_and_cut_off(monkeypatch):
     monkeypatch.setattr(web, "MAX_REQUEST_SECONDS", 1.0)
     monkeypatch.setattr(web, "MAX_CONNECTIONS", 3)

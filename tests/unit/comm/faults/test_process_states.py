@@ -169,7 +169,7 @@ def children():
     return found
 
 
-def test_a_state_server_inherits_no_files():
+def test_one_state_server_per_process_without_inherited_files():
     read, write = os.pipe()
     os.set_inheritable(write, True)
     before, host = children(), "127.0.0.9"  # other tests of this process may use 127.0.0.1

@@ -117,7 +117,6 @@ def test_requests_above_the_account_are_refused(tmp_path):
         assert right_answer(*client.ask(pack(SMALL)), SMALL)
 
 
-@pytest.mark.exhaustive
 def test_small_results_count_until_they_are_read(tmp_path):
     """A client that reads nothing gets no more than its share, however small its results are."""
     packed, count = pack(random_request(0, 900, 16)), 400

@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -195,16 +193,12 @@ def test_recommendations_are_ranked_and_say_why():
     assert f"±{best.error:.0%}" in lines[1] and f"{best.longest:,}" in lines[1]
 
 
-@pytest.fixture(scope="module")
-def with_and_without_all():
-    """Long documents, so that most time is computation, which contiguous cuts divide unevenly."""
-    lengths = [30000, 2768]
-    return [seqpar.recommend(MODEL, CLUSTER, lengths, simulate_all=x) for x in (True, False)]
-
-
 @pytest.mark.exhaustive
-def test_only_slower_ways_are_excluded(with_and_without_all):
-    complete, found = with_and_without_all
+def test_only_slower_ways_are_excluded():
+    """In long documents most time is computation, which contiguous cuts divide unevenly."""
+    complete, found = (
+        seqpar.recommend(MODEL, CLUSTER, [30000, 2768], simulate_all=x) for x in (True, False)
+    )
     simulated = {x.name: x for x in complete}
     assert {x.name for x in found} == {*simulated} and not any(x.excluded for x in complete)
     excluded = [x for x in found if x.excluded]
@@ -444,18 +438,3 @@ def test_the_log_has_the_progress_of_recommend(monkeypatch, caplog):
 def test_wrong_arguments_of_recommend_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         seqpar.recommend(*arguments)
-
-
-@pytest.mark.exhaustive
-def test_a_missing_simpy_names_its_extra():
-    code = """if True:
-        import sys
-        sys.modules["simpy"] = None
-        from seqpar import balance, simulate
-        try:
-            simulate.play([simulate.Program()], balance.Cluster.preset("1x1-h100"))
-        except ImportError as error:
-            print(error)
-    """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "simulations need simpy: pip install 'seqpar[plan]'"
