@@ -31,7 +31,7 @@ TESTS = {
         f"tests/kernels/test_{name}.py" for name in ("strategies", "same_bits")
     ],
     "softmax kernels": [
-        f"tests/kernels/test_{name}.py" for name in ("flash_attention", "accumulate")
+        f"tests/kernels/test_{name}.py" for name in ("flash_attention", "merge_hops")
     ],
     "linear kernels": ["tests/kernels/test_lightning_attention.py"],
     "launching, arguments, tuner": [
