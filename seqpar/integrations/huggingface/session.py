@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqpar.comm.agreement import check_same_weights
@@ -183,8 +184,9 @@ class SequenceParallel(EnabledModel):
 
         Args:
             batch: the output of a tokenizer or collator, as a mapping.
-            layout: a `Layout` of the batch's documents, or a micro-batch of a plan; None: one of
-                the kind that was given to `enable`.
+            layout: a `Layout` of the batch's documents, or a micro-batch of a plan; None: the
+                batch's `layout`, if a `Collator` made one, or one of the kind that was given to
+                `enable`.
 
         Raises:
             ValueError: if the batch or the layout is wrong, or, with `check_ranks`, differs between
@@ -198,27 +200,44 @@ class SequenceParallel(EnabledModel):
         self._sharder.check_tokens(batch)
         return part
 
-    def preparation(self, batch: Mapping[str, Any], *, backward: bool = True) -> ModelPreparation:
+    def preparation(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        backward: bool = True,
+    ) -> ModelPreparation:
         """Return a function that builds the tables of the model's attention ahead of a step.
 
         Give it to a `Collator`, whose rows then have a layout with its tables: a DataLoader's
-        workers build them, and the step only copies them to a GPU. It can be pickled.
+        workers build them, and the step only copies them to a GPU. It can be pickled. Each rank
+        needs its own.
 
         The model runs once, forward and in evaluation mode, on a small `batch`, as `shard` takes
-        it. This finds the kinds of its calls: heads, dtypes, windows, and so on. All ranks must
-        call it. Tables of other calls are built in the step: those of masks that depend on more
-        than documents, of chunked and of linear attention.
+        it. This finds the kinds of its calls: heads, windows, and so on, and counts in the report.
+        All ranks must call it, before FSDP1 wraps the model. Tables of other calls are built in the
+        step: those of ALiBi, of masks that depend on more than documents, and of chunked and linear
+        attention.
 
         Args:
             batch: a whole batch, the same on all ranks.
+            dtype, device: of q, k and v in a step. Default: those that the model has now. With
+                autocast in steps, or a Trainer that moves the model later, give them.
             backward: whether steps have a backward.
 
         Raises:
-            ValueError: if `shard` or the model refuses the batch, if the model has an encoder, or
-                if the strategy decides in each call what it sends.
+            ValueError: if `shard` or the model refuses the batch, if the model has an encoder, if
+                no call can be prepared, or if the strategy decides in each call what it sends.
         """
-        self._sharder.preparation(())  # refuses a model before it runs
-        calls = find_calls(self, self.shard(batch), as_bool("backward", backward))
+        self._sharder.preparation(())  # before the model runs, like the next line
+        self.attention.preparation(heads=1, head_dim=1, dtype=torch.float32)
+        known = {"dtype": dtype, "device": device}
+        given = {name: x for name, x in known.items() if x is not None}
+        part, backward = self.shard(batch), as_bool("backward", backward)
+        calls = find_calls(self, part, backward=backward, **given)
+        if not calls:
+            raise ValueError("model has no attention whose tables depend on documents alone")
         return self._sharder.preparation(calls)
 
     def count_labels(self, batch: Mapping[str, Any]) -> int | None:

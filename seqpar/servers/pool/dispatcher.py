@@ -322,7 +322,12 @@ class Dispatcher(threading.Thread):
         self._unfinished.remove(work)
         self._last_commit = time.monotonic()
         count()
-        work.future.set_result(on_device(tensors, work.device))
+        try:
+            result = on_device(tensors, work.device)
+        except RuntimeError as error:  # the GPU's, such as a lack of memory
+            work.future.set_exception(error)
+        else:
+            work.future.set_result(result)
         return True
 
     def _retry(self, attempt: Attempt, reason: str, blame: bool = True) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from seqpar.attention.backend import DEFAULT
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Blocks, Slices
+from seqpar.servers.wire.payload import host_memory
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.backends.choice import default_backend
@@ -130,17 +131,20 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 def _packed(tensors: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> Tensor:
     """Concatenate tensors to (B, rows, …): tensor i begins at row starts[i], with zeros between.
 
-    A single tensor that already has this form, on the device and aligned, is not copied. Those of
-    the host are concatenated there, in pinned memory, and the host does not wait for their copy.
+    A single tensor that already has this form, on the device and aligned, is not copied. For
+    a GPU, tensors of the host are concatenated in pinned memory, and the host does not wait for
+    their copy.
     """
     batch, rows, *rest = tensors[0].shape
     if len(tensors) == 1 and rows == starts[-1] and tensors[0].device == device:
         alone = tensors[0].contiguous()
         if alone.data_ptr() % _ALIGNMENT == 0:
             return alone
-    pinned = device.type == "cuda" and tensors[0].device.type == "cpu"
-    place = {"pin_memory": True} if pinned else {"device": device}
-    result = torch.empty((batch, starts[-1], *rest), dtype=tensors[0].dtype, **place)
+    shape, dtype = (batch, starts[-1], *rest), tensors[0].dtype
+    if device.type == "cuda" and tensors[0].device.type == "cpu":
+        result = host_memory(shape, dtype, pinned=True)
+    else:
+        result = torch.empty(shape, dtype=dtype, device=device)
     for x, (start, stop) in zip(tensors, pairwise(starts), strict=True):
         end = start + x.shape[1]
         result[:, start:end] = x

@@ -1,7 +1,7 @@
 """Converts tensors to bytes and back, and computes their checksum.
 
-Tensors of a GPU pass through pinned memory: from other memory, the driver would copy each twice
-while the host waits.
+Tensors of tasks on a GPU pass through pinned memory: from other memory, the driver would copy each
+twice while the host waits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -84,8 +85,7 @@ class Payload:
         RequestError if the sizes are wrong.
         """
         pieces = self._pieces(buffers)
-        made = (torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in self.sizes)
-        copies = [x.numpy() for x in made]
+        copies = [host_memory([size], torch.uint8, pinned).numpy() for size in self.sizes]
         buffers.clear()
         for copy, left in zip(copies, pieces, strict=True):
             start = 0
@@ -124,14 +124,23 @@ def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
 
 
 def _begin_copy(x: Tensor) -> Tensor:
-    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return pinned.copy_(x, non_blocking=True)
+    return host_memory(x.shape, x.dtype, pinned=True).copy_(x, non_blocking=True)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Return a tensor that is not initialised, in pinned memory if that is asked for and left."""
+    if pinned:
+        with suppress(RuntimeError):
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the tensors on a device; the host waits once for the copies to a GPU."""
-    copies = tuple(x.to(device, non_blocking=device.type == "cuda") for x in tensors)
-    if device.type == "cuda":
+    """Return the tensors on a device; the host waits once for copies to a GPU, if there are any."""
+    if device.type != "cuda":
+        return tuple(x.to(device) for x in tensors)
+    copies = tuple(x.to(device, non_blocking=True) for x in tensors)
+    if any(x.device != device for x in tensors):
         torch.cuda.current_stream(device).synchronize()
     return copies
 

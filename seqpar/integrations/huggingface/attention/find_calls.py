@@ -11,27 +11,29 @@ from seqpar.integrations.huggingface.attention.call import EnabledModel
 from seqpar.integrations.huggingface.batch.sharding import KEY
 from seqpar.softmax.rehearsal import Preparation
 
-# The options of a call that do not depend on the batch, and are also options of a preparation.
-_OPTIONS = "causal", "window_size", "softmax_scale", "softcap"
-_OF_ONE_BATCH = "kv_layout", "mask", "prefix_lens", "alibi_slopes"
-
 
 @torch.no_grad()
-def find_calls(session: EnabledModel, part: Any, backward: bool) -> tuple[Preparation, ...]:
+def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparation, ...]:
     """Run the session's model on its part of a batch, as in evaluation; return its kinds of calls.
 
-    Calls whose tables depend on more than the batch's documents are left out.
+    Calls whose tables depend on more than the batch's documents are left out. `known` are
+    arguments of `Attention.preparation` that replace what is found.
     """
     layout, kinds = part[KEY].main.layout, dict[Any, Preparation]()
 
     def note(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if args[3] is not layout or any(kwargs.get(x) is not None for x in _OF_ONE_BATCH):
+        try:
+            (q, k, v, sinks), call, _ = session.attention._operator_inputs(*args, **kwargs)
+        except (ValueError, TypeError):
+            return  # the call itself raises it, on all ranks
+        of_this_batch = kwargs.get("kv_layout"), call.prefix_lens, call.ranges, call.alibi_slopes
+        if args[3] is not layout or any(x is not None for x in of_this_batch):
             return
-        (q, k, v, sinks), *_ = session.attention._operator_inputs(*args, **kwargs)
-        options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+        options: dict[str, Any] = {"causal": call.causal, "window_size": (call.left, call.right)}
+        options |= {"softmax_scale": call.scale, "softcap": call.softcap}
         options |= {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2]}
-        options |= {"head_dim": q.shape[3], "value_dim": v.shape[3], "dtype": q.dtype}
-        options |= {"sinks": sinks is not None, "device": q.device, "backward": backward}
+        options |= {"head_dim": q.shape[3], "value_dim": v.shape[3], "sinks": sinks is not None}
+        options |= {"dtype": q.dtype, "device": q.device} | known
         key = tuple(options.items())
         if key not in kinds:
             kinds[key] = session.attention.preparation(**options)
@@ -40,7 +42,8 @@ def find_calls(session: EnabledModel, part: Any, backward: bool) -> tuple[Prepar
     session.model.eval()
     handle = session.attention.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        session.model(**part)
+        with torch.compiler.set_stance("force_eager"):  # compiled code may skip the hook
+            session.model(**part)
     finally:
         handle.remove()
         for module, was in training.items():

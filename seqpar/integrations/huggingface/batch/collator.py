@@ -51,8 +51,9 @@ class Collator:
         max_length: the number of tokens to which each sample is cut.
         cu_seqlens: whether to add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
             `max_length_k`, as padding-free collators do.
-        prepare: what `sp.preparation(…)` returned. The row then has a `layout` with its tables,
-            which `sp.shard` takes. A DataLoader's workers thus build the tables ahead of the step.
+        prepare: what `sp.preparation(…)` returned on this rank. The row then has a `layout`, no
+            tensor, with its tables, which `sp.shard` takes. A DataLoader's workers thus build the
+            tables ahead of the step.
 
     Returns:
         of a call: `input_ids`, `labels` and `position_ids`, each (1, T). The positions show where
@@ -96,7 +97,7 @@ class Collator:
             made |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
             made |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
         if self._prepare is not None:
-            made["layout"] = self._prepare([0, *accumulate(lengths)])
+            made["layout"] = self._prepare([0, *accumulate(filter(None, lengths))])
         return made
 
     def _sample(self, feature: Mapping[str, Any]) -> dict[str, Any]:

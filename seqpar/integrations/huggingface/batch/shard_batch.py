@@ -340,8 +340,7 @@ def _counted(labels: Tensor, documents: BatchDocuments) -> int:
 def _check_layout(layout: Layout, documents: BatchDocuments, ranks: int) -> None:
     if layout.ranks != ranks:
         raise ValueError(f"layout must be for {ranks} ranks, got one for {layout.ranks}")
-    padding = sum(int(layout.padding(rank).sum()) for rank in range(ranks))
-    cu = np.minimum(layout.cu_seqlens, layout.tokens - padding)
+    cu = np.minimum(layout.cu_seqlens, layout.tokens - layout._padding)
     own, given = (np.diff(x)[np.diff(x) > 0].tolist() for x in (documents.cu_seqlens, cu))
     if own != given:
         found = f"documents of {_few(given)} tokens, and the batch has {_few(own)}"

@@ -77,6 +77,29 @@ def test_unprepared_steps_build_tables(builders):
     assert sorted(builders) == [0, 1]
 
 
+def test_later_dtypes_and_devices_can_be_given():
+    def on_rank(comm):
+        sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
+        later = {"dtype": torch.bfloat16, "device": "meta"}
+        (call,) = sp.preparation(huggingface.Collator()(FEW), **later).calls
+        return call.shape.dtype, call.device
+
+    assert virtual(1, on_rank) == [(torch.bfloat16, torch.device("meta"))]
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_model_is_prepared():
+    def on_rank(comm):
+        sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
+        sp.compile(backend="eager")
+        row = huggingface.Collator()(FEW)
+        with torch.no_grad():
+            sp.model(**sp.shard(row))
+        return len(sp.preparation(row).calls)
+
+    assert virtual(1, on_rank) == [1]
+
+
 def test_other_documents_than_the_layouts_are_refused():
     def on_rank(comm):
         sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
@@ -96,6 +119,9 @@ def test_a_wrong_preparation_is_refused():
         sp = huggingface.enable(hf.tiny("T5ForConditionalGeneration", dropout_rate=0.0), comm)
         with pytest.raises(ValueError, match="batch must be of a model without an encoder"):
             sp.preparation({"input_ids": torch.ones(1, 8, dtype=torch.long)})
+        sp = huggingface.enable(hf.tiny("BloomForCausalLM"), comm)
+        with pytest.raises(ValueError, match="no attention whose tables depend on documents alone"):
+            sp.preparation(huggingface.Collator()(FEW))
         sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm, strategy="auto")
         with pytest.raises(ValueError, match="a module whose messages depend only on the layout"):
             sp.preparation(huggingface.Collator()(FEW))
