@@ -120,7 +120,9 @@ def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
     on_host = [_begin_copy(x) if x.is_cuda else x.to("cpu").contiguous() for x in tensors]
     for device in {x.device for x in tensors if x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    return [x.view(-1).view(torch.uint8).numpy() for x in on_host]
+    # An empty tensor of NumPy's has strides of 0, which a view as bytes may not have.
+    flat = (x.view(-1) if x.numel() else x.new_empty(0) for x in on_host)
+    return [x.view(torch.uint8).numpy() for x in flat]
 
 
 def _begin_copy(x: Tensor) -> Tensor:
