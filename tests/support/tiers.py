@@ -34,7 +34,7 @@ def register_profiles():
     """Make known both profiles of hypothesis; `--hypothesis-profile=thorough` chooses the other."""
     options = {"deadline": None, "derandomize": True, "print_blob": True}
     hypothesis.settings.register_profile("quick", max_examples=12, **options)
-    hypothesis.settings.register_profile("thorough", max_examples=150, **options)
+    hypothesis.settings.register_profile("thorough", max_examples=100, **options)
     hypothesis.settings.load_profile("quick")
 
 

@@ -13,6 +13,7 @@ import seqpar
 from tests.support.cases import STRATEGIES, module
 from tests.support.faults import TIMEOUT, connect, launch
 from tests.support.recurrent_calls import gated_delta
+from tests.support.tiers import exhaustive_rows
 
 pytestmark = pytest.mark.alone
 
@@ -130,24 +131,19 @@ def ends(folder, mistake, strategy="ring", ranks=2, check_ranks=False):
             process.join()
 
 
-MIXED = [
-    (mistake, strategy)
-    for mistake in (skips_a_backward, runs_backwards_in_another_order, calls_twice)
-    for strategy in ALL
-] + [(calls_another_strategy, "ring"), (calls_another_strategy, "usp")]
-QUICK = [(skips_a_backward, "ulysses"), (runs_backwards_in_another_order, "ring")]
-ROWS = [
-    pytest.param(*row, check_ranks, 2 + 2 * (row[1] != "ring"), marks=marks)
-    for check_ranks in (False, True)
-    for row in MIXED
-    if not (check_ranks and row[0] is calls_another_strategy)  # a ValueError: see tests/ranks
-    for marks in [[] if row in QUICK and not check_ranks else [pytest.mark.exhaustive]]
-]
+MIXED = exhaustive_rows(
+    (skips_a_backward, runs_backwards_in_another_order, calls_twice), ALL, (False, True)
+)
+QUICK = [(skips_a_backward, "ulysses", False), (runs_backwards_in_another_order, "ring", False)]
+# With check_ranks these raise a ValueError: see tests/ranks.
+OTHERS = [(calls_another_strategy, strategy, False) for strategy in ("ring", "usp")]
+ROWS = [*QUICK, *(row for row in MIXED if row.values not in QUICK)]
+ROWS += [pytest.param(*row, marks=pytest.mark.exhaustive) for row in OTHERS]
 
 
-@pytest.mark.parametrize(("mistake", "strategy", "check_ranks", "ranks"), ROWS)
-def test_ranks_in_different_calls_name_both(tmp_path, mistake, strategy, check_ranks, ranks):
-    found = ends(tmp_path, mistake, strategy, ranks, check_ranks)
+@pytest.mark.parametrize(("mistake", "strategy", "check_ranks"), ROWS)
+def test_ranks_in_different_calls_name_both(tmp_path, mistake, strategy, check_ranks):
+    found = ends(tmp_path, mistake, strategy, 2 if strategy == "ring" else 4, check_ranks)
     for error, seconds in found:
         assert re.match(f"PeerError: {IN_TWO_CALLS}", error), found
         assert seconds < SOON, found
