@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 BY_FILES := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # The next process, of which tests start many, need not compile what this one has.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests that watch the clock run apart: they mostly wait, so more of them run together.
+# Tests that depend on timing have a pytest run of their own. They mostly wait: four run together.
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 ALONE = $(PYTEST) $(BY_FILES) -n 4 $(1) $(WATCHING)
 

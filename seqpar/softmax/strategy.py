@@ -49,7 +49,7 @@ class Strategy:
     rank_invariant: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
 
     def to_rank_invariant(self) -> Self:
-        """Return this strategy with `rank_invariant`; raise a ValueError if it cannot be."""
+        """Return this strategy with `rank_invariant`; raise a ValueError if it has no such mode."""
         expected = f"deterministic must be True or False with {self.name!r}"
         raise ValueError(f'{expected}, got "ranks", which ring, all_gather and ulysses take')
 

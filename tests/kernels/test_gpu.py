@@ -77,7 +77,7 @@ def test_only_the_first_call_copies_tables(strategy, backend):
 @pytest.mark.parametrize("backend", ["", "triton"])
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
 def test_calls_of_one_layout_replay_in_a_graph(strategy, backend):
-    """A CUDA graph of a layout's second call, forward and backward, computes other values too."""
+    """A captured graph of forward and backward also computes other values of q, k and v."""
     layout = Layout.zigzag([0, 700, 1024], 1)
     operands = [torch.randn(1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
     operands = [x.requires_grad_() for x in operands]
@@ -111,7 +111,7 @@ def test_calls_of_one_layout_replay_in_a_graph(strategy, backend):
 
 
 def test_servers_copy_through_pinned_memory():
-    """From a trainer on a GPU to a server on it, and back, with the bits of the trainer's own."""
+    """Tensors pass from a trainer to a server and back; the bits equal a local computation."""
     request = random_request(0, 4096, 4096, heads=4, dim=64, dtype=torch.bfloat16)
     on_gpu = {name: getattr(request, name).cuda() for name in "qkv"}
     request = dataclasses.replace(request, **on_gpu)

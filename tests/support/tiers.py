@@ -1,7 +1,7 @@
 """The tiers of tests: `make test` is cheap, and `make test-all`, which CI runs, tests everything.
 
-A test marked `exhaustive` runs in `make test-all` only; where it can be cheap, a test of the same
-property stays unmarked. A property test has two numbers of examples. `make test-all` chooses the
+A test marked `exhaustive` runs only in `make test-all`. If its property can be tested cheaply, an
+unmarked test does so. A property test has two numbers of examples. `make test-all` chooses the
 larger ones by the profile "thorough" of hypothesis. Of a product of parameters, `make test-all`
 runs rows in which every pair of values occurs, and `make test-every-row` the other rows, marked
 `every_row`.

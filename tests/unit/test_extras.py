@@ -1,4 +1,4 @@
-"""`import seqpar` needs no extras, and one that is missing is named with pip's command."""
+"""`import seqpar` needs no extras. If one is missing, the error has the pip command for it."""
 
 import importlib.util
 import os

@@ -122,7 +122,7 @@ _HALF = {
         256: KernelConfigs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     },
 }
-# On Blackwell some configurations of sm_80 spilled in loops, or up to 200 bytes.
+# On Blackwell some configurations of sm_80 spilled registers: in loops, or elsewhere 200 bytes.
 _HALF["sm_100"] = {
     64: _HALF["sm_80"][64]._replace(forward=Config(128, 64, 8, 3)),
     128: _HALF["sm_80"][128]._replace(backward_kv=Config(64, 32, 8, 2)),
@@ -159,8 +159,8 @@ for _width in _SINGLE:
 def architecture(device: torch.device) -> str:
     """Return the architecture whose configurations a device uses.
 
-    NVIDIA GPUs that are not in the table, newer ones too, use those of sm_80. These fit the 99 KiB
-    of shared memory that sm_86 and sm_89 have.
+    NVIDIA GPUs of compute capability 11 use those of sm_100. All others that are not in the table
+    use those of sm_80, which fit the 99 KiB of shared memory of sm_86 and sm_89.
     """
     if device.type != "cuda":
         return "interpreter"

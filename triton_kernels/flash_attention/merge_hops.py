@@ -1,9 +1,9 @@
-"""Merge the results of one hop of keys into the sums over earlier hops, in fp32.
+"""Add one hop's results to the sums over earlier hops.
 
-Forward merges a result into a partial result over other keys; backward adds gradients to rows. For
-each row of forward, with p = sigmoid(lse − partial_lse): partial_out += p (out − partial_out) and
-partial_lse = log(exp(partial_lse) + exp(lse)). out is kept in fp32 and lse in fp64
-(docs/decisions/softmax.md has the reason).
+Forward merges a result into a partial result over other keys, with out in fp32 and lse in fp64
+(docs/decisions/softmax.md has the reason). For each row, with p = sigmoid(lse − partial_lse):
+partial_out += p (out − partial_out) and partial_lse = log(exp(partial_lse) + exp(lse)). Backward
+adds gradients to rows in fp32.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads;
 rows of DV elements are contiguous. Operands: o is out, w is lse, p is partial_out, r is

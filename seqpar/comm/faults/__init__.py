@@ -2,5 +2,5 @@
 
 Start with `heartbeat.py`, which defines `PeerError`: a thread on each rank writes a beat to the
 group's store and reads the beats of the others. `witness.py` judges silence, and
-`process_states.py` asks operating systems whether processes live.
+`process_states.py` asks the process-state servers of silent ranks whether those ranks live.
 """

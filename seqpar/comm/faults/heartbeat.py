@@ -6,8 +6,8 @@ second (with more than 4,096 ranks less often), and communicates through the gro
 store:
 
     key                  written by          value
-    "state server RANK"  that rank, before   the address of its state server
-                         any beat            (`process_states.py`)
+    "state server RANK"  that rank, before   the address of its process-state server
+                         any beat            (`process_state_server.py`)
     "beat RANK"          that rank, in       "COUNT DOING": a count that grows, and the exchange in
                          every round         which the rank waits, if any, such as "17 call 3, step
                                              2 of ring backward"; or "left", when the rank has

@@ -1,8 +1,8 @@
 """Ask the operating system, rather than a rank's threads, whether the rank lives.
 
-Each process with a heartbeat has a state server (`process_state_server.py`), a small separate
-process that answers on a TCP port even while the rank's interpreter is locked. Its address is the
-text "HOST PORT TOKEN".
+Each process with a heartbeat has a process-state server (in this folder also: state server). This
+is a small separate process (`process_state_server.py`) that answers on a TCP port even while the
+rank's interpreter is locked. Its address is the text "HOST PORT TOKEN".
 """
 
 from __future__ import annotations

@@ -210,25 +210,26 @@ class SequenceParallel(EnabledModel):
     ) -> ModelPreparation:
         """Return a function that builds the tables of the model's attention ahead of a step.
 
-        Give it to a `Collator`, whose rows then have a layout with its tables: a DataLoader's
-        workers build them, and the step only copies them to a GPU. It can be pickled. Each rank
-        needs its own.
+        Pass it to a `Collator`. A DataLoader's workers then build the tables of each row's layout,
+        and the step only copies them to a GPU. The function can be pickled. Each rank needs its
+        own.
 
-        The model runs once, forward and in evaluation mode, on a small `batch`, as `shard` takes
-        it. This finds the kinds of its calls: heads, windows, and so on, and counts in the report.
-        All ranks must call it, before FSDP1 wraps the model. Tables of other calls are built in the
-        step: those of ALiBi, of masks that depend on more than documents, and of chunked and linear
-        attention.
+        The model runs once on `batch`, forward only and in evaluation mode, to find the kinds of
+        its attention calls: heads, windows and so on. A small batch is enough. The report counts
+        this run too. All ranks must call this method, before FSDP1 wraps the model.
+
+        A step still builds the tables of ALiBi, of masks that depend on more than documents, and
+        of chunked and linear attention.
 
         Args:
-            batch: a whole batch, the same on all ranks.
-            dtype, device: of q, k and v in a step. Default: those that the model has now. With
-                autocast in steps, or a Trainer that moves the model later, give them.
+            batch: a whole batch, as `shard` takes it, the same on all ranks.
+            dtype, device: the dtype and device of q, k and v in a step. Default: the model's
+                current ones. Pass them if steps use autocast or a Trainer moves the model later.
             backward: whether steps have a backward.
 
         Raises:
             ValueError: if `shard` or the model refuses the batch, if the model has an encoder, if
-                no call can be prepared, or if the strategy decides in each call what it sends.
+                no call can be prepared, or if the strategy chooses its messages in each call.
         """
         self._sharder.preparation(())  # before the model runs, like the next line
         self.attention.preparation(heads=1, head_dim=1, dtype=torch.float32)
@@ -237,7 +238,7 @@ class SequenceParallel(EnabledModel):
         part, backward = self.shard(batch), as_bool("backward", backward)
         calls = find_calls(self, part, backward=backward, **given)
         if not calls:
-            raise ValueError("model has no attention whose tables depend on documents alone")
+            raise ValueError("model must have attention whose tables depend only on documents")
         return self._sharder.preparation(calls)
 
     def count_labels(self, batch: Mapping[str, Any]) -> int | None:

@@ -1,4 +1,4 @@
 """Cuts of documents into the spans that each rank holds: contiguous, zigzag, striped and others.
 
-Start with `cut.py`, which says what a cut is.
+Start with `cut.py`, which defines the protocol `Cut`.
 """

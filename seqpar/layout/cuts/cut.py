@@ -1,6 +1,7 @@
-"""A cut of a packed batch into the spans that each rank holds, as a protocol.
+"""The protocol of cuts: how a packed batch is divided into the spans that each rank holds.
 
-Here are also `Spans`, which lists all spans, and `Merged`, which joins the ranks of another cut.
+Also defines `Spans`, a cut that lists all spans, and `Merged`, which joins ranks of another cut.
+
 A cut stores the number of ranks and a few options. Spans are derived from `cu_seqlens` for one rank
 at a time, so no array has the size of documents × ranks.
 """

@@ -324,7 +324,7 @@ class Dispatcher(threading.Thread):
         count()
         try:
             result = on_device(tensors, work.device)
-        except RuntimeError as error:  # the GPU's, such as a lack of memory
+        except RuntimeError as error:  # from the GPU, such as out of memory
             work.future.set_exception(error)
         else:
             work.future.set_result(result)

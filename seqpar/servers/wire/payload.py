@@ -1,7 +1,7 @@
 """Converts tensors to bytes and back, and computes their checksum.
 
-Tensors of tasks on a GPU pass through pinned memory: from other memory, the driver would copy each
-twice while the host waits.
+Tensors of tasks move between a GPU and the host through pinned memory. A copy from or to other
+memory would go through a buffer of the driver, and the host would wait for each one.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
     on_host = [_begin_copy(x) if x.is_cuda else x.to("cpu").contiguous() for x in tensors]
     for device in {x.device for x in tensors if x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    # An empty tensor of NumPy's has strides of 0, which a view as bytes may not have.
+    # A tensor made from an empty NumPy array has strides of 0, and cannot be viewed as bytes.
     flat = (x.view(-1) if x.numel() else x.new_empty(0) for x in on_host)
     return [x.view(torch.uint8).numpy() for x in flat]
 
@@ -130,7 +130,7 @@ def _begin_copy(x: Tensor) -> Tensor:
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Return a tensor that is not initialised, in pinned memory if that is asked for and left."""
+    """Return an uninitialised CPU tensor, pinned if `pinned` and if pinned memory is available."""
     if pinned:
         with suppress(RuntimeError):
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)

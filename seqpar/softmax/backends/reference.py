@@ -116,7 +116,7 @@ def backward(
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
     """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ without pairs."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
-    if options.rank_invariant and k.shape[2] > 1:  # a product's bits may depend on its heads
+    if options.rank_invariant and k.shape[2] > 1:  # bits may depend on the number of heads
         by_kv_head = zip(q.tensor_split(k.shape[2], 2), k.split(1, 2), strict=True)
         parts = [max_logits(x.clone(), y.clone(), slices, options) for x, y in by_kv_head]
         return torch.cat(parts)

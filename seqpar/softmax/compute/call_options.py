@@ -44,7 +44,8 @@ class CallOptions:
     # (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance between the two
     # positions is subtracted from a score. Equality ignores the slopes.
     slopes: Tensor | None = field(default=None, compare=False, repr=False)
-    # Whether bits must not depend on the ranks: tiles begin at fixed positions of a document
+    # Whether bits must be the same on any number of ranks. Tiles then begin at fixed positions of a
+    # document.
     rank_invariant: bool = False
 
     def with_slopes(self, slopes: Tensor | None) -> CallOptions:

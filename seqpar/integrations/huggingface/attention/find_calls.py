@@ -14,10 +14,11 @@ from seqpar.softmax.rehearsal import Preparation
 
 @torch.no_grad()
 def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparation, ...]:
-    """Run the session's model on its part of a batch, as in evaluation; return its kinds of calls.
+    """Run the model once, in evaluation mode; return a preparation for each kind of call it makes.
 
-    Calls whose tables depend on more than the batch's documents are left out. `known` are
-    arguments of `Attention.preparation` that replace what is found.
+    `part` is this rank's part of a batch. Calls whose tables depend on more than the batch's
+    documents are left out. `known` are arguments of `Attention.preparation`; they replace the
+    values that the run finds.
     """
     layout, kinds = part[KEY].main.layout, dict[Any, Preparation]()
 

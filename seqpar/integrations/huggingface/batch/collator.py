@@ -20,10 +20,10 @@ _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
 
 @dataclass(frozen=True)
 class ModelPreparation:
-    """Makes layouts with the tables of all kinds of calls of one model's softmax attention.
+    """Makes layouts that carry the tables of a model's softmax attention, for one rank.
 
-    It can be pickled and called in any process, for one rank. `SequenceParallel.preparation` makes
-    it.
+    `SequenceParallel.preparation` makes it, and lists the calls that it leaves out. It can be
+    pickled and called in any process.
     """
 
     kind: str  # of the layouts: zigzag, striped or contiguous
@@ -31,7 +31,7 @@ class ModelPreparation:
     calls: tuple[Preparation, ...]  # one for each kind of call
 
     def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
-        """Return the layout of documents that `shard` would make, with its tables."""
+        """Return the layout that `shard` would make of these documents, with its tables."""
         layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
         for prepare in self.calls:
             prepare(layout)
@@ -51,9 +51,9 @@ class Collator:
         max_length: the number of tokens to which each sample is cut.
         cu_seqlens: whether to add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
             `max_length_k`, as padding-free collators do.
-        prepare: what `sp.preparation(…)` returned on this rank. The row then has a `layout`, no
-            tensor, with its tables, which `sp.shard` takes. A DataLoader's workers thus build the
-            tables ahead of the step.
+        prepare: the result of `sp.preparation(…)` on this rank. The row then also has a `layout`,
+            a `seqpar.Layout` that carries its attention tables, and `sp.shard` uses it. The
+            workers of a DataLoader thus build the tables ahead of the step.
 
     Returns:
         of a call: `input_ids`, `labels` and `position_ids`, each (1, T). The positions show where
@@ -69,7 +69,7 @@ class Collator:
         prepare: ModelPreparation | None = None,
     ) -> None:
         if prepare is not None and not isinstance(prepare, ModelPreparation):
-            raise ValueError(f"prepare must be of sp.preparation, got {shown(prepare)}")
+            raise ValueError(f"prepare must be a result of sp.preparation, got {shown(prepare)}")
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             raise ValueError(f"max_length must be None or at least 1, got {max_length!r}")
         self._tokenizer, self._most, self._cu_seqlens = tokenizer, max_length, cu_seqlens

@@ -71,7 +71,7 @@ class BatchSharder:
         if KEY in batch:
             raise ValueError("batch must be whole: it was sharded before")
         if layout is None and isinstance(batch.get("layout"), Layout):
-            layout = batch["layout"]  # a collator's
+            layout = batch["layout"]  # from Collator(prepare=…)
         layout = getattr(layout, "layout", layout)
         if layout is not None and not isinstance(layout, Layout):
             expected, found = "a seqpar.Layout or a micro-batch of a plan", type(layout).__name__
@@ -90,7 +90,7 @@ class BatchSharder:
     def preparation(self, calls: tuple[Preparation, ...]) -> ModelPreparation:
         """Return a function that makes the layouts of `shard` with the tables of these calls."""
         if self._with_encoder:
-            raise ValueError("batch must be of a model without an encoder, which has two layouts")
+            raise ValueError("model must have no encoder, which needs a second layout")
         return ModelPreparation(self._kind, self._comm.size, calls)
 
     def check_tokens(self, batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""A collator's rows bring the tables of the model's attention: its step builds none."""
+"""A step on a row of a collator that prepares layouts builds no attention tables."""
 
 import copy
 import pickle
@@ -112,15 +112,15 @@ def test_other_documents_than_the_layouts_are_refused():
 
 
 def test_a_wrong_preparation_is_refused():
-    with pytest.raises(ValueError, match=r"prepare must be of sp\.preparation, got "):
+    with pytest.raises(ValueError, match=r"prepare must be a result of sp\.preparation, got "):
         huggingface.Collator(prepare=len)
 
     def on_rank(comm):
         sp = huggingface.enable(hf.tiny("T5ForConditionalGeneration", dropout_rate=0.0), comm)
-        with pytest.raises(ValueError, match="batch must be of a model without an encoder"):
+        with pytest.raises(ValueError, match="model must have no encoder"):
             sp.preparation({"input_ids": torch.ones(1, 8, dtype=torch.long)})
         sp = huggingface.enable(hf.tiny("BloomForCausalLM"), comm)
-        with pytest.raises(ValueError, match="no attention whose tables depend on documents alone"):
+        with pytest.raises(ValueError, match="tables depend only on documents"):
             sp.preparation(huggingface.Collator()(FEW))
         sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm, strategy="auto")
         with pytest.raises(ValueError, match="a module whose messages depend only on the layout"):
