@@ -97,6 +97,7 @@ def _start_state_server(host: str, process: int) -> str:
     if not sys.executable or getattr(sys, "frozen", False):
         return ""
     token = os.urandom(16).hex()
+    program = sys.executable, "-I", "-S", process_state_server.__file__
     try:
         if os.readlink("/proc/self") != str(process):  # /proc is of another namespace
             return ""
@@ -106,14 +107,7 @@ def _start_state_server(host: str, process: int) -> str:
             # It inherits no other files, which may be sockets that must close with this process. It
             # has its own session, so that no terminal interrupts it.
             child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    process_state_server.__file__,
-                    str(descriptor),
-                    str(process),
-                ],
+                [*program, str(descriptor), str(process)],
                 pass_fds=[descriptor],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -46,7 +46,8 @@ class BatchSharder:
     """Cuts the batches of one model into layouts of a `kind`; `shifts` is as in `Origin`."""
 
     def __init__(self, model: Any, comm: Comm, kind: str, with_images: bool) -> None:
-        self._model, self._comm, self._kind = model, comm, kind
+        self._model, self._comm = model, comm
+        self._make_layout = ModelPreparation(kind, comm.size, ())
         self._with_encoder, self._with_images = encoder_of(model) is not None, with_images
         self.shifts = loss_shifts(model)
         self._origin = Origin(comm, type(model).__module__, self.shifts)
@@ -91,7 +92,7 @@ class BatchSharder:
         """Return a function that makes the layouts of `shard` with the tables of these calls."""
         if self._with_encoder:
             raise ValueError("model must have no encoder, which needs a second layout")
-        return ModelPreparation(self._kind, self._comm.size, calls)
+        return replace(self._make_layout, calls=calls)
 
     def check_tokens(self, batch: Batch) -> None:
         """Refuse tokens outside the vocabulary, with which one rank would fail in a layer."""
@@ -211,8 +212,7 @@ class BatchSharder:
     def _side(self, batch: Batch, prefix: str, layout: Layout | None, cached: bool = False) -> Side:
         x, documents = self._documents(batch, prefix, cached)
         if layout is None:
-            make = getattr(Layout, self._kind)
-            layout = make(documents.cu_seqlens, self._comm.size, equal=True)
+            layout = self._make_layout(documents.cu_seqlens)
         else:
             _check_layout(layout, documents, self._comm.size)
         ids = None if prefix else batch.get("position_ids")
