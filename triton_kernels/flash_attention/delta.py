@@ -21,7 +21,7 @@ from ..checks import Shapes
 from ..specialisation import kernel
 from .configs import Config, padded
 from .launching import Prepared, copied, ready, run, signature, strides
-from .tiles import load_rows
+from .tiles import load_rows, rows_of_program
 
 CONFIG = Config(64, 0, 4, 1)
 
@@ -32,26 +32,17 @@ def flash_delta(
     o_b, o_t, o_h, o_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h, d_b, d_t, d_h,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """Write delta of TILE_ROWS of the `rows_total` rows of one head.
-
-    For shapes see `delta`. Programs are numbered in one dimension, since the other dimensions have
-    at most 65,535.
-    """
-    tiles = tl.cdiv(rows_total, TILE_ROWS)
-    row = tl.program_id(0) % tiles * TILE_ROWS
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    rows = row + tl.arange(0, TILE_ROWS)
-    rows64, valid = rows.to(tl.int64), rows < rows_total
+    """Write delta of TILE_ROWS of the `rows_total` rows of one head; for shapes see `delta`."""
+    batch, head, row, rows, valid = rows_of_program(rows_total, heads, TILE_ROWS)
     out += batch * o_b + head * o_h
     dout += batch * g_b + head * g_h
     out_rows = load_rows(out, row, rows_total, o_t, o_d, TILE_ROWS, DV, BLOCK_DV).to(tl.float32)
     dout_rows = load_rows(dout, row, rows_total, g_t, g_d, TILE_ROWS, DV, BLOCK_DV).to(tl.float32)
     value = tl.sum(out_rows * dout_rows, 1)
     if HAS_DLSE:
-        at = dlse + batch * l_b + head * l_h + rows64 * l_t
+        at = dlse + batch * l_b + head * l_h + rows * l_t
         value -= tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    tl.store(delta + batch * d_b + head * d_h + rows64 * d_t, value, mask=valid)
+    tl.store(delta + batch * d_b + head * d_h + rows * d_t, value, mask=valid)
 
 
 def delta(

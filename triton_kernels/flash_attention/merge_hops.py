@@ -24,7 +24,7 @@ from ..checks import DTYPES, Shapes, check_int, check_rows
 from ..specialisation import kernel
 from .configs import padded
 from .launching import Prepared, run, signature, strides
-from .tiles import within
+from .tiles import rows_of_program, within
 
 _LEAST = tl.constexpr(-1.7976931348623157e308)  # the least finite number of fp64
 _TILE_ELEMENTS = 4096  # of out, per program
@@ -37,13 +37,8 @@ def flash_accumulate(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr, HAS_INDEX: tl.constexpr,
 ):  # fmt: skip
     """Merge TILE_ROWS of the `rows_total` rows of one head; for shapes see `accumulate`."""
-    tiles = tl.cdiv(rows_total, TILE_ROWS)
-    row = tl.program_id(0) % tiles * TILE_ROWS
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    rows, dv = row + tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_DV)
-    valid = rows < rows_total
-    rows = rows.to(tl.int64)
+    batch, head, _, rows, valid = rows_of_program(rows_total, heads, TILE_ROWS)
+    dv = tl.arange(0, BLOCK_DV)
     targets = tl.load(index + rows, mask=valid, other=0) if HAS_INDEX else rows
     at_lse = partial_lse + batch * r_b + head * r_h + targets * r_t
     old = tl.load(at_lse, mask=valid, other=0.0)
@@ -105,13 +100,8 @@ def flash_add_to_rows(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add TILE_ROWS of the `rows_total` rows of one head; for shapes see `add_to_rows`."""
-    tiles = tl.cdiv(rows_total, TILE_ROWS)
-    row = tl.program_id(0) % tiles * TILE_ROWS
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    rows, dv = row + tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_DV)
-    valid = rows < rows_total
-    rows = rows.to(tl.int64)
+    batch, head, _, rows, valid = rows_of_program(rows_total, heads, TILE_ROWS)
+    dv = tl.arange(0, BLOCK_DV)
     targets = tl.load(index + rows, mask=valid, other=0)
     mask = within(valid, dv, DV, BLOCK_DV)
     part += batch * o_b + head * o_h

@@ -178,3 +178,17 @@ def program(tiles, tile_count, heads, batch_heads, head_block):
     batch_head = block * head_block + offset % in_block
     tile = tiles + (offset // in_block) * TILE_WIDTH
     return tile, (batch_head // heads).to(tl.int64), batch_head % heads
+
+
+@triton.jit
+def rows_of_program(rows_total, heads, TILE_ROWS: tl.constexpr):
+    """Return (batch, head, row, rows, valid) of a program that has TILE_ROWS rows of one head.
+
+    `row` is its first row, and `rows` (TILE_ROWS,) are all of them, `valid` below `rows_total`.
+    Programs are numbered in one dimension, since the other dimensions have at most 65,535.
+    """
+    tiles = tl.cdiv(rows_total, TILE_ROWS)
+    row = tl.program_id(0) % tiles * TILE_ROWS
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = row + tl.arange(0, TILE_ROWS)
+    return batch_head // heads, batch_head % heads, row, rows.to(tl.int64), rows < rows_total
