@@ -40,7 +40,7 @@ class Witness:
         self._reads_since_failure = 0
 
     def watch(self, waits: Iterable[frozenset[int]]) -> list[int]:
-        """Choose the ranks to read for the current waits, of which each has the peers."""
+        """Choose the ranks to read; `waits` has the peers of each current wait."""
         ranks = len(self._names)
         ahead = ((self._rank + step) % ranks for step in range(1, ranks))
         present = (peer for peer in ahead if self.watches_all or self.beats.get(peer) != LEFT)

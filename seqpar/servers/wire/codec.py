@@ -34,7 +34,7 @@ class Packed:
     """A request that can be sent to any server any number of times."""
 
     header: Task | StepRequest  # with generation and number 0
-    parts: list[Bytes]  # the payload's buffers; those of CPU tensors share the tensors' memory
+    parts: list[Bytes]  # the payload's buffers; a CPU tensor's buffer shares its memory
     form: Form  # the sizes that the header promises
 
     def numbered(self, generation: int, number: int, **places: Any) -> Task | StepRequest:

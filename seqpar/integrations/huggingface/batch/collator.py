@@ -31,7 +31,7 @@ class ModelPreparation:
     calls: tuple[Preparation, ...]  # one for each kind of call
 
     def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
-        """Return the layout that `shard` would make of these documents, with its tables."""
+        """Return these documents' layout, the same as `shard` makes, with its tables."""
         layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
         for prepare in self.calls:
             prepare(layout)

@@ -95,7 +95,7 @@ class BatchSharder:
         return replace(self._make_layout, calls=calls)
 
     def check_tokens(self, batch: Batch) -> None:
-        """Refuse tokens outside the vocabulary, with which one rank would fail in a layer."""
+        """Refuse tokens outside the vocabulary: one rank would fail in a layer."""
         table = self._model.get_input_embeddings() if not self._with_images else None
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or not isinstance(table, nn.Embedding) or not ids.numel():
