@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from seqpar.core.memo import LOCAL, Memo
+
+T = TypeVar("T")
 
 _ALIGNMENT = 16  # bytes: kernels read tables in vectors
 _copies: dict[tuple[int, torch.device], Tensor] = {}  # by the id of a table that is alive
@@ -71,6 +77,50 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
         upload([table], device)
         copy = _copies[id(table), device]
     return copy
+
+
+class HasTables:
+    """The base of plans whose attributes are tables, or tuples and lists of these."""
+
+
+def placed(plan: T, place: Callable[[Tensor], Tensor]) -> T:
+    """Return a plan with each table x replaced by `place(x)`.
+
+    Tables may be in tuples, lists and `HasTables`.
+    """
+    copied: Any = plan
+    if isinstance(plan, Tensor):
+        copied = place(plan)
+    elif isinstance(plan, list | tuple):
+        items = [placed(x, place) for x in plan]
+        copied = plan._make(items) if hasattr(plan, "_make") else type(plan)(items)
+    elif isinstance(plan, HasTables):
+        copied = copy(plan)
+        vars(copied).update({name: placed(x, place) for name, x in vars(plan).items()})
+    return copied
+
+
+def kept_on(
+    device: torch.device, memo: Memo, key: tuple[Hashable, ...], build: Callable[[], T]
+) -> T:
+    """Return `build()`, a plan on the CPU, kept by its key, with its tables on a device."""
+    if device.type == "cpu":
+        return memo(key, build)
+
+    def place() -> T:
+        plan, tables = memo(key, build), list[Tensor]()
+
+        def note(table: Tensor) -> Tensor:
+            tables.append(table)
+            return table
+
+        placed(plan, note)
+        upload(tables, device)  # all in one copy
+        return placed(plan, lambda table: on_device(table, device))
+
+    if rehearsing():
+        return placed(memo(key, build), lambda table: on_device(table, device))
+    return memo((LOCAL, *key, device), place)
 
 
 def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:

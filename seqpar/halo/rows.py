@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import kept_on
 from seqpar.core.ranges import overlapping, ranges
 from seqpar.layout.geometry import Geometry
 
@@ -51,11 +52,8 @@ def halo_rows(
     geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
 ) -> HaloRows:
     """Return a rank's tables on a device, made once and kept with the layout."""
-
-    return geometry.derived(
-        ("halo", rank, reach, following, device),
-        lambda: _tables(geometry, rank, reach, following, device),
-    )
+    build = lambda: _tables(geometry, rank, reach, following)  # noqa: E731
+    return kept_on(device, geometry.derived, ("halo", rank, reach, following), build)
 
 
 def sent_rows(geometry: Geometry, rank: int, reach: int, following: bool) -> list[tuple[int, int]]:
@@ -116,9 +114,7 @@ def _counted(peers: Ints, counts: Ints) -> list[tuple[int, int]]:
     return [(peer, int(counts[peers == peer].sum())) for peer in np.unique(peers).tolist()]
 
 
-def _tables(
-    geometry: Geometry, rank: int, reach: int, following: bool, device: torch.device
-) -> HaloRows:
+def _tables(geometry: Geometry, rank: int, reach: int, following: bool) -> HaloRows:
     spans, holding = _spans(geometry, reach, following), geometry.holdings[rank]
     sent, sends = _sent(spans, geometry, rank)
     arrived, receives = _received(spans, geometry, rank)
@@ -139,5 +135,5 @@ def _tables(
     order = np.argsort(arrived)
     halo = order[np.searchsorted(arrived[order], tokens[~own])]
     tables = sent, edges, places[own], rows[own], places[~own], halo
-    leaving, *others = (torch.from_numpy(table).to(device) for table in tables)
+    leaving, *others = map(torch.from_numpy, tables)
     return HaloRows(leaving, sends, receives, *others)

@@ -300,7 +300,7 @@ class Layout:
     def prepare(self, attn: Prepares, **call: object) -> Layout:
         """Build the tables of this layout's first call ahead of time, and return this layout.
 
-        `attn` is a module of softmax attention, with the arguments of its `preparation` as `call`:
+        `attn` is an attention module, with the arguments of its `preparation` as `call`:
         `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
         causal=True)`. Otherwise the first call builds them. A pickled layout takes its tables
         along, so another process may prepare it. Call `prepare` once for each kind of call.
@@ -308,7 +308,7 @@ class Layout:
         Raise a ValueError that names a wrong argument.
         """
         if not hasattr(attn, "preparation"):
-            raise ValueError(f"attn must be a module of softmax attention, got {shown(attn)}")
+            raise ValueError(f"attn must be an attention module, got {shown(attn)}")
         attn.preparation(**call)(self)
         return self
 

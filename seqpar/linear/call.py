@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.dtensor import HeadPlacement
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import kept_on
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.handle import name_of
+from seqpar.linear.attend import Options
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import StateRoutes
 
@@ -69,13 +71,15 @@ class ResolvedCall:
     layout: Geometry
     routes: StateRoutes
     shape: OperandShape
+    options: Options[Any]
 
-    def once(self, key: Hashable, build: Callable[[], T]) -> T:
+    def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
         """Return `build()`, called once for all calls that differ only in their tensors.
 
-        The layout keeps the result, which must therefore not refer to the layout or to the call.
+        Its tables are on the device. The layout keeps it, so it must not refer to the layout or to
+        the call.
         """
-        return self.routes.derived(("once", key, self.rank, self.shape), build)
+        return kept_on(device, self.routes.derived, (*key, self.rank, self.shape), build)
 
     @property
     def state_bytes(self) -> int:

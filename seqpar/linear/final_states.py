@@ -6,14 +6,14 @@ Ranks that decode from replicas of a state must not differ in its last bits, so 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.device_tables import HasTables
 from seqpar.core.traffic import Traffic
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.scanning import as_tensor
+from seqpar.linear.scanning import as_table
 
 STEP = 1  # after that of the states which enter spans, whatever the transport
 
@@ -26,7 +26,7 @@ class FinalStates:
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
         device, routes = own.device, call.routes
-        self._plan = call.once(("final states", device), lambda: _Plan(routes, comm.rank, device))
+        self._plan = call.once_on(device, ("final states",), lambda: _Plan(routes, comm.rank))
         self._states = own.new_empty((self._plan.states, *own.shape[1:]))
         self._states[self._plan.own] = own
         received = [(peer, self._states[part]) for peer, part in self._plan.received]
@@ -46,10 +46,10 @@ class FinalStates:
         return self._states if plan.order is None else self._states[plan.order]
 
 
-class _Plan:
+class _Plan(HasTables):
     """The order in which final states arrive: rank by rank, then documents without tokens."""
 
-    def __init__(self, routes: StateRoutes, rank: int, device: torch.device) -> None:
+    def __init__(self, routes: StateRoutes, rank: int) -> None:
         ranks = range(routes.ranks)
         ended = [routes.ended(peer) for peer in ranks]
         stops = np.cumsum([x.size for x in ended]).tolist()
@@ -58,13 +58,13 @@ class _Plan:
         self.received = [(p, parts[p]) for p in ranks if p != rank and ended[p].size]
         self.states = routes.lengths.size
         empty = np.flatnonzero(routes.lengths == 0)  # the documents without tokens
-        self.empty = as_tensor(empty, device) if empty.size else None
+        self.empty = as_table(empty) if empty.size else None
         # Where their states are.
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
         # Where each document's state is; None: they are in the order of the documents.
         in_order = np.array_equal(order, np.arange(order.size))
-        self.order = None if in_order else as_tensor(order, device)
+        self.order = None if in_order else as_table(order)
 
 
 def final_states_traffic(call: ResolvedCall, rank: int, gradients: bool) -> list[Traffic]:
@@ -85,9 +85,10 @@ class FinalGradients:
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
         device, routes = own.device, call.routes
-        ended = call.once(
-            ("final gradients", device),
-            lambda: [as_tensor(routes.ended(rank), device) for rank in range(routes.ranks)],
+        ended = call.once_on(
+            device,
+            ("final gradients",),
+            lambda: [as_table(routes.ended(rank)) for rank in range(routes.ranks)],
         )
         self._own = own.index_select(0, ended[comm.rank])
         arriving = (0, *own.shape) if not len(self._own) else (len(comm.peers), *self._own.shape)

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
-from seqpar.attention.backend import current_backend
+from seqpar.attention.backend import DEFAULT, current_backend
 from seqpar.attention.module import BoundModule
 from seqpar.attention.operands import check_layouts, fold_scale, prepare_operands
 from seqpar.attention.operators import refuse_tangents
+from seqpar.attention.rehearsal import Preparation, described_call
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.core.arguments import as_bool, as_float, check_tensor
 from seqpar.layout.handle import sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import CallArguments, ResolvedCall, batch_second, returned
-from seqpar.linear.inputs import Inputs
+from seqpar.linear.inputs import Inputs, check_heads
+from seqpar.linear.rehearsal import LinearPreparation
 from seqpar.linear.strategy import LinearStrategy
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -46,6 +48,62 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
         tensors, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
         out, states, *_ = torch.ops.seqpar.linear_attention(*tensors, *arguments)
         return returned(out, states if arguments.return_state else None, q.dim() == 4, heads)
+
+    def preparation(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_heads: int | None = None,
+        value_dim: int | None = None,
+        batch: int = 1,
+        device: torch.device | str | None = None,
+        backward: bool = True,
+        causal: bool = True,
+        initial_state: bool = False,
+        return_state: bool = False,
+    ) -> Preparation:
+        """Return a function that builds the tables of a layout ahead of its first call.
+
+        It is used like `preparation` of softmax attention. Tables do not depend on decays, beta or
+        scales.
+
+        Args:
+            heads, kv_heads: the number of query heads, and of states, by default the same.
+            head_dim, value_dim: the head dim of q and k, and of v, by default the same.
+            dtype: the dtype of q, k and v.
+            batch: the batch size.
+            device: the device of q, k and v. Default: the current GPU, if there is one and the
+                group can send from it, otherwise the CPU.
+            backward: whether calls have a backward.
+            causal, return_state: as in a call.
+            initial_state: whether calls have one.
+
+        Raises:
+            ValueError: if an argument is wrong. The message names it.
+        """
+        strategy, kv_heads = self._bound.strategy, heads if kv_heads is None else kv_heads
+        described = described_call(
+            self._bound, dtype, device, backward, batch=batch, heads=heads, kv_heads=kv_heads,
+            dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
+        )  # fmt: skip
+        shape, device = described["shape"], described["device"]
+        sizes = (shape.heads, shape.dim), (kv_heads, shape.dim), (kv_heads, shape.value_dim)
+        inputs = Inputs(*(torch.empty(batch, 0, *x, dtype=dtype, device=device) for x in sizes))
+        check_heads(inputs)
+        causal = as_bool("causal", causal)
+        if not causal and strategy.family == "recurrent":
+            raise ValueError("causal must be True for recurrent layers, got False")
+        forced = current_backend(strategy.family)
+        return LinearPreparation(
+            **described,
+            strategy=strategy,
+            causal=causal,
+            has_initial_state=as_bool("initial_state", initial_state),
+            return_state=as_bool("return_state", return_state),
+            backend=strategy.default_backend(inputs) if forced == DEFAULT else forced,
+        )
 
     def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
         *inputs, initial = tensors

@@ -35,6 +35,7 @@ from seqpar.comm.messages.header import CallDigest, empty_numbers
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.call import SCHEMA, CallArguments, ResolvedCall
 from seqpar.linear.inputs import Inputs
+from seqpar.linear.rehearsal import upload_tables
 from seqpar.linear.strategy import LinearStrategy
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
@@ -63,6 +64,8 @@ def _linear_attention(*operands: Any) -> list[Tensor]:
     bound.announce("forward")
     comm = _prepared(comm, bound, arguments, call, inputs, "forward")
     with without_autocast(inputs.q):
+        differentiated = any(x is not None and x.requires_grad for x in (*inputs, initial))
+        upload_tables(bound.strategy, comm, call, inputs, differentiated)
         result = bound.strategy.forward(comm, call, _unit_strides(inputs), initial)
         return [*result, comm.numbers.as_tensor()]
 

@@ -19,21 +19,22 @@ from torch.nn.functional import pad
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.core.arguments import Ints
 from seqpar.core.background import run_async
+from seqpar.core.device_tables import HasTables, rehearsing
 from seqpar.linear.chains import Hop
 
 Index = slice | Tensor
 
 
-def as_tensor(numbers: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+def as_table(numbers: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers))
 
 
-def index_of(numbers: Ints, device: torch.device) -> Index:
-    """Return consecutive numbers as a slice, and others as a tensor on the device."""
+def index_of(numbers: Ints) -> Index:
+    """Return consecutive numbers as a slice, and others as a table."""
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
-    return as_tensor(numbers, device)
+    return as_table(numbers)
 
 
 class Carrying(NamedTuple):
@@ -60,8 +61,8 @@ class Round(NamedTuple):
     added: list[tuple[Index, Index]]
 
 
-class Rounds:
-    """One rank's rounds in one pass, with their tables on a device.
+class Rounds(HasTables):
+    """One rank's rounds in one pass.
 
     A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are
     numbered block by block. `hops`, `sources` and `stations` belong to the rank; the last two are
@@ -76,7 +77,6 @@ class Rounds:
         stations: int,
         rows: int,
         blocks: int,
-        device: torch.device,
     ) -> None:
         self.blocks, self.rows, self.stations = blocks, rows // blocks, stations
         # The number of links in each message, and of arrivals in each place. If some station gets
@@ -93,7 +93,7 @@ class Rounds:
         self.pads = bool((states < 0).any())
         of_blocks = states * blocks + np.arange(blocks)[:, None]
         of_blocks = np.where(states < 0, sources * blocks, of_blocks).ravel()
-        self.states = as_tensor(of_blocks, device)
+        self.states = as_table(of_blocks)
 
         reached = joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
@@ -104,7 +104,7 @@ class Rounds:
         sums[slots[at_station]] = first[at_station, None] + np.arange(blocks) * reached.size
         # (stations · blocks,) the arrivals with the sums at stations: all blocks of each station,
         # by slot.
-        self.sums = as_tensor(sums.ravel(), device)
+        self.sums = as_table(sums.ravel())
 
         order = sorted((x.depth + b, i, b) for i, x in enumerate(hops) for b in range(blocks))
         rounds = {number: Round(number, [], [], [], [], []) for number, _, _ in order}
@@ -125,7 +125,7 @@ class Rounds:
                 now.recvs.append((hop.source, place))
             passed = hop.carries_from[hop.carries_from >= 0]
             if hop.source == rank and passed.size:
-                carried = index_of(before + first[np.searchsorted(slots, passed)], device)
+                carried = index_of(before + first[np.searchsorted(slots, passed)])
                 carriers = None if passed.size == hop.rows.size else passed.size
                 now.carrying.append(Carrying(message, carriers, carried))
             if hop.target == rank:
@@ -133,7 +133,7 @@ class Rounds:
                 earlier = first[np.searchsorted(slots, hop.target_slots)]
                 again = earlier < numbers
                 if again.any():
-                    to, what = (index_of(before + x[again], device) for x in (earlier, numbers))
+                    to, what = (index_of(before + x[again]) for x in (earlier, numbers))
                     now.added.append((to, what))
         self.rounds = list(rounds.values())  # in which the rank does anything
         # Of each message that carries sums, how many of its links do; None: all.
@@ -147,7 +147,7 @@ def joined(parts: list[Ints]) -> Ints:
 
 def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
     """Run a function that uses some tensors, perhaps aside; return one that waits for its end."""
-    if aside:
+    if aside and not rehearsing():
         return run_async(run, *used)
     run()
     return lambda: None

@@ -115,12 +115,16 @@ class LinearStrategy(Generic[C]):
         return call
 
     def with_backend(self, arguments: CallArguments, inputs: Inputs) -> CallArguments:
-        """Return the arguments with a backend that is not the default.
+        """Return the arguments with a backend that is not the default."""
+        if arguments.backend != DEFAULT:
+            return arguments
+        return arguments._replace(backend=self.default_backend(inputs))
+
+    def default_backend(self, inputs: Inputs) -> str:
+        """Return the backend that is chosen by default.
 
         CPUs use "aten". On CUDA it is many small operators, so its choice there warns once.
         """
-        if arguments.backend != DEFAULT:
-            return arguments
         chosen, preferred = "aten", PREFERRED[self.family]
         if inputs.q.is_cuda:
             reason = refusal(self.family, preferred, inputs.q, inputs.v)
@@ -128,7 +132,7 @@ class LinearStrategy(Generic[C]):
                 chosen = preferred
             else:
                 _warn(f"{self.family} attention runs as plain PyTorch on CUDA: {reason}")
-        return arguments._replace(backend=chosen)
+        return chosen
 
     def check_shapes(self, inputs: Inputs) -> None:
         """Raise if shapes are wrong, before anything is derived from them."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from seqpar.attention.backend import current_backend
 from seqpar.attention.module import BoundModule, make_strategy
-from seqpar.attention.operands import OperandShape, fold_scale, prepare_operands
+from seqpar.attention.operands import fold_scale, prepare_operands
+from seqpar.attention.rehearsal import Preparation, described_call
 from seqpar.comm.dtensor import HeadPlacement, local_heads
 from seqpar.comm.messages.exchange import Group
 from seqpar.comm.routing.routing import Routing
@@ -21,14 +22,10 @@ from seqpar.core.arguments import (
     WindowSize,
     as_bool,
     as_deterministic,
-    as_int,
     check_tensor,
-    shown,
 )
 from seqpar.core.compiling import outside_graphs
-from seqpar.core.dtypes import DTYPES
 from seqpar.core.traffic import Traffic
-from seqpar.kernels.gpus import gpu_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.call import (
@@ -43,7 +40,7 @@ from seqpar.softmax.call import (
 from seqpar.softmax.compute.max_logits import max_logits_traffic
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
 from seqpar.softmax.operator import as_result, attention_op
-from seqpar.softmax.rehearsal import Preparation, PreparedOptions
+from seqpar.softmax.rehearsal import PreparedOptions, SoftmaxPreparation
 from seqpar.softmax.resolution import resolve
 from seqpar.softmax.strategy import Strategy
 
@@ -309,38 +306,24 @@ class Attention(BoundModule[Strategy]):
             ValueError: if an argument is wrong, or the module decides in each call what it sends
                 (`AutoAttention`, and attention on a `ServerPool`). The message names it.
         """
-        strategy, comm = self._bound.strategy, self._bound.comm
+        strategy = self._bound.strategy
         if not strategy.rehearses:
             expected = "a module whose messages depend only on the layout"
             raise ValueError(f"attn must be {expected}, got {strategy.name!r}")
         kv_heads = heads if kv_heads is None else kv_heads
-        value_dim = options.pop("value_dim", head_dim)
-        sizes = {"batch": options.pop("batch", 1), "heads": heads, "kv_heads": kv_heads}
-        sizes |= {"dim": head_dim, "value_dim": value_dim}
-        counts = {name: as_int(name, size, 1) for name, size in sizes.items()}
-        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
-        if counts["heads"] % counts["kv_heads"]:
+        described = described_call(
+            self._bound, dtype, device, backward, batch=options.pop("batch", 1), heads=heads,
+            kv_heads=kv_heads, dim=head_dim, value_dim=options.pop("value_dim", head_dim),
+        )  # fmt: skip
+        if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, {kv_heads}, got {heads}")
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            device = device if comm.sends_from(torch.device(device)) else "cpu"
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return Preparation(
+        return SoftmaxPreparation(
+            **described,
             strategy=strategy,
-            rank=self.rank,
-            ranks=self.ranks,
-            is_routed=self._bound.routing is not None,
-            shape=OperandShape(dtype, **counts),
             has_sinks=as_bool("sinks", options.pop("sinks", False)),
-            backward=as_bool("backward", backward),
             options=options,  # type: ignore[arg-type]
             backend=current_backend("softmax"),
             deterministic=bool(self.deterministic),
-            device=device,
-            gpu=gpu_of(device) if device.type == "cuda" else None,
         )
 
     def mask_area(

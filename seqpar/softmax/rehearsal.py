@@ -1,54 +1,28 @@
 """Find the tables of a call before it begins, and send them to the device in one copy.
 
-A rehearsal runs the strategy's forward and backward on meta tensors. Nothing is computed or sent. A
-`Preparation` rehearses a module's calls ahead of time, in any process.
+A rehearsal runs the strategy's forward and backward on meta tensors. Nothing is computed or sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.comm.messages.header import Message
-from seqpar.core.arguments import CuSeqlens, WindowSize, shown
-from seqpar.core.device_tables import rehearse, upload
+from seqpar.attention.rehearsal import Preparation, SilentComm, UploadedTables
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.arguments import CuSeqlens, WindowSize
+from seqpar.core.device_tables import rehearse
 from seqpar.core.hooks import hooks
 from seqpar.core.memo import LOCAL
-from seqpar.kernels.gpus import Gpu, assume
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.call import ArgumentKeywords, CallArguments, Causal, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.strategy import Strategy
-
-_copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}  # each last copy
-
-
-class UploadedTables:
-    def __init__(self, tables: Iterable[Tensor], device: torch.device) -> None:
-        self._device, self._memory = device, upload(tables, device)
-        events = _copied.setdefault(device, {})
-        if self._memory is not None and self._memory.is_cuda:
-            stream = torch.cuda.current_stream(device)
-            events[stream] = stream.record_event()
-        self._events = dict(events)  # other calls may have copied some of the tables
-
-    def wait(self) -> None:
-        """Make the current stream wait for copies that other streams made."""
-        if not self._events or torch.cuda.is_current_stream_capturing():
-            return
-        current = torch.cuda.current_stream(self._device)
-        for stream, event in self._events.items():
-            if stream != current:
-                current.wait_event(event)
-                if self._memory is not None:
-                    self._memory.record_stream(current)
 
 
 def upload_tables(
@@ -119,26 +93,6 @@ def _run_on_meta(strategy: Strategy, call: ResolvedCall, routed: bool, backward:
     strategy.backward(comm, call, torch.empty_like(out), dlse, sinks, residuals)
 
 
-class SilentComm(Comm):
-    """The ranks of a group, without messages."""
-
-    def __init__(self, rank: int, size: int, is_routed: bool) -> None:
-        super().__init__("silent", rank, size)
-        self._is_routed = is_routed
-
-    @property
-    def is_routed(self) -> bool:
-        return self._is_routed
-
-    def exchange(
-        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
-    ) -> Pending:
-        return Pending([], [])
-
-    def channel(self, name: str) -> Comm:
-        return self
-
-
 class PreparedOptions(TypedDict, total=False):
     """Further arguments of `Attention.preparation`; most are arguments of a call."""
 
@@ -155,41 +109,14 @@ class PreparedOptions(TypedDict, total=False):
     return_max_logits: bool
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """Builds the tables of one kind of call ahead of time.
-
-    It can be pickled and called in any process: `preparation(layout)` builds the tables of the
-    layout, and returns the layout.
-    """
-
-    # strategy, rank, ranks, is_routed: the module's strategy, its place, and whether it relays
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxPreparation(Preparation):
     strategy: Strategy
-    rank: int
-    ranks: int
-    is_routed: bool
-    shape: OperandShape  # the dtype and sizes of the operands
     options: ArgumentKeywords  # the other arguments of the call
-    # backend, deterministic: as in `CallArguments`
-    backend: str
     deterministic: bool
-    # has_sinks, backward: whether the calls have sinks, and a backward
     has_sinks: bool
-    backward: bool
-    # device, gpu: the device of the operands, and the facts about it if it is a GPU
-    device: torch.device
-    gpu: Gpu | None
 
-    def __call__(self, layout: Layout) -> Layout:
-        """Build the tables of a layout, which keeps them and takes them along when it is pickled.
-
-        Raise a ValueError if the call would be refused with this layout.
-        """
-        if not isinstance(layout, Layout):
-            raise ValueError(f"layout must be a seqpar.Layout, got {shown(layout)}")
-        if self.gpu is not None:
-            assume(self.device, self.gpu)
-        comm = SilentComm(self.rank, self.ranks, self.is_routed)
+    def _build(self, comm: Comm, layout: Layout) -> None:
         size = self.strategy.merged_size(self.ranks)
         first = self.rank // size * size
         arguments = CallArguments.of(
@@ -201,4 +128,3 @@ class Preparation:
         if arguments.return_max_logits:
             call = replace(call, max_logits=MaxLogits(torch.empty(self.shape.heads)))
         tables_of(self.strategy, comm, call, self.device, self.backward)
-        return layout._with_tables()

@@ -60,9 +60,8 @@ class GatheredStates:
     def __init__(self, comm: Comm, call: StateCall, device: torch.device, backward: bool) -> None:
         rank, routes, shape = comm.rank, call.routes, call.shape
         self._comm, self._label = comm, f"lasp2 {'backward' if backward else 'forward'}"
-        self._plan = call.once(
-            ("gathering", backward, device),
-            lambda: Gathering(routes, rank, backward, shape, device),
+        self._plan = call.once_on(
+            device, ("gathering", backward), lambda: Gathering(routes, rank, backward, shape)
         )
         options, plan = call.options, self._plan
         weighed = options.derived(plan, lambda: plan.weigh(options))

@@ -19,6 +19,7 @@ from torch import Tensor
 from seqpar.attention.operands import OperandShape
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints, as_int
+from seqpar.core.device_tables import HasTables
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
@@ -72,11 +73,11 @@ class _Scanned(ScannedStates):
             )
             rows = shape.batch * shape.kv_heads * shape.dim
             parts = blocks_of(shape, blocks)
-            plan = Rounds(hops, rank, sources, stations, rows, parts, device)
+            plan = Rounds(hops, rank, sources, stations, rows, parts)
             leaving = joined([hop.rows for hop in hops if hop.source == rank])
-            return plan, _Decays(plan, leaving, shape, device)
+            return plan, _Decays(plan, leaving, shape)
 
-        plan, decays = call.once(("rounds", backward, blocks, device), build)
+        plan, decays = call.once_on(device, ("rounds", backward, blocks), build)
         options = call.options
         self._weights = options.derived(decays, lambda: decays.weights(options))
         super().__init__(comm, plan, f"zeco {'backward' if backward else 'forward'}")
@@ -92,13 +93,13 @@ class _Scanned(ScannedStates):
             message.addcmul_(carried, weights)
 
 
-class _Decays:
-    """Over how many rows sums decay that messages carry on, on a device, and in which heads."""
+class _Decays(HasTables):
+    """Over how many rows sums decay that messages carry on, and in which heads."""
 
-    def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape, device: torch.device) -> None:
+    def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape) -> None:
         heads = np.arange(plan.blocks * plan.rows) // shape.dim % shape.kv_heads
-        self._rows = torch.from_numpy(rows.astype(np.float64)[:, None]).to(device)
-        self._heads = torch.from_numpy(heads.reshape(plan.blocks, 1, plan.rows)).to(device)
+        self._rows = torch.from_numpy(rows.astype(np.float64)[:, None])
+        self._heads = torch.from_numpy(heads.reshape(plan.blocks, 1, plan.rows))
         self._dtype = accumulator_dtype(shape.dtype)
         self._leaving, self._carriers = plan.leaving, plan.carriers
 

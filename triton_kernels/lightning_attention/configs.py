@@ -97,16 +97,16 @@ for _width in _SINGLE:
         TABLE["interpreter", _precision, _width] = KernelConfigs(*[Config(32, 32, 4, 1)] * 3)
 
 
-def choose(kind: str, x: Tensor, dim: int) -> Config:
+def choose(kind: str, x: Tensor, dim: int, device: torch.device | None = None) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
     It depends on the device, dtype and head dim of an operand (B, T, H, D), and on `dim`, the head
-    dim of the other operands.
+    dim of the other operands. By default the device is that of the operand.
     """
     check_kind(kind, KernelConfigs._fields)
     check_operand("x", x)
     check_dim("dim", dim)
-    return _chosen(kind, x.device, x.dtype, max(x.shape[-1], dim))
+    return _chosen(kind, device or x.device, x.dtype, max(x.shape[-1], dim))
 
 
 @cache

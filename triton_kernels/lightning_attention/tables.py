@@ -7,7 +7,7 @@ state may leave at its end. Each state between segments has a slot, numbered alo
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,17 @@ class SegmentTables:
     lengths: Tensor  # (slots,) the rows of each slot's segment
     # prepared calls (`launching.py`); freed with the tables
     prepared: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> SegmentTables:
+        """Return the same tables, each replaced by `place(table)`."""
+        return SegmentTables(
+            self.leaving, place(self.segments), place(self.summed), place(self.carried),
+            place(self.chains), place(self.lengths),
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tables = self.segments, self.summed, self.carried, self.chains, self.lengths
+        return SegmentTables, (self.leaving, *tables)  # prepared calls belong to this process
 
 
 def segment_length(tokens: int, count: int) -> int:

@@ -9,25 +9,21 @@ ranks, or for many short documents, nearly all maps are of heads. The last span 
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
-import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import HasTables
 from seqpar.linear.chains import Chain
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.maps import Maps, apply
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.scanning import as_tensor
+from seqpar.linear.scanning import as_table
 
 
-class Ends:
+class Ends(HasTables):
     """The heads and tails of chains that one rank holds, in one pass."""
 
-    def __init__(
-        self, routes: StateRoutes, rank: int, backward: bool, device: torch.device
-    ) -> None:
+    def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
         chain = Chain.of(routes, backward)
         mine = np.flatnonzero(chain.holder == rank)
         heads = mine[(chain.number[mine] == 0) & (chain.stations[mine] >= 0)]
@@ -36,15 +32,14 @@ class Ends:
         entered = np.flatnonzero(chain.maps[heads] >= 0)
         carried = np.flatnonzero(chain.number[tails] > 0)
 
-        tensor = partial(as_tensor, device=device)
-        self.documents = tensor(chain.documents[tails])  # of tails that have a map
-        self.of_heads = tensor(chain.documents[heads])  # of heads that a state enters
+        self.documents = as_table(chain.documents[tails])  # of tails that have a map
+        self.of_heads = as_table(chain.documents[heads])  # of heads that a state enters
         empty = np.flatnonzero(routes.lengths == 0)
-        self.without_tokens = tensor(empty) if empty.size else None
-        self._head_stations = tensor(chain.stations[heads])
-        self._entered, self._head_maps = tensor(entered), tensor(chain.maps[heads[entered]])
-        self._carried, self._tail_maps = tensor(carried), tensor(chain.maps[tails])
-        self._tail_stations = tensor(chain.stations[tails[carried]])
+        self.without_tokens = as_table(empty) if empty.size else None
+        self._head_stations = as_table(chain.stations[heads])
+        self._entered, self._head_maps = as_table(entered), as_table(chain.maps[heads[entered]])
+        self._carried, self._tail_maps = as_table(carried), as_table(chain.maps[tails])
+        self._tail_stations = as_table(chain.stations[tails[carried]])
 
     def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
         """Return the maps with, as the heads' states, those that leave them.

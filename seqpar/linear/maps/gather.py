@@ -21,13 +21,14 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import HasTables
 from seqpar.core.ranges import ranges
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.routes import StateRoutes
-from seqpar.linear.scanning import Index, as_tensor, index_of
+from seqpar.linear.scanning import Index, as_table, index_of
 from seqpar.linear.strategy import Exchange
 
 
@@ -44,21 +45,19 @@ class Fold(NamedTuple):
     documents: int
 
 
-class Gathering:
-    """One rank's part in the exchange of one pass, with its tables on a device.
+class Gathering(HasTables):
+    """One rank's part in the exchange of one pass.
 
     The rank folds states of heads, and full maps. In both tensors its own entries come first.
     """
 
-    def __init__(
-        self, routes: StateRoutes, rank: int, backward: bool, device: torch.device
-    ) -> None:
+    def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
         chain = Chain.of(routes, backward)
         mine = chain.holder == rank
         used = np.flatnonzero(mine & (chain.behind > 0))
         parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
         # The slots of its maps that other spans need: of heads, and full maps.
-        self.own = [as_tensor(chain.maps[part], device) for part in parts]
+        self.own = [as_table(chain.maps[part]) for part in parts]
         place = np.full(chain.number.size, -1)  # of each span that the rank needs, in its tensor
         for part in parts:
             place[part] = np.arange(part.size)
@@ -66,7 +65,7 @@ class Gathering:
         self.sends = []  # (peer, own heads, own full maps) that each peer gets
         for peer, spans in sent_spans(chain, rank):
             of_heads = chain.number[spans] == 0
-            some, full = (index_of(place[spans[x]], device) for x in (of_heads, ~of_heads))
+            some, full = (index_of(place[spans[x]]) for x in (of_heads, ~of_heads))
             self.sends.append((peer, some, full))
 
         reach = _reach(chain)
@@ -89,7 +88,7 @@ class Gathering:
 
         order = np.argsort(-chain.number[last], kind="stable")
         heads, lasts = heads[order], chain.number[last][order]
-        self.first = index_of(place[heads], device)  # where running states begin, among heads
+        self.first = index_of(place[heads])  # where running states begin, among heads
         self.folds = []
         rows = np.repeat(np.arange(heads.size), lasts + 1)
         spans = ranges(heads, heads + lasts + 1)
@@ -101,9 +100,9 @@ class Gathering:
             row, span = rows[start:stop], spans[start:stop]
             station = mine[span]
             applied = span[chain.number[span] < lasts[row]]
-            entered = as_tensor(chain.stations[span[station]], device) if station.any() else None
-            maps = index_of(place[applied], device) if applied.size else None
-            self.folds.append(Fold(entered, index_of(row[station], device), maps, applied.size))
+            entered = as_table(chain.stations[span[station]]) if station.any() else None
+            maps = index_of(place[applied]) if applied.size else None
+            self.folds.append(Fold(entered, index_of(row[station]), maps, applied.size))
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
@@ -163,8 +162,8 @@ class GatheredMaps:
         rank, routes = comm.rank, call.routes
         self._comm, self._call = comm, call
         self._label = f"recurrent {'backward' if backward else 'forward'}"
-        self._plan = call.once(
-            ("map gathering", backward, device), lambda: Gathering(routes, rank, backward, device)
+        self._plan = call.once_on(
+            device, ("map gathering", backward), lambda: Gathering(routes, rank, backward)
         )
         spans = routes.held(rank).states
         self._stations = spans.states_out if backward else spans.states_in

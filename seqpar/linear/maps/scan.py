@@ -66,15 +66,15 @@ class _Scanned(ScannedStates):
             rows = shape.batch * shape.kv_heads * shape.value_dim
             sources, stations = reversed(counts) if backward else counts
             parts = blocks_of(shape, blocks)
-            plan = Rounds(hops, rank, sources, stations, rows, parts, device)
+            plan = Rounds(hops, rank, sources, stations, rows, parts)
             carriers = [
-                index_of(hop.own_states[hop.carries_from >= 0], device)
+                index_of(hop.own_states[hop.carries_from >= 0])
                 for hop in hops
                 if hop.source == rank
             ]
             return plan, carriers
 
-        plan, self._carriers = call.once(("map rounds", backward, blocks, device), build)
+        plan, self._carriers = call.once_on(device, ("map rounds", backward, blocks), build)
         super().__init__(comm, plan, f"recurrent {'backward' if backward else 'forward'}")
 
     def post(self, maps: Maps) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from seqpar.attention.operands import check_ranks_of
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
+from seqpar.core.memo import LOCAL, MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import HookedSteps, begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
@@ -80,7 +80,7 @@ class MapStrategy(LinearStrategy[MapCall]):
             check_spans(layout, shape, elements(kind, shape.dim, shape.value_dim), "maps")
             return StateRoutes.of(layout, True, arguments.return_state, has_initial_state)
 
-        settled = layout.derived(("settled recurrent",), lambda: Memo(MAX_KEPT_SETTINGS))
+        settled = layout.derived((LOCAL, "settled recurrent"), lambda: Memo(MAX_KEPT_SETTINGS))
         key = comm.rank, comm.size, kind, shape, has_initial_state, *arguments.settings
         routes = settled(key, settle)
         options = MapOptions(kind, arguments.scale, arguments.backend)
@@ -92,7 +92,7 @@ class MapStrategy(LinearStrategy[MapCall]):
         routes, device = call.routes, inputs.q.device
         spans = routes.held(comm.rank).states
         exchange = self.exchange(comm, call, device, backward=False)
-        ends = _ends(comm, call, device, backward=False)
+        ends = _ends(call, device, backward=False)
         steps = begin_forward(inputs, spans, call.options)
         entering = None if initial is None else initial.index_select(0, ends.of_heads)
         maps, states_in = _pass(call.options.kind, exchange, ends, steps, entering)
@@ -120,7 +120,7 @@ class MapStrategy(LinearStrategy[MapCall]):
         if routes.returns_final_state:
             final_gradients = FinalGradients(comm, call, dfinal, self.name)
         exchange = self.exchange(comm, call, device, backward=True)
-        ends = _ends(comm, call, device, backward=True)
+        ends = _ends(call, device, backward=True)
         entered = states_in if spans.states_in else None
         steps = begin_backward(inputs, dout, spans, call.options, entered)
         entering = None if final_gradients is None else final_gradients.wait()
@@ -136,9 +136,9 @@ class MapStrategy(LinearStrategy[MapCall]):
         return BackwardResult(gradients, dinitial)
 
 
-def _ends(comm: Comm, call: MapCall, device: torch.device, backward: bool) -> Ends:
-    routes = call.routes
-    return call.once(("ends", backward, device), lambda: Ends(routes, comm.rank, backward, device))
+def _ends(call: MapCall, device: torch.device, backward: bool) -> Ends:
+    routes, rank = call.routes, call.rank
+    return call.once_on(device, ("ends", backward), lambda: Ends(routes, rank, backward))
 
 
 def _pass(

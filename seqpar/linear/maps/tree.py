@@ -31,7 +31,7 @@ from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
 from seqpar.linear.maps.strategy import MapCall, MapStrategy
-from seqpar.linear.scanning import Index, as_tensor, index_of, start
+from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
@@ -66,7 +66,7 @@ def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
         yield step, mine[chain.behind[mine] >= 1 << step]
 
 
-def _steps(chain: Chain, rank: int, device: torch.device) -> Iterator[Step]:
+def _steps(chain: Chain, rank: int) -> Iterator[Step]:
     mine = np.flatnonzero(chain.holder == rank)
     for number, sent in sent_windows(chain, rank):
         apart = 1 << number
@@ -78,15 +78,15 @@ def _steps(chain: Chain, rank: int, device: torch.device) -> Iterator[Step]:
         for peer in np.unique(targets).tolist():
             spans = sent[targets == peer]
             early = chain.number[spans] < apart
-            complete, others = (index_of(chain.maps[spans[x]], device) for x in (early, ~early))
+            complete, others = (index_of(chain.maps[spans[x]]) for x in (early, ~early))
             sends.append((peer, complete, others))
         early = chain.number[reached] < 2 * apart
-        whole, partial = (_arrivals(chain, reached[x], apart, device) for x in (early, ~early))
+        whole, partial = (_arrivals(chain, reached[x], apart) for x in (early, ~early))
         peers = {peer for peer, *_ in [*sends, *whole.parts, *partial.parts]}
         yield Step(number, sends, whole, partial, bool(peers - {rank}))
 
 
-def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> Arrivals:
+def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
     """Return the windows that arrive at spans, from spans `apart` before them."""
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
@@ -96,10 +96,10 @@ def _arrivals(chain: Chain, reached: Ints, apart: int, device: torch.device) -> 
     parts = list(zip(ranks.tolist(), map(slice, first.tolist(), stops), strict=False))
     onward = np.flatnonzero(chain.behind[reached] >= 2 * apart)
     return Arrivals(
-        stations=as_tensor(chain.stations[reached], device),
+        stations=as_table(chain.stations[reached]),
         parts=parts,
-        onward=index_of(onward, device),
-        maps=as_tensor(chain.maps[reached[onward]], device),
+        onward=index_of(onward),
+        maps=as_table(chain.maps[reached[onward]]),
     )
 
 
@@ -139,9 +139,10 @@ class _Doubled:
         rank, routes = comm.rank, call.routes
         self._comm, self._call = comm, call
         self._label = f"recurrent {'backward' if backward else 'forward'}"
-        self._steps = call.once(
-            ("doubling", backward, device),
-            lambda: list(_steps(Chain.of(routes, backward), rank, device)),
+        self._steps = call.once_on(
+            device,
+            ("doubling", backward),
+            lambda: list(_steps(Chain.of(routes, backward), rank)),
         )
         spans = routes.held(rank).states
         self._stations = spans.states_out if backward else spans.states_in

@@ -13,7 +13,7 @@ Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -43,6 +43,12 @@ class StateOptions(Options[Tensor]):
     # the weights of states that have been computed. Calls with constant decays, which came from the
     # CPU, share their options; with others, these are a call's own.
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
+
+    def on_meta(self) -> StateOptions:
+        log_decay = self.log_decay
+        if log_decay is not None:
+            log_decay = torch.empty_like(log_decay, device="meta")
+        return replace(self, log_decay=log_decay, derived=Memo())
 
     def power(self, exponents: Tensor, heads: int) -> Tensor:
         """Return (…, Hkv) fp64: λ^exponents, and 0 where one of these integers is negative."""
@@ -89,7 +95,7 @@ def check_values(log_decay: Tensor) -> None:
         _right[key] = log_decay
 
 
-def on_device(log_decay: Tensor, device: torch.device) -> Tensor:
+def constant_on(log_decay: Tensor, device: torch.device) -> Tensor:
     """Return log_decay in fp64 on the device; the same values are copied there once."""
     if log_decay.device.type == "cpu":
         return _copy(device, *log_decay.tolist())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
+from seqpar.core.device_tables import HasTables
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import count_up, ranges
 from seqpar.linear.routes import Route, StateRoutes, StateSums
@@ -26,18 +27,14 @@ from seqpar.linear.states.options import StateOptions
 Sum = Callable[[Tensor], Tensor]  # states -> their sums
 
 
-class SumsOnDevice:
-    """Several sums on one device, whose weights are computed together.
+class WeightedSums(HasTables):
+    """Several sums, whose weights are computed together."""
 
-    Tables are copied to it once, here: a copy in each call would make the host wait.
-    """
-
-    def __init__(
-        self, sums: Sequence[StateSums], shape: OperandShape, device: torch.device
-    ) -> None:
+    def __init__(self, sums: Sequence[StateSums], shape: OperandShape) -> None:
         # A bag is a sum for one sequence of the batch and one head: of rows of D·Dv elements.
         self._dtype, lanes = accumulator_dtype(shape.dtype), shape.batch * shape.kv_heads
-        self._sums, rows, lanes_of = [], [], []
+        self._sums: list[tuple[int, Tensor, Tensor]] = []  # (groups, members, edges of groups)
+        rows, lanes_of = [], []
         for each in sums:
             count, start = (
                 np.repeat(x, lanes) for x in (each.counts, np.cumsum(each.counts) - each.counts)
@@ -45,13 +42,13 @@ class SumsOnDevice:
             member = ranges(start, start + count)
             lane = np.repeat(count_up(np.full_like(each.counts, lanes)), count)
             members, edges = each.members[member] * lanes + lane, np.r_[0, np.cumsum(count)]
-            on_device = (torch.from_numpy(x).to(device) for x in (members, edges))
-            self._sums.append(partial(_sum, each.counts.size, *on_device))
+            tables = torch.from_numpy(members), torch.from_numpy(edges)
+            self._sums.append((each.counts.size, *tables))
             rows.append(each.rows[member])
             lanes_of.append(lane)
         self._sizes = [x.size for x in rows]
         columns = np.concatenate(rows).astype(np.float64), np.concatenate(lanes_of) % shape.kv_heads
-        self._rows, self._heads = (torch.from_numpy(x).to(device) for x in columns)
+        self._rows, self._heads = map(torch.from_numpy, columns)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
         """Return the sums, as functions of states; what they need besides is computed here."""
@@ -59,7 +56,7 @@ class SumsOnDevice:
         if options.log_decay is not None:
             powers = torch.exp(self._rows * options.log_decay[self._heads])
             weights = powers.to(self._dtype).split(self._sizes)
-        return list(map(partial, self._sums, weights))
+        return [partial(_sum, *x, weight) for x, weight in zip(self._sums, weights, strict=True)]
 
 
 def _sum(
@@ -73,8 +70,8 @@ def _sum(
     return sums.view(groups, *states.shape[1:])
 
 
-class Gathering:
-    """One rank's part in LASP-2's exchange of one pass, with its tables on a device.
+class Gathering(HasTables):
+    """One rank's part in LASP-2's exchange of one pass.
 
     It composes states, sends parts of these, and adds up what arrives from all ranks, itself
     included.
@@ -86,7 +83,6 @@ class Gathering:
         rank: int,
         backward: bool,
         shape: OperandShape,
-        device: torch.device,
     ) -> None:
         ranks = range(routes.ranks)
         outgoing = [routes.route(rank, peer, backward) for peer in ranks]
@@ -111,7 +107,7 @@ class Gathering:
         sums = [arrive, *_added_up(routes, rank, backward)]
         if self._compose is not None:
             sums.insert(0, self._compose)
-        self._sums = SumsOnDevice(sums, shape, device)
+        self._sums = WeightedSums(sums, shape)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
         """Return the functions of the sums that this rank computes, in order.
@@ -119,13 +115,8 @@ class Gathering:
         The first composes states, and the second adds arriving states at each station, by slot.
         After all others, a station also has the sums of the earlier stations of its document.
         """
-        # A function of the module, since layouts take the result along when they are pickled.
-        unchanged: list[Sum] = [_as_they_are] if self._compose is None else []
+        unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
-
-
-def _as_they_are(states: Tensor) -> Tensor:
-    return states
 
 
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:

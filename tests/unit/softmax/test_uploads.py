@@ -11,10 +11,11 @@ import torch
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
+from seqpar.attention import rehearsal
 from seqpar.core import device_tables
 from seqpar.core.device_tables import on_device, upload
 from seqpar.layout import handle
-from seqpar.softmax import operator, rehearsal
+from seqpar.softmax import operator
 from seqpar.softmax.backends import aten_cuda, gpu_kernels
 from seqpar.softmax.keys import invariant_plan
 from tests.support.cases import STRATEGIES, module

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqpar.attention.rehearsal import Preparation
 from seqpar.integrations.huggingface.attention.call import EnabledModel
 from seqpar.integrations.huggingface.batch.sharding import KEY
-from seqpar.softmax.rehearsal import Preparation
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.attention.rehearsal import Preparation
 from seqpar.core.arguments import CuSeqlens, shown
 from seqpar.layout.layout import Layout
-from seqpar.softmax.rehearsal import Preparation
 
 _IGNORED_LABEL = -100  # of tokens without a loss
 _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from seqpar.attention.rehearsal import Preparation
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations.huggingface.batch.collator import ModelPreparation
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments, find_documents, shape_of
@@ -29,7 +30,6 @@ from seqpar.integrations.huggingface.model.code import cuts_documents, default_p
 from seqpar.integrations.huggingface.model.layers import encoder_of, kind_of, loss_shifts
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
-from seqpar.softmax.rehearsal import Preparation
 
 Batch = Mapping[str, Any]
 # Arguments that describe documents. After sharding, the layout describes them.

@@ -33,6 +33,10 @@ from seqpar.linear.routes import SpanStates
 CHUNK = 64  # rows of a chunk at most, a power of two
 
 
+def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
+    grids(spans, "state_out" if backward else "state_in", CHUNK, inputs.q.device)
+
+
 class Forward:
     """Spans without an entering state finish in the first step, except for reading."""
 

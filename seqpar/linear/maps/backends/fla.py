@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import kept_on
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
 from seqpar.linear.maps.backends.grid import Places
 from seqpar.linear.maps.maps import transposed
@@ -75,32 +77,36 @@ def _function(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
 
 
+@dataclass(frozen=True)
+class _OnHost:
+    """Tables that stay on the CPU."""
+
+    cu_seqlens: Tensor
+
+
 class _Group(NamedTuple):
     """Spans with rows, as the sequences of one call: those of one batch entry after another."""
 
-    rows: Tensor | None  # (rows,) which rows of an entry they are, on the device; None: all
+    rows: Tensor | None  # (rows,) which rows of an entry they are; None: all
     edges: Ints  # (spans + 1,) of the spans among these rows
-    cu_seqlens: Tensor  # (B · spans + 1,) on the device; and on the CPU
-    cu_seqlens_cpu: Tensor
+    cu_seqlens: Tensor  # (B · spans + 1,)
+    on_host: _OnHost
     # entering and leaving: where the states are that enter and leave them
     entering: Places
     leaving: Places
 
     @classmethod
-    def of(
-        cls, spans: SpanStates, chosen: NDArray[np.bool_], batch: int, device: torch.device
-    ) -> _Group:
+    def of(cls, spans: SpanStates, chosen: NDArray[np.bool_], batch: int) -> _Group:
         lengths = np.diff(spans.edges)
         edges = np.append(0, np.cumsum(lengths[chosen]))
         entries = np.arange(batch)[:, None] * edges[-1] + edges[:-1]
         cu_seqlens = torch.from_numpy(np.append(entries, batch * edges[-1]))
         rows = None
         if edges[-1] < spans.edges[-1]:
-            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, lengths))).to(device)
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, lengths)))
         enter, leave = spans.state_in[chosen], spans.state_out[chosen]
-        places = Places.of(enter, device), Places.of(leave, device)
-        on_device = cu_seqlens.to(device)
-        return cls(rows, edges, on_device, cu_seqlens, *places)
+        places = Places.of(enter), Places.of(leave)
+        return cls(rows, edges, cu_seqlens, _OnHost(cu_seqlens), *places)
 
     def each(self, x: Tensor) -> Iterator[Tensor]:
         """Yield each span's rows of x (1, B · rows, h, D), as (B, h, span's rows, D)."""
@@ -109,22 +115,31 @@ class _Group(NamedTuple):
             yield by_entry[:, :, start:stop]
 
 
-def _groups(
-    spans: SpanStates, first: str, batch: int, device: torch.device
-) -> tuple[list[_Group], tuple[Places, Places]]:
+_Groups = tuple[list[_Group], tuple[Places, Places]]
+
+
+def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
     """Return the groups of spans with rows, and where states leave and enter spans without rows.
 
     The groups are spans without the state `first`, "state_in" or "state_out"; spans with both
     states; and spans with only `first`. Empty groups are left out.
     """
-    filled = np.diff(spans.edges) > 0
-    enters, leaves = spans.state_in >= 0, spans.state_out >= 0
-    one, other = (enters, leaves) if first == "state_in" else (leaves, enters)
-    chosen = [filled & ~one, filled & one & other, filled & one & ~other]
-    groups = [_Group.of(spans, x, batch, device) for x in chosen if x.any()]
-    both = ~filled & enters & leaves
-    out, into = (Places.of(x[both], device) for x in (spans.state_out, spans.state_in))
-    return groups, (out, into)
+
+    def build() -> _Groups:
+        filled = np.diff(spans.edges) > 0
+        enters, leaves = spans.state_in >= 0, spans.state_out >= 0
+        one, other = (enters, leaves) if first == "state_in" else (leaves, enters)
+        chosen = [filled & ~one, filled & one & other, filled & one & ~other]
+        groups = [_Group.of(spans, x, batch) for x in chosen if x.any()]
+        both = ~filled & enters & leaves
+        return groups, (Places.of(spans.state_out[both]), Places.of(spans.state_in[both]))
+
+    return kept_on(device, spans.derived, ("fla sequences", first, batch), build)
+
+
+def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
+    first = (Backward if backward else Forward).first
+    _groups(spans, first, inputs.q.shape[0], inputs.q.device)
 
 
 class _Mapped(NamedTuple):
@@ -145,8 +160,7 @@ class _Work:
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.options = options.kind, inputs, options
         self.batch, device = inputs.q.shape[0], inputs.q.device
-        key = "fla sequences", self.first, self.batch, device
-        groups, empty = spans.derived(key, lambda: _groups(spans, self.first, self.batch, device))
+        groups, empty = _groups(spans, self.first, self.batch, device)
         self.groups = groups if self.batch else []
         self.outgoing = options.empty(inputs, (spans.states_out, spans.states_in)[self.end])
         if self.batch and empty[self.end]:
@@ -189,7 +203,7 @@ class _Work:
             initial_state=initial,
             output_final_state=True,
             cu_seqlens=group.cu_seqlens,
-            cu_seqlens_cpu=group.cu_seqlens_cpu,
+            cu_seqlens_cpu=group.on_host.cu_seqlens,
         )
 
     def call_with_map(self, group: _Group, operands: dict[str, Tensor], dims: int) -> _Mapped:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import HasTables, kept_on
 from seqpar.core.ranges import count_up
 from seqpar.linear.routes import SpanStates
 
@@ -29,9 +30,9 @@ class Places(NamedTuple):
     states: Tensor
 
     @classmethod
-    def of(cls, states: Ints, device: torch.device) -> Places:
+    def of(cls, states: Ints) -> Places:
         spans = np.flatnonzero(states >= 0)
-        return cls(*(torch.from_numpy(x).to(device) for x in (spans, states[spans])))
+        return cls(*map(torch.from_numpy, (spans, states[spans])))
 
     def __bool__(self) -> bool:
         """Return whether any of the spans has a state, without waiting for the device."""
@@ -51,7 +52,7 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class Grid(HasTables):
     size: int  # C, a power of two
     spans: int  # how many spans there are, those with the most chunks first
     # the chunks of each step; step n has a chunk of each span with more than n chunks
@@ -115,12 +116,12 @@ def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> li
     def build() -> list[Grid]:
         none = getattr(spans, states) < 0
         chosen = [np.flatnonzero(x) for x in (none, ~none) if x.any()]
-        return [_grid(spans, x, most, device) for x in chosen]
+        return [_grid(spans, x, most) for x in chosen]
 
-    return spans.derived(("recurrent grids", states, most, device), build)
+    return kept_on(device, spans.derived, ("recurrent grids", states, most), build)
 
 
-def _grid(spans: SpanStates, chosen: Ints, most: int, device: torch.device) -> Grid:
+def _grid(spans: SpanStates, chosen: Ints, most: int) -> Grid:
     lengths = np.diff(spans.edges)[chosen]
     size = min(most, 1 << int(max(1, lengths.max()) - 1).bit_length())
     chunks = -(-lengths // size)
@@ -140,9 +141,9 @@ def _grid(spans: SpanStates, chosen: Ints, most: int, device: torch.device) -> G
         size,
         chosen.size,
         steps,
-        torch.from_numpy(rows).to(device),
-        torch.from_numpy(slots).to(device),
+        torch.from_numpy(rows),
+        torch.from_numpy(slots),
         plain,
-        Places.of(spans.state_in[chosen], device),
-        Places.of(spans.state_out[chosen], device),
+        Places.of(spans.state_in[chosen]),
+        Places.of(spans.state_out[chosen]),
     )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
+from seqpar.core.device_tables import kept_on
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
 from seqpar.core.ranges import count_up
@@ -59,9 +60,17 @@ def rows_of_chunks(spans: SpanStates, size: int, device: torch.device) -> Tensor
 
     def build() -> Tensor:
         rows = [(x.length, x.since, x.until) for x in chunks_of(spans, size)]
-        return torch.tensor(rows, device=device).view(-1, 3).T
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 3).T.contiguous()
 
-    return spans.derived(("rows of aten chunks", size, device), build)
+    return kept_on(device, spans.derived, ("rows of aten chunks", size), build)
+
+
+def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
+    rows_of_chunks(spans, _chunk_size(inputs), inputs.q.device)
+
+
+def _chunk_size(inputs: Inputs) -> int:
+    return min(CHUNK, 64 if max(inputs.q.shape[3], inputs.v.shape[3]) <= 64 else 128)
 
 
 def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
@@ -79,12 +88,13 @@ class _Work:
     """Shared by forward and backward: chunks of tensors, powers of λ, states that enter chunks."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
-        self.q, self.k, self.v = q, k, v = inputs[:3]
+        self.q, self.k, self.v = inputs[:3]
+        q, k = self.q, self.k
         self.spans, self.options = spans, options
         self.accumulator = accumulator_dtype(q.dtype)
         self.batch, self.heads, self.causal = q.shape[0], k.shape[2], options.causal
         self.group = q.shape[2] // self.heads
-        size = min(CHUNK, 64 if max(q.shape[3], v.shape[3]) <= 64 else 128)
+        size = _chunk_size(inputs)
         self.chunks = chunks_of(spans, size)
         lengths, since, until = rows_of_chunks(spans, size, q.device)
         # (chunks, N, 1, 1) in fp64: λ^C, over each chunk

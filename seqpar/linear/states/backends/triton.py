@@ -8,20 +8,22 @@ Dv) fp32.
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from seqpar.attention.backend import triton_refusal
+from seqpar.core.device_tables import device_of, is_on_cuda, on_device, rehearsing
+from seqpar.core.memo import LOCAL
 from seqpar.kernels import lightning_attention as kernels
+from seqpar.kernels.gpus import gpu_of
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.options import StateOptions
 
 refusal = triton_refusal
+_CPU = torch.device("cpu")
 
 
 class Forward:
@@ -210,6 +212,12 @@ def _walks(
     return spans.derived(key, build)
 
 
+def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
+    _, k, v, *_ = inputs
+    for kind in ("backward", "queries") if backward else ("forward",):
+        _tables(spans, kind, k, v)
+
+
 def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.SegmentTables:
     rows = _segment_rows(k, v)
 
@@ -220,22 +228,22 @@ def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.Segme
         if kind == "backward":
             incoming, outgoing = outgoing, incoming
         reverse = kind == "backward"
-        return kernels.segment_tables(spans.edges, incoming, outgoing, rows, k.device, reverse)
+        return kernels.segment_tables(spans.edges, incoming, outgoing, rows, _CPU, reverse)
 
-    return spans.derived(("segment tables", kind, rows, k.device), build)
+    tables = spans.derived(("segment tables", kind, rows), build)
+    if k.device.type == "cpu":
+        return tables
+    place = lambda: tables.placed(lambda table: on_device(table, k.device))  # noqa: E731
+    if rehearsing():
+        return place()
+    return spans.derived((LOCAL, "segment tables", kind, rows, k.device), place)
 
 
 def _segment_rows(k: Tensor, v: Tensor) -> int:
     """Return how many rows a segment has: two programs for each multiprocessor fill a device."""
-    if not k.is_cuda:
+    if not is_on_cuda(k):
         return kernels.segment_length(k.shape[1], 1)
-    config = kernels.choose("recurrence", k, v.shape[-1])
+    config = kernels.choose("recurrence", k, v.shape[-1], device_of(k))
     programs = k.shape[0] * k.shape[2] * triton.cdiv(v.shape[-1], config.block(v.shape[-1]))
-    return kernels.segment_length(
-        k.shape[1], -(-2 * _multiprocessors(k.device) // max(1, programs))
-    )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    processors = gpu_of(device_of(k)).processors
+    return kernels.segment_length(k.shape[1], -(-2 * processors // max(1, programs)))

@@ -1,0 +1,121 @@
+"""Find the tables of a call before it begins, and send them to the device in one copy.
+
+A rehearsal runs the strategy's forward and backward on meta tensors. Nothing is computed or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.attention.operands import OperandShape
+from seqpar.attention.rehearsal import Preparation, SilentComm, UploadedTables
+from seqpar.comm.messages.exchange import Comm
+from seqpar.core.device_tables import rehearse
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.hooks import hooks
+from seqpar.core.memo import LOCAL
+from seqpar.layout.layout import Layout
+from seqpar.linear.call import CallArguments, ResolvedCall
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.strategy import LinearStrategy
+
+_META = torch.device("meta")
+
+
+def upload_tables(
+    strategy: LinearStrategy[Any], comm: Comm, call: ResolvedCall, inputs: Inputs, backward: bool
+) -> None:
+    """Copy the tables of forward, and with `backward` of backward, to the inputs' device.
+
+    Calls that differ only in their tensors share the tables, and only the first one copies them.
+    """
+    device = inputs.q.device
+    if device.type == "cpu" or hooks.replace_compute is not None:
+        return
+
+    def build() -> UploadedTables:
+        return UploadedTables(tables_of(strategy, comm, call, device, backward), device)
+
+    key = LOCAL, "uploaded tables", *_key(strategy, comm, call, device, backward)
+    call.routes.derived(key, build).wait()
+
+
+def tables_of(
+    strategy: LinearStrategy[Any],
+    comm: Comm,
+    call: ResolvedCall,
+    device: torch.device,
+    backward: bool,
+) -> list[Tensor]:
+    """Return the tables of forward, and with `backward` of backward, on the CPU.
+
+    Plans and tables of the call are then kept with its layout.
+    """
+
+    def build() -> list[Tensor]:
+        with rehearse(device) as rehearsal:
+            _run_on_meta(strategy, call, comm.is_routed, backward)
+        return list(rehearsal.tables.values())
+
+    return call.routes.derived(("tables", *_key(strategy, comm, call, device, backward)), build)
+
+
+def _key(
+    strategy: LinearStrategy[Any],
+    comm: Comm,
+    call: ResolvedCall,
+    device: torch.device,
+    backward: bool,
+) -> tuple[Hashable, ...]:
+    return call.rank, call.shape, strategy, comm.is_routed, call.options.backend, device, backward
+
+
+def _run_on_meta(
+    strategy: LinearStrategy[Any], call: ResolvedCall, routed: bool, backward: bool
+) -> None:
+    comm = SilentComm(call.rank, call.routes.ranks, routed)
+    call = replace(call, options=call.options.on_meta())
+    inputs = _meta_inputs(call.shape, call.layout.holdings[call.rank].tokens)
+    documents = call.routes.lengths.size
+    states = torch.empty(
+        documents, *inputs.state_shape, dtype=accumulator_dtype(call.shape.dtype), device=_META
+    )
+    initial = states if call.routes.has_initial_state else None
+    out, _, states_in = strategy.forward(comm, call, inputs, initial)
+    if backward:
+        dfinal = states if call.routes.returns_final_state else states[:0]
+        strategy.backward(comm, call, inputs, states_in, out, dfinal)
+
+
+def _meta_inputs(shape: OperandShape, tokens: int) -> Inputs:
+    heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.dim, shape.dim)
+    return Inputs(
+        *(
+            torch.empty(shape.batch, tokens, *sizes, dtype=shape.dtype, device=_META)
+            for sizes in zip(heads, (*dims, shape.value_dim), strict=True)
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPreparation(Preparation):
+    strategy: LinearStrategy[Any]
+    causal: bool
+    # has_initial_state, return_state: whether the calls begin with states, and return some
+    has_initial_state: bool
+    return_state: bool
+
+    def _build(self, comm: Comm, layout: Layout) -> None:
+        arguments = CallArguments(
+            layout=layout._handle, states_in=0, documents=0,  # only traced graphs need these
+            strategy="", backend=self.backend, causal=self.causal, scale=1.0,
+            return_state=self.return_state,
+        )  # fmt: skip
+        inputs = _meta_inputs(self.shape, 0)
+        call = self.strategy.to_call(comm, arguments, inputs, self.has_initial_state)
+        tables_of(self.strategy, comm, call, self.device, self.backward)

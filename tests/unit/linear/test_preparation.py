@@ -1,0 +1,221 @@
+"""A layout's first call of linear attention copies all of its tables to the device at once, and
+another process may build them ahead of time. The meta device stands in for a GPU."""
+
+import itertools
+import pickle
+import weakref
+
+import pytest
+import torch
+from seqpar.kernels.flash_attention import launching
+
+from seqpar import LASP2Attention, Layout, RecurrentAttention, use_backend
+from seqpar.core import background
+from seqpar.layout import handle
+from seqpar.linear import operator, rehearsal
+from seqpar.linear.maps.backends import fla
+from seqpar.linear.maps.strategy import MapStrategy
+from tests.support.fakes import AtOnce
+from tests.support.ranks import virtual
+from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
+from tests.support.tiers import few_rows
+
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": torch.bfloat16, "device": "meta"}
+ONE_COPY = {"aten._to_copy.default": 1}
+LASP2 = [("lasp2", transport) for transport in ("all_gather", "scan")]
+RECURRENT = [("delta", transport) for transport in ("all_gather", "scan", "tree")]
+STATES = [{"initial_state": begun, "return_state": begun} for begun in (False, True)]
+
+
+def module(name, transport, rank):
+    comm = SilentComm(rank, RANKS)
+    if name == "lasp2":
+        return LASP2Attention(comm, transport)
+    return RecurrentAttention(comm, name, transport)
+
+
+def call(attn, layout, backward=True, **options):
+    """A forward and a backward through the operators, as below autograd."""
+    rows, meta = (layout.tokens_on(attn.rank),), torch.device("meta")
+
+    def empty(*sizes):
+        return torch.empty(*rows, *sizes, dtype=torch.bfloat16, device=meta, requires_grad=backward)
+
+    tensors = {name: empty(heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    if isinstance(attn._bound.strategy, MapStrategy):
+        tensors["beta"] = empty(2)
+    elif options.get("causal", True):
+        options["log_decay"] = torch.empty(2, device=meta)  # values on the CPU are copied too
+    if options.pop("initial_state", False):
+        shape = layout.documents, 2, 16, 16
+        options["initial_state"] = torch.empty(shape, device=meta)
+    inputs, arguments, _ = attn._operator_inputs(**tensors, layout=layout, **options)
+    with torch.no_grad():
+        out, final, entered, numbers = operator._linear_attention(*inputs, *arguments)
+        if backward:
+            *others, initial = (None if x is None else x.detach() for x in inputs)
+            operator._linear_attention_backward(
+                out, final, *others, initial is not None, entered, numbers, *arguments
+            )
+
+
+def copies(attn, layout, **options):
+    """By name, the operators in which the host copies to the device or waits for it."""
+    with HostWaits() as waits:
+        call(attn, layout, **options)
+    return dict(waits.found)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Kernels do not run, threads do, and a layout has no tables yet."""
+    monkeypatch.setattr(launching, "_run", lambda *arguments: None)
+    monkeypatch.setattr(background, "threads", AtOnce)
+    monkeypatch.setattr(fla, "refusal", lambda q, v: None)
+    monkeypatch.setattr(fla, "_function", lambda kind: fla_on_meta)
+    forget = lambda: monkeypatch.setattr(handle, "_by_digest", weakref.WeakValueDictionary())  # noqa: E731
+
+    def fresh_layout(name):
+        forget()
+        return layouts(stripe=16)[name]
+
+    return fresh_layout
+
+
+def fla_on_meta(q, k, v, initial_state, cu_seqlens, cu_seqlens_cpu, beta, **_):
+    assert cu_seqlens.is_meta and cu_seqlens_cpu.device.type == "cpu"
+    total = q.sum() + k.sum() + beta.sum()
+    states = v.new_empty((len(cu_seqlens) - 1, v.shape[2], k.shape[3], v.shape[3])).float()
+    return v + total, states + total if initial_state is None else initial_state + total
+
+
+@pytest.fixture
+def elsewhere(fresh):
+    """Prepare a layout in another process: none of its tables are here before it is unpickled."""
+
+    def prepared(name, preparation):
+        pickled = pickle.dumps(preparation(fresh(name)))
+        fresh(name)
+        return pickle.loads(pickled)
+
+    return prepared
+
+
+@pytest.fixture
+def rehearsals(monkeypatch):
+    """The number of rehearsals so far, in a list."""
+    found, run = [], rehearsal._run_on_meta
+    monkeypatch.setattr(rehearsal, "_run_on_meta", lambda *args: (found.append(1), run(*args))[1])
+    return found
+
+
+CASES = [
+    *((case, backend) for case in LASP2 for backend in ("aten", "triton")),
+    *((case, backend) for case in RECURRENT for backend in ("aten", "fla")),
+]
+
+
+@few_rows()
+@pytest.mark.parametrize("states", STATES, ids=["no states", "states"])
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_tables_travel_once(case, backend, states, fresh):
+    names = itertools.cycle(["zigzag", "uneven", "contiguous"])
+    with use_backend(backend):
+        for rank, name in zip(range(RANKS), names, strict=False):
+            attn, layout = module(*case, rank), fresh(name)
+            first = copies(attn, layout, **states)
+            assert first in (ONE_COPY, {}), (rank, name)  # {}: the rank has no tokens
+            assert first or not layout.tokens_on(rank)
+            assert copies(attn, layout, **states) == {}
+
+
+@few_rows()
+@pytest.mark.parametrize("states", STATES, ids=["no states", "states"])
+@pytest.mark.parametrize(("case", "backend"), CASES)
+def test_first_call_finds_prepared_tables(case, backend, states, elsewhere, rehearsals):
+    attn = module(*case, 1)
+    with use_backend(backend):
+        preparation = pickle.loads(pickle.dumps(attn.preparation(**SIZES, **states)))
+        layout = elsewhere("zigzag", preparation)
+        assert rehearsals.pop() and not rehearsals
+        assert copies(attn, layout, **states) == ONE_COPY
+        assert copies(attn, layout, **states) == {}
+    assert not rehearsals
+
+
+def test_noncausal_calls_find_their_tables(elsewhere, rehearsals):
+    attn = module("lasp2", "all_gather", 1)
+    with use_backend("triton"):
+        layout = elsewhere("uneven", attn.preparation(**SIZES, causal=False))
+        rehearsals.clear()
+        assert copies(attn, layout, causal=False) == ONE_COPY
+    assert not rehearsals
+
+
+@pytest.mark.parametrize("change", ["states", "head dim", "backward", "backend"])
+def test_other_calls_build_their_own_tables(change, elsewhere, rehearsals):
+    attn = module("delta", "all_gather", 1)
+    sizes = SIZES | ({"head_dim": 32} if change == "head dim" else {})
+    with use_backend("fla" if change == "backend" else "aten"):
+        preparation = attn.preparation(
+            **sizes, return_state=change == "states", backward=change != "backward"
+        )
+    layout = elsewhere("zigzag", preparation)
+    rehearsals.clear()
+    with use_backend("aten"):
+        assert copies(attn, layout) == ONE_COPY
+    assert rehearsals
+
+
+def results(comm, layout, name, prepares):
+    """out and the gradients of a call on this rank."""
+    attn = LASP2Attention(comm) if name == "lasp2" else RecurrentAttention(comm, name)
+    if prepares:
+        sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
+        layout = pickle.loads(pickle.dumps(layout.prepare(attn, **sizes)))
+    generator = torch.Generator().manual_seed(comm.rank)
+    rows = layout.tokens_on(comm.rank)
+    tensors = {
+        key: torch.randn(rows, n, 16, generator=generator).div(4).requires_grad_()
+        for key, n in (("q", 4), ("k", 2), ("v", 2))
+    }
+    if name == "delta":
+        tensors["beta"] = torch.rand(rows, 2, generator=generator, requires_grad=True)
+    out = attn(**tensors, layout=layout)
+    out.square().sum().backward()
+    return [out.detach(), *(x.grad for x in tensors.values())]
+
+
+@pytest.mark.parametrize("name", ["lasp2", "delta"])
+def test_results_have_the_same_bits(name):
+    documents = [0, 70, 71, 200]
+    expected = virtual(4, results, Layout.zigzag(documents, 4), name, False)
+    found = virtual(4, results, Layout.zigzag(documents, 4), name, True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"heads": 0}, "heads must"),
+        ({"kv_heads": 3}, "q must have a multiple or a divisor of 3 heads"),
+        ({"dtype": torch.int8}, "dtype must"),
+        ({"causal": False}, "causal must be True"),
+        ({"return_state": "all"}, "return_state must"),
+    ],
+)
+def test_wrong_arguments_are_named(change, said):
+    with pytest.raises(ValueError, match=said):
+        layouts(stripe=16)["zigzag"].prepare(module("delta", "tree", 0), **SIZES | change)
+
+
+def test_layouts_of_other_ranks_are_refused():
+    with pytest.raises(ValueError, match="layout must"):
+        Layout.zigzag(64, RANKS + 1).prepare(module("lasp2", "scan", 0), **SIZES)
+
+
+def test_calls_on_cpus_rehearse_nothing(monkeypatch):
+    monkeypatch.setattr(rehearsal, "rehearse", None)
+    q = torch.zeros(8, 2, 16)
+    assert LASP2Attention(SilentComm(0, 1))(q, q, q, Layout.zigzag(8, 1)).shape == q.shape
