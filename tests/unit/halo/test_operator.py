@@ -49,6 +49,14 @@ def test_the_host_waits_for_nothing(layout):
         assert not second.found, (rank, activation)
 
 
+def test_a_pass_copies_its_tables_at_once():
+    layout = Layout.zigzag([0, 161, 640], RANKS, min_chunk=2)  # which no other test has called
+    first = HostWaits()
+    with first:
+        forward_and_backward(SilentComm(1, RANKS), layout, 4, "silu")
+    assert first.found == {"aten._to_copy.default": 2}  # of forward and of backward
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rules_for_tracing(ranks):
     """Shapes, dtypes and strides that the fake rules infer are those of results."""
@@ -89,6 +97,7 @@ def test_nothing_is_in_a_reference_cycle():
 def test_flops_are_those_of_a_depthwise_convolution():
     x, weight = torch.randn(24, 3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     layout, comm = Layout.contiguous(24, 1), Comm("alone", 0, 1)
+    halo_on(comm)  # a counter knows the operators from before it was made
     with FlopCounterMode(display=False) as counter:
         causal_conv1d(x, weight, layout, comm).sum().backward()
         token_shift(x, layout, comm)

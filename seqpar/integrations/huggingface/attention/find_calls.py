@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 
 from seqpar.attention.rehearsal import Preparation
 from seqpar.integrations.huggingface.attention.call import EnabledModel
+from seqpar.integrations.huggingface.attention.recurrent import PatchedRecurrence
 from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.linear.module import LinearModule
 
 
 @torch.no_grad()
@@ -17,36 +20,80 @@ def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparat
     """Run the model once, in evaluation mode; return a preparation for each kind of call it makes.
 
     `part` is this rank's part of a batch. Calls whose tables depend on more than the batch's
-    documents are left out. `known` are arguments of `Attention.preparation`; they replace the
-    values that the run finds.
+    documents are left out. `known` are arguments of `preparation`; they replace the values that the
+    run finds.
     """
     layout, kinds = part[KEY].main.layout, dict[Any, Preparation]()
 
-    def note(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def note(find: Any, attention: Any, args: Any, kwargs: dict[str, Any]) -> None:
         try:
-            (q, k, v, sinks), call, _ = session.attention._operator_inputs(*args, **kwargs)
+            options = find(attention, args, kwargs)
         except (ValueError, TypeError):
             return  # the call itself raises it, on all ranks
-        of_this_batch = kwargs.get("kv_layout"), call.prefix_lens, call.ranges, call.alibi_slopes
-        if args[3] is not layout or any(x is not None for x in of_this_batch):
+        if args[3] is not layout or options is None:
             return
-        options: dict[str, Any] = {"causal": call.causal, "window_size": (call.left, call.right)}
-        options |= {"softmax_scale": call.scale, "softcap": call.softcap}
-        options |= {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2]}
-        options |= {"head_dim": q.shape[3], "value_dim": v.shape[3], "sinks": sinks is not None}
-        options |= {"dtype": q.dtype, "device": q.device} | known
-        key = tuple(options.items())
+        key = attention, *options.items()
         if key not in kinds:
-            kinds[key] = session.attention.preparation(**options)
+            kinds[key] = attention.preparation(**options)
 
+    of_softmax = partial(_softmax_call, known)
+    finders: dict[nn.Module, Any] = {session.attention: partial(note, of_softmax)}
+    for layer in session.layers.values():
+        if layer.linear is not None:
+            of_linear = partial(_linear_call, known)
+            finders[layer.linear.attention] = partial(note, of_linear)  # type: ignore[attr-defined]
+        elif layer.recurrence is not None and layer.recurrence.attention is not None:
+            of_recurrence = partial(_recurrent_call, known, session, layer.recurrence)
+            finders[layer.recurrence.attention] = partial(note, of_recurrence)
     training = {module: module.training for module in session.model.modules()}
     session.model.eval()
-    handle = session.attention.register_forward_pre_hook(note, with_kwargs=True)
+    handles = [x.register_forward_pre_hook(y, with_kwargs=True) for x, y in finders.items()]
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code may skip the hook
+        with torch.compiler.set_stance("force_eager"):  # compiled code may skip the hooks
             session.model(**part)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         for module, was in training.items():
             module.training = was
     return tuple(kinds.values())
+
+
+def _softmax_call(
+    known: dict[str, Any], attention: Any, args: Any, kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the arguments of `preparation`; None if tables depend on more than documents."""
+    (q, k, v, sinks), call, _ = attention._operator_inputs(*args, **kwargs)
+    of_this_batch = kwargs.get("kv_layout"), call.prefix_lens, call.ranges, call.alibi_slopes
+    if any(x is not None for x in of_this_batch):
+        return None
+    options: dict[str, Any] = {"causal": call.causal, "window_size": (call.left, call.right)}
+    options |= {"softmax_scale": call.scale, "softcap": call.softcap}
+    options |= {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2]}
+    options |= {"head_dim": q.shape[3], "value_dim": v.shape[3], "sinks": sinks is not None}
+    return options | {"dtype": q.dtype, "device": q.device} | known
+
+
+def _linear_call(
+    known: dict[str, Any], attention: LinearModule, args: Any, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    (q, k, v, _, _, initial), call, _ = attention._operator_inputs(*args, **kwargs)
+    heads = {"heads": q.shape[-2], "kv_heads": max(k.shape[-2], v.shape[-2])}
+    options = heads | {"head_dim": q.shape[-1], "value_dim": v.shape[-1]}
+    states = {"initial_state": initial is not None, "return_state": call.return_state}
+    options |= {"causal": call.causal, **states}
+    return options | {"dtype": q.dtype, "device": q.device} | known
+
+
+def _recurrent_call(
+    known: dict[str, Any],
+    session: EnabledModel,
+    recurrence: PatchedRecurrence,
+    attention: LinearModule,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    options = _linear_call(known, attention, args, kwargs)
+    of_model = {"dtype": known.get("dtype", session.inner.dtype), "device": options["device"]}
+    q, v = (torch.empty(0, options[dim], **of_model) for dim in ("head_dim", "value_dim"))
+    return options | {"dtype": recurrence.dtype_of_products(q, v)}

@@ -33,6 +33,7 @@ from seqpar.integrations.huggingface.attention.masks import MaskShape
 from seqpar.integrations.huggingface.model.layers import CALLED, kind_of
 from seqpar.integrations.huggingface.model.patched_globals import Overlay, check_forward, named_in
 from seqpar.layout.layout import Layout
+from seqpar.linear.maps.backends import fla
 from seqpar.strategies.recurrent import RecurrentAttention
 
 _MASK = "create_recurrent_attention_mask"
@@ -47,7 +48,7 @@ class PatchedRecurrence:
     def __init__(
         self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
     ) -> None:
-        self.kind, self.comm, self._attention = kind, comm, attention
+        self.kind, self.comm, self.attention = kind, comm, attention
         self._halo = halo_on(comm)  # kept alive here, because graphs hold only its key
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
         self._slopes: tuple[Tensor, int, Tensor] | None = None
@@ -91,7 +92,8 @@ class PatchedRecurrence:
         q, k, v, log_decay, b = (x[0].to(exact) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = _normalised(q), _normalised(k)
-        scale = q.shape[-1] ** -0.5
+        scale, dtype = q.shape[-1] ** -0.5, self.dtype_of_products(query, value)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
         out = self._recur(q, k, v, log_decay=log_decay, beta=b, scale=scale)
         return out[None].to(query.dtype), None
 
@@ -115,8 +117,19 @@ class PatchedRecurrence:
             dt = dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].to(exact)
         x, keys, queries = (y[0].to(exact) for y in (hidden_states, B, C))
-        out = self._recur(queries, keys, x * dt[..., None], log_decay=A.to(exact) * dt)
+        dtype = self.dtype_of_products(C, hidden_states)
+        q, k, v = (y.to(dtype) for y in (queries, keys, x * dt[..., None]))
+        out = self._recur(q, k, v, log_decay=A.to(exact) * dt).to(exact)
         return (out if D is None else out + D[:, None] * x)[None]
+
+    def dtype_of_products(self, q: Tensor, v: Tensor) -> torch.dtype:
+        """Return the dtype of the recurrence's operands, for a model's q and v.
+
+        As in these models' own code, fla's kernels get half precision, and keep states in fp32.
+        Other code computes in fp32.
+        """
+        as_they_are = self.kind == "constant_decay" or fla.refusal(q, v) is None
+        return q.dtype if as_they_are else accumulator_dtype(q.dtype)
 
     def lightning(self, module: Any, hidden_states: Tensor) -> Tensor:
         """Compute MiniMax's lightning attention, whose forward contains its recurrence."""
@@ -139,8 +152,8 @@ class PatchedRecurrence:
         return self._slopes[2]
 
     def _recur(self, *operands: Tensor, **options: Any) -> Tensor:
-        assert self._attention is not None
-        return self._attention(*operands, self.layout, **options)
+        assert self.attention is not None
+        return self.attention(*operands, self.layout, **options)
 
 
 def check_recurrent(layers: Iterable[nn.Module], body: nn.Module) -> None:

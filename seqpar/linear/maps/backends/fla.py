@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seqpar.core.arguments import Ints
+from seqpar.core.compiling import constant_in_graphs
 from seqpar.core.device_tables import kept_on
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
 from seqpar.linear.maps.backends.grid import Places
@@ -49,7 +50,7 @@ _FUNCTIONS = {
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
     backend = 'the backend "fla"'
-    if importlib.util.find_spec("fla") is None:
+    if not _is_installed():
         return f"{backend} needs the package fla-core, which is not installed: pip install fla-core"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.is_cuda:
         found = f"{q.dtype} on {q.device}"
@@ -57,6 +58,16 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         found = f"{q.shape[-1]} and {v.shape[-1]}"
         return f"q and v must have head dims of at most {MAX_HEAD_DIM} for {backend}, got {found}"
+    return _fault_of_package()
+
+
+@constant_in_graphs
+def _is_installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+@constant_in_graphs
+def _fault_of_package() -> str | None:
     return _broken()
 
 

@@ -14,6 +14,7 @@ from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.attention.recurrent import PatchedRecurrence, _nothing
 from seqpar.integrations.huggingface.model.layers import _RECURRENT, CALLED, kind_of
 from seqpar.integrations.huggingface.model.patched_globals import check_forward, with_globals
+from seqpar.linear.maps.backends import fla
 from tests.support import generation
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
@@ -253,3 +254,29 @@ def test_unknown_code_in_a_layer_is_refused(models, kind):
             operands = [x] * (2 if name == "causal_conv1d_fn" else 5)
             with pytest.raises(ValueError, match="z is given, which is not understood here"):
                 function(*operands, z=x, initial_state=None)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "scalar_decay"])
+def test_kernels_get_half_precision(models, kind, monkeypatch):
+    """As in the models' own code, where fla-core computes; plain PyTorch computes in fp32."""
+    model, of, called = copy.deepcopy(models[kind]).bfloat16(), hf.batch("packed"), []
+
+    def losses(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        for layer in sp.layers.values():
+            if layer.recurrence is not None:
+                layer.recurrence.attention.register_forward_pre_hook(
+                    lambda _, args: called.append({x.dtype for x in args[:3]})
+                )
+        loss = own(**sp.shard(of)).loss
+        loss.backward()
+        return loss.item()
+
+    exact = virtual(1, losses)[0]
+    assert called and all(x == {torch.float32} for x in called)
+    called.clear()
+    monkeypatch.setattr(fla, "refusal", lambda q, v: None)
+    half = virtual(1, losses)[0]
+    assert called and all(x == {torch.bfloat16} for x in called)
+    assert abs(half - exact) < 2**-8 * exact  # bf16 has 8 bits

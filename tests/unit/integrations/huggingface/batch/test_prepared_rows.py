@@ -2,14 +2,18 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 
 from seqpar.integrations import huggingface
+from seqpar.linear import operator as linear_operator
+from seqpar.linear import rehearsal as linear_rehearsal
 from seqpar.softmax import operator, rehearsal
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
+from tests.unit.integrations.huggingface.test_families import build
 
 SAMPLES = [{"input_ids": x.tolist()} for x in torch.arange(3, 25).split(hf.LENGTHS)]
 FEW = SAMPLES[:1]
@@ -22,14 +26,20 @@ def builders(monkeypatch):
 
     On a GPU a call asks for its tables before it begins. Here it also does so on a CPU.
     """
-    found, run = [], rehearsal._run_on_meta
+    found = []
 
-    def run_on_meta(strategy, call, *others):
+    def note(run, strategy, call, *others):
         found.append(call.rank)
         run(strategy, call, *others)
 
-    monkeypatch.setattr(rehearsal, "_run_on_meta", run_on_meta)
+    for of in (rehearsal, linear_rehearsal):
+        monkeypatch.setattr(of, "_run_on_meta", partial(note, of._run_on_meta))
     monkeypatch.setattr(operator, "upload_tables", rehearsal.tables_of)
+
+    def tables_of(strategy, comm, call, inputs, backward):
+        linear_rehearsal.tables_of(strategy, comm, call, inputs.q.device, backward)
+
+    monkeypatch.setattr(linear_operator, "upload_tables", tables_of)
     return found
 
 
@@ -38,11 +48,13 @@ def builders(monkeypatch):
     [
         ("LlamaForCausalLM", {}, 1),
         ("Gemma2ForCausalLM", WINDOWS, 2),
+        ("causal/qwen3_next", {}, 2),  # gated delta rule, and softmax attention
+        pytest.param("causal/minimax", {}, 2, marks=pytest.mark.exhaustive),
         pytest.param("GptOssForCausalLM", WINDOWS, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_step_builds_no_tables(name, options, kinds, builders):
-    model = hf.tiny(name, **options)
+    model = build(name) if "/" in name else hf.tiny(name, **options)
     row = huggingface.Collator()(SAMPLES)
 
     def on_rank(comm):
@@ -65,6 +77,19 @@ def test_a_step_builds_no_tables(name, options, kinds, builders):
     for (built, *prepared), (_, *plain) in virtual(2, on_rank):
         assert built == 0
         torch.testing.assert_close(prepared, plain, rtol=0, atol=0)
+
+
+def test_layers_made_linear_are_prepared(builders):
+    def on_rank(comm):
+        sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm)
+        sp.make_linear([0])
+        prepare = sp.preparation(huggingface.Collator()(FEW))
+        row = huggingface.Collator(prepare=prepare)(SAMPLES)
+        before = builders.count(comm.rank)
+        sp.model(**sp.shard(row)).loss.backward()
+        return len(prepare.calls), builders.count(comm.rank) - before
+
+    assert virtual(2, on_rank) == [(2, 0)] * 2
 
 
 def test_unprepared_steps_build_tables(builders):
