@@ -93,12 +93,9 @@ def differentiated(
 
 def plain(name: str, inputs: Inputs) -> Tensor:
     """Return out of the recurrence, token by token."""
-    q, k, v, log_decay, beta = inputs
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     state = torch.zeros(inputs.state_shape, dtype=dtype)
-    scale = q.shape[3] ** -0.5
-    gates = {"log_decay": log_decay, "beta": beta}
-    return decode_step(name, q, k, v, state, scale=scale, **gates)[0]
+    return decode_step(name, inputs, state, scale=inputs.q.shape[3] ** -0.5)[0]
 
 
 def naive(name: str, inputs: Inputs) -> Tensor:

@@ -94,7 +94,7 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def invariant_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
+def rank_invariant_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
     """Return the reason why a backend's bits may depend on a rank's number of heads, or None."""
     if q.device.type != "cuda":
         return None

@@ -38,6 +38,50 @@ class CandidatePrediction(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SimulatedCall:
+    """A call of attention on tensors without data, which any candidate can compute."""
+
+    shape: OperandShape
+    layout: Layout
+    options: dict[str, object]  # the call's other arguments
+    backward: bool = True  # whether its gradients are also computed
+
+    def record(
+        self,
+        candidate: Candidate,
+        *,
+        ordered: bool,
+        check: Callable[[], None] = lambda: None,
+        only: Sequence[int] | None = None,
+    ) -> list[Program]:
+        """Return the call's programs with a candidate; `check` is called before each rank.
+
+        `ordered` and `only` are as in `record`.
+        """
+        shape, layout = self.shape, self.layout
+        kv_layout = self.options.get("kv_layout")
+        if not isinstance(kv_layout, Layout):
+            kv_layout = layout
+
+        def empty(tokens: int, heads: int, dim: int) -> Tensor:
+            size = shape.batch, tokens, heads, dim
+            return torch.empty(size, dtype=shape.dtype, device="meta", requires_grad=self.backward)
+
+        def code(comm: Comm) -> None:
+            check()
+            q = empty(layout.tokens_on(comm.rank), shape.heads, shape.dim)
+            keys = kv_layout.tokens_on(comm.rank)
+            k, v = (empty(keys, shape.kv_heads, dim) for dim in (shape.dim, shape.value_dim))
+            out = candidate.make(comm)(q, k, v, layout, **self.options)
+            if self.backward:
+                out.backward(torch.empty_like(out))
+
+        # The ranks' backend may refuse tensors without data. It does not change simulated costs.
+        with torch.enable_grad(), use_backend("aten"):
+            return record(code, layout.ranks, only=only, ordered=ordered)
+
+
+@dataclass(frozen=True)
 class Choice:
     """The strategy chosen for a call, with the reasons; `str()` of it is a table.
 
@@ -109,13 +153,12 @@ def choose(
     """
     if ordered is None:
         ordered = cluster.overlaps
+    simulated_call = SimulatedCall(shape, layout, call, backward)
     some = _observed(layout.ranks, cluster) if cluster.overlaps and pricing is None else None
 
     def simulated(candidate: Candidate) -> tuple[CandidatePrediction, Outcome | None]:
         try:
-            programs = recorded(
-                candidate, shape, layout, call, backward=backward, ordered=ordered, only=some
-            )
+            programs = simulated_call.record(candidate, ordered=ordered, only=some)
         except ValueError as refusal:
             return CandidatePrediction(candidate, why_not=str(refusal)), None
         if some is not None:
@@ -136,43 +179,6 @@ def choose(
         x if x.seconds == torch.inf else _compared(x, outcome, first, best) for x, outcome in losers
     )
     return Choice((first, *compared), cluster.name)
-
-
-def recorded(
-    candidate: Candidate,
-    shape: OperandShape,
-    layout: Layout,
-    call: dict[str, object],
-    *,
-    backward: bool = True,
-    ordered: bool,
-    check: Callable[[], None] = lambda: None,
-    only: Sequence[int] | None = None,
-) -> list[Program]:
-    """Return a call's programs, on tensors without data; `check` is called before each rank.
-
-    `only` is as in `record`.
-    """
-    kv_layout = call.get("kv_layout")
-    if not isinstance(kv_layout, Layout):
-        kv_layout = layout
-
-    def empty(tokens: int, heads: int, dim: int) -> Tensor:
-        size = shape.batch, tokens, heads, dim
-        return torch.empty(size, dtype=shape.dtype, device="meta", requires_grad=backward)
-
-    def code(comm: Comm) -> None:
-        check()
-        q = empty(layout.tokens_on(comm.rank), shape.heads, shape.dim)
-        keys = kv_layout.tokens_on(comm.rank)
-        k, v = (empty(keys, shape.kv_heads, dim) for dim in (shape.dim, shape.value_dim))
-        out = candidate.make(comm)(q, k, v, layout, **call)
-        if backward:
-            out.backward(torch.empty_like(out))
-
-    # The backend of the ranks may refuse tensors without data. It does not change simulated costs.
-    with torch.enable_grad(), use_backend("aten"):
-        return record(code, layout.ranks, only=only, ordered=ordered)
 
 
 def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from seqpar.attention.operands import OperandShape
-from seqpar.auto.choosing import recorded
+from seqpar.auto.choosing import SimulatedCall
 from seqpar.core.arguments import Ints, as_int
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
@@ -134,10 +134,9 @@ def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answ
     layout: Layout = getattr(Layout, question.layout)(cu_seqlens, question.ranks)
     sizes = 1, question.heads, question.kv_heads, question.head_dim, question.head_dim
     shape = OperandShape(getattr(torch, question.dtype), *sizes)
-    call = {"causal": is_causal, "window_size": (question.window, 0 if is_causal else -1)}
-    programs = recorded(
-        question.candidate(), shape, layout, call, ordered=cluster.overlaps, check=check
-    )
+    options = {"causal": is_causal, "window_size": (question.window, 0 if is_causal else -1)}
+    call = SimulatedCall(shape, layout, options)
+    programs = call.record(question.candidate(), ordered=cluster.overlaps, check=check)
     check()
     return Answer(question, layout, work_of(programs), sent(programs), play(programs, cluster))
 

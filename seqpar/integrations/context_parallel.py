@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +143,13 @@ def context_parallel(
             swap_contents(x, whole)
 
 
+class _SdpaOptions(TypedDict, total=False):
+    """The keyword-only arguments of `F.scaled_dot_product_attention`."""
+
+    scale: float | None
+    enable_gqa: bool
+
+
 class _ToAllRanks(TorchFunctionMode):
     def __init__(
         self, attn: Attention, layout: Layout, replicated_keys: tuple[int, ...] = ()
@@ -213,9 +220,7 @@ class _ToAllRanks(TorchFunctionMode):
         attn_mask: Any = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Unpack[_SdpaOptions],
     ) -> Tensor:
         replicated = self.replicated_keys and self._is_replicated(key)
         if not (replicated or torch.is_grad_enabled() or torch.compiler.is_compiling()):
@@ -225,12 +230,13 @@ class _ToAllRanks(TorchFunctionMode):
             if replicated:
                 self._check_replicated(query, attn_mask, dropout_p, is_causal)
             else:
+                enable_gqa = options.get("enable_gqa", False)
                 arguments = SdpaArguments(attn_mask, dropout_p, is_causal, enable_gqa, "bhsd")
                 check_call(self.attn, operands, self.layout, None, arguments, self._advice)
         if not replicated:
-            return attend(self.attn, operands, self.layout, is_causal, scale)
+            return attend(self.attn, operands, self.layout, is_causal, options.get("scale"))
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, 0.0, is_causal, **options
         )
 
     def _is_replicated(self, x: Tensor) -> bool:

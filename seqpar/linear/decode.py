@@ -18,15 +18,7 @@ from seqpar.linear.kinds import kind as kind_of
 
 
 def decode_step(
-    kind: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | Tensor = 1.0,
+    kind: str, inputs: Inputs, state: Tensor, scale: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Continue each of N documents by t tokens; return out and the next state.
 
@@ -41,7 +33,7 @@ def decode_step(
     differentiates it. Autocast does not change it. A ValueError names the argument whose shape,
     dtype or device is wrong.
     """
-    this = kind_of(kind)
+    this, (q, k, v, log_decay, beta) = kind_of(kind), inputs
     gates = {"log_decay": log_decay, "beta": beta}
     check_tensor("q", q)
     for name, x in {"k": k, "v": v, "state": state, **gates}.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention.backend import invariant_refusal, refusal
+from seqpar.attention.backend import rank_invariant_refusal, refusal
 from seqpar.attention.operands import OperandShape, check_operands, digest_of_call, naming_rank
 from seqpar.comm.agreement import Described, attempt
 from seqpar.comm.binding import BoundStrategy
@@ -35,7 +35,7 @@ def resolve(
             return call
         bound.strategy.check(call)
         if bound.strategy.rank_invariant:
-            reason = invariant_refusal(call.options.backend, operands.q, operands.v)
+            reason = rank_invariant_refusal(call.options.backend, operands.q, operands.v)
             if reason:
                 raise ValueError(reason)
         if arguments.return_max_logits and not bound.strategy.finds_max_logits:

@@ -13,6 +13,7 @@ from seqpar.core.arguments import as_bool, shown
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import CallArguments
 from seqpar.linear.decode import decode_step
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import kind as kind_of
 from seqpar.linear.maps.gather import AllGather
 from seqpar.linear.maps.scan import Scan
@@ -193,8 +194,7 @@ class RecurrentAttention(LinearModule):
         and so are the gates. The state (N, H, K, V) is from a call or an earlier step.
         `seqpar.linear.decode.decode_step` lists the errors.
         """
-        gates = {"log_decay": log_decay, "beta": beta}
-        return decode_step(self.kind.name, q, k, v, state, **gates, scale=scale)
+        return decode_step(self.kind.name, Inputs(q, k, v, log_decay, beta), state, scale)
 
     def _operator_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[OptionalArguments]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import configs, launching
-from seqpar.kernels.flash_attention.delta import flash_delta
+from seqpar.kernels.flash_attention.backward_kernels import flash_delta
+from seqpar.kernels.flash_attention.forward_kernels import flash_merge
 from seqpar.kernels.flash_attention.merge_hops import flash_accumulate, flash_add_to_rows
-from seqpar.kernels.flash_attention.split_tiles import flash_merge
 from seqpar.kernels.lightning_attention import SegmentTables
 
 from seqpar import Layout

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar.softmax.backends import triton
-from seqpar.softmax.keys import invariant_plan
+from seqpar.softmax.keys import rank_invariant_plan
 from tests.support.ranks import virtual
 from tests.support.same_bits import bits, drawn_cases
 
@@ -34,7 +34,7 @@ def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(invariant_plan, "TILE", 16)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 16)
     for name in ("forward", "backward"):
         monkeypatch.setattr(triton, name, in_turns(getattr(triton, name)))
     one, others = drawn_cases(seed)

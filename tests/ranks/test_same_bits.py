@@ -2,17 +2,17 @@
 
 import pytest
 
-from seqpar.softmax.keys import invariant_plan
+from seqpar.softmax.keys import rank_invariant_plan
 from tests.support.same_bits import bits, drawn_cases
 
 
 def bits_of_short_tiles(group, case):
     """`bits`, with tiles of 16 queries."""
-    length, invariant_plan.TILE = invariant_plan.TILE, 16
+    length, rank_invariant_plan.TILE = rank_invariant_plan.TILE, 16
     try:
         return bits(group, case)
     finally:
-        invariant_plan.TILE = length
+        rank_invariant_plan.TILE = length
 
 
 @pytest.mark.parametrize(

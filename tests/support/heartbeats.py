@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqpar.comm.faults.heartbeat import Clock, Heartbeat, PeerError
+from seqpar.comm.faults.heartbeat import Clock, Heartbeat, Membership, PeerError
 
 TIMEOUT = 10.0
 INTERVAL = TIMEOUT / 40
@@ -66,8 +66,10 @@ class World(Clock):
     def begin(self, rank):
         interrupt = lambda: self.interrupted.append(rank)  # noqa: E731
         state_server = f"state server of {rank}" if rank in self.words else ""
-        own = self.store, LOST, rank, self.names, TIMEOUT, interrupt, state_server
-        return Heartbeat(*own, self.ask, self)
+        member = Membership(rank, self.names, TIMEOUT)
+        return Heartbeat(
+            self.store, LOST, member, interrupt, state_server, ask=self.ask, clock=self
+        )
 
     def ask(self, addresses, seconds):
         assert all(address == f"state server of {rank}" for rank, address in addresses.items())

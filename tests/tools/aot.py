@@ -21,7 +21,7 @@ import triton
 from seqpar.kernels import flash_attention, lightning_attention, specialisation
 from seqpar.kernels.flash_attention import launching as flash_launching
 from seqpar.kernels.flash_attention.backward_kernels import flash_backward_kv, flash_backward_q
-from seqpar.kernels.flash_attention.forward_kernel import flash_forward
+from seqpar.kernels.flash_attention.forward_kernels import flash_forward
 from seqpar.kernels.lightning_attention.recurrence import lightning_recurrence
 from seqpar.kernels.lightning_attention.states import (
     lightning_carry,

@@ -3,9 +3,8 @@
 The forward continues partial results, and the backward adds to gradients.
 """
 
-from .backward import Queries, backward, backward_kv, backward_q
+from .backward import Queries, backward, backward_kv, backward_q, delta
 from .configs import Config, choose
-from .delta import delta
 from .forward import Results, empty_partial, forward, forward_block
 from .merge_hops import accumulate, add_to_rows
 from .tables import Launch, Launches, SliceTable, backward_launches, forward_launches

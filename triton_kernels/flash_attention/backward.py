@@ -1,15 +1,17 @@
-"""Calling the backward kernels (`backward_kernels.py`) over a table."""
+"""Calling the backward kernels (`backward_kernels.py`): delta, and gradients over a table."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from ..checks import check_rows, check_type
+from ..checks import Shapes, check_rows, check_type
 from .arguments import check_backward, check_launches, check_slopes, score_key
-from .backward_kernels import flash_backward_kv, flash_backward_q
+from .backward_kernels import flash_backward_kv, flash_backward_q, flash_delta
 from .configs import Config, padded
 from .launching import (
     Known,
@@ -26,6 +28,8 @@ from .launching import (
     strides,
 )
 from .tables import Launches
+
+_DELTA_CONFIG = Config(64, 0, 4, 1)
 
 
 class Queries:
@@ -237,3 +241,59 @@ def _prepare(
             )
         )  # fmt: skip
     return _Backward(prepared, copies if any(copies) else ())
+
+
+def delta(
+    out: Tensor, dout: Tensor, dlse: Tensor | None, prepared: dict[Hashable, Any] | None = None
+) -> Tensor:
+    """Return out·dout − dlse (B, T, H) fp32.
+
+    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one. The
+    prepared call, without its tensors, is kept in `prepared`.
+    """
+    prepared, key = {} if prepared is None else prepared, ("delta", signature(out, dout, dlse))
+    call: _Delta | None = prepared.get(key)
+    if call is None:
+        call = prepared[key] = _prepare_delta(out, dout, dlse)
+    result = torch.empty(call.shape, dtype=torch.float32, device=call.device)
+    if call.launch is not None:
+        out, dout = ready((out, dout), call.copies)
+        run(call.launch, out, dout, result if dlse is None else dlse, result)
+    return result
+
+
+class _Delta(NamedTuple):
+    """A prepared call, without its tensors. An empty result has no launch."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+    copies: tuple[bool, ...]
+    launch: Prepared | None
+
+
+def _prepare_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> _Delta:
+    """Check the arguments of `delta`; return the call without its tensors."""
+    shapes = Shapes()
+    shapes.check("out", out, "B T H V")
+    shapes.check("dout", dout, "B T H V")
+    if dlse is not None:
+        shapes.check("dlse", dlse, "B T H")
+    copies = copied(_DELTA_CONFIG, (out, dout))
+    out, dout = ready((out, dout), copies)
+    batch, rows, heads, value_dim = out.shape
+    result = torch.empty((batch, rows, heads), device="meta")
+    if not result.numel():
+        return _Delta(result.shape, out.device, copies, None)
+    gradient = result if dlse is None else dlse
+    arguments = (
+        rows, heads, *strides(out, 4), *strides(dout, 4), *strides(gradient, 3),
+        *strides(result, 3),
+    )  # fmt: skip
+    flags = {
+        "DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": _DELTA_CONFIG.tile_rows,
+        "HAS_DLSE": dlse is not None, "num_warps": _DELTA_CONFIG.warps,
+        "num_stages": _DELTA_CONFIG.stages,
+    }  # fmt: skip
+    grid = (triton.cdiv(rows, _DELTA_CONFIG.tile_rows) * batch * heads,)
+    launch = Prepared(flash_delta, grid, out.device, arguments, flags)
+    return _Delta(result.shape, out.device, copies, launch)

@@ -1,19 +1,21 @@
 """FlashAttention-2's backward over tile tables: deterministic in two passes.
 
 It needs the whole row's (out, lse). Dao, "FlashAttention-2" (2023), section 3.1, algorithm 2. With
-p = exp(score − lse) and delta = out·dout − dlse (`delta.py`), dscore = p · (dout·v − delta). One
-pass walks query blocks for each key tile (dk, dv), another walks key blocks for each query tile
-(dq). On request the first pass also adds to dq, atomically. This takes five matrix products instead
-of seven, but the order of additions, and so the last bits of dq, may vary. Given the whole row's
-lse, keys contribute independently, so keys on other ranks need only these kernels over their own
-slices.
+p = exp(score − lse) and delta = out·dout − dlse, dscore = p · (dout·v − delta). `flash_delta`
+computes delta once per row; it is the paper's D = rowsum(dO ∘ O) (line 4) and also takes the
+gradient of lse. One pass walks query blocks for each key tile (dk, dv), another walks key blocks
+for each query tile (dq). On request the first pass also adds to dq, atomically. This takes five
+matrix products instead of seven, but the order of additions, and so the last bits of dq, may vary.
+Given the whole row's lse, keys contribute independently, so keys on other ranks need only these
+kernels over their own slices.
 
 Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) head dim of
 v and out.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
 d head dim. Operands: q, k, v; g is dout; l is lse and delta, which have the same strides; dq, dk,
-dv; a is slopes, (1 or B, H), of stride 0 or H.
+dv; a is slopes, (1 or B, H), of stride 0 or H. In `flash_delta`, o is out, l is dlse and d is
+delta.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from .tiles import (
     load_described,
     load_rows,
     program,
+    rows_of_program,
     slope,
     visible_pairs,
     within,
@@ -273,3 +276,22 @@ def flash_backward_q(
             dq_tile = tl.dot(ds.to(k_block.dtype), k_block, dq_tile, input_precision=PRECISION)
     dq_rows = dq + batch * dq_b + q_head * dq_h
     add_rows(dq_rows, dq_tile * gradient_scale, row, rows, in_tile, dq_t, D, BLOCK_D)
+
+
+@kernel
+def flash_delta(
+    out, dout, dlse, delta, rows_total, heads,
+    o_b, o_t, o_h, o_d, g_b, g_t, g_h, g_d, l_b, l_t, l_h, d_b, d_t, d_h,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """Write delta of TILE_ROWS of the `rows_total` rows of one head; for shapes see `delta`."""
+    batch, head, row, rows, valid = rows_of_program(rows_total, heads, TILE_ROWS)
+    out += batch * o_b + head * o_h
+    dout += batch * g_b + head * g_h
+    out_rows = load_rows(out, row, rows_total, o_t, o_d, TILE_ROWS, DV, BLOCK_DV).to(tl.float32)
+    dout_rows = load_rows(dout, row, rows_total, g_t, g_d, TILE_ROWS, DV, BLOCK_DV).to(tl.float32)
+    value = tl.sum(out_rows * dout_rows, 1)
+    if HAS_DLSE:
+        at = dlse + batch * l_b + head * l_h + rows * l_t
+        value -= tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    tl.store(delta + batch * d_b + head * d_h + rows * d_t, value, mask=valid)

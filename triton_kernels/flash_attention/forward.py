@@ -1,4 +1,4 @@
-"""Calling the forward kernel (`forward_kernel.py`) for one hop of a table."""
+"""Calling the forward kernels (`forward_kernels.py`) for one hop of a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import Shapes, check_int, check_rows, check_type
 from .arguments import ACCUMULATORS, check_call, check_launches, check_slopes, score_key
 from .configs import Config, padded
-from .forward_kernel import flash_forward
+from .forward_kernels import flash_forward, flash_merge
 from .launching import (
     Known,
     Prepared,
@@ -25,8 +25,7 @@ from .launching import (
     signature,
     strides,
 )
-from .split_tiles import prepare_merge
-from .tables import Launches
+from .tables import Launch, Launches
 
 
 class Results:
@@ -170,7 +169,7 @@ def _prepare(
         if launch.merges:
             assert split is not None  # by the launch before
             of_tiles = out, lse, partial_out, partial_lse
-            merging = prepare_merge(launch, config, flags, split, of_tiles)
+            merging = _prepare_merge(launch, config, flags, split, of_tiles)
             steps.append(_Step(merging, 1, launch.merges))
             continue
         at = partial_strides
@@ -201,6 +200,30 @@ def _prepare(
         tiles = launches[0].tiles
         nothing = tiles.view(torch.float32), tiles.view(torch.float64)
     return _Forward(steps, copies if any(copies) else (), nothing)
+
+
+def _prepare_merge(
+    launch: Launch,
+    config: Config,
+    flags: dict[str, Any],
+    parts: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> Prepared:
+    """Return the launch that merges the parts of a launch's tiles into the results.
+
+    The parts are (P, B, T, H, Dv) and (P, B, T, H). The results are `out` (B, T, H, Dv) and `lse`
+    (B, T, H), which take finished tiles, and the running `partial_out` fp32 and `partial_lse` fp64
+    of the same shapes, which take all others. Its tensors are all these and the sinks (H,).
+    """
+    batch, _, heads, value_dim = results[0].shape
+    tile_count, batch_heads = launch.tiles.shape[0], batch * heads
+    arguments = launch.tiles, tile_count, heads, batch_heads, launch.merges
+    of_parts = (stride for x in parts for stride in (x.stride(0), *strides(x[0], 3)))
+    of_results = (stride for x in results for stride in strides(x, 3))
+    sizes = {"DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": config.tile_rows}
+    flags = flags | sizes | {"num_warps": 8, "num_stages": 1}
+    grid, device = (tile_count * batch_heads,), launch.tiles.device
+    return Prepared(flash_merge, grid, device, (*arguments, *of_parts, *of_results), flags)
 
 
 def empty_partial(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:

@@ -36,13 +36,11 @@ def attention(
     slices: SliceTable,
     scale: float,
     softcap: float = 0.0,
-    sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, T, H, Dv), and the natural lse (B, T, H) without the sinks.
+    """Return out (B, T, H, Dv) and the natural lse (B, T, H).
 
-    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv); sinks are (H,), and slopes (H,) or
-    (B, H).
+    q is (B, T, H, D), k (B, Tk, Hkv, D) and v (B, Tk, Hkv, Dv); slopes are (H,) or (B, H).
     """
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
@@ -54,6 +52,4 @@ def attention(
     scores = scores.masked_fill(~visible_mask(slices).to(q.device), -torch.inf)
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
-    lse = lse.transpose(1, 2)
-    out = torch.einsum("bhnm,bmhd->bnhd", p, v)
-    return (out if sinks is None else out * torch.sigmoid(lse - sinks)[..., None]), lse
+    return torch.einsum("bhnm,bmhd->bnhd", p, v), lse.transpose(1, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +14,26 @@ from .configs import Config
 from .tables import SegmentTables
 
 
-def call_key(
-    known_by: Hashable, tables: Any, config: Any, scale: Any, reverse: bool, *tensors: Any
-) -> Hashable:
+class Walk(NamedTuple):
+    """How a call walks its segments."""
+
+    tables: SegmentTables
+    config: Config
+    scale: float
+    reverse: bool  # whether each span is walked from its end
+
+
+def call_key(known_by: Hashable, walk: Walk, *tensors: Any) -> Hashable:
     """Return the key of a call among its tables' prepared calls: `known_by`, if not None.
 
     Raises a ValueError that names an argument of a wrong type.
     """
     if known_by is not None:
         return known_by
-    check_type("tables", tables, SegmentTables)
-    check_type("config", config, Config)
-    check_number("scale", scale)
-    return config, scale, bool(reverse), signature(*tensors)
+    check_type("tables", walk.tables, SegmentTables)
+    check_type("config", walk.config, Config)
+    check_number("scale", walk.scale)
+    return walk.config, walk.scale, bool(walk.reverse), signature(*tensors)
 
 
 def signature(*tensors: Any) -> Hashable:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..checks import DTYPES, check_rows
 from ..specialisation import kernel
-from .arguments import call_key, check_decay
+from .arguments import Walk, call_key, check_decay
 from .configs import Config, constants, padded
 from .launching import Call, addressable, launches, ready, run, strides
 from .tables import INCOMING, ROW_START, ROW_STOP, SLOT, SPAN_START, SPAN_STOP, SegmentTables
@@ -132,18 +132,21 @@ def recurrence(
     The prepared call is kept with the tables, for calls with the same arguments and signatures of
     tensors or, if `known_by` is given, for calls with the same `known_by`.
     """
+    walk = Walk(tables, config, scale, reverse)
     tensors = x, y, z, out, between, initial, log_decay
-    key = "recurrence", call_key(known_by, tables, config, scale, reverse, *tensors)
+    key = "recurrence", call_key(known_by, walk, *tensors)
     call: Call | None = tables.prepared.get(key)
     if call is None:
-        call = tables.prepared[key] = _prepare(*tensors, tables, config, scale, reverse)
+        _check(*tensors)
+        call = _prepare(walk, x, y, z, out, between, has_initial=initial is not None)
+        tables.prepared[key] = call
     operands = ready((x, y, z), call.copies)
     initial = between if initial is None else initial  # a valid address that is not used
     for launch in call.launches:
         run(launch, *operands, out, between, initial, log_decay)
 
 
-def _prepare(
+def _check(
     x: Tensor,
     y: Tensor,
     z: Tensor,
@@ -151,12 +154,8 @@ def _prepare(
     between: Tensor,
     initial: Tensor | None,
     log_decay: Tensor,
-    tables: SegmentTables,
-    config: Config,
-    scale: float,
-    reverse: bool,
-) -> Call:
-    """Check the arguments of `recurrence`; return the call without its tensors."""
+) -> None:
+    """Raise a ValueError that names a wrong argument of `recurrence`."""
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T Y D", DTYPES)
@@ -167,13 +166,20 @@ def _prepare(
     shapes.check("between", between, "S B G D V", [torch.float32])
     if initial is not None:
         shapes.check("initial", initial, "N B G D V", [torch.float32])
+
+
+def _prepare(
+    walk: Walk, x: Tensor, y: Tensor, z: Tensor, out: Tensor, between: Tensor, *, has_initial: bool
+) -> Call:
+    """Return the call of `recurrence` without its tensors."""
+    tables, config, scale, reverse = walk
     copies, dim, value_dim = addressable(x, y, z), x.shape[-1], z.shape[-1]
     x, y, z = ready((x, y, z), copies)
     flags = constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": min(config.depth, padded(dim)),
         "DV": value_dim, "BLOCK_DV": config.block(value_dim),
         "SHARING": max(1, x.shape[2] // y.shape[2]), "MEMBERS": max(1, y.shape[2] // x.shape[2]),
-        "REVERSE": reverse, "HAS_INITIAL": initial is not None,
+        "REVERSE": reverse, "HAS_INITIAL": has_initial,
     }  # fmt: skip
     batch, heads, blocks = x.shape[0], x.shape[2], triton.cdiv(value_dim, flags["BLOCK_DV"])
     arguments = (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import DTYPES, check_rows
 from ..specialisation import kernel
-from .arguments import call_key, check_decay
+from .arguments import Walk, call_key, check_decay
 from .configs import SCAN, SCAN_BLOCK, STATE, Config, constants, padded
 from .launching import Call, addressable, launches, ready, run, strides
 from .tables import (
@@ -175,11 +175,11 @@ def states(
     λ^n x_iᵀ y_i, with n counting i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is
     a multiple of the Hkv heads of log_decay (Hkv,) fp64. For `known_by` see `recurrence`.
     """
-    key = "states", call_key(known_by, tables, config, scale, reverse, x, y, log_decay)
+    walk = Walk(tables, config, scale, reverse)
+    key = "states", call_key(known_by, walk, x, y, log_decay)
     call: Call | None = tables.prepared.get(key)
     if call is None:
-        call = _prepare_states(x, y, log_decay, tables, config, scale, reverse)
-        tables.prepared[key] = call
+        call = tables.prepared[key] = _prepare_states(walk, x, y, log_decay)
     shape = x.shape[0], log_decay.shape[0], x.shape[-1], y.shape[-1]
     between = x.new_empty((tables.lengths.numel(), *shape), dtype=STATE)
     final = x.new_empty((tables.leaving, *shape), dtype=STATE)
@@ -192,16 +192,9 @@ def states(
     return between, final
 
 
-def _prepare_states(
-    x: Tensor,
-    y: Tensor,
-    log_decay: Tensor,
-    tables: SegmentTables,
-    config: Config,
-    scale: float,
-    reverse: bool,
-) -> Call:
+def _prepare_states(walk: Walk, x: Tensor, y: Tensor, log_decay: Tensor) -> Call:
     """Check the arguments of `states`; return the call without its tensors."""
+    tables, config, scale, reverse = walk
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T H V", DTYPES)
@@ -247,28 +240,27 @@ def carry(
     strides of `out`. If it is `out` itself, only spans that a state enters change. For `known_by`
     see `recurrence`.
     """
+    walk = Walk(tables, config, scale, reverse)
     tensors = x, before, out, initial, log_decay
-    key = "carry", before is out, call_key(known_by, tables, config, scale, reverse, *tensors)
+    key = "carry", before is out, call_key(known_by, walk, *tensors)
     call: Call | None = tables.prepared.get(key)
     if call is None:
-        call = tables.prepared[key] = _prepare_carry(*tensors, tables, config, scale, reverse)
+        call = tables.prepared[key] = _prepare_carry(walk, *tensors)
     (x,) = ready((x,), call.copies)
     for launch in call.launches:
         run(launch, x, out if before is None else before, out, initial, log_decay)
 
 
 def _prepare_carry(
+    walk: Walk,
     x: Tensor,
     before: Tensor | None,
     out: Tensor,
     initial: Tensor,
     log_decay: Tensor,
-    tables: SegmentTables,
-    config: Config,
-    scale: float,
-    reverse: bool,
 ) -> Call:
     """Check the arguments of `carry`; return the call without its tensors."""
+    tables, config, scale, reverse = walk
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("out", out, "B T H V")

@@ -45,6 +45,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,14 @@ class Clock:
         changed.wait_for(done, seconds)
 
 
+class Membership(NamedTuple):
+    """A rank's place in a group."""
+
+    rank: int
+    names: Sequence[str]  # the group's ranks, as errors name them
+    timeout: float  # the group's, in seconds
+
+
 @dataclass(eq=False)
 class _Wait:
     doing: str
@@ -109,9 +118,7 @@ class Heartbeat:
         self,
         store: Connection,
         store_lost: str,
-        rank: int,
-        names: Sequence[str],
-        timeout: float,
+        member: Membership,
         interrupt: Callable[[], None],
         state_server: str,
         ask: Ask = ask_state_servers,
@@ -119,10 +126,10 @@ class Heartbeat:
     ) -> None:
         """Write the first beat; `start` begins the rounds.
 
-        `store_lost` is the cause to report if the store is gone. `names` has the ranks as errors
-        name them. `timeout` is the group's, in seconds. `interrupt()` makes all waits on the group
-        raise. `state_server` is the address of this process's state server, or "".
+        `store_lost` is the cause to report if the store is gone. `interrupt()` makes all waits on
+        the group raise. `state_server` is the address of this process's state server, or "".
         """
+        rank, names, timeout = member
         self._store, self._store_lost = store, store_lost
         self._rank, self.names, self._name = rank, names, names[rank]
         self._interrupt, self._clock = interrupt, clock or Clock()
@@ -339,17 +346,17 @@ def _started(
         f"rank {i}" if i == rank else f"rank {i} (global rank {rank})"
         for i, rank in enumerate(ranks)
     ]
-    timeout, rank = timeout_of(group, device).total_seconds(), group.rank()
+    member = Membership(group.rank(), names, timeout_of(group, device).total_seconds())
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeper = "the launcher" if agent else "global rank 0"
     lost = f"the store does not answer: {keeper}, which keeps it, died, left or was stopped"
     try:
-        store = Connection.open(at, MAX_STORE_INTERVALS * interval(timeout, len(ranks)))
+        store = Connection.open(at, MAX_STORE_INTERVALS * interval(member.timeout, len(ranks)))
     except RuntimeError as error:
-        doing = f"{names[rank]} was making a module for this group"
+        doing = f"{names[member.rank]} was making a module for this group"
         raise PeerError(f"{lost}. {doing}. The store said: {error}") from error
     state_server = start_state_server(store.host)
-    heartbeat = Heartbeat(store, lost, rank, names, timeout, interrupt, state_server)
+    heartbeat = Heartbeat(store, lost, member, interrupt, state_server)
     heartbeat.start()
     return heartbeat
 

@@ -9,7 +9,7 @@ import numpy as np
 from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.simulate.playback.outcome import limit_of
 from seqpar.simulate.recommendations.recommendation import Recommendation, as_gb
-from seqpar.simulate.steps.divided import divided_step
+from seqpar.simulate.steps.divided import MicroBatches, divided_step
 from seqpar.simulate.steps.steps import Step, step
 
 
@@ -120,8 +120,9 @@ def _stepped(
         )
     else:
         simulated = divided_step(
-            *(way.strategy, way.layout, division.divided, division.shares),
-            most_tokens=division.most_tokens,
+            way.strategy,
+            MicroBatches(way.layout, division.shares, division.most_tokens),
+            division.divided,
             checkpointing=checkpointing,
             offload=offload,
             **way.options,

@@ -77,7 +77,7 @@ def _is_quick(candidate: Candidate, layout: Layout, costs: Costs) -> bool:
     strategy, mesh = candidate
     assert mesh is not None
     played = np.unique(choose_stand_ins(strategy, layout.geometry, costs.cluster)).size
-    recorded = max(1, played // ranks_alike(strategy, mesh, layout, costs.model))
+    recorded = max(1, played // ranks_alike(candidate, layout, costs.model))
     limit = _MAX_MESSAGES if played == layout.ranks else _MAX_MESSAGES_OF_FEW
     return recorded * sum(mesh) <= limit
 

@@ -41,6 +41,14 @@ T = TypeVar("T")
 _BACKWARD_SHARE = 2 / 3  # of a stage's time; 1F1B's total depends only on the sum
 
 
+class MicroBatches(NamedTuple):
+    """The micro-batches that one data group computes in a step."""
+
+    layout: Layout  # of the largest micro-batch, on the context ranks
+    shares: Floats  # (micro_batches,) the time of each, divided by the time of the largest
+    most_tokens: int  # the tokens of the micro-batch with the most tokens, which decides memory
+
+
 class Parallelism(NamedTuple):
     """How many ranks the devices are divided into in each dimension.
 
@@ -243,11 +251,9 @@ def _tensor_share(model: Model, ranks: int) -> Model:
 
 def divided_step(
     strategy: str,
-    layout: Layout,
+    micro_batches: MicroBatches,
     divided: DividedCosts,
-    shares: Floats,
     *,
-    most_tokens: int,
     checkpointing: str = "none",
     offload: float = 0.0,
     mesh: tuple[int, int] | None = None,
@@ -255,15 +261,14 @@ def divided_step(
 ) -> Step:
     """Simulate a step of a group of context ranks, and of all that share its pipeline.
 
-    `layout` is that of the largest micro-batch on the context ranks. `most_tokens`, those of any
-    micro-batch, count for memory. `shares` is as in `DividedCosts.least_seconds`, and other
-    arguments are as in `step`; stages do not offload.
+    Other arguments are as in `step`; stages do not offload.
 
     Returns:
         A step whose `memory` and `bytes` are of one context group, and whose `seconds` are of all.
         Ranks also wait for tensor ranks, parameters and other stages. With stages, `optimizer`
         includes the exchange of gradients and parameters.
     """
+    layout, shares, most_tokens = micro_batches
     costs, context = divided.costs, divided.context
     tokens = max(layout.tokens_per_rank)
     if offload:  # tensor ranks also share what `context` counts on each of them

@@ -20,6 +20,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.linear.kinds import kind as kind_of
+from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.recording.program import Begin, Post, Program, Serve, Sizes
 from seqpar.simulate.recording.recording import record
 from seqpar.simulate.recording.serving import RecordedPool, record_served
@@ -103,10 +104,9 @@ class Attending:
 
 
 def record_attention(
-    strategy: str,
+    candidate: Candidate,
     layout: Layout,
     attending: Attending,
-    mesh: tuple[int, int] | None,
     recompute: bool,
     ordered: bool,
     ranks: tuple[int, ...],
@@ -116,7 +116,7 @@ def record_attention(
 
     def code(comm: Comm) -> None:
         tokens = layout.tokens_on(comm.rank)
-        attn = attending.module(comm, strategy, **options)
+        attn = attending.module(comm, candidate.strategy, **options)
         operands, call = attending.operands(tokens), attending.call(tokens)
         if recompute:
             with torch.no_grad():
@@ -124,9 +124,9 @@ def record_attention(
         out = attn(*operands, layout, **call)
         out.backward(torch.empty_like(out))
 
-    length = 1 if options else ranks_alike(strategy, mesh, layout, attending.model)
+    length = 1 if options else ranks_alike(candidate, layout, attending.model)
     firsts = sorted({rank - rank % length for rank in ranks})
-    programs = record(code, layout.ranks, mesh=mesh, only=firsts, ordered=ordered)
+    programs = record(code, layout.ranks, mesh=candidate.mesh, only=firsts, ordered=ordered)
     recorded = dict(zip(firsts, programs, strict=True))
     return [
         as_rank(recorded[rank - rank % length], rank - rank % length, rank, length)
@@ -139,17 +139,17 @@ def record_attention(
 record_attention_once = lru_cache(maxsize=4)(record_attention)
 
 
-def ranks_alike(strategy: str, mesh: tuple[int, int] | None, layout: Layout, model: Model) -> int:
+def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
     """Return the length of runs of ranks whose programs are equal but for their peers.
 
     Ranks that exchange heads compute the same tokens for different heads. Their programs are equal
     if all ranks of a run hold the same number of tokens and heads. A run is all ranks of Ulysses,
     or a row of USP's mesh.
     """
-    if strategy == "ulysses":
+    if candidate.strategy == "ulysses":
         length = layout.ranks
-    elif strategy == "usp" and mesh is not None:
-        length = mesh[1]
+    elif candidate.strategy == "usp" and candidate.mesh is not None:
+        length = candidate.mesh[1]
     else:
         return 1
     tokens = layout.tokens_per_rank

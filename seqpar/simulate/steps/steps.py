@@ -15,6 +15,7 @@ from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.costs.grid import Floats
 from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
+from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.playback.one_rank import least_seconds
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play_with_stand_ins
@@ -167,7 +168,7 @@ def step(
         )
     costs = Costs(cluster, model)
     simulator = _LayerSimulator(
-        costs, layout, strategy, mesh, checkpointing, sharding, offload, servers, options
+        costs, layout, Candidate(strategy, mesh), checkpointing, sharding, offload, servers, options
     )
     tokens = np.array(layout.tokens_per_rank)
     no_servers = np.zeros(servers)
@@ -224,7 +225,8 @@ def least_step_seconds(
     It holds for every checkpointing, sharding and offload, without servers. Ranks are recorded, not
     played.
     """
-    simulator = _LayerSimulator(costs, layout, strategy, mesh, "none", "none", 0.0, 0, {})
+    candidate = Candidate(strategy, mesh)
+    simulator = _LayerSimulator(costs, layout, candidate, "none", "none", 0.0, 0, {})
     seconds = head_seconds(costs, max(layout.tokens_per_rank))
     for attending, products, count in _kinds_of_layers(costs, "none", transport):
         stand_ins = simulator.stand_ins(attending)[[*ranks]]
@@ -274,8 +276,7 @@ class _LayerSimulator:
 
     costs: Costs
     layout: Layout
-    strategy: str
-    mesh: tuple[int, int] | None
+    candidate: Candidate
     checkpointing: str
     sharding: str
     offload: float
@@ -320,7 +321,7 @@ class _LayerSimulator:
         return stand_ins, programs
 
     def stand_ins(self, attending: Attending) -> Ints:
-        strategy = attending.transport if attending.linear else self.strategy
+        strategy = attending.transport if attending.linear else self.candidate.strategy
         return choose_stand_ins(strategy, self.layout.geometry, self.costs.cluster)
 
     def record_each(
@@ -333,12 +334,11 @@ class _LayerSimulator:
         self, attending: Attending, products: Products, ranks: tuple[int, ...]
     ) -> list[Program]:
         """Record these ranks of one layer, without servers."""
-        strategy, mesh = ("ring", None) if attending.linear else (self.strategy, self.mesh)
+        candidate = Candidate("ring") if attending.linear else self.candidate
         recompute = self.checkpointing == "full"
         record_it = record_attention if self.options else record_attention_once
         programs = record_it(
-            *(strategy, self.layout, attending, mesh, recompute, self.costs.cluster.overlaps),
-            ranks,
+            *(candidate, self.layout, attending, recompute, self.costs.cluster.overlaps, ranks),
             **self.options,
         )
         programs = [replace(program, actions=[*program.actions]) for program in programs]

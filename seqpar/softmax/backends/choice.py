@@ -117,7 +117,7 @@ def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: Ca
     It depends only on the type of the device, the dtype, the head dims, the options and the slices.
     Backward therefore uses the same backend for a block as forward.
     """
-    if options.rank_invariant:  # `invariant_refusal` has checked the call
+    if options.rank_invariant:  # `rank_invariant_refusal` has checked the call
         return "triton" if is_on_cuda(q) else "aten"
     if not aten_cuda.computes(q):
         return "aten"

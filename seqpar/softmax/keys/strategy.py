@@ -18,8 +18,6 @@ from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
 from seqpar.softmax.keys.exchange import GradientReturn, travelling_keys
-from seqpar.softmax.keys.invariant_attention import TileCall
-from seqpar.softmax.keys.invariant_plan import tile_areas, tile_traffic
 from seqpar.softmax.keys.plan import (
     Distances,
     HeadSlices,
@@ -28,6 +26,8 @@ from seqpar.softmax.keys.plan import (
     key_areas,
     key_traffic,
 )
+from seqpar.softmax.keys.rank_invariant_attention import TileCall
+from seqpar.softmax.keys.rank_invariant_plan import tile_areas, tile_traffic
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 from seqpar.softmax.wire.message_dtypes import (
     check_digits,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from seqpar.linear.decode import decode_step
+from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
 from tests.support.recurrent_cases import RecurrentCase, oracle
 from tests.support.tiers import few_rows
@@ -20,10 +21,8 @@ def test_steps_are_the_parallel_form(name, tokens):
     expected, state, outs = oracle(case), entering[0], []
     for start in range(0, 12, tokens):
         rows = start if tokens == 1 else slice(start, start + tokens)
-        q, k, v, log_decay, beta = (x if x is None or x.dim() == 1 else x[:, rows] for x in inputs)
-        out, state = decode_step(
-            name, q, k, v, state, log_decay=log_decay, beta=beta, scale=case.scale
-        )
+        new = Inputs(*(x if x is None or x.dim() == 1 else x[:, rows] for x in inputs))
+        out, state = decode_step(name, new, state, case.scale)
         outs.append(out)
     out = torch.stack(outs, 1) if tokens == 1 else torch.cat(outs, 1)
     torch.testing.assert_close(out, expected["out"], rtol=1e-12, atol=1e-12)
@@ -37,17 +36,21 @@ def arguments(name="gated_delta"):
     return {"q": q, "k": k, "v": v, "state": state, "log_decay": log_decay, "beta": beta}
 
 
+def step(kind, state, scale=1.0, **inputs):
+    return decode_step(kind, Inputs(**inputs), state, scale)
+
+
 def test_no_tokens_change_nothing():
     call = {n: x if n == "state" else x[:, :0] for n, x in arguments().items()}
-    out, state = decode_step("gated_delta", **call)
+    out, state = step("gated_delta", **call)
     assert out.shape == (2, 0, 2, 6) and torch.equal(state, call["state"])
 
 
 def test_bf16_is_computed_in_fp32():
     call = arguments()
     call = {n: x if n in ("state", "log_decay") else x.bfloat16() for n, x in call.items()}
-    out, state = decode_step("gated_delta", **call)
-    exact, exact_state = decode_step("gated_delta", **{n: x.double() for n, x in call.items()})
+    out, state = step("gated_delta", **call)
+    exact, exact_state = step("gated_delta", **{n: x.double() for n, x in call.items()})
     assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(state.double(), exact_state, rtol=1e-6, atol=1e-6)
@@ -57,11 +60,10 @@ def test_bf16_is_computed_in_fp32():
 def test_autocast_does_not_change_a_step(name):
     """States are fp32, and a product of them in bf16 would keep 8 of their bits."""
     case = RecurrentCase(name, edges=(0, 3), dtype=torch.float32)
-    q, k, v, log_decay, beta = case.tensors()[0]
-    call = {"log_decay": log_decay, "beta": beta, "state": torch.randn(2, 2, 8, 6)}
-    expected = decode_step(name, q, k, v, **call)
+    call = name, Inputs(*case.tensors()[0]), torch.randn(2, 2, 8, 6)
+    expected = decode_step(*call)
     with torch.autocast("cpu", torch.bfloat16):
-        found = decode_step(name, q, k, v, **call)
+        found = decode_step(*call)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -94,7 +96,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals_name_the_argument(change, message):
     with pytest.raises(ValueError, match=message):
-        decode_step(**{"kind": "gated_delta"} | arguments() | change)
+        step(**{"kind": "gated_delta"} | arguments() | change)
 
 
 def test_every_kind_says_what_it_has():

@@ -8,7 +8,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.comm.messages.exchange import Comm
-from seqpar.softmax.keys import invariant_plan
+from seqpar.softmax.keys import rank_invariant_plan
 from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run
 from tests.support.ranks import virtual
 from tests.support.same_bits import (
@@ -25,7 +25,7 @@ from tests.support.tiers import exhaustive_seeds, few_rows
 
 @pytest.mark.parametrize("seed", exhaustive_seeds(5, 25, 200))
 def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
-    monkeypatch.setattr(invariant_plan, "TILE", 16)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 16)
     one, others = drawn_cases(seed)
     expected = virtual(1, bits, one)[0]
     for case in others:
@@ -35,7 +35,7 @@ def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", exhaustive_seeds(5, 25, 200))
 def test_threads_and_ranks_do_not_change_bits(seed, monkeypatch):
-    monkeypatch.setattr(invariant_plan, "TILE", 64)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 64)
     one, others = threaded_cases(seed)
     expected = virtual(1, bits, one)[0]
     for number, case in enumerate([one, *others]):
@@ -68,7 +68,7 @@ def test_other_threads_keep_their_number_of_torch_threads():
 
 @pytest.mark.parametrize("seed", range(300, 303))
 def test_random_calls_are_right_with_the_documented_traffic(seed, monkeypatch):
-    monkeypatch.setattr(invariant_plan, "TILE", 16)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 16)
     for case in drawn_cases(seed)[1]:
         assert_right(virtual(case.layout.ranks, run, case)[0], oracle(case), case.dtype)
         for sent, said in virtual(case.layout.ranks, sent_and_said, case):
@@ -122,7 +122,7 @@ def test_bits_differ_without_it(monkeypatch):
 
 def test_zeros_have_one_sign(monkeypatch):
     """Contributions of −0 count as those of 0, which keys that no query of a tile sees have."""
-    monkeypatch.setattr(invariant_plan, "TILE", 4)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 4)
 
     def gradients(comm, layout):
         q, k, v = (torch.zeros(layout.tokens_on(comm.rank), 1, 8) for _ in range(3))
@@ -139,7 +139,7 @@ def test_zeros_have_one_sign(monkeypatch):
 
 def test_all_ranks_hold_tiles_of_stripes(monkeypatch):
     """Where all tiles are cut, they are given out evenly."""
-    monkeypatch.setattr(invariant_plan, "TILE", 16)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 16)
     layout = Layout.striped(512, 4, stripe=4)
 
     def areas(comm):
@@ -190,7 +190,7 @@ def test_ranks_that_differ_in_it_all_raise():
 
 
 def test_max_logits_have_the_same_bits(monkeypatch):
-    monkeypatch.setattr(invariant_plan, "TILE", 16)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 16)
 
     def largest(comm, strategy, layout):
         generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ from seqpar.kernels.flash_attention import launching
 from seqpar import Mask, use_backend
 from seqpar.core.hooks import hooks
 from seqpar.softmax.call import Operands
-from seqpar.softmax.keys import invariant_plan
+from seqpar.softmax.keys import rank_invariant_plan
 from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.same_bits import STRATEGIES as SAME_BITS
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
@@ -139,7 +139,7 @@ def test_nor_does_it_where_tokens_are_kept(strategy, backend):
 )
 @pytest.mark.parametrize("backend", CHEAP)
 def test_invariant_bits_need_no_copies_either(strategy, backend, monkeypatch):
-    monkeypatch.setattr(invariant_plan, "TILE", 32)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 32)
 
     def make(comm):
         return module(strategy, comm, deterministic="ranks")

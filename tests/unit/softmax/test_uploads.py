@@ -17,7 +17,7 @@ from seqpar.core.device_tables import on_device, upload
 from seqpar.layout import handle
 from seqpar.softmax import operator
 from seqpar.softmax.backends import aten_cuda, gpu_kernels
-from seqpar.softmax.keys import invariant_plan
+from seqpar.softmax.keys import rank_invariant_plan
 from tests.support.cases import STRATEGIES, module
 from tests.support.same_bits import STRATEGIES as SAME_BITS
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
@@ -85,7 +85,7 @@ def test_tables_travel_once(strategy, backend, fresh):
 
 @pytest.mark.parametrize("strategy", SAME_BITS)
 def test_tables_of_invariant_bits_travel_once(strategy, fresh, monkeypatch):
-    monkeypatch.setattr(invariant_plan, "TILE", 32)
+    monkeypatch.setattr(rank_invariant_plan, "TILE", 32)
     with use_backend("triton"):
         attn = module(strategy, SilentComm(1, RANKS), deterministic="ranks")
         layout = fresh("zigzag")

@@ -105,17 +105,11 @@ class PatchedRecurrence:
         B: Tensor,
         C: Tensor,
         D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **others: Any,
+        **options: Any,
     ) -> Tensor:
         """Compute Mamba-2's scan: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
-        refuse_unknown(others, "chunk_size")
         exact = accumulator_dtype(hidden_states.dtype)
-        if dt_bias is not None:
-            dt = dt + dt_bias.to(dt.dtype)
-        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].to(exact)
+        dt = _time_steps(dt, **options)[0].to(exact)
         x, keys, queries = (y[0].to(exact) for y in (hidden_states, B, C))
         dtype = self.dtype_of_products(C, hidden_states)
         q, k, v = (y.to(dtype) for y in (queries, keys, x * dt[..., None]))
@@ -220,6 +214,20 @@ def _mask_of_call(*_: Any, attention_mask: Any = None, **__: Any) -> ShardedMask
     if isinstance(attention_mask, ShardedMask):
         return attention_mask  # prepared for a compiled model
     return ShardedMask(running_call(), MaskShape(causal=True))
+
+
+def _time_steps(
+    dt: Tensor,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **others: Any,
+) -> Tensor:
+    """Return Δ from the layer's dt, with the options of Mamba-2's kernel."""
+    refuse_unknown(others, "chunk_size")
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    return (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
 
 def _normalised(x: Tensor) -> Tensor:

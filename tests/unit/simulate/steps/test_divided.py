@@ -7,7 +7,13 @@ import pytest
 
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Costs, FatTree, Link, Model
-from seqpar.simulate.steps.divided import DividedCosts, Parallelism, divided_step, tensor_sizes
+from seqpar.simulate.steps.divided import (
+    DividedCosts,
+    MicroBatches,
+    Parallelism,
+    divided_step,
+    tensor_sizes,
+)
 from tests.unit.simulate.steps.test_steps import CLUSTER, LAYOUT, MODEL, SMALL
 
 EIGHT = Cluster.preset("1x8-h100")
@@ -22,7 +28,7 @@ def costs_of(cluster=CLUSTER, model=MODEL, **sizes):
 
 
 def stepped(divided, layout=PAIR, shares=ONE, **options):
-    return divided_step("ring", layout, divided, shares, most_tokens=layout.tokens, **options)
+    return divided_step("ring", MicroBatches(layout, shares, layout.tokens), divided, **options)
 
 
 def test_context_ranks_alone_are_a_step():

@@ -7,6 +7,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.balance import Model
+from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.recording.program import Compute, SoftmaxCompute
 from seqpar.simulate.steps import layers
 from seqpar.simulate.steps.layers import Attending, ranks_alike
@@ -40,8 +41,9 @@ def test_shared_programs_equal_recorded_ones(monkeypatch, layout, strategy, mesh
         model = dataclasses.replace(MODEL, heads=8, kv_heads=8)
         alike = 8
     attending = Attending(model, model.layers[0], torch.bfloat16, "all_gather")
-    arguments = strategy, layout, attending, mesh, True, ordered, tuple(range(ranks))
-    assert ranks_alike(strategy, mesh, layout, model) == alike
+    candidate = Candidate(strategy, mesh)
+    arguments = candidate, layout, attending, True, ordered, tuple(range(ranks))
+    assert ranks_alike(candidate, layout, model) == alike
     shared = layers.record_attention(*arguments)
     monkeypatch.setattr(layers, "ranks_alike", lambda *_: 1)
     for one, other in zip(shared, layers.record_attention(*arguments), strict=True):
@@ -60,4 +62,4 @@ def test_shared_programs_equal_recorded_ones(monkeypatch, layout, strategy, mesh
     ],
 )
 def test_unequal_ranks_are_recorded_apart(strategy, mesh, layout, model):
-    assert ranks_alike(strategy, mesh, layout, model) == 1
+    assert ranks_alike(Candidate(strategy, mesh), layout, model) == 1

@@ -40,8 +40,8 @@ from seqpar.softmax.compute.partial import (
     PartialGradients,
 )
 from seqpar.softmax.keys.exchange import travelling_keys
-from seqpar.softmax.keys.invariant_plan import TilePlan, Unit
 from seqpar.softmax.keys.plan import Distances, KeyPlan
+from seqpar.softmax.keys.rank_invariant_plan import TilePlan, Unit
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.wire.row_messages import Rows
 

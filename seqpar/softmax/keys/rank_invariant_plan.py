@@ -34,7 +34,7 @@ TILE = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class InvariantTiles:
+class RankInvariantTiles:
     """All tiles of the queries of a pack, ascending by document and position."""
 
     # documents, numbers: (n,) the document of each tile, and the tile's number in it
@@ -56,7 +56,7 @@ class InvariantTiles:
     moved: Geometry | None
 
     @classmethod
-    def of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> InvariantTiles:
+    def of(cls, queries: Geometry, keys: Geometry, mask: Mask) -> RankInvariantTiles:
         counts = -(-queries.lengths // TILE)
         documents, numbers = np.repeat(np.arange(counts.size), counts), count_up(counts)
         starts = numbers * TILE
@@ -244,11 +244,13 @@ class TilePlan:
         return cls(tiles.moved, pool.size, blank, arrivals, nodes, sent, received)
 
 
-def tiles_of(call: ResolvedCall) -> InvariantTiles:
-    return call.once(("tiles",), lambda: InvariantTiles.of(call.layout, call.kv_layout, call.mask))
+def tiles_of(call: ResolvedCall) -> RankInvariantTiles:
+    return call.once(
+        ("tiles",), lambda: RankInvariantTiles.of(call.layout, call.kv_layout, call.mask)
+    )
 
 
-def nodes_of(tiles: InvariantTiles, rank: int) -> list[Node]:
+def nodes_of(tiles: RankInvariantTiles, rank: int) -> list[Node]:
     """Return the largest subtrees whose tiles with keys are all computed by this rank."""
     with_keys = tiles.areas > 0
     own = np.r_[0, np.cumsum(with_keys & (tiles.owners == rank))]
