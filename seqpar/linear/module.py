@@ -18,8 +18,8 @@ from seqpar.core.arguments import as_bool, as_float, check_tensor
 from seqpar.layout.handle import sizes_of
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import CallArguments, ResolvedCall, batch_second, returned
-from seqpar.linear.inputs import Inputs, check_heads
-from seqpar.linear.rehearsal import LinearPreparation
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.rehearsal import LinearPreparation, empty_inputs
 from seqpar.linear.strategy import LinearStrategy
 
 OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -33,6 +33,16 @@ class OptionalArguments(TypedDict, total=False):
     beta: Tensor | None
     scale: float | Tensor
     initial_state: Tensor | None
+    return_state: bool
+
+
+class PreparedOptions(TypedDict, total=False):
+    """Further arguments of `preparation`."""
+
+    value_dim: int
+    batch: int
+    causal: bool
+    initial_state: bool
     return_state: bool
 
 
@@ -56,13 +66,9 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
         head_dim: int,
         dtype: torch.dtype,
         kv_heads: int | None = None,
-        value_dim: int | None = None,
-        batch: int = 1,
         device: torch.device | str | None = None,
         backward: bool = True,
-        causal: bool = True,
-        initial_state: bool = False,
-        return_state: bool = False,
+        **options: Unpack[PreparedOptions],
     ) -> Preparation:
         """Return a function that builds the tables of a layout ahead of its first call.
 
@@ -71,37 +77,44 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
 
         Args:
             heads, kv_heads: the number of query heads, and of states, by default the same.
-            head_dim, value_dim: the head dim of q and k, and of v, by default the same.
+            head_dim: the head dim of q and k.
             dtype: the dtype of q, k and v.
-            batch: the batch size.
             device: the device of q, k and v. Default: the current GPU, if there is one and the
                 group can send from it, otherwise the CPU.
             backward: whether calls have a backward.
-            causal, return_state: as in a call.
-            initial_state: whether calls have one.
+            options: `value_dim` (by default `head_dim`), `batch` (1), `initial_state` (whether
+                there are any), and `causal` and `return_state` as in a call.
 
         Raises:
             ValueError: if an argument is wrong. The message names it.
         """
         strategy, kv_heads = self._bound.strategy, heads if kv_heads is None else kv_heads
         described = described_call(
-            self._bound, dtype, device, backward, batch=batch, heads=heads, kv_heads=kv_heads,
-            dim=head_dim, value_dim=head_dim if value_dim is None else value_dim,
+            self._bound, dtype, device, backward, batch=options.pop("batch", 1), heads=heads,
+            kv_heads=kv_heads, dim=head_dim, value_dim=options.pop("value_dim", head_dim),
         )  # fmt: skip
-        shape, device = described["shape"], described["device"]
-        sizes = (shape.heads, shape.dim), (kv_heads, shape.dim), (kv_heads, shape.value_dim)
-        inputs = Inputs(*(torch.empty(batch, 0, *x, dtype=dtype, device=device) for x in sizes))
-        check_heads(inputs)
-        causal = as_bool("causal", causal)
-        if not causal and strategy.family == "recurrent":
+        recurrent = strategy.family == "recurrent"
+        if heads % kv_heads and not (recurrent and kv_heads % heads == 0):
+            expected = f"a multiple {'or a divisor ' * recurrent}of kv_heads, {kv_heads}"
+            raise ValueError(f"heads must be {expected}, got {heads}")
+        flags: dict[str, Any] = {
+            name: as_bool(name, options.pop(name, default))  # type: ignore[misc]
+            for name, default in (
+                ("causal", True),
+                ("initial_state", False),
+                ("return_state", False),
+            )
+        }
+        if recurrent and not flags["causal"]:
             raise ValueError("causal must be True for recurrent layers, got False")
+        if options:
+            raise TypeError(f"preparation got unexpected arguments: {', '.join(options)}")
         forced = current_backend(strategy.family)
+        inputs = empty_inputs(described["shape"], 0, described["device"])
         return LinearPreparation(
             **described,
+            **flags,
             strategy=strategy,
-            causal=causal,
-            has_initial_state=as_bool("initial_state", initial_state),
-            return_state=as_bool("return_state", return_state),
             backend=strategy.default_backend(inputs) if forced == DEFAULT else forced,
         )
 

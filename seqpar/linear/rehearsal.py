@@ -80,7 +80,7 @@ def _run_on_meta(
 ) -> None:
     comm = SilentComm(call.rank, call.routes.ranks, routed)
     call = replace(call, options=call.options.on_meta())
-    inputs = _meta_inputs(call.shape, call.layout.holdings[call.rank].tokens)
+    inputs = empty_inputs(call.shape, call.layout.holdings[call.rank].tokens, _META)
     documents = call.routes.lengths.size
     states = torch.empty(
         documents, *inputs.state_shape, dtype=accumulator_dtype(call.shape.dtype), device=_META
@@ -92,11 +92,11 @@ def _run_on_meta(
         strategy.backward(comm, call, inputs, states_in, out, dfinal)
 
 
-def _meta_inputs(shape: OperandShape, tokens: int) -> Inputs:
+def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inputs:
     heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.dim, shape.dim)
     return Inputs(
         *(
-            torch.empty(shape.batch, tokens, *sizes, dtype=shape.dtype, device=_META)
+            torch.empty(shape.batch, tokens, *sizes, dtype=shape.dtype, device=device)
             for sizes in zip(heads, (*dims, shape.value_dim), strict=True)
         )
     )
@@ -106,8 +106,8 @@ def _meta_inputs(shape: OperandShape, tokens: int) -> Inputs:
 class LinearPreparation(Preparation):
     strategy: LinearStrategy[Any]
     causal: bool
-    # has_initial_state, return_state: whether the calls begin with states, and return some
-    has_initial_state: bool
+    # initial_state, return_state: whether the calls begin with states, and return some
+    initial_state: bool
     return_state: bool
 
     def _build(self, comm: Comm, layout: Layout) -> None:
@@ -116,6 +116,6 @@ class LinearPreparation(Preparation):
             strategy="", backend=self.backend, causal=self.causal, scale=1.0,
             return_state=self.return_state,
         )  # fmt: skip
-        inputs = _meta_inputs(self.shape, 0)
-        call = self.strategy.to_call(comm, arguments, inputs, self.has_initial_state)
+        inputs = empty_inputs(self.shape, 0, _META)
+        call = self.strategy.to_call(comm, arguments, inputs, self.initial_state)
         tables_of(self.strategy, comm, call, self.device, self.backward)

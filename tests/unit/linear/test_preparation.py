@@ -199,7 +199,7 @@ def test_results_have_the_same_bits(name):
     ("change", "said"),
     [
         ({"heads": 0}, "heads must"),
-        ({"kv_heads": 3}, "q must have a multiple or a divisor of 3 heads"),
+        ({"kv_heads": 3}, "heads must be a multiple or a divisor of kv_heads, 3, got 4"),
         ({"dtype": torch.int8}, "dtype must"),
         ({"causal": False}, "causal must be True"),
         ({"return_state": "all"}, "return_state must"),
@@ -208,6 +208,11 @@ def test_results_have_the_same_bits(name):
 def test_wrong_arguments_are_named(change, said):
     with pytest.raises(ValueError, match=said):
         layouts(stripe=16)["zigzag"].prepare(module("delta", "tree", 0), **SIZES | change)
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(TypeError, match="unexpected arguments: window_size"):
+        module("lasp2", "scan", 0).preparation(**SIZES, window_size=4)
 
 
 def test_layouts_of_other_ranks_are_refused():
