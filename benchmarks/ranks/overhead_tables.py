@@ -1,7 +1,8 @@
 """Measure the host's time for the plans and tables of a layout's first call, forward and backward.
 
 Packed training has a new layout in every step. One rank of 8 calls attention over a million tokens
-in 32 documents: zigzag, causal, 32 query heads and 8 KV heads of 128, bf16, backend "triton".
+in 32 documents: zigzag, causal, 32 query heads and 8 KV heads of 128, bf16. The backend is
+"triton", for the gated delta rule "fla".
 "in the step" is the time in which the first call builds its plans and tables. If the layout was
 prepared, "loader" is the time in which a thread of the DataLoader unpickles it and pins its tables,
 and "remaining" is what the first call still does. Times are CPU time, because other programs share
@@ -17,6 +18,7 @@ import pickle
 import statistics
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -26,10 +28,14 @@ import torch
 import triton
 
 from benchmarks import RESULTS, harness
-from seqpar import Layout, make_attention, use_backend
-from seqpar.softmax.rehearsal import SilentComm, upload_tables
+from seqpar import LASP2Attention, Layout, RecurrentAttention, make_attention, use_backend
+from seqpar.attention.rehearsal import SilentComm
+from seqpar.linear import rehearsal as linear_rehearsal
+from seqpar.linear.inputs import Inputs
+from seqpar.softmax.rehearsal import upload_tables
 
 STRATEGIES = "ring", "all_gather", "token_ring", "ulysses"
+LINEAR = "lasp2", "gated_delta"
 RANKS, RANK, TOKENS, DOCUMENTS = 8, 3, 2**20, 32
 HEADS, KV_HEADS, DIM = 32, 8, 128
 COLUMNS = "in the step", "loader", "remaining"
@@ -48,13 +54,22 @@ def begin(attn: Any, layout: Layout) -> None:
         torch.empty(tokens, n, DIM, dtype=torch.bfloat16, device=META)
         for n in (HEADS, KV_HEADS, KV_HEADS)
     )
-    call = attn._resolve(q, k, v, layout, causal=True)
-    upload_tables(attn._bound.strategy, attn._bound.comm, call, META, True)
+    strategy, comm = attn._bound.strategy, attn._bound.comm
+    if not isinstance(attn, LASP2Attention | RecurrentAttention):
+        call = attn._resolve(q, k, v, layout, causal=True)
+        upload_tables(strategy, comm, call, META, True)
+        return
+    inputs = Inputs(q[None], k[None], v[None])
+    arguments = attn._operator_inputs(q, k, v, layout)[1]
+    linear_call = strategy.to_call(comm, arguments, inputs, False)
+    linear_rehearsal.upload_tables(strategy, comm, linear_call, inputs, True)
 
 
 def row_of(strategy: str, rounds: int) -> dict[str, Any]:
     """Return a row of the results; each sample has a new layout, whose tables no cache has."""
-    attn = make_attention(strategy, SilentComm(RANK, RANKS, False))
+    comm = SilentComm(RANK, RANKS, False)
+    made = {"lasp2": LASP2Attention, "gated_delta": partial(RecurrentAttention, kind=strategy)}
+    attn: Any = made[strategy](comm) if strategy in made else make_attention(strategy, comm)
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
     prepare = attn.preparation(**sizes, dtype=torch.bfloat16, device=META, causal=True)
     samples: dict[str, list[float]] = {name: [] for name in COLUMNS}
@@ -89,8 +104,8 @@ def main() -> int:
     torch.multiprocessing.set_sharing_strategy("file_system")  # the other one needs two processes
     rows = []
     print(f"| strategy | {', ms | '.join(COLUMNS)}, ms |\n|---|---|---|---|")
-    with use_backend("triton"):
-        for strategy in STRATEGIES:
+    for strategy in (*STRATEGIES, *LINEAR):
+        with use_backend("fla" if strategy == "gated_delta" else "triton"):
             rows.append(row := row_of(strategy, options.rounds))
             print(f"| {strategy} | {' | '.join(f'{x:.1f}' for x in row['medians'].values())} |")
     if not options.no_write:

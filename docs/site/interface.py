@@ -45,6 +45,7 @@ MODULES = {
 WITH_METHODS = {
     "`attn`, any attention module": ("seqpar.attention.module", "BoundModule"),
     "`attn`, a module of softmax attention": ("seqpar", "Attention"),
+    "`attn`, a module of linear attention": ("seqpar.linear.module", "LinearModule"),
     "`sp`, which `huggingface.enable` returns": (
         "seqpar.integrations.huggingface",
         "SequenceParallel",

@@ -218,8 +218,8 @@ class SequenceParallel(EnabledModel):
         its attention calls: heads, windows and so on. A small batch is enough. The report counts
         this run too. All ranks must call this method, before FSDP1 wraps the model.
 
-        A step still builds the tables of ALiBi, of masks that depend on more than documents, and
-        of chunked and linear attention.
+        A step still builds the tables of ALiBi, of masks that depend on more than documents, of
+        chunked attention, and of short convolutions.
 
         Args:
             batch: a whole batch, as `shard` takes it, the same on all ranks.

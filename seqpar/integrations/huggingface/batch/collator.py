@@ -20,7 +20,7 @@ _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
 
 @dataclass(frozen=True)
 class ModelPreparation:
-    """Makes layouts that carry the tables of a model's softmax attention, for one rank.
+    """Makes layouts that carry the tables of a model's attention, for one rank.
 
     `SequenceParallel.preparation` makes it, and lists the calls that it leaves out. It can be
     pickled and called in any process.
