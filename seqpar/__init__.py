@@ -1,4 +1,7 @@
-"""seqpar: attention over sequences too long for one device."""
+"""seqpar: attention over sequences too long for one device.
+
+Start with `strategies/`, which has one file for each strategy.
+"""
 
 # Public packages, which users reach as `seqpar.balance` and so on after `import seqpar`.
 import seqpar.balance

@@ -1,4 +1,7 @@
-"""Balance documents of uneven length over the ranks of a cluster."""
+"""Balance documents of uneven length over the ranks of a cluster.
+
+Start with `methods/`, one file for each method, which `planning/` calls.
+"""
 
 from seqpar.balance.data.batches import Batches, LocalStep
 from seqpar.balance.data.collate import collate

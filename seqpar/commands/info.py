@@ -26,7 +26,7 @@ from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.softmax.backends.aten_cuda import load_cudnn
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.gpu_kernels import kernel_table
+from seqpar.softmax.backends.kernel_order import kernel_table
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX

@@ -1,1 +1,4 @@
-"""Layouts and masks: which rank holds which tokens, and which query attends to which key."""
+"""Layouts and masks: which rank holds which tokens, and which query attends to which key.
+
+Start with `layout.py`, what users make, and `geometry.py`, what everything else reads.
+"""

@@ -1,4 +1,7 @@
-"""Attention servers: separate processes that compute attention tasks for many trainers."""
+"""Attention servers: separate processes that compute attention tasks for many trainers.
+
+Start with `server/server.py`, the process, and `pool/`, its clients in trainers.
+"""
 
 from seqpar.servers.cache.server_cache import ServerCache
 from seqpar.servers.check import known_task

@@ -1,6 +1,8 @@
 """FlashAttention-2 over slices, in Triton.
 
 The forward continues partial results, and the backward adds to gradients.
+
+Start with `reference.py`, then `forward_kernels.py`. `tables.py` has the work of a launch.
 """
 
 from .backward import Queries, backward, backward_kv, backward_q, delta

@@ -1,4 +1,7 @@
-"""Lightning attention in Triton: causal linear attention with a decay per head, with gradients."""
+"""Lightning attention in Triton: causal linear attention with a decay per head, with gradients.
+
+Start with `reference.py`, then `recurrence.py`. `tables.py` has the work of a launch.
+"""
 
 from .arguments import signature
 from .configs import Config, choose

@@ -2,6 +2,8 @@
 
 `sp = huggingface.enable(model, group, "ring")`, then `model(**sp.shard(batch))`. Nothing here
 imports transformers until it is called.
+
+Start with `session.py`, which has `enable` and its result.
 """
 
 from seqpar.integrations.huggingface.batch.collator import Collator

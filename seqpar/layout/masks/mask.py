@@ -25,8 +25,8 @@ from seqpar.core.device_tables import on_device
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.ranges import UNLIMITED, rows_before, take_ranges, union
 from seqpar.layout.geometry import Geometry, Holding
-from seqpar.layout.masks.band_intersection import in_reach, of_band
 from seqpar.layout.masks.mask_ranges import MaskRanges, RangeList
+from seqpar.layout.masks.slices_of_band import in_reach, of_band
 from seqpar.layout.plot import DrawnLayout, plot_masks
 
 _MAX_DISTANCE = 2**31 - 1  # between two int32 positions

@@ -19,7 +19,7 @@ from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, Ints, RowIndex, as_int_ar
 from seqpar.core.ranges import UNLIMITED, sort_keys
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.handle import as_tensor, content_of, key_of, with_digest, words_of
-from seqpar.layout.masks.band_intersection import cut_at_gaps, trim
+from seqpar.layout.masks.slices_of_band import cut_at_gaps, trim
 
 _NAMES = "document", "q_start", "q_stop", "k_start", "k_stop", "low", "high"
 Range = Sequence[int | None]  # (document, q_start, q_stop, k_start, k_stop, low, high)

@@ -16,8 +16,8 @@ import numpy as np
 from seqpar.core.arguments import Ints, RowIndex
 from seqpar.core.ranges import enumerated
 from seqpar.layout.geometry import Geometry, Holding
-from seqpar.layout.masks.band_intersection import cut_at_gaps, in_reach
 from seqpar.layout.masks.mask import Mask, Slices
+from seqpar.layout.masks.slices_of_band import cut_at_gaps, in_reach
 from seqpar.layout.tasks.tasks import Parts, TaskRectangles, cut_ranges, digest_of
 
 _MAX_STAGES = 4

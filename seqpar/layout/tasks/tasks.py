@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from seqpar.core.arguments import Ints, RowIndex, shown
 from seqpar.core.ranges import UNLIMITED, enumerated, mix, overlapping, ranges
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.band_intersection import trim
 from seqpar.layout.masks.mask import Mask
 from seqpar.layout.masks.mask_ranges import Ranges
+from seqpar.layout.masks.slices_of_band import trim
 
 
 class TaskRectangles(NamedTuple):

@@ -27,13 +27,13 @@ from seqpar.core.torch_private import (
 )
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten_cuda, pieces, reference
-from seqpar.softmax.backends.gpu_kernels import aten_kernel
 from seqpar.softmax.backends.kernel_operands import (
     joint_head_dim,
     pad_heads,
     positive_scale,
     with_column,
 )
+from seqpar.softmax.backends.kernel_order import aten_kernel
 from seqpar.softmax.backends.pieces import Piece
 from seqpar.softmax.compute.options import ComputeOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients

@@ -1,7 +1,7 @@
 """The interface of a softmax backend, and the choice of the backend for a block of keys.
 
 Users may force a backend. Otherwise CPUs use `aten`, and CUDA devices the first kernel of
-`gpu_kernels.py` that computes a block completely.
+`kernel_order.py` that computes a block completely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from seqpar.core.arguments import shown
 from seqpar.core.device_tables import is_on_cuda
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import aten, aten_cuda
-from seqpar.softmax.backends.gpu_kernels import best_backend
+from seqpar.softmax.backends.kernel_order import best_backend
 from seqpar.softmax.compute.options import ComputeOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 

@@ -2,7 +2,7 @@
 
 from benchmarks.kernels import quick
 from benchmarks.kernels import softmax_contenders as contenders
-from seqpar.softmax.backends.gpu_kernels import CALLS
+from seqpar.softmax.backends.kernel_order import CALLS
 
 
 def test_wrong_and_failing_contenders_are_named(capsys):

@@ -16,7 +16,7 @@ from seqpar.core import device_tables
 from seqpar.core.device_tables import on_device, upload
 from seqpar.layout import handle
 from seqpar.softmax import operator
-from seqpar.softmax.backends import aten_cuda, gpu_kernels
+from seqpar.softmax.backends import aten_cuda, kernel_order
 from seqpar.softmax.keys import rank_invariant_plan
 from tests.support.cases import STRATEGIES, module
 from tests.support.same_bits import STRATEGIES as SAME_BITS
@@ -118,7 +118,7 @@ def test_tables_of_varlen_kernels_travel_once(strategy, deterministic, fresh, mo
     results = lambda q, *_, **__: (torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]))  # noqa: E731
     gradients = lambda dout, q, k, v, *_, **__: map(torch.empty_like, (q, k, v))  # noqa: E731
     monkeypatch.setattr(aten_cuda, "computes", lambda q: True)
-    monkeypatch.setattr(gpu_kernels, "gpu_major", lambda device: 8)
+    monkeypatch.setattr(kernel_order, "gpu_major", lambda device: 8)
     monkeypatch.setattr(aten_cuda, "cuda_attention", lambda: results)
     monkeypatch.setattr(aten_cuda, "cuda_attention_backward", lambda: gradients)
     layout = fresh("uneven")

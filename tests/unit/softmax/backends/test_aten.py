@@ -10,7 +10,7 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
-from seqpar.softmax.backends import aten, aten_cuda, gpu_kernels, reference, triton
+from seqpar.softmax.backends import aten, aten_cuda, kernel_order, reference, triton
 from seqpar.softmax.compute.options import ComputeOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -23,7 +23,7 @@ CAUSAL, WINDOW = Mask(UNLIMITED, 0), Mask(20, 0)
 def meta_passes_for_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
     monkeypatch.setattr(aten_cuda, "is_recent", lambda device: True)
-    monkeypatch.setattr(gpu_kernels, "gpu_major", lambda device: 8)
+    monkeypatch.setattr(kernel_order, "gpu_major", lambda device: 8)
     monkeypatch.setattr(launching, "_run", lambda launch, tensors: None)
 
 

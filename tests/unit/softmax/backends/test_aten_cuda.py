@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from seqpar import Layout
-from seqpar.softmax.backends import aten_cuda, gpu_kernels, varlen
+from seqpar.softmax.backends import aten_cuda, kernel_order, varlen
 from seqpar.softmax.call import Operands
 from seqpar.softmax.compute.partial import Partial
 from tests.support import varlen_kernels
@@ -36,7 +36,7 @@ def calls(monkeypatch):
     kernels = varlen_kernels.aten_forward, varlen_kernels.aten_backward
     monkeypatch.setattr(aten_cuda, "computes", lambda q: True)
     monkeypatch.setattr(
-        gpu_kernels, "gpu_major", lambda device: 8
+        kernel_order, "gpu_major", lambda device: 8
     )  # FlashAttention-2 is the default
     monkeypatch.setattr(aten_cuda, "cuda_attention", counted("forward", kernels[0]))
     monkeypatch.setattr(aten_cuda, "cuda_attention_backward", counted("backward", kernels[1]))

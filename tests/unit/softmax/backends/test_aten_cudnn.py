@@ -7,7 +7,7 @@ import torch
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
-from seqpar.softmax.backends import aten_cuda, gpu_kernels, triton
+from seqpar.softmax.backends import aten_cuda, kernel_order, triton
 from seqpar.softmax.backends.aten_cuda import load_cudnn
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenTables
 from seqpar.softmax.compute.options import ComputeOptions
@@ -25,7 +25,7 @@ def cudnn(monkeypatch):
     """A CPU passes for an sm_90 with cuDNN 9.10."""
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
     monkeypatch.setattr(aten_cuda, "computes", lambda q: True)
-    monkeypatch.setattr(gpu_kernels, "gpu_major", lambda device: 9)
+    monkeypatch.setattr(kernel_order, "gpu_major", lambda device: 9)
     load_cudnn.cache_clear()
     yield
     load_cudnn.cache_clear()
@@ -129,7 +129,7 @@ def test_which_calls_it_computes(documents, mask, dim, options, computes):
     chosen = ComputeOptions(**scores | options)
     kernel = load_cudnn(9)
     assert kernel.computes_all(q, q, slices, chosen) == computes
-    assert gpu_kernels.aten_kernel(q, q, slices, chosen) is (
+    assert kernel_order.aten_kernel(q, q, slices, chosen) is (
         kernel if computes else aten_cuda.KERNEL
     )
 
@@ -155,7 +155,7 @@ def chosen():
     geometry = Layout.contiguous(128, 1).geometry
     slices = slices_between(geometry, 0, geometry, 0, CAUSAL)
     q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device="meta")
-    return gpu_kernels.aten_kernel(q, q, slices, ComputeOptions(1.0, 0.0, "aten", True))
+    return kernel_order.aten_kernel(q, q, slices, ComputeOptions(1.0, 0.0, "aten", True))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

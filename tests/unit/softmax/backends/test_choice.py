@@ -9,9 +9,9 @@ import triton
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
-from seqpar.softmax.backends import aten_cuda, choice, gpu_kernels
+from seqpar.softmax.backends import aten_cuda, choice, kernel_order
 from seqpar.softmax.backends.flash_attn import PACKAGES
-from seqpar.softmax.backends.gpu_kernels import ORDERS, kernel_table
+from seqpar.softmax.backends.kernel_order import ORDERS, kernel_table
 from seqpar.softmax.call import Operands
 from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
@@ -31,8 +31,8 @@ def cuda(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(launching, "_run", lambda launch, tensors: None)
     monkeypatch.setattr(aten_cuda, "is_recent", lambda device: True)
-    monkeypatch.setattr(gpu_kernels, "gpu_major", lambda device: 8)
-    monkeypatch.setattr(gpu_kernels, "load_package", lambda name, major: "not installed")
+    monkeypatch.setattr(kernel_order, "gpu_major", lambda device: 8)
+    monkeypatch.setattr(kernel_order, "load_package", lambda name, major: "not installed")
 
 
 @pytest.fixture
@@ -170,10 +170,10 @@ def packages(*names):
 def test_the_first_kernel_of_the_order_computes(
     cuda, used, monkeypatch, major, installed, options, expected
 ):
-    monkeypatch.setattr(gpu_kernels, "gpu_major", lambda device: major)
-    monkeypatch.setattr(gpu_kernels, "load_package", packages(*installed))
+    monkeypatch.setattr(kernel_order, "gpu_major", lambda device: major)
+    monkeypatch.setattr(kernel_order, "load_package", packages(*installed))
     cudnn = aten_cuda.cudnn_kernel if "cuDNN" in installed else lambda major: "not installed"
-    monkeypatch.setattr(gpu_kernels, "load_cudnn", cudnn)
+    monkeypatch.setattr(kernel_order, "load_cudnn", cudnn)
     call("ulysses", EQUAL, **options)
     assert used == {"forward": {expected}, "backward": {expected}}
 
