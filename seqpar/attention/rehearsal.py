@@ -1,8 +1,7 @@
 """What rehearsals of both kinds of attention share.
 
-A rehearsal runs a strategy's forward and backward on meta tensors, without messages, to find the
-tables of a call (`core/device_tables.py`). A `Preparation` rehearses a module's calls ahead of
-time, in any process.
+A rehearsal finds the tables of a call before it begins (`core/device_tables.py`), without messages.
+A `Preparation` rehearses a module's calls ahead of time, in any process.
 """
 
 from __future__ import annotations

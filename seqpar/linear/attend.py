@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.backend import load_backend
-from seqpar.core.device_tables import rehearsing
 from seqpar.core.hooks import hooks
 from seqpar.linear.inputs import Gradients, Inputs
 from seqpar.linear.routes import SpanStates
@@ -94,7 +93,6 @@ class Steps(Protocol[O_co, R_co]):
 def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> HookedSteps[O, Tensor]:
     """Begin the forward; its `outgoing` is then computed."""
     make = load_backend(options.family, options.backend).Forward
-    _rehearse(inputs, spans, options, backward=False)
     return HookedSteps(
         lambda: make(inputs, spans, options),
         inputs.q.device,
@@ -112,7 +110,6 @@ def begin_backward(
     Its `outgoing` is then computed. `finish` returns at least dq, dk and dv.
     """
     make = load_backend(options.family, options.backend).Backward
-    _rehearse(inputs, spans, options, backward=True)
     return HookedSteps(
         lambda: make(inputs, dout, spans, options, states_in),
         inputs.q.device,
@@ -122,20 +119,16 @@ def begin_backward(
     )
 
 
-def _rehearse(inputs: Inputs, spans: SpanStates, options: Options[O], backward: bool) -> None:
-    """In a rehearsal, request the backend's tables of a pass; it will compute nothing."""
-    if rehearsing():
-        backend = load_backend(options.family, options.backend)
-        request = getattr(backend, "request_tables", None)  # some backends have no tables
-        if request is not None:
-            request(inputs, spans, backward)
+def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backward: bool) -> None:
+    """Request the backend's tables of a pass; a rehearsal collects them."""
+    backend = load_backend(options.family, options.backend)
+    request = getattr(backend, "request_tables", None)  # some backends have no tables
+    if request is not None:
+        request(inputs, spans, backward)
 
 
 class HookedSteps(Generic[O, R]):
-    """`Steps` that run through hooks, which can trace them or replace them by arbitrary results.
-
-    In a rehearsal nothing is computed, and results are arbitrary.
-    """
+    """`Steps` that run through hooks, which can trace them or replace them by arbitrary results."""
 
     def __init__(
         self,
@@ -160,8 +153,6 @@ class HookedSteps(Generic[O, R]):
 
     def _compute(self, step: Callable[[], T], *names: StepName) -> T | None:
         """Return `step()`, or None if a hook replaced it."""
-        if rehearsing():
-            return None
         with hooks.computing(self._device, lambda: self._work(*names)) as computes:
             return step() if computes else None
 

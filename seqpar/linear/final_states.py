@@ -6,6 +6,7 @@ Ranks that decode from replicas of a state must not differ in its last bits, so 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
@@ -25,8 +26,7 @@ class FinalStates:
     """
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
-        device, routes = own.device, call.routes
-        self._plan = call.once_on(device, ("final states",), lambda: _Plan(routes, comm.rank))
+        self._plan = arrival_order(call, own.device)
         self._states = own.new_empty((self._plan.states, *own.shape[1:]))
         self._states[self._plan.own] = own
         received = [(peer, self._states[part]) for peer, part in self._plan.received]
@@ -46,7 +46,7 @@ class FinalStates:
         return self._states if plan.order is None else self._states[plan.order]
 
 
-class _Plan(HasTables):
+class ArrivalOrder(HasTables):
     """The order in which final states arrive: rank by rank, then documents without tokens."""
 
     def __init__(self, routes: StateRoutes, rank: int) -> None:
@@ -67,6 +67,18 @@ class _Plan(HasTables):
         self.order = None if in_order else as_table(order)
 
 
+def arrival_order(call: ResolvedCall, device: torch.device) -> ArrivalOrder:
+    routes, rank = call.routes, call.rank
+    return call.once_on(device, ("final states",), lambda: ArrivalOrder(routes, rank))
+
+
+def ended_documents(call: ResolvedCall, device: torch.device) -> list[Tensor]:
+    """Return the documents that end on each rank."""
+    routes = call.routes
+    build = lambda: [as_table(routes.ended(rank)) for rank in range(routes.ranks)]  # noqa: E731
+    return call.once_on(device, ("final gradients",), build)
+
+
 def final_states_traffic(call: ResolvedCall, rank: int, gradients: bool) -> list[Traffic]:
     """Return the messages of a rank for the final states, and for their gradients if sent."""
     ended = [call.routes.ended(peer).size * call.state_bytes for peer in range(call.routes.ranks)]
@@ -84,12 +96,7 @@ class FinalGradients:
     """
 
     def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
-        device, routes = own.device, call.routes
-        ended = call.once_on(
-            device,
-            ("final gradients",),
-            lambda: [as_table(routes.ended(rank)) for rank in range(routes.ranks)],
-        )
+        ended = ended_documents(call, own.device)
         self._own = own.index_select(0, ended[comm.rank])
         arriving = (0, *own.shape) if not len(self._own) else (len(comm.peers), *self._own.shape)
         self._arriving = own.new_empty(arriving)

@@ -1,6 +1,6 @@
 """Find the tables of a call before it begins, and send them to the device in one copy.
 
-A rehearsal runs the strategy's forward and backward on meta tensors. Nothing is computed or sent.
+A rehearsal makes the plans of a strategy's passes as for meta tensors. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from seqpar.attention.operands import OperandShape
 from seqpar.attention.rehearsal import Preparation, SilentComm, UploadedTables
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.device_tables import rehearse
-from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.hooks import hooks
 from seqpar.core.memo import LOCAL
 from seqpar.layout.layout import Layout
@@ -59,7 +58,7 @@ def tables_of(
 
     def build() -> list[Tensor]:
         with rehearse(device) as rehearsal:
-            _run_on_meta(strategy, call, comm.is_routed, backward)
+            _request_on_meta(strategy, call, comm.is_routed, backward)
         return list(rehearsal.tables.values())
 
     return call.routes.derived(("tables", *_key(strategy, comm, call, device, backward)), build)
@@ -75,21 +74,14 @@ def _key(
     return call.rank, call.shape, strategy, comm.is_routed, call.options.backend, device, backward
 
 
-def _run_on_meta(
+def _request_on_meta(
     strategy: LinearStrategy[Any], call: ResolvedCall, routed: bool, backward: bool
 ) -> None:
     comm = SilentComm(call.rank, call.routes.ranks, routed)
     call = replace(call, options=call.options.on_meta())
     inputs = empty_inputs(call.shape, call.layout.holdings[call.rank].tokens, _META)
-    documents = call.routes.lengths.size
-    states = torch.empty(
-        documents, *inputs.state_shape, dtype=accumulator_dtype(call.shape.dtype), device=_META
-    )
-    initial = states if call.routes.has_initial_state else None
-    out, _, states_in = strategy.forward(comm, call, inputs, initial)
-    if backward:
-        dfinal = states if call.routes.returns_final_state else states[:0]
-        strategy.backward(comm, call, inputs, states_in, out, dfinal)
+    for direction in (False, True)[: 1 + backward]:
+        strategy.request_tables(comm, call, inputs, direction)
 
 
 def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inputs:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.core.arguments import Ints
 from seqpar.core.background import run_async
-from seqpar.core.device_tables import HasTables, rehearsing
+from seqpar.core.device_tables import HasTables
 from seqpar.linear.chains import Hop
 
 Index = slice | Tensor
@@ -147,7 +147,7 @@ def joined(parts: list[Ints]) -> Ints:
 
 def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
     """Run a function that uses some tensors, perhaps aside; return one that waits for its end."""
-    if aside and not rehearsing():
+    if aside:
         return run_async(run, *used)
     run()
     return lambda: None

@@ -14,7 +14,7 @@ from seqpar.attention.backend import DEFAULT, refusal
 from seqpar.attention.operands import check_rows, naming_rank
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.traffic import Traffic
-from seqpar.linear.attend import HookedSteps
+from seqpar.linear.attend import HookedSteps, request_tables
 from seqpar.linear.call import CallArguments, ResolvedCall, check_initial_state
 from seqpar.linear.final_states import final_states_traffic
 from seqpar.linear.inputs import Gradients, Inputs
@@ -164,6 +164,12 @@ class LinearStrategy(Generic[C]):
         (documents, B, H, K, V), or (0, …) if they were not returned.
         """
         raise NotImplementedError
+
+    def request_tables(self, comm: Comm, call: C, inputs: Inputs, backward: bool) -> None:
+        """Request all tables of a pass; a rehearsal collects them. The inputs may be empty."""
+        spans = call.routes.held(comm.rank).states
+        self.exchange(comm, call, inputs.q.device, backward)
+        request_tables(inputs, spans, call.options, backward)
 
     def exchange(self, comm: Comm, call: C, device: torch.device, backward: bool) -> Exchange[Any]:
         """Return the exchange of a pass, before its states or maps are known."""

@@ -16,7 +16,7 @@ from seqpar.core.memo import LOCAL, MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import HookedSteps, begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
-from seqpar.linear.final_states import FinalGradients, FinalStates
+from seqpar.linear.final_states import FinalGradients, FinalStates, arrival_order, ended_documents
 from seqpar.linear.inputs import Inputs, check_gates, check_heads
 from seqpar.linear.kinds import Kind, kind
 from seqpar.linear.maps.ends import Ends
@@ -85,6 +85,13 @@ class MapStrategy(LinearStrategy[MapCall]):
         routes = settled(key, settle)
         options = MapOptions(kind, arguments.scale, arguments.backend)
         return MapCall(comm.rank, layout, routes, shape, options)
+
+    def request_tables(self, comm: Comm, call: MapCall, inputs: Inputs, backward: bool) -> None:
+        super().request_tables(comm, call, inputs, backward)
+        device = inputs.q.device
+        _ends(call, device, backward)
+        if call.routes.returns_final_state:
+            (ended_documents if backward else arrival_order)(call, device)
 
     def forward(
         self, comm: Comm, call: MapCall, inputs: Inputs, initial: Tensor | None

@@ -18,7 +18,7 @@ from seqpar.core.memo import LOCAL, MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
-from seqpar.linear.final_states import FinalStates
+from seqpar.linear.final_states import FinalStates, arrival_order
 from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
 from seqpar.linear.routes import StateRoutes, StateSums
 from seqpar.linear.states.options import StateOptions, check_values, constant_on
@@ -85,6 +85,16 @@ class StateStrategy(LinearStrategy[StateCall]):
             check_values(log_decay)
             options = options_of_call()
         return StateCall(comm.rank, layout, routes, shape, options)
+
+    def request_tables(self, comm: Comm, call: StateCall, inputs: Inputs, backward: bool) -> None:
+        super().request_tables(comm, call, inputs, backward)
+        routes, device = call.routes, inputs.q.device
+        if routes.has_initial_state and backward:
+            call.weigh("dinitial", routes.of_dinitial, device)
+        elif routes.has_initial_state:
+            call.weigh("initial", routes.of_initial, device)
+        if routes.returns_final_state and not backward:
+            arrival_order(call, device)
 
     def forward(
         self, comm: Comm, call: StateCall, inputs: Inputs, initial: Tensor | None

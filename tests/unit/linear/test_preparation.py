@@ -104,8 +104,8 @@ def elsewhere(fresh):
 @pytest.fixture
 def rehearsals(monkeypatch):
     """The number of rehearsals so far, in a list."""
-    found, run = [], rehearsal._run_on_meta
-    monkeypatch.setattr(rehearsal, "_run_on_meta", lambda *args: (found.append(1), run(*args))[1])
+    found, run, name = [], rehearsal._request_on_meta, "_request_on_meta"
+    monkeypatch.setattr(rehearsal, name, lambda *args: (found.append(1), run(*args))[1])
     return found
 
 

@@ -131,7 +131,7 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
     if options.log_decay is None or not options.causal:
         heads, device = k.shape[2], k.device
         return spans.derived(
-            ("no decay", heads, device),
+            (LOCAL, "no decay", heads, device),
             lambda: torch.zeros(heads, dtype=torch.float64, device=device),
         )
     return options.log_decay
@@ -208,7 +208,7 @@ def _walks(
         _, k, v, *_ = operands
         return [_Walk(_tables(spans, kind, k, v), kind == "backward", k, v) for kind in kinds]
 
-    key = "walks", kinds, options.scale, kernels.signature(*operands)
+    key = LOCAL, "walks", kinds, options.scale, kernels.signature(*operands)
     return spans.derived(key, build)
 
 

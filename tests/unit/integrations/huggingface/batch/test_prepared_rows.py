@@ -32,8 +32,8 @@ def builders(monkeypatch):
         found.append(call.rank)
         run(strategy, call, *others)
 
-    for of in (rehearsal, linear_rehearsal):
-        monkeypatch.setattr(of, "_run_on_meta", partial(note, of._run_on_meta))
+    for of, name in ((rehearsal, "_run_on_meta"), (linear_rehearsal, "_request_on_meta")):
+        monkeypatch.setattr(of, name, partial(note, getattr(of, name)))
     monkeypatch.setattr(operator, "upload_tables", rehearsal.tables_of)
 
     def tables_of(strategy, comm, call, inputs, backward):
