@@ -21,7 +21,7 @@ from seqpar.servers.transport.choose import own_name
 from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.transport.one_sided import OneSided, available
 from seqpar.servers.transport.server_socket import ServerSocket
-from seqpar.servers.transport.zeromq import Frames, Reach, Sending, Transport
+from seqpar.servers.transport.zeromq import ArenaTarget, Frames, Sending, Transport
 from seqpar.servers.wire.arena import ALIGNMENT
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
 
@@ -245,10 +245,10 @@ def one_sided() -> Iterator[Way]:
         transport.shutdown()
 
 
-def _one_sided_receiver(pipe: Any, reach: Reach, size: int) -> None:
+def _one_sided_receiver(pipe: Any, target: ArenaTarget, size: int) -> None:
     transport: Transport = OneSided(f"bench-{own_name()}", size)
     arena = transport.open("peer", size)
-    transport.connect("peer", reach)
+    transport.connect("peer", target)
     pipe.send(arena)
     _spin(pipe, transport.poll)
 

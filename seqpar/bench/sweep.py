@@ -14,10 +14,10 @@ import torch
 
 from seqpar.bench.results.results import Check, Row, SweepResults
 from seqpar.bench.workers import links, reference
-from seqpar.bench.workers.ranks import PointError, RankProcesses, StartError, Task
+from seqpar.bench.workers.ranks import PointError, RankProcesses, RankTask, StartError
 from seqpar.bench.workers.reference import CheckSums
 from seqpar.bench.workloads.contenders import ONE
-from seqpar.bench.workloads.workloads import DTYPES, Options, Workload
+from seqpar.bench.workloads.workloads import DTYPES, SweepOptions, Workload
 from seqpar.strategies.registry import attention_modules
 
 MAX_PREFLIGHT_SECONDS = 600.0
@@ -26,7 +26,7 @@ _NO_FAULT = re.compile("refused|out of memory|it took|nothing to compare|.*memor
 
 
 def run(
-    options: Options, results: SweepResults, ranks: RankProcesses, begin: Callable[[str], None]
+    options: SweepOptions, results: SweepResults, ranks: RankProcesses, begin: Callable[[str], None]
 ) -> None:
     """Measure all points that the results lack, writing each step; `begin` announces rounds."""
     workloads = options.workloads()
@@ -50,7 +50,7 @@ def run(
                     measured.add(name, "time")
 
 
-def steps(options: Options) -> int:
+def steps(options: SweepOptions) -> int:
     return len(options.workloads()) * (1 + options.rounds)
 
 
@@ -103,7 +103,7 @@ class _Measured:
         row = self.rows[name]
         if row["failed"] is not None:
             return None
-        task: Task = {"do": action, "workload": self.workload.as_dict(), "contender": name}
+        task: RankTask = {"do": action, "workload": self.workload.as_dict(), "contender": name}
         remaining = self.limit - row["spent"]
         # Another contender may have crashed the ranks; their restart is not this one's time.
         self.ranks.ready(self.workload.ranks)

@@ -13,7 +13,7 @@ from seqpar.bench import sweep
 from seqpar.bench.results import gate, plots, report
 from seqpar.bench.results.results import SweepResults, alone
 from seqpar.bench.workers.ranks import RankProcesses, StartError, follow
-from seqpar.bench.workloads.workloads import DTYPES, PASSES, PRESETS, SCALINGS, Options
+from seqpar.bench.workloads.workloads import DTYPES, PASSES, PRESETS, SCALINGS, SweepOptions
 from seqpar.comm.launch import place
 from seqpar.commands import seconds
 from seqpar.costs.profile import harness
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"it needs {package}: pip install 'seqpar[bench]'")
     where = place()
-    options = Options.of(vars(arguments), where)
+    options = SweepOptions.of(vars(arguments), where)
     if where is not None and where.rank:
         follow(where, options.device)
         return 0

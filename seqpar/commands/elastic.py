@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from seqpar.comm.launch import store_of
-from seqpar.elastic.launcher import Launcher, Limits
+from seqpar.elastic.launcher import Launcher, LauncherLimits
 from seqpar.elastic.messages import VARIABLE
 
 LIMITS = {
@@ -24,7 +24,7 @@ LIMITS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, help="processes of a full group")
     for name, text in LIMITS.items():
-        default, option = getattr(Limits(1), name), f"--{name.replace('_', '-')}"
+        default, option = getattr(LauncherLimits(1), name), f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=type(default), default=default, help=text)
     parser.add_argument("script", help="a Python file, which calls seqpar.elastic.steps")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the training on this host; return 0 if it is done."""
-    limits = Limits(**{name: getattr(arguments, name) for name in ("ranks", *LIMITS)})
+    limits = LauncherLimits(**{name: getattr(arguments, name) for name in ("ranks", *LIMITS)})
     store, (host, port) = store_of(None)
     command = [sys.executable, arguments.script, *arguments.arguments]
 

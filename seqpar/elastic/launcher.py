@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from seqpar.comm.faults.process_state_server import STOPPED, state
 from seqpar.comm.launch import Store
-from seqpar.elastic.messages import Place, Report, newest, place_key, report_key
+from seqpar.elastic.messages import Place, ProcessReport, newest, place_key, report_key
 
 _POLL_SECONDS = 0.05
 _log = logging.getLogger("seqpar")
@@ -21,11 +21,11 @@ _log = logging.getLogger("seqpar")
 class _Worker:
     process: subprocess.Popen[bytes]
     reports: int = 0
-    report: Report | None = None  # until it has a place
+    report: ProcessReport | None = None  # until it has a place
 
 
 @dataclass(frozen=True)
-class Limits:
+class LauncherLimits:
     """How many processes a launcher starts, and how many seconds it waits for them."""
 
     ranks: int  # the processes of the first group, and the most of any group
@@ -56,7 +56,7 @@ class Launcher:
     """
 
     def __init__(
-        self, store: Store, start: Callable[[int], subprocess.Popen[bytes]], limits: Limits
+        self, store: Store, start: Callable[[int], subprocess.Popen[bytes]], limits: LauncherLimits
     ) -> None:
         """`start(number)` starts a process, and gives it the store and its number in `VARIABLE`."""
         self._store, self._start, self._limits = store, start, limits
@@ -94,7 +94,7 @@ class Launcher:
         for number, worker in self._workers.items():
             key = report_key(number, worker.reports + 1)
             if worker.report is None and self._store.check([key]):
-                worker.report = Report(*json.loads(self._store.get(key)))
+                worker.report = ProcessReport(*json.loads(self._store.get(key)))
                 worker.reports += 1
         if self._ended:
             return
@@ -139,7 +139,7 @@ class Launcher:
             return False
         return True
 
-    def _reports(self) -> dict[int, Report]:
+    def _reports(self) -> dict[int, ProcessReport]:
         """Return the reports without an answer, by process."""
         return {n: w.report for n, w in self._workers.items() if w.report is not None}
 
@@ -154,7 +154,7 @@ class Launcher:
         else:
             self._regroup(reports)
 
-    def _regroup(self, reports: dict[int, Report]) -> None:
+    def _regroup(self, reports: dict[int, ProcessReport]) -> None:
         spares = [number for number in reports if number not in self._members]
         members: list[int | None] = [x if x in reports else None for x in self._members]
         members += [None] * (self._limits.ranks - len(members))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from seqpar.comm import launch
-from seqpar.elastic.messages import Place, Report, newest
+from seqpar.elastic.messages import Place, ProcessReport, newest
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseClient, Quorum, QuorumMember
@@ -59,12 +59,12 @@ class LighthouseRendezvous:
         self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
 
-    def place(self, report: Report) -> Place:
+    def place(self, report: ProcessReport) -> Place:
         """Return this process's place in the next group, when its members have reported."""
         place, self._next = self._next, None
         return place or self._place(*self._quorum(report))
 
-    def regroups(self, report: Report) -> bool:
+    def regroups(self, report: ProcessReport) -> bool:
         """Return whether processes joined or were lost; all members ask after the same step."""
         members, time_ns = self._quorum(report)
         if self._is_unchanged(members) and not any(_data(x)["failed"] for x in members):
@@ -102,7 +102,7 @@ class LighthouseRendezvous:
         rank, ranks = self._members.index(self._name), len(members)
         return Place("", self._generation, rank, ranks, source, lacking, host, int(port))
 
-    def _quorum(self, report: Report) -> tuple[list[QuorumMember], int]:
+    def _quorum(self, report: ProcessReport) -> tuple[list[QuorumMember], int]:
         """Ask for a quorum; return its members, by name, and the lighthouse's time in ns."""
         answer: Future[Quorum] = Future()
 

@@ -1,7 +1,7 @@
 """A process's place in a group, and its messages to a launcher, in the launcher's store.
 
 key                  written by      value
-"report PROCESS N"   the process     its N-th `Report`, as a JSON list: it needs a place in a group
+"report PROCESS N"   the process     its N-th `ProcessReport`, as a JSON list
 "place PROCESS N"    the launcher    the `Place` in answer, as a JSON list
 """
 
@@ -16,7 +16,7 @@ from seqpar.comm import launch
 VARIABLE = "SEQPAR_ELASTIC"  # of the environment: "HOST PORT PROCESS"
 
 
-class Report(NamedTuple):
+class ProcessReport(NamedTuple):
     """A process needs a place in a group."""
 
     finished: int  # the number of steps after which its checkpoint was made
@@ -68,12 +68,12 @@ class LauncherRendezvous:
         # Two, because a group sets its timeout on its store.
         self._answers, self._groups = (launch.connect(host, int(port)) for _ in range(2))
 
-    def place(self, report: Report) -> Place:
+    def place(self, report: ProcessReport) -> Place:
         self._reports += 1
         self._answers.set(report_key(self._number, self._reports), json.dumps(report))
         return Place(*json.loads(self._answers.get(place_key(self._number, self._reports))))
 
-    def regroups(self, report: Report) -> bool:
+    def regroups(self, report: ProcessReport) -> bool:
         return False  # spares wait for a failure
 
     def store(self, place: Place) -> launch.Store:

@@ -23,7 +23,7 @@ from seqpar.comm.launch import join, leave
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.elastic.lighthouse import VARIABLE as LIGHTHOUSE
 from seqpar.elastic.lighthouse import LighthouseRendezvous
-from seqpar.elastic.messages import VARIABLE, LauncherRendezvous, Place, Report
+from seqpar.elastic.messages import VARIABLE, LauncherRendezvous, Place, ProcessReport
 
 _log = logging.getLogger("seqpar")
 R = TypeVar("R")
@@ -186,8 +186,8 @@ def _steps(
     failure: RuntimeError | None = None
     failed = 0.0
 
-    def report() -> Report:
-        return Report(checkpoint.finished, checkpoint.finished >= count, failure is not None)
+    def report() -> ProcessReport:
+        return ProcessReport(checkpoint.finished, checkpoint.finished >= count, failure is not None)
 
     while True:
         place = rendezvous.place(report())

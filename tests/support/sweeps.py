@@ -7,7 +7,7 @@ import torch
 
 from seqpar.bench.workers.rank import Rank, answer_to
 from seqpar.bench.workers.ranks import PointError
-from seqpar.bench.workloads.workloads import Options
+from seqpar.bench.workloads.workloads import SweepOptions
 from seqpar.comm.messages.exchange import Comm
 
 GIVEN = {
@@ -19,7 +19,7 @@ GIVEN = {
 
 def options(where=None, **changes):
     """The options of a tiny sweep, with some changed."""
-    return Options.of(GIVEN | changes, where)
+    return SweepOptions.of(GIVEN | changes, where)
 
 
 class Here:

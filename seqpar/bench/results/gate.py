@@ -17,7 +17,7 @@ from typing import Any
 
 from seqpar.bench.results.results import Row
 from seqpar.bench.workloads.contenders import ONE
-from seqpar.bench.workloads.workloads import Options, Workload
+from seqpar.bench.workloads.workloads import SweepOptions, Workload
 from seqpar.core.arguments import shown
 from seqpar.strategies.registry import attention_modules
 
@@ -30,7 +30,7 @@ _SELECTORS = (*(field.name for field in fields(Workload)), "contender")
 Rule = dict[str, Any]
 
 
-def read(path: Path, options: Options) -> list[Rule]:
+def read(path: Path, options: SweepOptions) -> list[Rule]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def read(path: Path, options: Options) -> list[Rule]:
     return rules
 
 
-def _check(rule: Rule, options: Options) -> None:
+def _check(rule: Rule, options: SweepOptions) -> None:
     if not isinstance(rule, dict):
         raise ValueError(f"must be an object, got {shown(rule)}")
     known = {"figure", "relative_to", *LIMITS, *_SELECTORS}

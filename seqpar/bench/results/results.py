@@ -14,7 +14,7 @@ from typing import Any, NotRequired, TypedDict
 
 from seqpar.bench.workers.links import LinksReport
 from seqpar.bench.workloads.contenders import PEERS
-from seqpar.bench.workloads.workloads import Options, Workload, WorkloadFields
+from seqpar.bench.workloads.workloads import SweepOptions, Workload, WorkloadFields
 from seqpar.core.arguments import shown
 from seqpar.costs.profile import harness
 
@@ -72,7 +72,7 @@ class SweepResults:
         self._rows = {_key(row["workload"], row["contender"]): row for row in content["rows"]}
 
     @classmethod
-    def open(cls, folder: Path, options: Options, again: bool = False) -> SweepResults:
+    def open(cls, folder: Path, options: SweepOptions, again: bool = False) -> SweepResults:
         """Read the file in a folder, or start a new one; with `again`, forget points that failed.
 
         Raise a ValueError unless it is writable, and of this machine and these options.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from seqpar.bench.workers import links, reference
-from seqpar.bench.workers.ranks import Task
+from seqpar.bench.workers.ranks import RankTask
 from seqpar.bench.workloads import contenders
 from seqpar.bench.workloads.batches import PackedBatch
 from seqpar.bench.workloads.contenders import ONE, Contender
@@ -63,7 +63,7 @@ class Rank:
         self._steps: dict[str, MeasuredStep] = {}
         self._expected_of: tuple[Workload, list[Tensor], reference.Sums] | None = None
 
-    def answer(self, task: Task) -> object:
+    def answer(self, task: RankTask) -> object:
         if task["do"] == "links":
             return links.measure(self._comm, self._device)
         if task["do"] == "device":
@@ -268,7 +268,7 @@ def serve(host: str, port: int, name: str, rank: int, size: int, device: torch.d
         number += 1
 
 
-def answer_to(measuring: Rank, task: Task) -> dict[str, object]:
+def answer_to(measuring: Rank, task: RankTask) -> dict[str, object]:
     """Return the value of a task, or why it failed and whether the rank can continue."""
     try:
         return {"value": measuring.answer(task)}

@@ -41,7 +41,7 @@ class PointError(Exception):
         self.late = late
 
 
-class Task(TypedDict, total=False):
+class RankTask(TypedDict, total=False):
     """A task of ranks: "device", "links", "check", "costs" or "time", of a workload's contender."""
 
     do: Required[str]
@@ -157,7 +157,7 @@ class RankProcesses:
             return str(self._store.get(key).decode())
         return lost
 
-    def ask(self, ranks: int, task: Task, limit: float) -> list[Any]:
+    def ask(self, ranks: int, task: RankTask, limit: float) -> list[Any]:
         """Return each rank's answer; a PointError restarts ranks, unless all refused the task."""
         self.ready(ranks)
         number = self._asked

@@ -77,7 +77,7 @@ MAX_TOKENS_CHECKED = 2048  # the fp64 reference holds all scores, tokens²
 
 
 @dataclass(frozen=True)
-class Options:
+class SweepOptions:
     """The options that determine the points of a sweep; all points of a results file share them."""
 
     device: str
@@ -93,7 +93,7 @@ class Options:
     limit: float  # the seconds that a contender may take on a workload
 
     @classmethod
-    def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> Options:
+    def of(cls, given: dict[str, Any], where: LaunchedProcess | None) -> SweepOptions:
         preset = _preset(given)
         device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device == "cuda"

@@ -109,7 +109,7 @@ class ReachedRows(NamedTuple):
         return (self.counts > 0) & (self.counts == self.behind - self.firsts)
 
 
-class Side(NamedTuple):
+class AttentionSide(NamedTuple):
     """One side of attention between ranks: the rows of other ranks, and the reach of both sides."""
 
     others: Geometry  # the geometry of the other ranks' rows
@@ -117,12 +117,12 @@ class Side(NamedTuple):
     their_reach: Reach  # from rows of other ranks to the asking rank's rows
 
     @classmethod
-    def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Side:
+    def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
         """Return the side of a rank that asks about its queries and other ranks' keys."""
         return cls(keys, *Reach.both(queries, keys, mask))
 
     @classmethod
-    def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> Side:
+    def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
         """Return the side of a rank that asks about its keys and other ranks' queries."""
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 

@@ -19,8 +19,8 @@ from seqpar.servers.transport.client_socket import ClientSocket
 from seqpar.servers.transport.curve_keys import CurveKeys
 from seqpar.servers.transport.zeromq import (
     WATCHING,
+    ArenaTarget,
     Frames,
-    Reach,
     Sending,
     Transport,
     TransportError,
@@ -489,21 +489,21 @@ class ServerConnection:
         self._next_handshake = math.inf
         self._heard = self._opened = time.monotonic()
         self._main = self._dial()
-        reach = Reach()
+        target = ArenaTarget()
         names: list[TransportName] = []
         for name, transport in self._transports.items():
-            reach = transport.open(self, transport.share(_MAX_ARENA_BYTES))
-            if reach.arena or name == "zmq":
+            target = transport.open(self, transport.share(_MAX_ARENA_BYTES))
+            if target.arena or name == "zmq":
                 names.append(name)
-            if reach.arena:
+            if target.arena:
                 break
-        self._session.own_arena = Arena(reach.arena)
+        self._session.own_arena = Arena(target.arena)
         hello = protocol.Hello(
             library=protocol.library_version(),
             client=self._endpoint.name,
             transports=list(dict.fromkeys([*names, "zmq"])),
             dtypes=list(DTYPES),
-            **reach._asdict(),
+            **target._asdict(),
         )
         self._send(hello)
 
@@ -521,8 +521,8 @@ class ServerConnection:
         session.server_arena = Arena(welcome.arena)
         session.transport = self._transports.get(welcome.transport, self._frames)
         try:
-            reach = Reach(welcome.arena, welcome.base, welcome.offer)
-            session.transport.connect(self, reach)
+            target = ArenaTarget(welcome.arena, welcome.base, welcome.offer)
+            session.transport.connect(self, target)
         except TransportError:
             session.transport = self._frames
         self.device, self.cache_room = welcome.device, welcome.cache_room

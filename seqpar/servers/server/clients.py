@@ -21,7 +21,7 @@ from seqpar.servers.server.counters import Totals
 from seqpar.servers.server.worker import ComputeJob
 from seqpar.servers.transport.peers import Peer, fits
 from seqpar.servers.transport.server_socket import ServerSocket
-from seqpar.servers.transport.zeromq import Reach, Transport, TransportError
+from seqpar.servers.transport.zeromq import ArenaTarget, Transport, TransportError
 from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import KeptSlices
 from seqpar.servers.wire.header import DTYPES
@@ -114,21 +114,21 @@ def refusal(hello: Hello, transports: Mapping[TransportName, Transport]) -> str 
 
 def open_channel(
     peer: Peer, hello: Hello, transports: Mapping[TransportName, Transport]
-) -> tuple[Transport, Reach]:
-    """Open the first of a client's transports that works; return it and how to reach this side."""
+) -> tuple[Transport, ArenaTarget]:
+    """Open the first of a client's transports that works; return it and this side's arena."""
     for name in hello.transports:
         if name == "zmq":
             break
         if (transport := transports.get(name)) is None:
             continue
         try:
-            reach = transport.open(peer, transport.share(min(hello.arena, _MAX_ARENA_BYTES)))
-            transport.connect(peer, Reach(hello.arena, hello.base, hello.offer))
+            target = transport.open(peer, transport.share(min(hello.arena, _MAX_ARENA_BYTES)))
+            transport.connect(peer, ArenaTarget(hello.arena, hello.base, hello.offer))
         except TransportError:
             transport.close(peer)
         else:
-            return transport, reach
-    return transports["zmq"], Reach()
+            return transport, target
+    return transports["zmq"], ArenaTarget()
 
 
 class Clients:
@@ -202,7 +202,7 @@ class Clients:
         if reason is not None:
             self.refuse(peer, reason)
             return
-        transport, reach = open_channel(peer, hello, self._transports)
+        transport, target = open_channel(peer, hello, self._transports)
         client = ClientConnection(peer, transport, self._credits(peer.key))
         self._clients[peer] = client
         self._audit.write(logging.INFO, "lease", peer, f"{hello.client} by {transport.name}")
@@ -219,7 +219,7 @@ class Clients:
             bytes=limits.bytes,
             idle=self._deadlines.idle,
             cache_room=cache_room,
-            **reach._asdict(),
+            **target._asdict(),
         )
         self.send(peer, welcome)
 

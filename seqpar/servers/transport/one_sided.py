@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.servers.transport.zeromq import Reach, Sending, Transport, TransportError, joined
+from seqpar.servers.transport.zeromq import ArenaTarget, Sending, Transport, TransportError, joined
 from seqpar.servers.wire.arena import ALIGNMENT, Arena, placed
 from seqpar.servers.wire.payload import Buffer, Bytes, Frame
 from seqpar.servers.wire.protocol import TransportName
@@ -56,7 +56,7 @@ class _Peer:
     start: int  # of the bytes reserved here for its writes
     size: int
     agent: str | None = None
-    reach: Reach = field(default_factory=Reach)  # its arena
+    target: ArenaTarget = field(default_factory=ArenaTarget)  # its arena
 
 
 @dataclass
@@ -93,29 +93,29 @@ class OneSided(Transport):
         self._stuck: list[_Flight] = []
         self._hurry_until = -math.inf
 
-    def open(self, peer: Hashable, arena: int) -> Reach:
+    def open(self, peer: Hashable, arena: int) -> ArenaTarget:
         if peer in self._peers:
             self.close(peer)
         start = self._rooms.take(arena) if arena else None
         if start is None:
-            return Reach()
+            return ArenaTarget()
         self._peers[peer] = _Peer(start, arena)
         self.hurry()  # the first write needs several turns of both sides
         offer = self._agent.get_partial_agent_metadata(self._registered, inc_conn_info=True)
-        return Reach(arena, self._base + start, offer)
+        return ArenaTarget(arena, self._base + start, offer)
 
     def share(self, most: int) -> int:
         return min(most, (self._rooms.size - self._rooms.lent) // 4)
 
-    def connect(self, peer: Hashable, reach: Reach) -> None:
+    def connect(self, peer: Hashable, target: ArenaTarget) -> None:
         known = self._peers.get(peer)
-        if known is None or not reach.arena or not 0 < reach.base < 2**63 - reach.arena:
+        if known is None or not target.arena or not 0 < target.base < 2**63 - target.arena:
             raise TransportError("nixl: the peer has no arena that could be written to")
         try:
-            known.agent = self._agent.add_remote_agent(reach.offer).decode()
+            known.agent = self._agent.add_remote_agent(target.offer).decode()
         except Exception as error:
             raise TransportError(f"nixl: the peer's offer cannot be read: {error}") from None
-        known.reach = reach
+        known.target = target
 
     def close(self, peer: Hashable) -> None:
         known = self._peers.pop(peer, None)
@@ -142,13 +142,13 @@ class OneSided(Transport):
         arrays = [np.frombuffer(part, np.uint8) for part in joined(parts)]
         places, total = placed([array.size for array in arrays])
         sending.moving = sending.notifies = True
-        if known is None or known.agent is None or not _fits(place, total, known.reach.arena):
+        if known is None or known.agent is None or not _fits(place, total, known.target.arena):
             self._end(sending, "the peer has no room at that place")
             return sending
         flight = self._sendings[sending] = _Flight(arrays)
         try:
             if total:
-                base = known.reach.base + (place or 0)
+                base = known.target.base + (place or 0)
                 pairs = [(base + x, part) for x, part in zip(places, arrays, strict=True)]
                 remote = [(target, part.size, 0) for target, part in pairs if part.size]
                 local = [(_address(part), part.size, 0) for part in arrays if part.size]

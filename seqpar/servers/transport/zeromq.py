@@ -32,7 +32,7 @@ class TransportError(RuntimeError):
     """A payload did not arrive."""
 
 
-class Reach(NamedTuple):
+class ArenaTarget(NamedTuple):
     """The target of one-sided writes: an arena's size, its address, and its agent's metadata."""
 
     arena: int = 0
@@ -74,16 +74,16 @@ class Transport:
 
     name: TransportName  # both sides choose the transport by this name
 
-    def open(self, peer: Hashable, arena: int) -> Reach:
+    def open(self, peer: Hashable, arena: int) -> ArenaTarget:
         """Reserve `arena` bytes for a peer until `close`, if possible; return how to reach them."""
-        return Reach()
+        return ArenaTarget()
 
     def share(self, most: int) -> int:
         """Return how many bytes to reserve for a new peer, at most `most`: others need some too."""
         return 0
 
-    def connect(self, peer: Hashable, reach: Reach) -> None:
-        """Remember how to reach a peer; raise a TransportError if `reach` is not valid."""
+    def connect(self, peer: Hashable, target: ArenaTarget) -> None:
+        """Remember how to reach a peer; raise a TransportError if `target` is not valid."""
 
     def close(self, peer: Hashable) -> None:
         """Forget a peer, end transfers to it, and free the bytes that were reserved for it."""

@@ -43,7 +43,7 @@ Window = tuple[int, int]
 _DENSE_ROWS = 128
 
 
-class Segment(NamedTuple):
+class VarlenSegment(NamedTuple):
     """Query rows and key rows that one segment of a call computes."""
 
     q_start: int
@@ -64,7 +64,7 @@ class Segment(NamedTuple):
         )
 
 
-class SegmentTables(NamedTuple):
+class VarlenTables(NamedTuple):
     """The segments of a call on a device, for kernels."""
 
     # cu_q, cu_k: int32 (n + 1,), where each of n segments begins among the call's rows
@@ -82,7 +82,7 @@ class VarlenCall:
     segments, in their order. `query_key` is equal for calls with the same query rows.
     """
 
-    def __init__(self, segments: Sequence[Segment], window: Window) -> None:
+    def __init__(self, segments: Sequence[VarlenSegment], window: Window) -> None:
         table = np.array([x[:4] for x in segments], dtype=np.int64)
         queries, keys = (_joined(table[:, i : i + 2]) for i in (0, 2))
         self.queries, self.keys, self.query_key = Rows(queries), Rows(keys), queries.tobytes()
@@ -94,17 +94,17 @@ class VarlenCall:
         self.is_dense = len(shapes) == 1 and _is_dense(*shapes.pop(), window)
         self._tables = Memo()
 
-    def tables(self, batch: int, device: torch.device) -> SegmentTables:
+    def tables(self, batch: int, device: torch.device) -> VarlenTables:
         """Return the segments of all batch entries, whose rows follow each other."""
 
-        def build() -> SegmentTables:
+        def build() -> VarlenTables:
             edges = (np.r_[0, np.tile(x, batch).cumsum()].astype(np.int32) for x in self._lengths)
             cu_q, cu_k = map(torch.from_numpy, edges)
             longest_q, longest_k = (int(x.max()) for x in self._lengths)
             # If only the left side is limited, FlashAttention-2 uses longest_k as the right side.
             # It takes right sides of at least longest_k as unlimited.
             longest_k = max(longest_q, longest_k)
-            return SegmentTables(cu_q, cu_k, longest_q, longest_k, self._window)
+            return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window)
 
         on_host = self._tables(batch, build)
         cu_q, cu_k = (on_device(x, device) for x in on_host[:2])
@@ -129,7 +129,7 @@ def varlen_work(slices: Slices) -> VarlenWork:
 
 
 def _build(slices: Slices) -> VarlenWork:
-    segments, remaining = list[Segment](), list[int]()
+    segments, remaining = list[VarlenSegment](), list[int]()
     for i in range(len(slices)):
         first = int(slices.q_rows[i, 0]), int(slices.k_rows[i, 0])
         parts = _segments(*first, *slices.key_intervals(i))
@@ -146,7 +146,7 @@ def _build(slices: Slices) -> VarlenWork:
     return VarlenWork(calls, replace(slices, **tables, derived=Memo()))
 
 
-def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Segment] | None:
+def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[VarlenSegment] | None:
     """Return segments of query rows that attend to the key rows k_start + start … stop − 1 each.
 
     Return None if the slice has no such segments.
@@ -169,15 +169,15 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Segme
         if (runs := key_runs(start, stop)) is None:
             return None
         moved = np.add(runs, [q_start, q_start, k_start, k_start])
-        return [Segment(a, b, c, d, -1, -1) for a, b, c, d in moved.tolist()]
+        return [VarlenSegment(a, b, c, d, -1, -1) for a, b, c, d in moved.tolist()]
     if left < 0 < right:  # causal rows, then rows that attend to all keys
         cut = keys - high + 1
-        causal = Segment(q_start, q_start + cut, k_start, k_start + keys, -1, 0)
-        return [causal, Segment(q_start + cut, q_stop, k_start, k_start + keys, -1, -1)]
-    return [Segment(q_start, q_stop, k_start, k_start + keys, left, right)]
+        causal = VarlenSegment(q_start, q_start + cut, k_start, k_start + keys, -1, 0)
+        return [causal, VarlenSegment(q_start + cut, q_stop, k_start, k_start + keys, -1, -1)]
+    return [VarlenSegment(q_start, q_stop, k_start, k_start + keys, left, right)]
 
 
-def _join_keys(segments: list[Segment]) -> list[Segment]:
+def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
     """Join full segments of the same query rows over adjacent keys."""
     result = [x for x in segments if (x.left, x.right) != (-1, -1)]
     for x in sorted(x for x in segments if (x.left, x.right) == (-1, -1)):
@@ -189,18 +189,18 @@ def _join_keys(segments: list[Segment]) -> list[Segment]:
     return result
 
 
-def _by_window(segments: list[Segment]) -> dict[Window, list[Segment]]:
+def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment]]:
     """Group segments by window; one that fits several windows joins the first of them."""
-    groups: dict[Window, list[Segment]] = {}
+    groups: dict[Window, list[VarlenSegment]] = {}
     for x in sorted(segments, key=lambda x: (x.left < 0) + (x.right < 0)):
         window = next(filter(x.fits, groups), (x.left, x.right))
         groups.setdefault(window, []).append(x)
     return groups
 
 
-def _layers(segments: list[Segment]) -> list[list[Segment]]:
+def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
     """Split segments into lists in which no two share a row, each in order of its rows."""
-    layers: list[list[Segment]] = []
+    layers: list[list[VarlenSegment]] = []
     for x in sorted(segments, key=lambda x: (x.k_start, x.q_start)):
         for layer in layers:
             if layer[-1].q_stop <= x.q_start and layer[-1].k_stop <= x.k_start:
@@ -250,9 +250,9 @@ class VarlenKernel(NamedTuple):
 
     # Gets q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and the natural lse (Hq, n)
     # in fp32
-    forward: Callable[[Tensor, Tensor, Tensor, SegmentTables, CallOptions], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, VarlenTables, CallOptions], tuple[Tensor, Tensor]]
     # Returns dq, dk and dv of its rows, which may have more columns, of zeros
-    backward: Callable[[BackwardRows, SegmentTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[BackwardRows, VarlenTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
     max_head_dim: int  # the largest D
     softcap: bool = False  # whether it computes scores with a softcap
     # Whether backward takes dlse. Otherwise the gradient of lse is added to dout·v: v gets a column

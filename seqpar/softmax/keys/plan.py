@@ -23,7 +23,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Blocks, Slices, halves, slices_between, slices_over
-from seqpar.layout.masks.reach import Side
+from seqpar.layout.masks.reach import AttentionSide
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, Sums
 from seqpar.softmax.wire.message_dtypes import encoded_width
@@ -153,7 +153,7 @@ class KeyTables:
     def rows_for(self, peer: int) -> Rows:
         """Return this rank's rows that queries of a peer attend to: one object for equal rows."""
         queries, keys = self._geometry
-        side = Side.of_keys(queries, keys, self._mask)
+        side = AttentionSide.of_keys(queries, keys, self._mask)
         ranges = side.own_ranges(keys.holdings[self._rank], [queries.holdings[peer]])
         if (rows := self._known.get(ranges.tobytes())) is None:
             rows = self._known[ranges.tobytes()] = Rows(ranges)
@@ -173,8 +173,8 @@ def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
     For the rank itself they are 0.
     """
     queries, keys = call.layout, call.kv_layout
-    sent = Side.of_keys(queries, keys, call.mask).own_rows(keys.holdings[rank]).counts
-    received = Side.of_queries(queries, keys, call.mask).their_rows(queries.holdings[rank])
+    sent = AttentionSide.of_keys(queries, keys, call.mask).own_rows(keys.holdings[rank]).counts
+    received = AttentionSide.of_queries(queries, keys, call.mask).their_rows(queries.holdings[rank])
     sent[rank] = received[rank] = 0
     return sent, received
 

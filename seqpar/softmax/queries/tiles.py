@@ -15,7 +15,7 @@ import numpy as np
 from seqpar.core.arguments import Ints
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices, halves, local_slices
-from seqpar.layout.masks.reach import ReachedRows, Side
+from seqpar.layout.masks.reach import AttentionSide, ReachedRows
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.plan import KeyStep, with_rows
 from seqpar.softmax.queries.exchange import QueryHop
@@ -118,12 +118,12 @@ class Tiles:
         return queries, keys
 
     @property
-    def _side_of_queries(self) -> Side:
-        return Side.of_queries(*self._geometry, self._mask)
+    def _side_of_queries(self) -> AttentionSide:
+        return AttentionSide.of_queries(*self._geometry, self._mask)
 
     @property
-    def _side_of_keys(self) -> Side:
-        return Side.of_keys(*self._geometry, self._mask)
+    def _side_of_keys(self) -> AttentionSide:
+        return AttentionSide.of_keys(*self._geometry, self._mask)
 
     def _slices(self, q_rank: int, k_rank: int) -> Slices:
         queries, keys = self._geometry

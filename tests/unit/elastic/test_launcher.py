@@ -6,8 +6,8 @@ import pytest
 
 from seqpar.comm.faults.process_state_server import ALIVE, STOPPED
 from seqpar.elastic import launcher
-from seqpar.elastic.launcher import Launcher, Limits
-from seqpar.elastic.messages import Place, Report, place_key, report_key
+from seqpar.elastic.launcher import Launcher, LauncherLimits
+from seqpar.elastic.messages import Place, ProcessReport, place_key, report_key
 from tests.support.heartbeats import FakeStore
 
 
@@ -28,7 +28,7 @@ class Training:
     def __init__(self, **limits):
         self.store, self.processes, self.reports = FakeStore(), {}, {}
         self.store.get = lambda key: self.store.values[key].encode()
-        self.launcher = Launcher(self.store, self.start, Limits(**limits))
+        self.launcher = Launcher(self.store, self.start, LauncherLimits(**limits))
         for _ in range(limits["ranks"] + limits.get("spares", 0)):
             self.launcher._add()
 
@@ -40,7 +40,7 @@ class Training:
         for number in numbers:
             self.reports[number] = self.reports.get(number, 0) + 1
             key = report_key(number, self.reports[number])
-            self.store.set(key, json.dumps(Report(finished, done)))
+            self.store.set(key, json.dumps(ProcessReport(finished, done)))
         self.launcher.tick()
 
     def kill(self, *numbers):
@@ -166,7 +166,7 @@ def test_a_busy_rank_has_time(monkeypatch):
 )
 def test_impossible_limits_are_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be "):
-        Limits(**{"ranks": 2, name: value})
+        LauncherLimits(**{"ranks": 2, name: value})
 
 
 def test_saving_at_the_end_has_time(monkeypatch):

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from seqpar.elastic.lighthouse import LighthouseRendezvous
-from seqpar.elastic.messages import Report
+from seqpar.elastic.messages import ProcessReport
 from tests.support.lighthouses import lighthouse
 from tests.support.processes import PROCESSES
 
@@ -51,7 +51,7 @@ def together(members, method, *reports):
 
 
 def test_members_agree_on_ranks_and_checkpoints(members):
-    reports = Report(4, False), Report(5, False), Report(0, False)
+    reports = ProcessReport(4, False), ProcessReport(5, False), ProcessReport(0, False)
     places = together(members, "place", *reports)
     assert [place.rank for place in places] == [0, 1, 2]  # by local rank, on one host
     for place in places:
@@ -61,50 +61,50 @@ def test_members_agree_on_ranks_and_checkpoints(members):
 
 
 def test_the_same_members_keep_their_group(members):
-    together(members, "place", *[Report(0, False)] * 3)
-    assert together(members, "regroups", *[Report(1, False)] * 3) == [False] * 3
+    together(members, "place", *[ProcessReport(0, False)] * 3)
+    assert together(members, "regroups", *[ProcessReport(1, False)] * 3) == [False] * 3
 
 
 def test_a_lost_member_makes_a_smaller_group(members):
-    before = together(members, "place", *[Report(0, False)] * 3)
+    before = together(members, "place", *[ProcessReport(0, False)] * 3)
     members[0].close()
-    places = together(members[1:], "place", *[Report(1, False, True)] * 2)
+    places = together(members[1:], "place", *[ProcessReport(1, False, True)] * 2)
     assert [(place.rank, place.ranks) for place in places] == [(0, 2), (1, 2)]
     assert places[0].generation != before[0].generation
 
 
 def test_a_new_process_joins_after_a_step(member):
     old = [member(0), member(1)]
-    together(old, "place", *[Report(0, False)] * 2)
+    together(old, "place", *[ProcessReport(0, False)] * 2)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(member(2).place, Report(0, False))
-        while together(old, "regroups", *[Report(1, False)] * 2) == [False] * 2:
+        joining = pool.submit(member(2).place, ProcessReport(0, False))
+        while together(old, "regroups", *[ProcessReport(1, False)] * 2) == [False] * 2:
             pass  # the new process has not asked yet
-        places = [*together(old, "place", *[Report(1, False)] * 2), joining.result(30)]
+        places = [*together(old, "place", *[ProcessReport(1, False)] * 2), joining.result(30)]
     assert [(place.rank, place.ranks, place.lacking) for place in places] == [
         (rank, 3, (2,)) for rank in range(3)
     ]
 
 
 def test_a_member_that_was_left_out_returns(members):
-    together(members, "place", *[Report(0, False)] * 3)
+    together(members, "place", *[ProcessReport(0, False)] * 3)
     late = members[2]
     late._closed.set()  # it is silent for a while, and the others continue without it
-    places = together(members[:2], "place", *[Report(1, False, True)] * 2)
+    places = together(members[:2], "place", *[ProcessReport(1, False, True)] * 2)
     assert [place.ranks for place in places] == [2, 2]
     with ThreadPoolExecutor(1) as pool:
-        late_one = pool.submit(late.regroups, Report(1, False))  # as if nothing had happened
-        while together(members[:2], "regroups", *[Report(2, False)] * 2) == [False] * 2:
+        late_one = pool.submit(late.regroups, ProcessReport(1, False))  # as if nothing had happened
+        while together(members[:2], "regroups", *[ProcessReport(2, False)] * 2) == [False] * 2:
             pass  # the late one has not asked yet
         assert late_one.result(30)
-    places = together(members, "place", *[Report(2, False)] * 3)
+    places = together(members, "place", *[ProcessReport(2, False)] * 3)
     assert [(place.end, place.ranks, place.lacking) for place in places] == [("", 3, (2,))] * 3
     assert len({place.generation for place in places}) == 1
 
 
 def test_a_failure_without_a_loss_ends_all(members):
-    together(members, "place", *[Report(0, False)] * 3)
-    reports = Report(1, False, True), Report(1, False, True), Report(1, False)
+    together(members, "place", *[ProcessReport(0, False)] * 3)
+    reports = ProcessReport(1, False, True), ProcessReport(1, False, True), ProcessReport(1, False)
     with ThreadPoolExecutor(1) as pool:
         goes_on = pool.submit(members[2].regroups, reports[2])  # it had finished the step
         places = together(members[:2], "place", *reports[:2])
@@ -114,8 +114,8 @@ def test_a_failure_without_a_loss_ends_all(members):
 
 
 def test_the_training_ends_when_all_are_done(members):
-    together(members, "place", *[Report(0, False)] * 3)
-    places = together(members, "place", *[Report(9, True)] * 3)
+    together(members, "place", *[ProcessReport(0, False)] * 3)
+    places = together(members, "place", *[ProcessReport(9, True)] * 3)
     assert [place.end for place in places] == ["done"] * 3
 
 
@@ -139,7 +139,7 @@ def test_nobody_waits_for_a_dead_lighthouse(monkeypatch, started_by_torchrun):
     process.start()
     member = LighthouseRendezvous(here.recv())
     with ThreadPoolExecutor(1) as pool:
-        place = pool.submit(member.place, Report(0, False))
+        place = pool.submit(member.place, ProcessReport(0, False))
         process.kill()
         with pytest.raises(RuntimeError, match=r"^the lighthouse http://\S+ does not answer"):
             place.result(30)

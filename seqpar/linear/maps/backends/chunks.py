@@ -20,7 +20,7 @@ from seqpar.linear.maps.backends.grid import Grid, Places
 from seqpar.linear.maps.options import MapOptions
 
 
-class Step(NamedTuple):
+class ChunkStep(NamedTuple):
     """Each chunk's step on a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
 
     None omits the term.
@@ -41,7 +41,7 @@ class Swept(NamedTuple):
 
 def sweep(
     grid: Grid,
-    step: Step,
+    step: ChunkStep,
     states: Tensor,
     reverse: bool = False,
     keep: bool = True,
@@ -150,12 +150,12 @@ class Chunks:
         """Return `states` (n, B, H, K, V) at the grid's spans, and otherwise 0."""
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
-    def step(self) -> Step:
+    def step(self) -> ChunkStep:
         if self.kind.uses_beta:
-            return Step(self.powers.total, None, self.rows, self.erases, self.writers.mT)
+            return ChunkStep(self.powers.total, None, self.rows, self.erases, self.writers.mT)
         if self._added is None:
             self._added = self.writers.mT @ self.rows
-        return Step(self.powers.total, self._added)
+        return ChunkStep(self.powers.total, self._added)
 
     def forward(self, states: Tensor | None) -> None:
         """Pass the states that enter spans through the chunks.
@@ -182,7 +182,7 @@ class Chunks:
         eye = torch.eye(dim, dtype=self.dtype, device=self.k.device)
         states = eye.expand(self.grid.spans, count, dim, dim)
         maps = (self.writers, self.erases.mT) if reverse else (self.erases, self.writers.mT)
-        step = Step(self.powers.total, None, None, *maps)
+        step = ChunkStep(self.powers.total, None, None, *maps)
         # Decays soon make numbers or their products subnormal, and cores are slow with those.
         least = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
         return sweep(self.grid, step, states, reverse, keep=False, least=least).last
@@ -224,10 +224,12 @@ class ChunkGradients(Chunks):
         )
         self._has_local = False
 
-    def step_back(self) -> Step:
+    def step_back(self) -> ChunkStep:
         if self.kind.uses_beta:
-            return Step(self.powers.total, self.added, self.drows, self.writers, self.erases.mT)
-        return Step(self.powers.total, self.added)
+            return ChunkStep(
+                self.powers.total, self.added, self.drows, self.writers, self.erases.mT
+            )
+        return ChunkStep(self.powers.total, self.added)
 
     def backward(self, dstates: Tensor | None) -> None:
         """Pass the gradients of the states that leave spans back through the chunks.

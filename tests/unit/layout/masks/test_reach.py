@@ -11,7 +11,7 @@ from seqpar import Layout, Mask
 from seqpar.core.arguments import as_int_array
 from seqpar.layout.masks import reach
 from seqpar.layout.masks.mask import UNLIMITED, slices_between
-from seqpar.layout.masks.reach import Side
+from seqpar.layout.masks.reach import AttentionSide
 from tests.support.cases import cu_seqlens, layouts
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.tiers import examples
@@ -52,7 +52,9 @@ def test_counts_are_those_of_pairwise_tables(spans, edges, data):
     queries, keys = data.draw(geometries())
     mask = data.draw(masks(queries, keys))
     rank = data.draw(st.integers(0, queries.ranks - 1))
-    of_queries, of_keys = (make(queries, keys, mask) for make in (Side.of_queries, Side.of_keys))
+    of_queries, of_keys = (
+        make(queries, keys, mask) for make in (AttentionSide.of_queries, AttentionSide.of_keys)
+    )
     own_queries, own_keys = queries.holdings[rank], keys.holdings[rank]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reach, "_BLOCK_SPANS", spans)
@@ -86,7 +88,7 @@ def test_groups_reach_what_their_merged_ranks_reach(data):
     geometry = data.draw(layouts(cu, 2 * size)).geometry
     mask = data.draw(masks(geometry, geometry))
     whole = geometry.merged_ranks(size)
-    for make in Side.of_queries, Side.of_keys:
+    for make in AttentionSide.of_queries, AttentionSide.of_keys:
         own = geometry.holdings[0]
         grouped = make(geometry, geometry, mask).own_rows(own, np.arange(2 * size) // size)
         merged = make(whole, whole, mask).own_rows(own)
@@ -111,7 +113,7 @@ def test_time_does_not_grow_with_documents_elsewhere(kind):
     else:
         layout = Layout.zigzag(cu, 4096, min_chunk=None if kind == "zigzag" else 128)
     geometry, mask = layout.geometry, Mask(UNLIMITED, 0)
-    side, own = Side.of_keys(geometry, geometry, mask), geometry.holdings[1000]
+    side, own = AttentionSide.of_keys(geometry, geometry, mask), geometry.holdings[1000]
     side.own_rows(own)
     ones = np.ones(18_000_000, int)
     additions = least_seconds(lambda: ones.cumsum())

@@ -137,10 +137,10 @@ def ends_of(one_sided):
 
     def make():
         a, b = one_sided(), one_sided()
-        reach = b.open("a", 2**12)
+        target = b.open("a", 2**12)
         a.open("b", 2**12)
-        a.connect("b", reach)
-        return a, b, reach
+        a.connect("b", target)
+        return a, b, target
 
     return make
 
@@ -175,20 +175,20 @@ class TestOneSided:
         assert bytes(again.read("a", sending.frames, [100], 0)[0]) == payload(2, 100)[0].tobytes()
 
     def test_a_deadline_ends_a_transfer(self, ends_of):
-        a, b, reach = ends_of()
+        a, b, target = ends_of()
         sending = sent(a, "b", payload(1, 100), seconds=-1.0)  # b has not answered yet
         assert "deadline" in sending.error and not a._sendings
         assert sent(a, "b", payload(2, 100)).error == "the peer has no room at that place"
-        a.connect("b", reach)  # its metadata was dropped
+        a.connect("b", target)  # its metadata was dropped
         assert sent(a, "b", payload(2, 100), other=b).error is None
 
     @pytest.mark.parametrize("change", [
         {"offer": b"nonsense"}, {"offer": b""}, {"base": 0}, {"base": 2**63}, {"arena": 0}
     ])  # fmt: skip
     def test_an_offer_that_makes_no_sense_is_refused(self, ends_of, change):
-        a, _, reach = ends_of()
+        a, _, target = ends_of()
         with pytest.raises(TransportError):
-            a.connect("b", reach._replace(**change))
+            a.connect("b", target._replace(**change))
 
     @pytest.mark.parametrize("sizes", [(100, 50), (2**18, 3, 2**18)])
     def test_what_is_sent_is_registered_only_meanwhile(self, one_sided, sizes):

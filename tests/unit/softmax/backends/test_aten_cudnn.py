@@ -9,7 +9,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import aten_cuda, gpu_kernels, triton
 from seqpar.softmax.backends.aten_cuda import load_cudnn
-from seqpar.softmax.backends.varlen import BackwardRows, SegmentTables
+from seqpar.softmax.backends.varlen import BackwardRows, VarlenTables
 from seqpar.softmax.compute.call_options import CallOptions
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
@@ -101,7 +101,7 @@ def test_backward_copies_strided_gradients(calls):
     dout, out = wide[:, :, ::2]
     q = torch.randn(256, 2, 8).bfloat16()
     lengths = torch.tensor([0, 128, 256], dtype=torch.int32)
-    tables = SegmentTables(lengths, lengths, 128, 128, (-1, 0))
+    tables = VarlenTables(lengths, lengths, 128, 128, (-1, 0))
     options = CallOptions(1.0, 0.0, "aten", False)
     results = load_cudnn(9).backward(BackwardRows(dout, q, out, lse, None, q, q), tables, options)
     assert [x.shape for x in results] == [q.shape] * 3
