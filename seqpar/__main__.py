@@ -15,7 +15,7 @@ COMMANDS = {
     "check": "check the results and the speed of attention servers, over each transport",
     "keygen": "create the keys of an attention server and its clients",
     "bench": "benchmark strategies and other libraries on this machine or cluster",
-    "plan": "recommend how to train a model on a cluster, by simulation",
+    "plan": "recommend how to train a model on a cluster, by simulation: seqpar.recommend",
     "explore": "draw a strategy on your lengths: layout, work, bytes and predicted time",
     "elastic": "train on ranks of which some may die, with spares or without",
     "info": "report devices, versions and settings, and what is supported on them",

@@ -23,8 +23,10 @@ _SHOWN = (  # attributes of a recommendation
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "To try other hardware, save a cluster with --save-cluster, edit its figures, and pass the "
-        "file as --cluster. To try another model, edit a config.json and pass it as --model."
+        "seqpar.balance.plan is something else: it assigns documents to ranks, for a strategy that "
+        "you have chosen. To try other hardware, save a cluster with --save-cluster, edit its "
+        "figures, and pass the file as --cluster. To try another model, edit a config.json and "
+        "pass it as --model."
     )
     parser.add_argument(
         "--model", required=True, help="a preset such as llama-8b, or a config.json of transformers"

@@ -80,6 +80,9 @@ def plan(
 ) -> Plan:
     """Plan a step: which documents are computed together, and which rank holds which part of each.
 
+    The strategy is yours; `seqpar.recommend` compares strategies by simulating whole steps, with
+    this plan as one of the layouts.
+
     Args:
         lengths: (documents,) tokens of each document. Empty documents are dropped, and counted in
             the plan.

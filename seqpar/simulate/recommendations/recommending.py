@@ -34,6 +34,8 @@ def recommend(
 ) -> Recommendations:
     """Return the ways to train a model on these documents, fastest first, with reasons.
 
+    `python -m seqpar plan` prints them. `balance.plan` only assigns documents to ranks.
+
     Each strategy that the model's heads allow is simulated with three layouts: zigzag, contiguous,
     and the layout of `balance.plan`. By default all documents form one packed batch over all ranks.
     Parameters are sharded over all ranks and updated by Adam. Linear layers use the fastest
