@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 
 from seqpar.comm.launch import store_of
-from seqpar.elastic.launcher import Launcher, Limits
+from seqpar.elastic.launcher import Launcher, LauncherLimits
 from seqpar.elastic.lighthouse import VARIABLE as LIGHTHOUSE
 from seqpar.elastic.messages import VARIABLE
 from tests.support.examples import EXAMPLES
@@ -97,8 +97,8 @@ def check(found, expected, tolerance):
 def test_a_survivor_continues_alone(tmp_path):
     """Rank 0 dies, and with it half of the last step."""
     arguments = "--steps", "3", "--timeout", "4"
-    expected, _ = losses(tmp_path / "one", Limits(1), *arguments)
-    found, recoveries = losses(tmp_path / "two", Limits(2), *arguments, "--kill", "1:0")
+    expected, _ = losses(tmp_path / "one", LauncherLimits(1), *arguments)
+    found, recoveries = losses(tmp_path / "two", LauncherLimits(2), *arguments, "--kill", "1:0")
     check(found, expected, ROUNDING)
     assert len(recoveries) == 1 and len(list((tmp_path / "two").glob("killed-*"))) == 1
 
@@ -109,7 +109,7 @@ KILLS = [f"{2 * i + 1}:{rank}" for i, rank in enumerate([0, 1, 2, 0, 2, 1, 0, 0,
 @pytest.mark.exhaustive
 def test_torchft_replaces_dead_ranks(tmp_path):
     """The lighthouse waits for the dead rank's successor, so losses have the same bits."""
-    expected, _ = losses(tmp_path / "calm", Limits(2), "--steps", "7")
+    expected, _ = losses(tmp_path / "calm", LauncherLimits(2), "--steps", "7")
     kills = "--kill", "1:0", "3:1", "5:0"
     found, recoveries = losses_with_lighthouse(tmp_path / "kills", 2, "--steps", "7", *kills)
     assert len(list((tmp_path / "kills").glob("killed-*"))) == 3
@@ -120,11 +120,14 @@ def test_torchft_replaces_dead_ranks(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("limits", "tolerance"),
-    [(Limits(4, 2, 10, wait=60), 0.0), (Limits(4, 0, 10, wait=0, min_ranks=3), ROUNDING)],
+    [
+        (LauncherLimits(4, 2, 10, wait=60), 0.0),
+        (LauncherLimits(4, 0, 10, wait=0, min_ranks=3), ROUNDING),
+    ],
     ids=["replaced", "not replaced"],
 )
 def test_ten_kills_leave_the_losses_as_they_were(tmp_path, limits, tolerance):
-    expected, _ = losses(tmp_path / "calm", Limits(4), "--steps", "21")
+    expected, _ = losses(tmp_path / "calm", LauncherLimits(4), "--steps", "21")
     found, recoveries = losses(tmp_path / "kills", limits, "--steps", "21", "--kill", *KILLS)
     assert len(list((tmp_path / "kills").glob("killed-*"))) == len(KILLS)
     check(found, expected, tolerance)
