@@ -7,7 +7,8 @@ in 32 documents: zigzag, causal, 32 query heads and 8 KV heads of 128, bf16. The
 prepared, "loader" is the time in which a thread of the DataLoader unpickles it and pins its tables,
 and "remaining" is what the first call still does. Times are CPU time, because other programs share
 the machine's cores. Nothing is computed or sent. The meta device stands in for a GPU, so copies to
-it take no time, and a copy to ordinary memory stands in for pinning.
+it take no time, and a copy to ordinary memory stands in for pinning. LASP-2's spans are not cut
+into segments, of which a GPU gets about two for each multiprocessor.
 """
 
 from __future__ import annotations

@@ -12,40 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import as_bool, as_int, shown
-from seqpar.core.device_tables import upload
 from seqpar.core.dtypes import DTYPES
 from seqpar.kernels.gpus import Gpu, assume, gpu_of
 from seqpar.layout.layout import Layout
-
-_copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}  # each last copy
-
-
-class UploadedTables:
-    def __init__(self, tables: Iterable[Tensor], device: torch.device) -> None:
-        self._device, self._memory = device, upload(tables, device)
-        events = _copied.setdefault(device, {})
-        if self._memory is not None and self._memory.is_cuda:
-            stream = torch.cuda.current_stream(device)
-            events[stream] = stream.record_event()
-        self._events = dict(events)  # other calls may have copied some of the tables
-
-    def wait(self) -> None:
-        """Make the current stream wait for copies that other streams made."""
-        if not self._events or torch.cuda.is_current_stream_capturing():
-            return
-        current = torch.cuda.current_stream(self._device)
-        for stream, event in self._events.items():
-            if stream != current:
-                current.wait_event(event)
-                if self._memory is not None:
-                    self._memory.record_stream(current)
 
 
 class SilentComm(Comm):

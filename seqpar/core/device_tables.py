@@ -24,6 +24,7 @@ from seqpar.core.memo import LOCAL, Memo
 T = TypeVar("T")
 
 _ALIGNMENT = 16  # bytes: kernels read tables in vectors
+_copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}  # each last copy
 _copies: dict[tuple[int, torch.device], Tensor] = {}  # by the id of a table that is alive
 _pinned: dict[int, Tensor] = {}  # pinned copies of memory that is alive, by its address
 
@@ -79,6 +80,30 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
     return copy
 
 
+class UploadedTables:
+    """Tables that were copied to a device together, which later calls on other streams wait for."""
+
+    def __init__(self, tables: Iterable[Tensor], device: torch.device) -> None:
+        self._device, self._memory = device, upload(tables, device)
+        self.copied = self._memory is not None
+        events = _copied.setdefault(device, {})
+        if self._memory is not None and self._memory.is_cuda:
+            stream = torch.cuda.current_stream(device)
+            events[stream] = stream.record_event()
+        self._events = dict(events)  # other calls may have copied some of the tables
+
+    def wait(self) -> None:
+        """Make the current stream wait for copies that other streams made."""
+        if not self._events or torch.cuda.is_current_stream_capturing():
+            return
+        current = torch.cuda.current_stream(self._device)
+        for stream, event in self._events.items():
+            if stream != current:
+                current.wait_event(event)
+                if self._memory is not None:
+                    self._memory.record_stream(current)
+
+
 class HasTables:
     """The base of plans whose attributes are tables, or tuples and lists of these."""
 
@@ -107,7 +132,10 @@ def kept_on(
     if device.type == "cpu":
         return memo(key, build)
 
-    def place() -> T:
+    if rehearsing():
+        return placed(memo(key, build), lambda table: on_device(table, device))
+
+    def place() -> tuple[UploadedTables, T]:
         plan, tables = memo(key, build), list[Tensor]()
 
         def note(table: Tensor) -> Tensor:
@@ -115,12 +143,13 @@ def kept_on(
             return table
 
         placed(plan, note)
-        upload(tables, device)  # all in one copy
-        return placed(plan, lambda table: on_device(table, device))
+        uploaded = UploadedTables(tables, device)  # all in one copy
+        return uploaded, placed(plan, lambda table: on_device(table, device))
 
-    if rehearsing():
-        return placed(memo(key, build), lambda table: on_device(table, device))
-    return memo((LOCAL, *key, device), place)
+    uploaded, plan = memo((LOCAL, *key, device), place)
+    if uploaded.copied:  # otherwise the call has waited already
+        uploaded.wait()
+    return plan
 
 
 def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:
@@ -131,6 +160,9 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:
     missing = [x for x in tables if (id(x), device) not in _copies]
     if device.type == "cpu" or not missing:
         return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        reason = "a graph would copy its tables only when it is replayed"
+        raise RuntimeError(f"call the layout once before a CUDA graph captures a call: {reason}")
     addresses = {x.untyped_storage().data_ptr() for x in missing}
     packed = _pinned.get(addresses.pop()) if len(addresses) == 1 else None
     if packed is not None:

@@ -38,6 +38,9 @@ class Memo:
                     self._results.pop(old, None)  # another thread may have dropped it
         return result
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._results
+
     def __getstate__(self) -> dict[str, object]:
         sent = {
             key: result

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
-from seqpar.attention.rehearsal import Preparation, SilentComm, UploadedTables
+from seqpar.attention.rehearsal import Preparation, SilentComm
 from seqpar.comm.messages.exchange import Comm
-from seqpar.core.device_tables import rehearse
+from seqpar.core.device_tables import UploadedTables, rehearse
 from seqpar.core.hooks import hooks
 from seqpar.core.memo import LOCAL
 from seqpar.layout.layout import Layout
@@ -31,11 +31,13 @@ def upload_tables(
 ) -> None:
     """Copy the tables of forward, and with `backward` of backward, to the inputs' device.
 
-    Calls that differ only in their tensors share the tables, and only the first one copies them.
+    Prepared tables of backward travel with them. Calls that differ only in their tensors share the
+    tables, and only the first one copies them.
     """
     device = inputs.q.device
     if device.type == "cpu" or hooks.replace_compute is not None:
         return
+    backward |= ("tables", *_key(strategy, comm, call, device, True)) in call.routes.derived
 
     def build() -> UploadedTables:
         return UploadedTables(tables_of(strategy, comm, call, device, backward), device)

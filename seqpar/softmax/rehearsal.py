@@ -12,10 +12,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from seqpar.attention.rehearsal import Preparation, SilentComm, UploadedTables
+from seqpar.attention.rehearsal import Preparation, SilentComm
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import CuSeqlens, WindowSize
-from seqpar.core.device_tables import rehearse
+from seqpar.core.device_tables import UploadedTables, rehearse
 from seqpar.core.hooks import hooks
 from seqpar.core.memo import LOCAL
 from seqpar.layout.layout import Layout
@@ -30,11 +30,13 @@ def upload_tables(
 ) -> None:
     """Copy the tables of forward, and with `backward` of backward, to a device in one copy.
 
-    Calls that differ only in their tensors share the tables, and only the first one copies them.
+    Prepared tables of backward travel with them. Calls that differ only in their tensors share the
+    tables, and only the first one copies them.
     """
     if device.type == "cpu" or not strategy.rehearses or hooks.replace_compute is not None:
         return
-
+    # In compiled code, tensors do not say that they will be differentiated.
+    backward |= ("tables", *_key(strategy, comm, call, device, True)) in call.kept
     key = _key(strategy, comm, call, device, backward)
 
     def build() -> UploadedTables:

@@ -143,6 +143,15 @@ def test_first_call_finds_prepared_tables(case, backend, states, elsewhere, rehe
     assert not rehearsals
 
 
+def test_prepared_tables_of_backward_travel_with_a_forward(elsewhere):
+    """In compiled code tensors do not say that they will be differentiated."""
+    attn = module("delta", "all_gather", 1)
+    with use_backend("aten"):
+        layout = elsewhere("zigzag", attn.preparation(**SIZES))
+        assert copies(attn, layout, backward=False) == ONE_COPY
+        assert copies(attn, layout) == {}
+
+
 def test_noncausal_calls_find_their_tables(elsewhere, rehearsals):
     attn = module("lasp2", "all_gather", 1)
     with use_backend("triton"):

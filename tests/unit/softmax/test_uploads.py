@@ -11,9 +11,9 @@ import torch
 from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
-from seqpar.attention import rehearsal
 from seqpar.core import device_tables
-from seqpar.core.device_tables import on_device, upload
+from seqpar.core.device_tables import UploadedTables, kept_on, on_device, upload
+from seqpar.core.memo import Memo
 from seqpar.layout import handle
 from seqpar.softmax import operator
 from seqpar.softmax.backends import aten_cuda, kernel_order
@@ -166,17 +166,47 @@ def test_other_streams_wait_for_every_copy(monkeypatch):
     waited, streams = [], {name: Stream(name) for name in "ab"}
     memory = SimpleNamespace(is_cuda=True, record_stream=lambda stream: None)
     copied = iter([memory, None])  # the second call finds the tables of the first
-    monkeypatch.setattr(rehearsal, "_copied", {})
-    monkeypatch.setattr(rehearsal, "upload", lambda *_: next(copied))
+    monkeypatch.setattr(device_tables, "_copied", {})
+    monkeypatch.setattr(device_tables, "upload", lambda *_: next(copied))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["a"])
-    first = rehearsal.UploadedTables([], META)
+    first = UploadedTables([], META)
     first.wait()
     assert not waited
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["b"])
-    rehearsal.UploadedTables([], META).wait()
+    UploadedTables([], META).wait()
     first.wait()
     assert waited == [("b", "a")] * 2
+
+
+def test_kept_plans_wait_for_copies_of_other_streams(monkeypatch):
+    waits = []
+    monkeypatch.setattr(UploadedTables, "wait", lambda self: waits.append(self))
+    memo, build = Memo(), lambda: [torch.arange(3), (torch.arange(4), slice(1))]
+    for _ in range(2):
+        (first, (second, third)) = kept_on(META, memo, ("plan",), build)
+        assert first.is_meta and second.is_meta and third == slice(1)
+    assert len(waits) == 2 and waits[0] is waits[1]
+    kept_on(META, memo, ("another",), lambda: memo(("plan",), build))  # it copies no tables
+    assert len(waits) == 2
+
+
+def test_a_captured_first_call_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="once before a CUDA graph captures"):
+        on_device(torch.arange(3), torch.device("cuda", 0))
+
+
+def test_prepared_tables_of_backward_travel_with_a_forward(fresh):
+    """In compiled code tensors do not say that they will be differentiated."""
+    attn, sizes = module("ring", SilentComm(1, RANKS)), {"heads": 16, "kv_heads": 8}
+    with use_backend("triton"):
+        prepare = attn.preparation(
+            **sizes, head_dim=16, dtype=torch.bfloat16, device="meta", causal=True
+        )
+        layout = prepare(fresh("zigzag"))
+        assert copies(attn, layout, backward=False, causal=True) == ONE_COPY
+        assert copies(attn, layout, causal=True) == {}
 
 
 def test_calls_on_cpus_rehearse_nothing(monkeypatch):

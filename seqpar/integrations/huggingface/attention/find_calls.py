@@ -27,14 +27,13 @@ def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparat
 
     def note(find: Any, attention: Any, args: Any, kwargs: dict[str, Any]) -> None:
         try:
-            options = find(attention, args, kwargs)
+            found = find(attention, args, kwargs)
         except (ValueError, TypeError):
             return  # the call itself raises it, on all ranks
-        if args[3] is not layout or options is None:
-            return
-        key = attention, *options.items()
-        if key not in kinds:
-            kinds[key] = attention.preparation(**options)
+        for options in found if args[3] is layout else ():
+            key = attention, *options.items()
+            if key not in kinds:
+                kinds[key] = attention.preparation(**options)
 
     of_softmax = partial(_softmax_call, known)
     finders: dict[nn.Module, Any] = {session.attention: partial(note, of_softmax)}
@@ -43,7 +42,7 @@ def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparat
             of_linear = partial(_linear_call, known)
             finders[layer.linear.attention] = partial(note, of_linear)  # type: ignore[attr-defined]
         elif layer.recurrence is not None and layer.recurrence.attention is not None:
-            of_recurrence = partial(_recurrent_call, known, session, layer.recurrence)
+            of_recurrence = partial(_recurrent_call, known, layer.recurrence)
             finders[layer.recurrence.attention] = partial(note, of_recurrence)
     training = {module: module.training for module in session.model.modules()}
     session.model.eval()
@@ -61,39 +60,46 @@ def find_calls(session: EnabledModel, part: Any, **known: Any) -> tuple[Preparat
 
 def _softmax_call(
     known: dict[str, Any], attention: Any, args: Any, kwargs: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return the arguments of `preparation`; None if tables depend on more than documents."""
+) -> list[dict[str, Any]]:
+    """Return the arguments of `preparation`, if tables depend only on documents."""
     (q, k, v, sinks), call, _ = attention._operator_inputs(*args, **kwargs)
     of_this_batch = kwargs.get("kv_layout"), call.prefix_lens, call.ranges, call.alibi_slopes
     if any(x is not None for x in of_this_batch):
-        return None
+        return []
     options: dict[str, Any] = {"causal": call.causal, "window_size": (call.left, call.right)}
     options |= {"softmax_scale": call.scale, "softcap": call.softcap}
     options |= {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2]}
     options |= {"head_dim": q.shape[3], "value_dim": v.shape[3], "sinks": sinks is not None}
-    return options | {"dtype": q.dtype, "device": q.device} | known
+    return [options | {"dtype": q.dtype, "device": q.device} | known]
 
 
 def _linear_call(
     known: dict[str, Any], attention: LinearModule, args: Any, kwargs: dict[str, Any]
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     (q, k, v, _, _, initial), call, _ = attention._operator_inputs(*args, **kwargs)
     heads = {"heads": q.shape[-2], "kv_heads": max(k.shape[-2], v.shape[-2])}
     options = heads | {"head_dim": q.shape[-1], "value_dim": v.shape[-1]}
     states = {"initial_state": initial is not None, "return_state": call.return_state}
     options |= {"causal": call.causal, **states}
-    return options | {"dtype": q.dtype, "device": q.device} | known
+    return [options | {"dtype": q.dtype, "device": q.device} | known]
 
 
 def _recurrent_call(
     known: dict[str, Any],
-    session: EnabledModel,
     recurrence: PatchedRecurrence,
     attention: LinearModule,
     args: Any,
     kwargs: dict[str, Any],
-) -> dict[str, Any]:
-    options = _linear_call(known, attention, args, kwargs)
-    of_model = {"dtype": known.get("dtype", session.inner.dtype), "device": options["device"]}
+) -> list[dict[str, Any]]:
+    """Return the arguments of `preparation`.
+
+    With another dtype or device than in this run, the recurrence may compute in another dtype. A
+    known dtype may be autocast's, which the call then takes instead.
+    """
+    (options,) = _linear_call(known, attention, args, kwargs)
+    if known.keys().isdisjoint(("dtype", "device")):
+        return [options]
+    of_model = {"dtype": known.get("dtype", recurrence.dtype), "device": options["device"]}
     q, v = (torch.empty(0, options[dim], **of_model) for dim in ("head_dim", "value_dim"))
-    return options | {"dtype": recurrence.dtype_of_products(q, v)}
+    dtypes = {recurrence.dtype_of_products(q, v), known.get("dtype", recurrence.dtype)}
+    return [options | {"dtype": dtype} for dtype in sorted(dtypes, key=str)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqpar.attention.backend import DEFAULT, current_backend
 from seqpar.comm.messages.exchange import Comm, as_mesh
 from seqpar.core.arguments import shown
 from seqpar.core.dtypes import accumulator_dtype
@@ -44,6 +45,7 @@ class PatchedRecurrence:
     """The functions that a layer's code calls instead of its file's, in the call's `layout`."""
 
     layout: Layout
+    dtype: torch.dtype  # of the model's q, in the last call
 
     def __init__(
         self, module: nn.Module, kind: str, comm: Comm, attention: RecurrentAttention | None
@@ -88,7 +90,7 @@ class PatchedRecurrence:
     ) -> tuple[Tensor, None]:
         """Compute the gated delta rule of (1, T_local, H, D), with decays of heads or channels."""
         refuse_unknown(others, "chunk_size")
-        exact = accumulator_dtype(query.dtype)
+        self.dtype, exact = query.dtype, accumulator_dtype(query.dtype)
         q, k, v, log_decay, b = (x[0].to(exact) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = _normalised(q), _normalised(k)
@@ -108,7 +110,7 @@ class PatchedRecurrence:
         **options: Any,
     ) -> Tensor:
         """Compute Mamba-2's scan: x (1, T_local, H, P), Δ (1, T_local, H), B and C (…, G, N)."""
-        exact = accumulator_dtype(hidden_states.dtype)
+        self.dtype, exact = C.dtype, accumulator_dtype(hidden_states.dtype)
         dt = _time_steps(dt, **options)[0].to(exact)
         x, keys, queries = (y[0].to(exact) for y in (hidden_states, B, C))
         dtype = self.dtype_of_products(C, hidden_states)
@@ -120,16 +122,21 @@ class PatchedRecurrence:
         """Return the dtype of the recurrence's operands, for a model's q and v.
 
         As in these models' own code, fla's kernels get half precision, and keep states in fp32.
-        Other code computes in fp32.
+        Other code computes in fp32, and so does Mamba-2 in fp16, whose products may overflow.
         """
-        as_they_are = self.kind == "constant_decay" or fla.refusal(q, v) is None
-        return q.dtype if as_they_are else accumulator_dtype(q.dtype)
+        if self.kind == "constant_decay":
+            return q.dtype
+        chosen = current_backend("recurrent") in (DEFAULT, "fla")
+        fits = self.kind != "scalar_decay" or q.dtype == torch.bfloat16
+        half = chosen and fits and fla.refusal(q, v) is None
+        return q.dtype if half else accumulator_dtype(q.dtype)
 
     def lightning(self, module: Any, hidden_states: Tensor) -> Tensor:
         """Compute MiniMax's lightning attention, whose forward contains its recurrence."""
         shape = hidden_states.shape[1], module.num_attention_heads, 3 * module.head_dim
         qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(shape)
         q, k, v = qkv.split(module.head_dim, -1)
+        self.dtype = q.dtype
         out = self._recur(q, k, v, log_decay=self.log_decay(module.slope_rate))
         out = module.norm(out.flatten(1)[None])
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out)

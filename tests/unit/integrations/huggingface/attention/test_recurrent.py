@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from seqpar import Layout
+from seqpar import Layout, use_backend
 from seqpar.comm.messages.exchange import Comm
 from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.attention.recurrent import PatchedRecurrence, _nothing
@@ -280,3 +280,7 @@ def test_kernels_get_half_precision(models, kind, monkeypatch):
     half = virtual(1, losses)[0]
     assert called and all(x == {torch.bfloat16} for x in called)
     assert abs(half - exact) < 2**-8 * exact  # bf16 has 8 bits
+    called.clear()
+    with use_backend("reference"):
+        assert virtual(1, losses)[0] == pytest.approx(exact, rel=1e-5)
+    assert called and all(x == {torch.float32} for x in called)

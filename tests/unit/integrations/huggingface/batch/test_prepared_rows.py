@@ -112,6 +112,24 @@ def test_later_dtypes_and_devices_can_be_given():
     assert virtual(1, on_rank) == [(torch.bfloat16, torch.device("meta"))]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recurrent_layers_are_prepared_in_their_dtype(builders, autocast):
+    """They compute in fp32, but under autocast in its dtype; the run need not be under autocast."""
+    model, dtype = build("causal/qwen3_next"), torch.bfloat16 if autocast else torch.float32
+
+    def on_rank(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        prepare = sp.preparation(huggingface.Collator()(FEW), dtype=dtype)
+        row = huggingface.Collator(prepare=prepare)(SAMPLES)
+        before = builders.count(comm.rank)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = sp.model(**sp.shard(row)).loss
+        loss.backward()
+        return builders.count(comm.rank) - before
+
+    assert virtual(2, on_rank) == [0, 0]
+
+
 @pytest.mark.exhaustive
 def test_a_compiled_model_is_prepared():
     def on_rank(comm):
