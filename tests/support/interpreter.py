@@ -6,13 +6,15 @@
   it asserts nothing without `debug`: a third of the time.
 - It builds a table of dtypes and the types, names and sizes of shapes again for every value: a
   third of the rest. They are computed once per shape, or when they are read.
+- It compares shapes and promotes types again for every operator. Operands of equal shapes stay as
+  they are, and promotions are computed once per pair of types.
 """
 
 import dataclasses
 import math
 
 from triton import language
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 _patch = interpreter._patch_lang
@@ -21,7 +23,10 @@ _type_of_values = core._type_for_tuple_values
 _make_block_type = core.block_type.__init__
 _equal_dtypes = core.dtype.__eq__
 _unwrap = core._unwrap_if_constexpr
-_dtypes, _block_types, _shapes = {}, {}, {}
+_promote = semantic.TritonSemantic.computation_type_impl
+_broadcast = semantic.TritonSemantic.broadcast_impl_value
+_equal_tuples = core.tuple.__eq__
+_dtypes, _block_types, _shapes, _promotions = {}, {}, {}, {}
 
 
 def _patch_once(function):
@@ -84,6 +89,27 @@ def _equal(self, other):
     return self is other or _equal_dtypes(self, other)
 
 
+def _equal_shapes(self, other):
+    values = other.values if type(other) is core.tuple else other
+    if type(values) is list and all(type(x) is int for x in values):
+        return core.constexpr(self.values == values)
+    return _equal_tuples(self, other)
+
+
+def _promote_once(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
+    key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+    if key not in _promotions:
+        _promotions[key] = _promote(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+    return _promotions[key]
+
+
+def _broadcast_unequal(self, lhs, rhs):
+    a, b = lhs.type, rhs.type
+    if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
 builder = interpreter.interpreter_builder
 assert not builder.options.debug  # else the answer counts
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -95,3 +121,6 @@ core.block_type.__init__ = _init_block_type
 core.tensor.__init__ = _init_tensor
 core._unwrap_if_constexpr = _unwrap_if_constexpr
 core.dtype.__eq__ = _equal
+core.tuple.__eq__ = _equal_shapes
+semantic.TritonSemantic.computation_type_impl = _promote_once
+semantic.TritonSemantic.broadcast_impl_value = _broadcast_unequal
