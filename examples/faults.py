@@ -12,7 +12,7 @@ from seqpar.layout.masks.mask import Mask, Slices
 from seqpar.linear.states.options import StateOptions
 from seqpar.linear.states.sums import Gathering, Sum
 from seqpar.softmax.backends import aten
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 Faults = dict[str, Callable[[], None]]
@@ -40,7 +40,7 @@ def bf16_dkdv() -> None:
         v: torch.Tensor,
         slices: Slices,
         gradients: PartialGradients,
-        options: ComputeOptions,
+        options: CallOptions,
     ) -> None:
         backward(output, q, k, v, slices, gradients, options)
         for x in (gradients.dk, gradients.dv):

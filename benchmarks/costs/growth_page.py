@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import RESULTS
 from benchmarks.costs.growth import PLAYED_RANKS, RANKS, TOKENS, TOKENS_PER_RANK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, IMAGES = DOCS / "benchmarks/growth.md", DOCS / "images/growth"
@@ -38,6 +38,8 @@ def rows_of() -> list[Row]:
 
 def draw(strategy: str, rows: list[Row]) -> Path:
     """Draw a strategy's rows, and return the picture's path."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4.6), layout="constrained", facecolor="white")
     for axes, (title, value) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for kind in dict.fromkeys(row["kind"] for row in rows):

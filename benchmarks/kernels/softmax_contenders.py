@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.kernels.softmax_workloads import Workload
 from seqpar.layout.masks.mask import Blocks
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -32,7 +32,7 @@ def ours(
     work: Workload, backend: str, deterministic: bool = True, variant: str | None = None
 ) -> Attention:
     """Return our primitive, forward and backward, with a variant of the Triton kernels or none."""
-    options = ComputeOptions(work.dim**-0.5, work.softcap, backend, deterministic)
+    options = CallOptions(work.dim**-0.5, work.softcap, backend, deterministic)
     blocks = Blocks((work.slices,))
 
     class Ours(torch.autograd.Function):
@@ -60,7 +60,7 @@ def continued(work: Workload, backend: str) -> Attention:
 
     It has no backward.
     """
-    options = ComputeOptions(work.dim**-0.5, 0.0, backend, True)
+    options = CallOptions(work.dim**-0.5, 0.0, backend, True)
     partials: list[Partial] = []
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from seqpar import ServerCache
 from seqpar.layout.masks.mask import Slices
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 Row = dict[str, Any]
 LENGTHS = 2**12, 2**16  # tokens of the sequence
@@ -82,7 +82,7 @@ def _request(q: Tensor, k: Tensor, v: Tensor) -> Request:
     rows = np.array([[0, 1]]), np.array([[0, length]]), np.array([[-length, 0]])
     positions = (np.array([length - 1], np.int32), np.arange(length, dtype=np.int32))
     slices = Slices(*rows, *positions, np.empty((0, 2), np.int64))
-    return Request(q, k, v, slices, ComputeOptions(DIM**-0.5, 0.0, "default", True))
+    return Request(q, k, v, slices, CallOptions(DIM**-0.5, 0.0, "default", True))
 
 
 def _sent(pool: ServerPool, request: Request) -> Tensor:

@@ -23,7 +23,7 @@ from seqpar.servers.server.compute import compute
 from seqpar.servers.status_client import ask
 from seqpar.servers.wire.protocol import Status
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 PROCESSES = multiprocessing.get_context("forkserver")  # its imports happen once for all processes
 PROCESSES.set_forkserver_preload([__name__])
@@ -153,7 +153,7 @@ def task(tokens: int, seed: int = 0) -> Request:
     geometry = Layout.contiguous(tokens, 1).geometry
     mask = Mask.of(True, (-1, -1), None, geometry)
     slices = slices_between(geometry, 0, geometry, 0, mask)
-    return Request(q, k, v, slices, ComputeOptions(DIM**-0.5, 0.0, "default", True))
+    return Request(q, k, v, slices, CallOptions(DIM**-0.5, 0.0, "default", True))
 
 
 def check(pool: ServerPool, requests: Sequence[Request]) -> None:

@@ -104,14 +104,14 @@ class UploadedTables:
                     self._memory.record_stream(current)
 
 
-class HasTables:
+class TableHolder:
     """The base of plans whose attributes are tables, or tuples and lists of these."""
 
 
 def placed(plan: T, place: Callable[[Tensor], Tensor]) -> T:
     """Return a plan with each table x replaced by `place(x)`.
 
-    Tables may be in tuples, lists and `HasTables`.
+    Tables may be in tuples, lists and `TableHolder`.
     """
     copied: Any = plan
     if isinstance(plan, Tensor):
@@ -119,7 +119,7 @@ def placed(plan: T, place: Callable[[Tensor], Tensor]) -> T:
     elif isinstance(plan, list | tuple):
         items = [placed(x, place) for x in plan]
         copied = plan._make(items) if hasattr(plan, "_make") else type(plan)(items)
-    elif isinstance(plan, HasTables):
+    elif isinstance(plan, TableHolder):
         copied = copy(plan)
         vars(copied).update({name: placed(x, place) for name, x in vars(plan).items()})
     return copied

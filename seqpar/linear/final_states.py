@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
-from seqpar.core.device_tables import HasTables
+from seqpar.core.device_tables import TableHolder
 from seqpar.core.traffic import Traffic
 from seqpar.linear.call import ResolvedCall
 from seqpar.linear.routes import StateRoutes
@@ -46,7 +46,7 @@ class FinalStates:
         return self._states if plan.order is None else self._states[plan.order]
 
 
-class ArrivalOrder(HasTables):
+class ArrivalOrder(TableHolder):
     """The order in which final states arrive: rank by rank, then documents without tokens."""
 
     def __init__(self, routes: StateRoutes, rank: int) -> None:

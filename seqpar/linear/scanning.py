@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.core.arguments import Ints
 from seqpar.core.background import run_async
-from seqpar.core.device_tables import HasTables
+from seqpar.core.device_tables import TableHolder
 from seqpar.linear.chains import Hop
 
 Index = slice | Tensor
@@ -61,7 +61,7 @@ class Round(NamedTuple):
     added: list[tuple[Index, Index]]
 
 
-class Rounds(HasTables):
+class Rounds(TableHolder):
     """One rank's rounds in one pass.
 
     A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are

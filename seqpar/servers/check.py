@@ -13,7 +13,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server.compute import compute
 from seqpar.servers.wire.request import Request, ServersError
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _ROWS, _HEADS, _DIM = 512, 4, 64
 _MEBIBYTES = 16  # of the timed payload
@@ -41,7 +41,7 @@ def known_task() -> Request:
     rows, band = np.array([[0, _ROWS]]), np.array([[-_ROWS, 0]])
     positions = np.arange(_ROWS, dtype=np.int32)
     slices = Slices(rows, rows, band, positions, positions, np.empty((0, 2), np.int64))
-    return Request(q, k, v, slices, ComputeOptions(_DIM**-0.5, 0.0, "default", True))
+    return Request(q, k, v, slices, CallOptions(_DIM**-0.5, 0.0, "default", True))
 
 
 def payload(mebibytes: int) -> Request:
@@ -50,7 +50,7 @@ def payload(mebibytes: int) -> Request:
     x = torch.zeros(1, rows, _HEADS, _DIM)
     none, positions = np.empty((0, 2), np.int64), np.arange(rows, dtype=np.int32)
     slices = Slices(none, none, none, positions, positions, none)
-    return Request(x, x, x, slices, ComputeOptions(1.0, 0.0, "default", True))
+    return Request(x, x, x, slices, CallOptions(1.0, 0.0, "default", True))
 
 
 def check(address: str, transport: str, keys: Path | None, timeout: float) -> Finding:

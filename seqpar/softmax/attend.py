@@ -19,8 +19,8 @@ from seqpar.core.hooks import hooks
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.choice import Backend, choose_backend
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.compute.options import ComputeOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 
@@ -52,7 +52,7 @@ def attend(
     v: Tensor,
     slices: Slices,
     partial: Partial,
-    options: ComputeOptions,
+    options: CallOptions,
     max_logits: MaxLogits | None = None,
 ) -> None:
     """Merge into `partial`, in place, the attention of q over a block of keys and values.
@@ -77,7 +77,7 @@ def attend_blocks(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
     slices_of_blocks: Blocks,
-    options: ComputeOptions,
+    options: CallOptions,
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
     max_logits: MaxLogits | None = None,
@@ -128,7 +128,7 @@ def _update_max_logits(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
     slices_of_blocks: Blocks,
-    options: ComputeOptions,
+    options: CallOptions,
 ) -> Iterator[Sequence[Tensor]]:
     """Yield the blocks, each after the max logits were updated with its scores."""
     remaining = iter(slices_of_blocks.slices)
@@ -139,7 +139,7 @@ def _update_max_logits(
 
 
 def _backend_of_all(
-    q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, slices_of_blocks: Blocks, options: CallOptions
 ) -> Backend | None:
     """Return the one backend of all blocks that have slices, which are all shaped like this one.
 
@@ -164,7 +164,7 @@ def attend_backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: ComputeOptions,
+    options: CallOptions,
 ) -> None:
     """Add to `gradients`, in place, the gradients that flow through these slices.
 

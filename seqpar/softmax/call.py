@@ -30,14 +30,14 @@ from seqpar.layout.handle import from_handle, name_of
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks import mask_ranges
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
-from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.compute.options import (
-    ComputeOptions,
+from seqpar.softmax.compute.call_options import (
+    CallOptions,
     check_numbers,
     check_slopes,
     parse_slopes,
     parse_softcap,
 )
+from seqpar.softmax.compute.max_logits import MaxLogits
 
 T = TypeVar("T")
 Causal = bool | EllipsisType  # `...` if the call does not have the argument
@@ -192,10 +192,10 @@ class CallArguments(NamedTuple):
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
 
-        def check_settings() -> tuple[Mask, ComputeOptions, Memo]:
+        def check_settings() -> tuple[Mask, CallOptions, Memo]:
             _check_layouts(comm, layout, kv_layout)
             mask = self._mask(layout, kv_layout)
-            options = ComputeOptions(self.scale, self.softcap, self.backend, self.deterministic)
+            options = CallOptions(self.scale, self.softcap, self.backend, self.deterministic)
             check_numbers(options, shape)
             return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
 
@@ -300,7 +300,7 @@ class CallChanges(TypedDict, total=False):
     rank: int
     layout: Geometry
     kv_layout: Geometry
-    options: ComputeOptions
+    options: CallOptions
     shape: OperandShape
 
 
@@ -316,7 +316,7 @@ class ResolvedCall:
     layout: Geometry
     kv_layout: Geometry
     mask: Mask
-    options: ComputeOptions
+    options: CallOptions
     shape: OperandShape
     has_sinks: bool
     return_lse: bool

@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.attention.operands import OperandShape
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints, as_int
-from seqpar.core.device_tables import HasTables
+from seqpar.core.device_tables import TableHolder
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
@@ -93,7 +93,7 @@ class _Scanned(ScannedStates):
             message.addcmul_(carried, weights)
 
 
-class _Decays(HasTables):
+class _Decays(TableHolder):
     """Over how many rows sums decay that messages carry on, and in which heads."""
 
     def __init__(self, plan: Rounds, rows: Ints, shape: OperandShape) -> None:

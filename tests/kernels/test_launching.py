@@ -25,7 +25,7 @@ from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as linear_backend
 from seqpar.linear.states.options import StateOptions
 from seqpar.softmax.backends import triton as backend
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 from tests.kernels.flash_cases import (
     DEVICE,
@@ -205,7 +205,7 @@ def slices_of(layout):
 
 def attend(slices):
     """Call the softmax backend forward and backward; return the tables that it keeps."""
-    n, options = slices.query_rows, ComputeOptions(1.0, 0.0, "triton", True)
+    n, options = slices.query_rows, CallOptions(1.0, 0.0, "triton", True)
     q = torch.zeros(1, n, 2, 16, device=DEVICE)
     blocks = Blocks((slices,))
     out, lse = backend.forward_blocks(q, [(q, q)], blocks, options, None)
@@ -261,7 +261,7 @@ def test_linear_tables_are_freed_with_their_spans(launched):
 def test_a_second_call_prepares_nothing(launched, monkeypatch):
     """What a call needs besides its tensors is looked up, and no table is built or copied."""
     slices = slices_of(Layout.contiguous([0, 40, 70], 1))
-    blocks, options = Blocks((slices,)), ComputeOptions(1.0, 0.0, "triton", True)
+    blocks, options = Blocks((slices,)), CallOptions(1.0, 0.0, "triton", True)
     q = torch.zeros(1, 70, 2, 16, device=DEVICE)
 
     def call():

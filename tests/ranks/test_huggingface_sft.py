@@ -1,6 +1,7 @@
 """TRL's SFTTrainer on real ranks: what one process trains, logs, evaluates, saves and resumes."""
 
 import contextlib
+import importlib.util
 import os
 
 import pytest
@@ -12,7 +13,8 @@ from tests.support.examples import example
 from tests.support.ranks import device_mesh, hide_from_collector
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # before trl is imported
-trl = pytest.importorskip("trl", reason="trl is not installed")
+if importlib.util.find_spec("trl") is None:
+    pytest.skip("trl is not installed", allow_module_level=True)
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.filterwarnings("ignore"),  # those of trl, transformers and accelerate
@@ -32,6 +34,8 @@ KINDS = {
 
 
 def imported(group):
+    import trl
+
     return trl.SFTTrainer.__name__
 
 
@@ -71,6 +75,8 @@ def correct(prediction):
 
 def train(base, folder, rows, options, metrics=None, resume=False, groups=2, samples=(60, 4)):
     """(what was logged, the evaluation, the weights) of three steps."""
+    import trl
+
     model = hf.tiny("LlamaForCausalLM")
     if base is not trl.SFTTrainer:
         mesh = device_mesh(groups, 4 // groups, names=("dp", "sp"))
@@ -114,6 +120,8 @@ def train(base, folder, rows, options, metrics=None, resume=False, groups=2, sam
 
 
 def on_rank(group, folder, *arguments):
+    import trl
+
     hf.launched(group)
     return train(huggingface.trainer(trl.SFTTrainer), folder, *arguments)
 
@@ -128,6 +136,8 @@ def assert_trained_alike(found, expected):
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
     """On two groups at once, with rows of half as many samples."""
+    import trl
+
     options = KINDS[kind]
     expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options)
     for found in ready(4, on_rank, str(tmp_path / "ranks"), 2, options):
@@ -135,6 +145,8 @@ def test_it_trains_logs_and_evaluates_as_one_process(ready, tmp_path, kind):
 
 
 def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
+    import trl
+
     for resume in (False, True):
         options = 4, KINDS["bfd"], correct, resume
         expected = train(trl.SFTTrainer, str(tmp_path / "alone"), *options)
@@ -145,6 +157,8 @@ def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_short_last_batches_are_one_processs(ready, tmp_path, groups):
     """Two groups evaluate, after a training on whole batches."""
+    import trl
+
     options = {"per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1}
     samples = (10, 10) if groups == 1 else (24, 10)
     expected = train(trl.SFTTrainer, str(tmp_path / "alone"), 4, options, samples=samples)
@@ -171,6 +185,8 @@ def test_the_examples_loss_curve_is_one_processs(ready, tmp_path):
 
 def of_experts(group, folder):
     """What a trainer says of a model whose routers have a loss of their own."""
+    import trl
+
     hf.launched(group)
     model = hf.tiny("MixtralForCausalLM")
     huggingface.enable(model, group)

@@ -8,7 +8,7 @@ import torch
 from seqpar import Layout
 from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient
 from tests.support.cases import Case, by_documents, on_one_rank
 
@@ -41,7 +41,7 @@ def forward(case, exact_out=False, backend="default"):
     case = on_one_rank(by_documents(case))
     q, k, v, *_ = (x if x is None or case.batch else x[None] for x in case.inputs())
     scale = case.dim**-0.5 if case.scale is None else case.scale
-    options = ComputeOptions(scale, case.softcap, backend, True)
+    options = CallOptions(scale, case.softcap, backend, True)
     return Request(q, k, v, slices_of(case), options, exact_out)
 
 
@@ -67,4 +67,4 @@ def random_request(seed, rows=48, keys=64, heads=2, dim=8, dtype=torch.float32):
     kv_layout, layout = Layout.contiguous(keys, 1), Layout.contiguous(rows, 1)
     mask = Mask.of(True, (-1, -1), None, kv_layout.geometry)
     slices = slices_between(layout.geometry, 0, kv_layout.geometry, 0, mask)
-    return Request(q, k, v, slices, ComputeOptions(dim**-0.5, 0.0, "default", True))
+    return Request(q, k, v, slices, CallOptions(dim**-0.5, 0.0, "default", True))

@@ -8,6 +8,7 @@ runs rows in which every pair of values occurs, and `make test-every-row` the ot
 """
 
 import collections
+import heapq
 import itertools
 import os
 
@@ -71,8 +72,16 @@ def _choose_rows(rows, together, chosen=()):
     met_in = {row: set(itertools.combinations(row, min(together, len(row)))) for row in rows}
     chosen = set(chosen)
     missing = set().union(*met_in.values()).difference(*(met_in[row] for row in chosen))
+    # What a row adds only shrinks: a row that still adds the number by which it is first is best.
+    queue = [(-len(met_in[row] & missing), i, row) for i, row in enumerate(rows)]
+    heapq.heapify(queue)
     while missing:
-        best = max(rows, key=lambda row: len(met_in[row] & missing))
+        added, i, best = queue[0]
+        adds = -len(met_in[best] & missing)
+        if adds != added:
+            heapq.heapreplace(queue, (adds, i, best))
+            continue
+        heapq.heappop(queue)
         chosen.add(best)
         missing -= met_in[best]
     return chosen

@@ -22,7 +22,7 @@ from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.backends import triton as linear
 from seqpar.linear.states.options import StateOptions
 from seqpar.softmax.backends import triton as softmax
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 from tests.tools.aot import TARGETS
 
@@ -43,7 +43,7 @@ def softmax_calls(cu_seqlens, batch):
     geometry = Layout.zigzag(cu_seqlens, RANKS).geometry
     mask = Mask.of(True, (-1, -1), None, geometry)
     tables = [slices_between(geometry, 0, geometry, rank, mask) for rank in range(RANKS)]
-    options = ComputeOptions(0.1, 0.0, "triton", True)
+    options = CallOptions(0.1, 0.0, "triton", True)
 
     def rows(n):
         return torch.empty(batch, n, HEADS, DIM, dtype=torch.bfloat16)

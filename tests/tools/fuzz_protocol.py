@@ -35,7 +35,7 @@ from seqpar.servers.wire.protocol import (
     decode,
     encode,
 )
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.requests import random_request
 
 LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**20)
@@ -75,9 +75,7 @@ def step(seed, writes, start, queries, rows, cache=CACHE):
     shapes = (1, queries, 4, 4), (1, rows, 2, 4), (1, rows, 2, 4)
     operands = [torch.randn(shape, generator=generator) for shape in shapes]
     seen = Seen(start + rows - queries, 2**40, 0)
-    return pack_step(
-        cache, writes, start, operands, seen, ComputeOptions(0.5, 0.0, "default", True)
-    )
+    return pack_step(cache, writes, start, operands, seen, CallOptions(0.5, 0.0, "default", True))
 
 
 def caches(client=CLIENT):

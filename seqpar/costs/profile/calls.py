@@ -18,7 +18,7 @@ from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.options import StateOptions
 from seqpar.softmax.attend import attend_backward, attend_blocks
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 
@@ -95,7 +95,7 @@ class SoftmaxCalls:
         rows, keys = slices.query_rows, slices.key_rows
         self._q, self._k, self._v, dout = _random(setting, rows, keys, keys, rows)
         self._blocks = Blocks((self._slices,))
-        self._options = ComputeOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
+        self._options = CallOptions(setting.head_dim**-0.5, 0.0, setting.backend, True)
         out, lse = self.forward()
         self._output = OutputGradient.of(dout, None, out, lse, None)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from seqpar.core.device_tables import HasTables
+from seqpar.core.device_tables import TableHolder
 from seqpar.linear.chains import Chain
 from seqpar.linear.kinds import Kind
 from seqpar.linear.maps.maps import Maps, apply
@@ -20,7 +20,7 @@ from seqpar.linear.routes import StateRoutes
 from seqpar.linear.scanning import as_table
 
 
-class Ends(HasTables):
+class Ends(TableHolder):
     """The heads and tails of chains that one rank holds, in one pass."""
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
-from seqpar.core.device_tables import HasTables
+from seqpar.core.device_tables import TableHolder
 from seqpar.core.ranges import ranges
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
@@ -45,7 +45,7 @@ class Fold(NamedTuple):
     documents: int
 
 
-class Gathering(HasTables):
+class Gathering(TableHolder):
     """One rank's part in the exchange of one pass.
 
     The rank folds states of heads, and full maps. In both tensors its own entries come first.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
-from seqpar.core.device_tables import HasTables
+from seqpar.core.device_tables import TableHolder
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import count_up, ranges
 from seqpar.linear.routes import Route, StateRoutes, StateSums
@@ -27,7 +27,7 @@ from seqpar.linear.states.options import StateOptions
 Sum = Callable[[Tensor], Tensor]  # states -> their sums
 
 
-class WeightedSums(HasTables):
+class WeightedSums(TableHolder):
     """Several sums, whose weights are computed together."""
 
     def __init__(self, sums: Sequence[StateSums], shape: OperandShape) -> None:
@@ -70,7 +70,7 @@ def _sum(
     return sums.view(groups, *states.shape[1:])
 
 
-class Gathering(HasTables):
+class Gathering(TableHolder):
     """One rank's part in LASP-2's exchange of one pass.
 
     It composes states, sends parts of these, and adds up what arrives from all ranks, itself

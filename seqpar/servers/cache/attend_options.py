@@ -12,7 +12,7 @@ from seqpar.core.arguments import WindowSize, as_bool, as_float, parse_window
 from seqpar.core.dtypes import DTYPES
 from seqpar.core.ranges import UNLIMITED
 from seqpar.servers.wire.limits import MAX_HEADS
-from seqpar.softmax.compute.options import ComputeOptions, check_numbers, parse_softcap
+from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
 
 
 class AttendKeywords(TypedDict, total=False):
@@ -30,7 +30,7 @@ class AttendOptions(NamedTuple):
     """The checked options of `ServerCache.attend`."""
 
     bounds: tuple[int, int]  # most keys to the left and right of a query that it attends to
-    scores: ComputeOptions  # scale and softcap
+    scores: CallOptions  # scale and softcap
     sinks: Tensor | None  # (Hq,)
     return_lse: bool
 
@@ -58,7 +58,7 @@ class AttendOptions(NamedTuple):
             raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {given}")
         scale = shape.dim**-0.5 if softmax_scale is None else softmax_scale
         numbers = as_float("softmax_scale", scale), parse_softcap(softcap)
-        scores = ComputeOptions(*numbers, DEFAULT, deterministic=True)
+        scores = CallOptions(*numbers, DEFAULT, deterministic=True)
         check_numbers(scores, shape)
         left, right = (UNLIMITED if x == -1 else x for x in parse_window(window_size))
         bounds = left, 0 if as_bool("causal", causal) else right

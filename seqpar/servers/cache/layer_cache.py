@@ -23,7 +23,7 @@ from seqpar.servers.pool.dispatcher import Dispatcher, StepLostError
 from seqpar.servers.wire.codec import pack_step
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.request import ServersError, received
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import Partial
 
 _MAX_MESSAGE_BYTES = 2**25  # of rows
@@ -66,7 +66,7 @@ class RecomputedRows:
         return k, v
 
     def attend(
-        self, q: Tensor, length: int, seen: Seen, options: ComputeOptions
+        self, q: Tensor, length: int, seen: Seen, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
         """Return attention over the first `length` rows; see `Pages.attend`."""
         rows = length if q.numel() else 0
@@ -98,7 +98,7 @@ class Query(NamedTuple):
 
     q: Tensor
     seen: Seen
-    options: ComputeOptions
+    options: CallOptions
 
 
 class Held(NamedTuple):
@@ -336,7 +336,7 @@ class LayerCache:
 
     def send(self) -> None:
         """Send the servers all rows that they lack."""
-        scores = ComputeOptions(1.0, 0.0, DEFAULT, deterministic=True)
+        scores = CallOptions(1.0, 0.0, DEFAULT, deterministic=True)
         nothing = torch.empty((self.shape.batch, 0, self.shape.kv_heads, self.shape.dim))
         query = Query(nothing.to(self.shape.dtype), Seen(0, 0, 0), scores)
         for segment in self.segments:

@@ -20,7 +20,7 @@ from seqpar.servers.wire.header import DTYPES, form_of
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.payload import Buffer, RequestError
 from seqpar.servers.wire.protocol import StepRequest
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _OVERHEAD = 2**12  # bytes of a cache in addition to its pages
 
@@ -51,7 +51,7 @@ class CacheStep:
     k: Tensor  # the new keys
     v: Tensor
     seen: Seen
-    options: ComputeOptions
+    options: CallOptions
 
     @property
     def kind(self) -> Hashable:
@@ -146,7 +146,7 @@ class Caches:
         self._count(client.key, more)
         self._caches.setdefault(client, own)[step.cache] = cache
         cache.length, cache.writes = length, cache.writes + 1
-        options = ComputeOptions(step.scale, step.softcap, self._backend, deterministic=True)
+        options = CallOptions(step.scale, step.softcap, self._backend, deterministic=True)
         seen = Seen(step.offset, step.left, step.right)
         return CacheStep(cache, step.writes, step.start, length, q, k, v, seen, options)
 

@@ -23,7 +23,7 @@ from seqpar.servers.wire.payload import host_memory
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.backends.choice import default_backend
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 _ALIGNMENT = 64  # bytes, of a tensor's memory
@@ -92,7 +92,7 @@ def _backend_of(request: Request, device: torch.device) -> str:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: ComputeOptions, exact_out: bool
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions, exact_out: bool
 ) -> list[Tensor]:
     exact = accumulator_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact if exact_out else q.dtype)
@@ -105,7 +105,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     slices: Slices,
-    options: ComputeOptions,
+    options: CallOptions,
     outputs: Sequence[OutputGradient],
     starts: Sequence[int],
 ) -> list[Tensor]:

@@ -19,7 +19,7 @@ from seqpar.servers.wire.pages import Seen
 from seqpar.servers.wire.payload import Buffer, Bytes, Payload, bytes_of, checksum
 from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient
 
 _NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,7 +43,7 @@ class Packed:
         return msgspec.structs.replace(self.header, **fields)
 
 
-def _common_fields(q: Tensor, v: Tensor, options: ComputeOptions) -> dict[str, Any]:
+def _common_fields(q: Tensor, v: Tensor, options: CallOptions) -> dict[str, Any]:
     """Return the fields that headers of tasks and of steps share; v has the rows and heads of k."""
     fields: dict[str, Any] = {"generation": 0, "request": 0, "dtype": _NAMES[q.dtype]}
     fields |= zip(("batch", "q_rows", "heads", "dim"), q.shape, strict=True)
@@ -76,7 +76,7 @@ def pack_step(
     start: int,
     operands: Sequence[Tensor],
     seen: Seen,
-    scores: ComputeOptions,
+    scores: CallOptions,
 ) -> Packed:
     """Pack a step that stores k and v after the first `start` rows, and then attends.
 
@@ -144,7 +144,7 @@ def unpack(
     payload.check(buffers, task.checksum)
     tables = tuple(bytes(buffer) for buffer in buffers[:_TABLES])
     slices = (kept or _OWN_SLICES).read(tables)
-    options = ComputeOptions(task.scale, task.softcap, backend, task.deterministic)
+    options = CallOptions(task.scale, task.softcap, backend, task.deterministic)
     q, k, v, *gradients = payload.tensors(buffers, _TABLES)
     output = None
     if task.op == "backward":

@@ -20,7 +20,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Blocks, Positions, Slices
 from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.decode import by_kv_head, by_query_head
 
 # Rows per page. A page has the same number of rows as all pages before it, within these limits: 64K
@@ -106,7 +106,7 @@ class Pages:
         return k, v
 
     def attend(
-        self, q: Tensor, length: int, seen: Seen, options: ComputeOptions
+        self, q: Tensor, length: int, seen: Seen, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
         """Return attention of q (B, T, Hq, D) over the first `length` rows, on q's device.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from seqpar.core.arguments import check_tensor
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient
 
 
@@ -30,7 +30,7 @@ class Request:
     k: Tensor  # (B, Tk, Hkv, D)
     v: Tensor  # (B, Tk, Hkv, Dv)
     slices: Slices  # the mask, as rectangles of query rows and key rows
-    options: ComputeOptions  # scale, softcap, backend and determinism
+    options: CallOptions  # scale, softcap, backend and determinism
     # Whether the forward pass returns out in fp32 (fp64 for fp64), as a partial result to merge.
     # Otherwise out has q's dtype.
     exact_out: bool = False

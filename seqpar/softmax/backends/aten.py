@@ -35,7 +35,7 @@ from seqpar.softmax.backends.kernel_operands import (
 )
 from seqpar.softmax.backends.kernel_order import aten_kernel
 from seqpar.softmax.backends.pieces import Piece
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -64,7 +64,7 @@ class _BackwardRows(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     if aten_cuda.computes(q):
         kernel = aten_kernel(q, v, slices, options)
@@ -93,7 +93,7 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: ComputeOptions,
+    options: CallOptions,
 ) -> None:
     if aten_cuda.computes(q):
         kernel = aten_kernel(q, v, slices, options)
@@ -120,7 +120,7 @@ def backward(
         gradients.dv[:, keys] += dv[..., :value_dim]
 
 
-def _pieces_of(q: Tensor, slices: Slices, options: ComputeOptions) -> list[Piece]:
+def _pieces_of(q: Tensor, slices: Slices, options: CallOptions) -> list[Piece]:
     if options.slopes is None:
         return pieces.cut_slices(slices)
     return pieces.cut_biased_slices(slices, q.shape[0] * q.shape[2])
@@ -132,7 +132,7 @@ def _head_dim(q: Tensor, v: Tensor) -> int:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = {"dropout_p": 0.0, "is_causal": piece.causal, "scale": options.scale}
@@ -189,7 +189,7 @@ def _with_special_rows(
 
 
 def _backward(
-    rows: _BackwardRows, piece: Piece, slices: Slices, options: ComputeOptions
+    rows: _BackwardRows, piece: Piece, slices: Slices, options: CallOptions
 ) -> tuple[Tensor, ...]:
     dout, q, out, lse, k, v = (x.transpose(1, 2) for x in rows)
     slopes, half = options.slopes, q.dtype in _HALF

@@ -26,7 +26,7 @@ from seqpar.core.torch_private import (
 from seqpar.kernels.gpus import gpu_of
 from seqpar.softmax.backends.kernel_operands import pad_heads
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel, VarlenTables
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 # By backward, except on an sm_80 or sm_90 (PyTorch, flash_api.cpp, mha_bwd).
 _REFUSED_HEAD_DIMS = range(200, 232, 8)
@@ -48,7 +48,7 @@ def gpu_major(device: torch.device) -> int:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     left, right = tables.window
     out, lse, *_ = cuda_attention()(
@@ -59,7 +59,7 @@ def _forward(
 
 
 def _backward(
-    rows: BackwardRows, tables: VarlenTables, options: ComputeOptions
+    rows: BackwardRows, tables: VarlenTables, options: CallOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = tables.window
     dout, q, k, v, out = operands = rows.dout, rows.q, rows.k, rows.v, rows.out
@@ -88,7 +88,7 @@ _MIN_CUDNN_VERSION = 91000  # 9.10, the first with head dims above 128 (PyTorch,
 
 
 def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (_by_segments(x, tables) for x in (q, k, v))
     is_causal = tables.window == (-1, 0)
@@ -99,7 +99,7 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    rows: BackwardRows, tables: VarlenTables, options: ComputeOptions
+    rows: BackwardRows, tables: VarlenTables, options: CallOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Torch finds a plan by the strides of q, k and v. The other strides must therefore be the same
     # in all calls with these.

@@ -18,7 +18,7 @@ from seqpar.core.device_tables import is_on_cuda
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import aten, aten_cuda
 from seqpar.softmax.backends.kernel_order import best_backend
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 # (q, blocks, slices of the blocks, options, sinks, tensors to write to or None) -> out, lse
@@ -27,7 +27,7 @@ ForwardBlocks = Callable[
         Tensor,
         Iterable[Sequence[Tensor]],
         Blocks,
-        ComputeOptions,
+        CallOptions,
         Tensor | None,
         tuple[Tensor, Tensor] | None,
     ],
@@ -49,7 +49,7 @@ class Backend(Protocol):
         v: Tensor,
         slices: Slices,
         partial: Partial,
-        options: ComputeOptions,
+        options: CallOptions,
     ) -> None:
         """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
 
@@ -61,7 +61,7 @@ class Backend(Protocol):
         v: Tensor,
         slices: Slices,
         gradients: PartialGradients,
-        options: ComputeOptions,
+        options: CallOptions,
     ) -> None:
         """Add to `gradients` what flows through the slices."""
 
@@ -105,15 +105,13 @@ def load_backend(name: str) -> Backend:
 
 
 def choose_backend(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
 ) -> Backend:
     name = options.backend
     return load_backend(default_backend(q, k, v, slices, options) if name == DEFAULT else name)
 
 
-def default_backend(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: ComputeOptions
-) -> str:
+def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the name of the backend for a block of keys, if users force none.
 
     It depends only on the type of the device, the dtype, the head dims, the options and the slices.

@@ -28,7 +28,7 @@ from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.aten_cuda import gpu_major
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel, VarlenTables
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 
@@ -47,7 +47,7 @@ class Package(NamedTuple):
 
 
 def _arguments(
-    tables: VarlenTables, options: ComputeOptions, unlimited: int | None = -1
+    tables: VarlenTables, options: CallOptions, unlimited: int | None = -1
 ) -> dict[str, object]:
     """Return the arguments that all packages have; `unlimited` is a window's side without limit."""
     left, right = (unlimited if side == -1 else side for side in tables.window)
@@ -73,7 +73,7 @@ def _filling_gradients(
 
     def make(package: ModuleType, _major: int) -> VarlenKernel:
         def forward(
-            q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: ComputeOptions
+            q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
         ) -> tuple[Tensor, Tensor]:
             arguments = _arguments(tables, options) | unused
             function = getattr(package, forward_name)
@@ -81,7 +81,7 @@ def _filling_gradients(
             return out, lse
 
         def backward(
-            rows: BackwardRows, tables: VarlenTables, options: ComputeOptions
+            rows: BackwardRows, tables: VarlenTables, options: CallOptions
         ) -> tuple[Tensor, Tensor, Tensor]:
             arguments = _arguments(tables, options) | unused | {causal: _is_causal(tables)}
             dq, dk, dv = (torch.empty_like(x) for x in (rows.q, rows.k, rows.v))
@@ -101,11 +101,11 @@ _one_at_a_time = threading.Lock()
 
 
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
-    def arguments(tables: VarlenTables, options: ComputeOptions) -> dict[str, object]:
+    def arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
         return _arguments(tables, options, None) | {"causal": _is_causal(tables)}
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: ComputeOptions
+        q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
         with _one_at_a_time:
             out, lse, *_ = package._flash_attn_fwd(
@@ -114,7 +114,7 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         return out, lse
 
     def backward(
-        rows: BackwardRows, tables: VarlenTables, options: ComputeOptions
+        rows: BackwardRows, tables: VarlenTables, options: CallOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _one_at_a_time:
             dq, dk, dv = package._flash_attn_bwd(
@@ -257,7 +257,7 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     kernel = _kernel(q, v, options, has_dlse=False)
     if kernel is None:
@@ -273,7 +273,7 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: ComputeOptions,
+    options: CallOptions,
 ) -> None:
     kernel = _kernel(q, v, options, output.dlse is not None)
     if kernel is None:
@@ -282,7 +282,7 @@ def backward(
         kernel.add_gradients(output, q, k, v, slices, gradients, options)
 
 
-def _kernel(q: Tensor, v: Tensor, options: ComputeOptions, has_dlse: bool) -> VarlenKernel | None:
+def _kernel(q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> VarlenKernel | None:
     major = gpu_major(device_of(q))
     for name in PACKAGES:
         kernel = load_package(name, major)

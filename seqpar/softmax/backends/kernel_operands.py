@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 _ALIGNMENT = 8  # elements of 2 bytes; kernels load 16 bytes at a time
 
 
-def positive_scale(q: Tensor, options: ComputeOptions) -> tuple[Tensor, ComputeOptions, int]:
+def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions, int]:
     """Return q and options with a positive scale that give the same scores, and the scale's sign.
 
     Fused kernels scale after masking: a scale of 0 would turn −∞ into NaN, and a negative one into

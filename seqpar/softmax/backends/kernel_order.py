@@ -20,7 +20,7 @@ from seqpar.softmax.backends import aten_cuda
 from seqpar.softmax.backends.aten_cuda import gpu_major, load_cudnn
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ CALLS = {  # head dim and softcap of kinds of calls that varlen kernels may comp
 OTHER_CALLS = "ALiBi, fp32, other masks and layouts"
 
 
-def best_backend(q: Tensor, v: Tensor, slices: Slices, options: ComputeOptions) -> str:
+def best_backend(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
     """Return the backend of the first kernel that is available and computes all slices.
 
     It also computes them with a gradient of lse.
@@ -88,7 +88,7 @@ def best_backend(q: Tensor, v: Tensor, slices: Slices, options: ComputeOptions) 
     return "aten"
 
 
-def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: ComputeOptions) -> VarlenKernel:
+def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenKernel:
     """Return cuDNN through ATen where it computes all slices, otherwise ATen's FlashAttention-2."""
     cudnn = _load("cuDNN", gpu_major(device_of(q)))
     if isinstance(cudnn, str) or not cudnn.computes_all(q, v, slices, options):
@@ -103,7 +103,7 @@ def kernel_table() -> dict[str, dict[str, str]]:
         rows = table.setdefault(order.gpus, {})
         for call, (dim, softcap) in CALLS.items():
             q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
-            options = ComputeOptions(1.0, softcap, DEFAULT, True)
+            options = CallOptions(1.0, softcap, DEFAULT, True)
             rows[call] = ", ".join(
                 name
                 for name in order.names

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.options import aligned_positions, distances
+from seqpar.softmax.compute.call_options import aligned_positions, distances
 
 # Query rows of a masked tile. From 768 rows on, ATen's CPU kernel takes its largest blocks.
 _MIN_TILE_ROWS, _MAX_TILE_ROWS = 64, 768

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.core.device_tables import rehearsing
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.compute.options import ComputeOptions, make_add_bias
+from seqpar.softmax.compute.call_options import CallOptions, make_add_bias
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
@@ -24,7 +24,7 @@ MAX_SCORES = 2**24  # of the query rows that are computed at a time; bounds memo
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
     add_bias = make_add_bias(slices, options, k.shape[2], partial.out.dtype)
@@ -89,7 +89,7 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: ComputeOptions,
+    options: CallOptions,
 ) -> None:
     """Add to `gradients` what flows through the slices: dscore = p (dout·v − dout·out + dlse)."""
     dtype, kv_heads = gradients.dq.dtype, k.shape[2]
@@ -113,7 +113,7 @@ def backward(
         gradients.dk[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", dscore, q_grouped)
 
 
-def max_logits(q: Tensor, k: Tensor, slices: Slices, options: ComputeOptions) -> Tensor:
+def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
     """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ without pairs."""
     dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
     if options.rank_invariant and k.shape[2] > 1:  # bits may depend on the number of heads
@@ -146,7 +146,7 @@ def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[i
             yield slice(start, min(start + step, q_stop)), slice(k_start, k_stop), band
 
 
-def _scores(q: Tensor, k: Tensor, options: ComputeOptions, dtype: torch.dtype) -> Tensor:
+def _scores(q: Tensor, k: Tensor, options: CallOptions, dtype: torch.dtype) -> Tensor:
     """Return the scores (B, Hkv, G, n, m) of q (B, n, Hq, D) with k (B, m, Hkv, D)."""
     q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("bnhgd,bmhd->bhgnm", q_grouped, k.to(dtype)) * options.scale

@@ -20,7 +20,7 @@ from seqpar.core.memo import LOCAL, Memo
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.gpus import gpu_of
 from seqpar.layout.masks.mask import Blocks, Slices
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 _CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ refusal = triton_refusal
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: ComputeOptions
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     config = _choose("forward", q, v)
     derived, splits = slices.derived, not options.rank_invariant
@@ -46,7 +46,7 @@ def forward_blocks(
     q: Tensor,
     blocks: Iterable[Sequence[Tensor]],
     slices_of_blocks: Blocks,
-    options: ComputeOptions,
+    options: CallOptions,
     sinks: Tensor | None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def backward(
     v: Tensor,
     slices: Slices,
     gradients: PartialGradients,
-    options: ComputeOptions,
+    options: CallOptions,
 ) -> None:
     if rehearsing():
         _backward_launches(slices, _backward_configs(q, v, options), q.device)
@@ -104,7 +104,7 @@ def backward(
     kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
 
 
-def _slopes(options: ComputeOptions) -> Tensor | None:
+def _slopes(options: CallOptions) -> Tensor | None:
     """Return ALiBi's slopes in the kernels' form, (Hq,) or (B, Hq)."""
     slopes = options.slopes
     return slopes[0] if slopes is not None and len(slopes) == 1 else slopes
@@ -122,7 +122,7 @@ class _Backward(NamedTuple):
 
     @classmethod
     def of(
-        cls, output: OutputGradient, q: Tensor, dq: Tensor, slices: Slices, options: ComputeOptions
+        cls, output: OutputGradient, q: Tensor, dq: Tensor, slices: Slices, options: CallOptions
     ) -> _Backward:
         if output.delta is None:
             assert output.out is not None
@@ -138,7 +138,7 @@ def _choose(kind: str, q: Tensor, v: Tensor) -> kernels.Config:
     return kernels.choose(kind, q, v, device_of(q))
 
 
-def _backward_configs(q: Tensor, v: Tensor, options: ComputeOptions) -> tuple[kernels.Config, ...]:
+def _backward_configs(q: Tensor, v: Tensor, options: CallOptions) -> tuple[kernels.Config, ...]:
     kinds = ("backward_kv", "backward_q") if options.deterministic else ("backward_kv",)
     return tuple(_choose(kind, q, v) for kind in kinds)
 

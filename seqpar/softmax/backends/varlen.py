@@ -33,7 +33,7 @@ from seqpar.softmax.backends.kernel_operands import (
     with_column,
 )
 from seqpar.softmax.backends.pieces import key_runs
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -250,9 +250,9 @@ class VarlenKernel(NamedTuple):
 
     # Gets q (n, Hq, D), k and v (m, Hkv, D), and returns out (n, Hq, D) and the natural lse (Hq, n)
     # in fp32
-    forward: Callable[[Tensor, Tensor, Tensor, VarlenTables, ComputeOptions], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, VarlenTables, CallOptions], tuple[Tensor, Tensor]]
     # Returns dq, dk and dv of its rows, which may have more columns, of zeros
-    backward: Callable[[BackwardRows, VarlenTables, ComputeOptions], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[BackwardRows, VarlenTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
     max_head_dim: int  # the largest D
     softcap: bool = False  # whether it computes scores with a softcap
     # Whether backward takes dlse. Otherwise the gradient of lse is added to dout·v: v gets a column
@@ -263,13 +263,13 @@ class VarlenKernel(NamedTuple):
     deterministic: bool = False
     only_dense: bool = False  # whether it computes only dense calls; see `VarlenCall.is_dense`
 
-    def takes(self, q: Tensor, v: Tensor, options: ComputeOptions, has_dlse: bool) -> bool:
+    def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
         value_dim = v.shape[-1] + (has_dlse and not self.lse_gradient)
         fits = q.dtype in _HALF and max(q.shape[-1], value_dim) <= self.max_head_dim
         return fits and options.slopes is None and (self.softcap or not options.softcap)
 
-    def computes_all(self, q: Tensor, v: Tensor, slices: Slices, options: ComputeOptions) -> bool:
+    def computes_all(self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> bool:
         """Return whether the kernel computes all slices, also with a gradient of lse."""
         if not self.takes(q, v, options, True):
             return False
@@ -284,7 +284,7 @@ class VarlenKernel(NamedTuple):
         v: Tensor,
         slices: Slices,
         partial: Partial,
-        options: ComputeOptions,
+        options: CallOptions,
     ) -> None:
         value_dim, batch = v.shape[-1], q.shape[0]
         takes = self.takes(q, v, options, has_dlse=False)
@@ -317,7 +317,7 @@ class VarlenKernel(NamedTuple):
         v: Tensor,
         slices: Slices,
         gradients: PartialGradients,
-        options: ComputeOptions,
+        options: CallOptions,
     ) -> None:
         has_dlse = output.dlse is not None
         takes = self.takes(q, v, options, has_dlse)
@@ -364,7 +364,7 @@ class _Queries(NamedTuple):
     # dout, q, out, lse and dlse of `BackwardRows`
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
     # options, sign: see `positive_scale`
-    options: ComputeOptions
+    options: CallOptions
     sign: int
 
     @classmethod
@@ -375,7 +375,7 @@ class _Queries(NamedTuple):
         call: VarlenCall,
         width: int,
         has_column: bool,
-        options: ComputeOptions,
+        options: CallOptions,
     ) -> _Queries:
         kept, key = output.prepared, (call.query_key, width, has_column)
         if isinstance(kept, cls) and kept.q is q and kept.key == key:

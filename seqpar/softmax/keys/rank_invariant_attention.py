@@ -31,8 +31,8 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.reshard import move
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.call import Operands, ResolvedCall
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
-from seqpar.softmax.compute.options import ComputeOptions
 from seqpar.softmax.compute.partial import (
     OutputGradient,
     PackedGradients,
@@ -67,7 +67,7 @@ class HeadTile(NamedTuple):
         by_heads = x[self.batch, rows, self.heads].transpose(1, 2)
         return by_heads.new_empty(by_heads.shape).copy_(by_heads).transpose(1, 2)
 
-    def options(self, options: ComputeOptions) -> ComputeOptions:
+    def options(self, options: CallOptions) -> CallOptions:
         slopes = options.slopes
         if slopes is None:
             return options

@@ -25,7 +25,7 @@ from seqpar.servers.wire.limits import LEAST_RATE, PIECE_BYTES, ServerDeadlines
 from seqpar.servers.wire.payload import Payload, PayloadTensor, RequestError
 from seqpar.servers.wire.protocol import Ping, Pong, Stale, decode, encode
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.requests import random_request
 from tests.support.servers import (
     Client,
@@ -58,7 +58,7 @@ def full_request(rows, keys, heads, dim, value_dim):
     )
     positions = np.arange(rows, dtype=np.int32), np.arange(keys, dtype=np.int32)
     slices = Slices(*ranges, *positions, np.empty((0, 2), np.int64))
-    return Request(q, k, v, slices, ComputeOptions(0.1, 0.0, "default", True))
+    return Request(q, k, v, slices, CallOptions(0.1, 0.0, "default", True))
 
 
 def large_payload():

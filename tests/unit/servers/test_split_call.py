@@ -12,7 +12,7 @@ from seqpar.core.memo import Memo
 from seqpar.layout.masks.mask import Mask
 from seqpar.servers.split_call import cut_call
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.cases import cu_seqlens, visible
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.tiers import examples
@@ -26,7 +26,7 @@ def resolved(cu, kv_cu=None, causal=True, window=(-1, -1), prefix=None, ranges=N
     mask = Mask.of(causal, window, prefix, kv_layout)
     mask = mask if ranges is None else Mask.of_ranges(ranges)
     shape = OperandShape(torch.bfloat16, 1, 8, kv_heads, 64, 64)
-    options = ComputeOptions(1.0, 0.0, "default", True)
+    options = CallOptions(1.0, 0.0, "default", True)
     return ResolvedCall(0, layout, kv_layout, mask, options, shape, False, False, Memo())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
-from seqpar.core.device_tables import HasTables, kept_on
+from seqpar.core.device_tables import TableHolder, kept_on
 from seqpar.core.ranges import count_up
 from seqpar.linear.routes import SpanStates
 
@@ -52,7 +52,7 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid(HasTables):
+class Grid(TableHolder):
     size: int  # C, a power of two
     spans: int  # how many spans there are, those with the most chunks first
     # the chunks of each step; step n has a chunk of each span with more than n chunks

@@ -15,11 +15,11 @@ from seqpar.servers.wire.limits import Limits, ServerDeadlines
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.payload import RequestError, bytes_of
 from seqpar.servers.wire.protocol import Failed, Free, Lost, Result
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.requests import random_request
 from tests.support.servers import CPU, Client, Gate, running, wait_until
 
-SCORES = ComputeOptions(0.4, 0.0, "default", True)
+SCORES = CallOptions(0.4, 0.0, "default", True)
 SHAPE = RowShape(torch.float32, 2, 2, 8, 6)  # batch, KV heads, D, Dv
 ROWS = 700  # of several pages
 

@@ -14,7 +14,7 @@ from seqpar.servers.wire.codec import KeptSlices, pack, unpack
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.protocol import library_version
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.processes import PROCESSES
 from tests.support.requests import random_request
 from tests.support.servers import (
@@ -43,14 +43,14 @@ def request_of_many_slices(count):
     none = np.empty((0, 2), np.int64)
     slices = Slices(q_rows, k_rows, bands, positions, positions, none)
     x = torch.ones(1, 64, 1, 8)
-    return Request(x, x, x, slices, ComputeOptions(1.0, 0.0, "default", True))
+    return Request(x, x, x, slices, CallOptions(1.0, 0.0, "default", True))
 
 
 def large_request(rows):
     none, positions = np.empty((0, 2), np.int64), np.arange(rows, dtype=np.int32)
     slices = Slices(none, none, none, positions, positions, none)
     x = torch.zeros(1, rows, 4, 64)
-    return Request(x, x, x, slices, ComputeOptions(1.0, 0.0, "default", True))
+    return Request(x, x, x, slices, CallOptions(1.0, 0.0, "default", True))
 
 
 def busiest_pong(pid, client, until):

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import aten, reference
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
-OPTIONS = ComputeOptions(0.5, 0.0, "aten", True)
+OPTIONS = CallOptions(0.5, 0.0, "aten", True)
 POSITIONS = st.lists(st.integers(0, 40), min_size=1, max_size=30, unique=True).map(sorted)
 
 

@@ -11,7 +11,7 @@ from seqpar.kernels.flash_attention import launching
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import aten, aten_cuda, kernel_order, reference, triton
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 BF16, FP16, LONG = torch.bfloat16, torch.float16, 1537
@@ -32,7 +32,7 @@ def call(device="meta", mask=CAUSAL, dim=16, dtype=torch.bfloat16, dlse=False, *
     geometry = Layout.contiguous(100, 1).geometry
     slices = slices_between(geometry, 0, geometry, 0, mask)
     defaults = {"softcap": 0.0, "backend": "aten", "deterministic": True}
-    chosen = ComputeOptions(0.25, **defaults | options)
+    chosen = CallOptions(0.25, **defaults | options)
     q, k, v = (torch.zeros(1, 100, n, dim, dtype=dtype, device=device) for n in (4, 2, 2))
     partial = Partial.nothing(q, v)
     aten.forward(q, k, v, slices, partial, chosen)

@@ -10,7 +10,7 @@ from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import aten_cuda, kernel_order, triton
 from seqpar.softmax.backends.aten_cuda import load_cudnn
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenTables
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
@@ -102,7 +102,7 @@ def test_backward_copies_strided_gradients(calls):
     q = torch.randn(256, 2, 8).bfloat16()
     lengths = torch.tensor([0, 128, 256], dtype=torch.int32)
     tables = VarlenTables(lengths, lengths, 128, 128, (-1, 0))
-    options = ComputeOptions(1.0, 0.0, "aten", False)
+    options = CallOptions(1.0, 0.0, "aten", False)
     results = load_cudnn(9).backward(BackwardRows(dout, q, out, lse, None, q, q), tables, options)
     assert [x.shape for x in results] == [q.shape] * 3
 
@@ -126,7 +126,7 @@ def test_which_calls_it_computes(documents, mask, dim, options, computes):
     slices = slices_between(geometry, 0, geometry, 0, mask)
     scores = {"scale": 1.0, "softcap": 0.0, "backend": "aten", "deterministic": True}
     q = torch.empty(1, documents[-1], 2, dim, dtype=torch.bfloat16, device="meta")
-    chosen = ComputeOptions(**scores | options)
+    chosen = CallOptions(**scores | options)
     kernel = load_cudnn(9)
     assert kernel.computes_all(q, q, slices, chosen) == computes
     assert kernel_order.aten_kernel(q, q, slices, chosen) is (
@@ -140,7 +140,7 @@ def test_causal_rows_with_earlier_keys_are_not_its():
     whole = Layout.contiguous(1024, 1).geometry
     slices = slices_between(geometry, 1, whole, 0, CAUSAL)
     q = torch.empty(1, 512, 2, 128, dtype=torch.bfloat16, device="meta")
-    options = ComputeOptions(1.0, 0.0, "aten", True)
+    options = CallOptions(1.0, 0.0, "aten", True)
     assert aten_cuda.KERNEL.computes_all(q, q, slices, options)
     assert not load_cudnn(9).computes_all(q, q, slices, options)
 
@@ -155,7 +155,7 @@ def chosen():
     geometry = Layout.contiguous(128, 1).geometry
     slices = slices_between(geometry, 0, geometry, 0, CAUSAL)
     q = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device="meta")
-    return kernel_order.aten_kernel(q, q, slices, ComputeOptions(1.0, 0.0, "aten", True))
+    return kernel_order.aten_kernel(q, q, slices, CallOptions(1.0, 0.0, "aten", True))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

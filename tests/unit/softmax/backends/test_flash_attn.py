@@ -118,7 +118,7 @@ def test_equals_the_oracle(monkeypatch, name, strategy, options):
 @pytest.mark.parametrize("dim", [128, 192, 248, 256])
 def test_head_dims_and_the_gradient_of_lse(name, dim):
     kernel = PACKAGES[name].kernel(types.ModuleType(name), 9)
-    options = flash_attn.ComputeOptions(1.0, 2.0, "flash_attn", True)
+    options = flash_attn.CallOptions(1.0, 2.0, "flash_attn", True)
     q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta")
     assert kernel.takes(q, q, options, has_dlse=False)
     assert kernel.takes(q, q, options, has_dlse=True) == (name == "FlashAttention-4" or dim < 256)
@@ -322,7 +322,7 @@ def test_the_next_package_computes_in_its_place(monkeypatch):
     install(monkeypatch, "FlashAttention-2", MODULES["FlashAttention-2"])
     sys.modules["flash_attn"].cute = None
     q = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
-    options = flash_attn.ComputeOptions(1.0, 0.0, "flash_attn", True)
+    options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
     kernel = flash_attn._kernel(q, q, options, has_dlse=False)
     assert kernel is load_package("FlashAttention-2", 9)
 

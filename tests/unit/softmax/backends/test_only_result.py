@@ -13,7 +13,7 @@ from seqpar.softmax.backends import aten, flash_attn
 from seqpar.softmax.backends.flash_attn import load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.call import Operands
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
 from tests.support.steady import SilentComm
@@ -177,7 +177,7 @@ def test_atens_only_result_is_returned_on_cpus(monkeypatch, dtype):
     events.clear()
     with Written(k.numel()):
         out, lse = attend_blocks(
-            q, [(k, v)], Blocks((slices,)), ComputeOptions(0.3, 0.0, "aten", True), None
+            q, [(k, v)], Blocks((slices,)), CallOptions(0.3, 0.0, "aten", True), None
         )
     assert events == []
     assert out.is_contiguous() and lse.is_contiguous()

@@ -10,7 +10,7 @@ from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.backends.pieces import cut_biased_slices, with_bias
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 from tests.support.cases import Case, assert_right, module, oracle, run, strategies_by
 from tests.support.mask_cases import disjoint_ranges
@@ -86,7 +86,7 @@ def far_away(first, backend):
     tables = rows, rows, np.array([[-UNLIMITED, 0]]), positions, positions, rows
     slices, generator = Slices(*tables), torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, count, 2, 16, generator=generator) for _ in "qkv")
-    options = ComputeOptions(0.25, 0.0, backend, True, torch.tensor([[0.5, 0.003]]))
+    options = CallOptions(0.25, 0.0, backend, True, torch.tensor([[0.5, 0.003]]))
     partial = Partial.nothing(q, v)
     attend(q, k, v, slices, partial, options)
     out, lse = partial.finish(None, q.dtype)

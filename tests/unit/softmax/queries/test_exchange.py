@@ -10,7 +10,7 @@ from seqpar.kernels.flash_attention import launching
 from seqpar import Layout
 from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.softmax.attend import attend_blocks
-from seqpar.softmax.compute.options import ComputeOptions
+from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.keys import plan
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.fakes import Held
@@ -79,7 +79,7 @@ def test_results_that_travel_hold_their_own_partial(monkeypatch):
     q, k, v = torch.empty(3, 1, 4096, heads, 64, dtype=torch.bfloat16, device="meta")
     slices = slices_between(geometry, 0, geometry, 0, Mask(2**40, 0))
     into = tuple(torch.empty(1, 4096, heads, *shape, device="meta") for shape in ((64,), ()))
-    options = ComputeOptions(1.0, 0.0, "triton", True)
+    options = CallOptions(1.0, 0.0, "triton", True)
     blocks = Blocks((slices, slices))
     attend_blocks(q, [(k, v)] * 2, blocks, options, None, into)  # uploads tables
     with Held(q, k, v, *into) as held:

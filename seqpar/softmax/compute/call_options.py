@@ -34,7 +34,7 @@ _MIN_SOFTCAP = 1e-30
 
 
 @dataclass(frozen=True)
-class ComputeOptions:
+class CallOptions:
     """How ranks and servers compute a call's scores: their formula, and the backend."""
 
     scale: float  # a score is scale · q·k
@@ -48,10 +48,10 @@ class ComputeOptions:
     # document.
     rank_invariant: bool = False
 
-    def with_slopes(self, slopes: Tensor | None) -> ComputeOptions:
+    def with_slopes(self, slopes: Tensor | None) -> CallOptions:
         return self if slopes is self.slopes else replace(self, slopes=slopes)
 
-    def of_heads(self, heads: slice) -> ComputeOptions:
+    def of_heads(self, heads: slice) -> CallOptions:
         return self.with_slopes(None if self.slopes is None else self.slopes[:, heads])
 
 
@@ -65,7 +65,7 @@ def parse_softcap(softcap: float | None) -> float:
     return 0.0 if _MIN_INEFFECTIVE_SOFTCAP <= number < math.inf else number
 
 
-def check_numbers(options: ComputeOptions, shape: OperandShape) -> None:
+def check_numbers(options: CallOptions, shape: OperandShape) -> None:
     """Raise a ValueError if the scale or the softcap is outside the accumulator's range."""
     scale, softcap = options.scale, options.softcap
     accumulator = torch.finfo(accumulator_dtype(shape.dtype))
@@ -90,7 +90,7 @@ def parse_slopes(slopes: Tensor | None) -> Tensor | None:
 
 
 def check_slopes(slopes: Tensor, shape: OperandShape) -> Tensor:
-    """Return slopes as `ComputeOptions` holds them: (1 or B, Hq), in the accumulator's dtype."""
+    """Return slopes as `CallOptions` holds them: (1 or B, Hq), in the accumulator's dtype."""
     heads, batch = shape.heads, shape.batch
     if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype not in _SLOPE_DTYPES:
         expected = f"({heads},) or ({batch}, {heads}), one per query head, of fp32 or fp64"
@@ -100,7 +100,7 @@ def check_slopes(slopes: Tensor, shape: OperandShape) -> Tensor:
 
 
 def make_add_bias(
-    slices: Slices, options: ComputeOptions, kv_heads: int, dtype: torch.dtype
+    slices: Slices, options: CallOptions, kv_heads: int, dtype: torch.dtype
 ) -> Callable[[Tensor, slice, slice], Tensor]:
     """Return a function that adds the bias to scores (B, Hkv, G, n, m) of query and key rows."""
     slopes = options.slopes
