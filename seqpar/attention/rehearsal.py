@@ -7,18 +7,21 @@ A `Preparation` rehearses a module's calls ahead of time, in any process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Message
 from seqpar.core.arguments import as_bool, as_int, shown
+from seqpar.core.device_tables import UploadedTables, rehearse
 from seqpar.core.dtypes import DTYPES
+from seqpar.core.memo import LOCAL, Memo
 from seqpar.kernels.gpus import Gpu, assume, gpu_of
 from seqpar.layout.layout import Layout
 
@@ -41,6 +44,32 @@ class SilentComm(Comm):
 
     def channel(self, name: str) -> Comm:
         return self
+
+
+class RehearsableCall(NamedTuple):
+    """A call whose tables a rehearsal finds, once for all calls that differ only in tensors."""
+
+    memo: Memo  # keeps the tables with the layout
+    key: tuple[Hashable, ...]  # everything but the passes on which the tables depend
+    run: Callable[[bool], None]  # runs forward, and with True backward, on meta tensors
+
+    def tables(self, device: torch.device, backward: bool) -> list[Tensor]:
+        """Return the tables of forward, and with `backward` of backward, on the CPU."""
+
+        def build() -> list[Tensor]:
+            with rehearse(device) as rehearsal:
+                self.run(backward)
+            return list(rehearsal.tables.values())
+
+        return self.memo(("tables", *self.key, backward), build)
+
+
+def upload_once(call: RehearsableCall, device: torch.device, backward: bool) -> None:
+    """Copy the tables of a call to a device, with those of backward if they are prepared."""
+    if not backward:  # in compiled code, tensors do not say that they will be differentiated
+        backward = ("tables", *call.key, True) in call.memo
+    build = lambda: UploadedTables(call.tables(device, backward), device)  # noqa: E731
+    call.memo((LOCAL, "uploaded tables", *call.key, backward), build).wait()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,21 +107,26 @@ class UploadedTables:
 class TableHolder:
     """The base of plans whose attributes are tables, or tuples and lists of these."""
 
+    def placed(self, place: Callable[[Tensor], Tensor]) -> Self:
+        """Return this plan with each table x replaced by `place(x)`."""
+        copied = copy(self)
+        vars(copied).update({name: placed(x, place) for name, x in vars(self).items()})
+        return copied
+
 
 def placed(plan: T, place: Callable[[Tensor], Tensor]) -> T:
     """Return a plan with each table x replaced by `place(x)`.
 
-    Tables may be in tuples, lists and `TableHolder`.
+    Tables may be in tuples, lists, and objects that have the method `placed` of `TableHolder`.
     """
     copied: Any = plan
     if isinstance(plan, Tensor):
         copied = place(plan)
+    elif hasattr(plan, "placed"):
+        copied = plan.placed(place)
     elif isinstance(plan, list | tuple):
         items = [placed(x, place) for x in plan]
         copied = plan._make(items) if hasattr(plan, "_make") else type(plan)(items)
-    elif isinstance(plan, TableHolder):
-        copied = copy(plan)
-        vars(copied).update({name: placed(x, place) for name, x in vars(plan).items()})
     return copied
 
 
@@ -131,7 +136,6 @@ def kept_on(
     """Return `build()`, a plan on the CPU, kept by its key, with its tables on a device."""
     if device.type == "cpu":
         return memo(key, build)
-
     if rehearsing():
         return placed(memo(key, build), lambda table: on_device(table, device))
 

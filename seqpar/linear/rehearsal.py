@@ -5,19 +5,17 @@ A rehearsal makes the plans of a strategy's passes as for meta tensors. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
-from seqpar.attention.rehearsal import Preparation, SilentComm
+from seqpar.attention.rehearsal import Preparation, RehearsableCall, SilentComm, upload_once
 from seqpar.comm.messages.exchange import Comm
-from seqpar.core.device_tables import UploadedTables, rehearse
 from seqpar.core.hooks import hooks
-from seqpar.core.memo import LOCAL
 from seqpar.layout.layout import Layout
 from seqpar.linear.call import CallArguments, ResolvedCall
 from seqpar.linear.inputs import Inputs
@@ -37,13 +35,7 @@ def upload_tables(
     device = inputs.q.device
     if device.type == "cpu" or hooks.replace_compute is not None:
         return
-    backward |= ("tables", *_key(strategy, comm, call, device, True)) in call.routes.derived
-
-    def build() -> UploadedTables:
-        return UploadedTables(tables_of(strategy, comm, call, device, backward), device)
-
-    key = LOCAL, "uploaded tables", *_key(strategy, comm, call, device, backward)
-    call.routes.derived(key, build).wait()
+    upload_once(_rehearsable(strategy, comm, call, device), device, backward)
 
 
 def tables_of(
@@ -57,23 +49,15 @@ def tables_of(
 
     Plans and tables of the call are then kept with its layout.
     """
-
-    def build() -> list[Tensor]:
-        with rehearse(device) as rehearsal:
-            _request_on_meta(strategy, call, comm.is_routed, backward)
-        return list(rehearsal.tables.values())
-
-    return call.routes.derived(("tables", *_key(strategy, comm, call, device, backward)), build)
+    return _rehearsable(strategy, comm, call, device).tables(device, backward)
 
 
-def _key(
-    strategy: LinearStrategy[Any],
-    comm: Comm,
-    call: ResolvedCall,
-    device: torch.device,
-    backward: bool,
-) -> tuple[Hashable, ...]:
-    return call.rank, call.shape, strategy, comm.is_routed, call.options.backend, device, backward
+def _rehearsable(
+    strategy: LinearStrategy[Any], comm: Comm, call: ResolvedCall, device: torch.device
+) -> RehearsableCall:
+    key = call.rank, call.shape, strategy, comm.is_routed, call.options.backend, device
+    run = partial(_request_on_meta, strategy, call, comm.is_routed)
+    return RehearsableCall(call.routes.derived, key, run)
 
 
 def _request_on_meta(

@@ -5,19 +5,17 @@ A rehearsal runs the strategy's forward and backward on meta tensors. Nothing is
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from seqpar.attention.rehearsal import Preparation, SilentComm
+from seqpar.attention.rehearsal import Preparation, RehearsableCall, SilentComm, upload_once
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import CuSeqlens, WindowSize
-from seqpar.core.device_tables import UploadedTables, rehearse
 from seqpar.core.hooks import hooks
-from seqpar.core.memo import LOCAL
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
 from seqpar.softmax.call import ArgumentKeywords, CallArguments, Causal, Operands, ResolvedCall
@@ -35,14 +33,7 @@ def upload_tables(
     """
     if device.type == "cpu" or not strategy.rehearses or hooks.replace_compute is not None:
         return
-    # In compiled code, tensors do not say that they will be differentiated.
-    backward |= ("tables", *_key(strategy, comm, call, device, True)) in call.kept
-    key = _key(strategy, comm, call, device, backward)
-
-    def build() -> UploadedTables:
-        return UploadedTables(tables_of(strategy, comm, call, device, backward), device)
-
-    call.once((LOCAL, "uploaded tables", *key), build).wait()
+    upload_once(_rehearsable(strategy, comm, call, device), device, backward)
 
 
 def tables_of(
@@ -52,21 +43,15 @@ def tables_of(
 
     Plans and tables of the call are then kept with its layouts.
     """
-
-    def build() -> list[Tensor]:
-        with rehearse(device) as rehearsal:
-            _run_on_meta(strategy, call, comm.is_routed, backward)
-        return list(rehearsal.tables.values())
-
-    return call.once(("tables", *_key(strategy, comm, call, device, backward)), build)
+    return _rehearsable(strategy, comm, call, device).tables(device, backward)
 
 
-def _key(
-    strategy: Strategy, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
-) -> tuple[Hashable, ...]:
+def _rehearsable(
+    strategy: Strategy, comm: Comm, call: ResolvedCall, device: torch.device
+) -> RehearsableCall:
     options = call.options.slopes is not None, call.max_logits is not None
-    results = call.has_sinks, call.return_lse
-    return strategy, comm.is_routed, device, backward, *results, *options
+    key = strategy, comm.is_routed, device, call.has_sinks, call.return_lse, *options
+    return RehearsableCall(call.kept, key, partial(_run_on_meta, strategy, call, comm.is_routed))
 
 
 def _run_on_meta(strategy: Strategy, call: ResolvedCall, routed: bool, backward: bool) -> None:

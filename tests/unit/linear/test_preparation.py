@@ -230,6 +230,6 @@ def test_layouts_of_other_ranks_are_refused():
 
 
 def test_calls_on_cpus_rehearse_nothing(monkeypatch):
-    monkeypatch.setattr(rehearsal, "rehearse", None)
+    monkeypatch.setattr("seqpar.attention.rehearsal.rehearse", None)
     q = torch.zeros(8, 2, 16)
     assert LASP2Attention(SilentComm(0, 1))(q, q, q, Layout.zigzag(8, 1)).shape == q.shape

@@ -210,7 +210,7 @@ def test_prepared_tables_of_backward_travel_with_a_forward(fresh):
 
 
 def test_calls_on_cpus_rehearse_nothing(monkeypatch):
-    monkeypatch.setattr("seqpar.softmax.rehearsal.rehearse", None)
+    monkeypatch.setattr("seqpar.attention.rehearsal.rehearse", None)
     q = torch.zeros(8, 2, 16)
     out = module("ring", SilentComm(0, 1))(q, q, q, Layout.zigzag(8, 1), causal=True)
     assert out.shape == q.shape

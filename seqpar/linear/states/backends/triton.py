@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from seqpar.attention.backend import triton_refusal
-from seqpar.core.device_tables import device_of, is_on_cuda, on_device, rehearsing
+from seqpar.core.device_tables import device_of, is_on_cuda, kept_on
 from seqpar.core.memo import LOCAL
 from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.gpus import gpu_of
@@ -230,13 +230,7 @@ def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.Segme
         reverse = kind == "backward"
         return kernels.segment_tables(spans.edges, incoming, outgoing, rows, _CPU, reverse)
 
-    tables = spans.derived(("segment tables", kind, rows), build)
-    if k.device.type == "cpu":
-        return tables
-    place = lambda: tables.placed(lambda table: on_device(table, k.device))  # noqa: E731
-    if rehearsing():
-        return place()
-    return spans.derived((LOCAL, "segment tables", kind, rows, k.device), place)
+    return kept_on(k.device, spans.derived, ("segment tables", kind, rows), build)
 
 
 def _segment_rows(k: Tensor, v: Tensor) -> int:
