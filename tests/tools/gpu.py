@@ -47,7 +47,7 @@ ALONE = ("several GPUs", "length and memory", "memcheck", "racecheck")
 # The same without a GPU: a few of the tests.
 IN_MINIATURE = {
     "strategies on virtual ranks": ["tests/kernels/test_strategies.py", "-k", "ring and zigzag"],
-    "softmax kernels": ["tests/kernels/test_flash_attention.py", "-k", "one_device and causal"],
+    "softmax kernels": ["tests/kernels/test_flash_attention.py", "-k", "continue_one_partial"],
     "several GPUs": ["tests/kernels/test_nccl.py"],
 }
 

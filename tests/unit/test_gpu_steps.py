@@ -29,6 +29,19 @@ def forked(monkeypatch):
     return start
 
 
+@pytest.fixture
+def forked_pytest(monkeypatch):
+    """Run pytest with these arguments, forked."""
+    fork_commands(monkeypatch)
+    return lambda *arguments: subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "default", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_steps_have_unique_names_and_nine_minutes(tmp_path, device):
     steps = gpu.plan(device, tmp_path).steps
@@ -75,6 +88,13 @@ def test_every_gpu_test_belongs_to_a_step():
     others = {f"tests/kernels/test_{name}.py" for name in ("aot", "triton_backend")}
     every = {f"tests/kernels/{path.name}" for path in (ROOT / "tests/kernels").glob("test_*.py")}
     assert in_steps | others == every
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tests", [*gpu.TESTS.values(), *gpu.IN_MINIATURE.values()])
+def test_each_step_of_tests_has_some(forked_pytest, tests):
+    found = forked_pytest(*tests, "--collect-only", "-q")
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
