@@ -3,6 +3,11 @@
 import contextlib
 import gc
 import importlib
+import os
+
+# pyarrow, which transformers' trainer imports, has a thread. A process with threads that forks may
+# hang: whatever lock a thread holds at that moment, nobody in the fork releases.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 SLOW = [
     *("torch._dynamo", "torch._functorch.aot_autograd", "transformers.trainer"),
