@@ -226,7 +226,7 @@ def drawn(longest):
         slices=slice_tables(longest),
         dtype=st.sampled_from(DTYPES),
         heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
-        dims=st.sampled_from([(16, 16), (5, 24), (33, 16)]),
+        dims=st.sampled_from([(16, 16), (5, 24), (33, 16), (40, 48)]),
         options=st.fixed_dictionaries(
             {
                 "batch": st.sampled_from([1, 1, 2]),

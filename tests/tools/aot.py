@@ -100,15 +100,15 @@ def shipped(architecture):
 
 def cases(architecture, precision, width, kind, config, suffix=""):
     """Yield the case of each launch that a configuration may be used for."""
-    for name, (flags, warps, stages) in variants(kind, config).items():
+    for name, (flags, warps, stages) in variants(kind, config, width).items():
         if precision == "single" and name.endswith(SLOPES):
             continue  # docs/decisions/kernels.md
         launch = name + suffix
         yield Case(architecture, precision, width, kind, launch, config, flags, warps, stages)
 
 
-def variants(kind, config):
-    """Return (flags, warps, stages) of a configuration's launches, by name."""
+def variants(kind, config, width):
+    """Return (flags, warps, stages) of a configuration's launches for head dims, by name."""
     if kind in LIGHTNING:
         launches = lightning_variants(kind, config)
         return {name: (flags, config.warps, config.stages) for name, flags in launches.items()}
@@ -119,7 +119,7 @@ def variants(kind, config):
     launches = {}
     for name in names:
         has_full, has_cut = walks[name]
-        made_by = makers(config, has_full)
+        made_by = makers(config, has_full, width)
         for suffix, made in (made_by | {SLOPES: made_by[""]}).items():
             flags = {"HAS_FULL": has_full, "HAS_CUT": has_cut, "SOFTCAP": False, "FLIP": False}
             flags |= {"TMA": made, "ALIBI": suffix == SLOPES}
@@ -131,13 +131,16 @@ def variants(kind, config):
     return launches
 
 
-def makers(config, has_full):
+def makers(config, has_full, width):
     """Return who may make a launch's tensor descriptors, by what that adds to its name.
 
-    Where there are descriptors, there is also the variant in which the host makes them.
+    Where there are descriptors, there is also the variant in which the host makes them, if tiles
+    have one piece (`has_host_descriptor`).
     """
+    one_piece = width == flash_attention.configs.padded(width)
     host = dataclasses.replace(config, host=True)
-    made = {"": config, ", host descriptors": host} if config.tma and has_full else {"": config}
+    has_host = config.tma and has_full and one_piece
+    made = {"": config, ", host descriptors": host} if has_host else {"": config}
     return {name: x.described(has_full, True, True) for name, x in made.items()}
 
 

@@ -18,6 +18,7 @@ from .launching import (
     Prepared,
     constants,
     copied,
+    dims_of,
     has_descriptor,
     has_host_descriptor,
     head_block,
@@ -290,7 +291,7 @@ def _prepare_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> _Delta:
         *strides(result, 3),
     )  # fmt: skip
     flags = {
-        "DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": _DELTA_CONFIG.tile_rows,
+        **dims_of("DV", value_dim), "TILE_ROWS": _DELTA_CONFIG.tile_rows,
         "HAS_DLSE": dlse is not None, "num_warps": _DELTA_CONFIG.warps,
         "num_stages": _DELTA_CONFIG.stages,
     }  # fmt: skip

@@ -87,16 +87,22 @@ class KernelConfigs(NamedTuple):
     backward_q: Config
 
 
-# IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the registers.
+# Widths 96 and 192 have the largest tiles that were found to spill no registers in loops. No GPU has
+# measured them. IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the
+# registers.
 _SINGLE = {
     64: KernelConfigs(Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
+    96: KernelConfigs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
     128: KernelConfigs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
+    192: KernelConfigs(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
     256: KernelConfigs(Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 _HALF = {
     "sm_80": {
         64: KernelConfigs(Config(128, 64, 4, 3), Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
+        96: KernelConfigs(Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
         128: KernelConfigs(Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(128, 64, 8, 2)),
+        192: KernelConfigs(Config(128, 32, 8, 2), Config(32, 32, 8, 2), Config(64, 16, 8, 2)),
         256: KernelConfigs(Config(64, 64, 8, 1), Config(64, 16, 8, 1), Config(64, 32, 8, 1)),
     },
     "sm_90": {
@@ -105,10 +111,20 @@ _HALF = {
             Config(128, 32, 8, 3, tma=True, cut_resources=(8, 2)),
             Config(128, 128, 8, 2, tma=True),
         ),
+        96: KernelConfigs(
+            Config(128, 128, 8, 2),
+            Config(128, 32, 8, 3, tma=True, cut_resources=(8, 2)),
+            Config(128, 64, 8, 2, tma=True),
+        ),
         128: KernelConfigs(
             Config(128, 64, 8, 2),
             Config(128, 32, 8, 3, tma=True, cut_resources=(8, 2)),
             Config(128, 64, 8, 2, tma=True),
+        ),
+        192: KernelConfigs(
+            Config(128, 64, 8, 2),
+            Config(32, 32, 8, 2, tma=True),
+            Config(128, 32, 8, 2, tma=True),
         ),
         256: KernelConfigs(
             Config(64, 32, 8, 2, cut_resources=(8, 3)),
@@ -118,31 +134,40 @@ _HALF = {
     },
     "gfx942": {
         64: KernelConfigs(Config(128, 64, 4, 1), Config(64, 64, 4, 1), Config(128, 64, 4, 1)),
+        96: KernelConfigs(Config(128, 64, 4, 1), Config(64, 32, 4, 1), Config(128, 32, 4, 1)),
         128: KernelConfigs(Config(128, 64, 4, 1), Config(64, 32, 4, 1), Config(128, 32, 4, 1)),
+        192: KernelConfigs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
         256: KernelConfigs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     },
 }
 # On Blackwell some configurations of sm_80 spilled registers: in loops, or elsewhere 200 bytes.
 _HALF["sm_100"] = {
     64: _HALF["sm_80"][64]._replace(forward=Config(128, 64, 8, 3)),
+    96: KernelConfigs(Config(128, 64, 8, 3), Config(128, 16, 8, 2), Config(128, 64, 8, 2)),
     128: _HALF["sm_80"][128]._replace(backward_kv=Config(64, 32, 8, 2)),
+    192: KernelConfigs(Config(128, 64, 8, 2), Config(32, 32, 8, 2), Config(128, 32, 8, 2)),
     256: _HALF["sm_80"][256]._replace(backward_kv=Config(32, 32, 8, 1)),
 }
 _HALF["sm_120"] = {
     64: _HALF["sm_80"][64]._replace(forward=Config(128, 64, 8, 3)),
+    96: KernelConfigs(Config(128, 32, 8, 2), Config(64, 16, 8, 2), Config(128, 32, 8, 2)),
     128: _HALF["sm_80"][128]._replace(
         forward=Config(128, 32, 8, 2), backward_q=Config(128, 32, 8, 2)
     ),
+    192: KernelConfigs(Config(128, 16, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 2)),
     256: _HALF["sm_80"][256]._replace(backward_kv=Config(32, 32, 8, 1)),
 }
 # For operands without descriptors, whose rows are not a multiple of 16 bytes. Their addresses take
 # registers: the configurations made for descriptors spilled up to 1,320 bytes.
 _HALF["sm_90" + NO_DESCRIPTORS] = {
     64: KernelConfigs(Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
+    96: KernelConfigs(Config(128, 32, 8, 2), Config(128, 16, 8, 2), Config(128, 32, 8, 2)),
     128: KernelConfigs(Config(128, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 2)),
+    192: KernelConfigs(*[Config(32, 16, 8, 2)] * 3),
     256: KernelConfigs(Config(32, 32, 8, 2), Config(32, 16, 8, 2), Config(32, 32, 8, 1)),
 }
-# (architecture, "half" or "single" precision, padded head dim of at least 64) -> configurations
+WIDTHS = 64, 96, 128, 192, 256  # of tiles, in dims
+# (architecture, "half" or "single" precision, width of tiles) -> configurations
 TABLE: dict[tuple[str, str, int], KernelConfigs] = {}
 for _name, _by_width in _HALF.items():
     TABLE |= {(_name, "half", width): configs for width, configs in _by_width.items()}
@@ -174,6 +199,23 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
+def pieces(dim: int) -> tuple[int, int]:
+    """Return the dims of the two pieces of a tile, powers of two of at least 16.
+
+    Two pieces, of a half and a quarter of the padded head dim, serve a head dim that fits them: 192
+    is 128 and 64. Otherwise the second is 0.
+    """
+    whole = padded(dim)
+    two = whole >= 64 and dim <= 3 * whole // 4
+    return (whole // 2, whole // 4) if two else (whole, 0)
+
+
+def width_of(*dims: int) -> int:
+    """Return the least width in `TABLE` that tiles of these head dims fit."""
+    widest = max(sum(pieces(dim)) for dim in dims)
+    return min(width for width in WIDTHS if width >= widest)
+
+
 def choose(kind: str, q: Tensor, v: Tensor, device: torch.device | None = None) -> Config:
     """Return the configuration of the kernel `kind`, a field of `KernelConfigs`.
 
@@ -196,7 +238,7 @@ def _chosen(
     value_dim: int,
     variant: str | None,
 ) -> Config:
-    width = max(64, padded(dim), padded(value_dim))
+    width = width_of(dim, value_dim)
     precision = "single" if dtype == torch.float32 else "half"
     name = architecture(device)
     if name == "sm_90" and any(x * dtype.itemsize % 16 for x in (dim, value_dim)):

@@ -16,6 +16,7 @@ from .launching import (
     Prepared,
     constants,
     copied,
+    dims_of,
     has_descriptor,
     has_host_descriptor,
     head_block,
@@ -220,7 +221,7 @@ def _prepare_merge(
     arguments = launch.tiles, tile_count, heads, batch_heads, launch.merges
     of_parts = (stride for x in parts for stride in (x.stride(0), *strides(x[0], 3)))
     of_results = (stride for x in results for stride in strides(x, 3))
-    sizes = {"DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": config.tile_rows}
+    sizes = dims_of("DV", value_dim) | {"TILE_ROWS": config.tile_rows}
     flags = flags | sizes | {"num_warps": 8, "num_stages": 1}
     grid, device = (tile_count * batch_heads,), launch.tiles.device
     return Prepared(flash_merge, grid, device, (*arguments, *of_parts, *of_results), flags)

@@ -11,7 +11,8 @@ columns of each tile, as in Flash-Decoding (Dao et al. 2023), and a second launc
 partial results.
 
 Sizes: B batch, T query rows, Tk key rows, H query heads, D head dim of q and k, DV (Dv) head dim of
-v and out, P parts of a tile.
+v and out, P parts of a tile. A tile has pieces of BLOCK_D and REST_D dims, or BLOCK_DV and REST_DV
+(`tiles.py`).
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads,
 d head dim, and s the parts of a tile whose columns are split; rows of DV elements of results are
@@ -43,14 +44,23 @@ from .tables import (
 from .tiles import (
     LN_2,
     LOG2_E,
+    add_dot,
+    added,
     bias_of,
+    describe,
+    divided,
+    dot_of_rows,
     load_block,
+    load_by,
     load_described,
     load_rows,
+    load_tile,
     program,
+    scaled,
     scores_of,
+    store_rows,
     visible_pairs,
-    within,
+    zeros,
 )
 
 # In fp32 this has the effect of no sink, with any lse. A sink of −∞ is replaced by it, since −∞
@@ -65,7 +75,8 @@ def flash_forward(
     tile_count, heads, group, batch_heads, head_block, key_rows, scale, cap,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h,
     l_b, l_t, l_h, p_s, p_b, p_t, p_h, r_s, r_b, r_t, r_h, a_b,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     HAS_FULL: tl.constexpr, HAS_CUT: tl.constexpr, HAS_PARTIAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr, ALIBI: tl.constexpr,
@@ -75,32 +86,30 @@ def flash_forward(
 
     For shapes see `forward`, which launches one program per (tile, batch, head). `group` query
     heads share a KV head. As in the paper m (TILE_ROWS,) is the running maximum, here in
-    units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, BLOCK_DV) the output before it
-    is divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
+    units of log2, z (there ℓ) the running sum, and acc (TILE_ROWS, DV) the output before it is
+    divided by z. `FLIP` says that the scale is negative: q·k is negated and `scale` its
     magnitude. With `ALIBI` the head's slope times the distance of positions is subtracted.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, head_block)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
     flags = tl.load(tile + FLAGS)
     rows, columns = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_COLUMNS)
-    dv = tl.arange(0, BLOCK_DV)
     in_tile = rows < row_stop - row
     kv_head = head // group
     q += batch * q_b + head.to(tl.int64) * q_h
     k += batch * k_b + kv_head.to(tl.int64) * k_h
     v += batch * v_b + kv_head.to(tl.int64) * v_h
     if TMA != "" and HAS_FULL:  # its rows end with the tile, so each program makes its own
-        q_rows = tl.make_tensor_descriptor(q, [row_stop, D], [q_t, 1], [TILE_ROWS, BLOCK_D])
-        q_tile = q_rows.load([row, 0])
+        q_tile = load_by(describe(q, row_stop, q_t, TILE_ROWS, D, BLOCK_D, REST_D), row)
     else:
-        q_tile = load_rows(q, row, row_stop, q_t, q_d, TILE_ROWS, D, BLOCK_D)
+        q_tile = load_rows(q, row, row_stop, q_t, q_d, TILE_ROWS, D, BLOCK_D, REST_D)
     if TMA == "device" and HAS_FULL:
-        k_blocks = tl.make_tensor_descriptor(k, [key_rows, D], [k_t, 1], [BLOCK_COLUMNS, BLOCK_D])
-        v_blocks = tl.make_tensor_descriptor(v, [key_rows, DV], [v_t, 1], [BLOCK_COLUMNS, BLOCK_DV])
+        k_blocks = describe(k, key_rows, k_t, BLOCK_COLUMNS, D, BLOCK_D, REST_D)
+        v_blocks = describe(v, key_rows, v_t, BLOCK_COLUMNS, DV, BLOCK_DV, REST_DV)
 
     m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     z = tl.zeros([TILE_ROWS], tl.float32)
-    acc = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
+    acc = zeros(TILE_ROWS, BLOCK_DV, REST_DV)
     row64 = row.to(tl.int64)
     if ALIBI:
         slope = tl.load(slopes + batch * a_b + head) * LOG2_E
@@ -112,10 +121,10 @@ def flash_forward(
             if TMA == "host":
                 k_block = load_described(k_described, batch, column, kv_head, k_b, k_t, k_h)
             elif TMA == "device":
-                k_block = k_blocks.load([column, 0])
+                k_block = load_by(k_blocks, column)
             else:
-                k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
-            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
+                k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D, REST_D)
+            s = dot_of_rows(q_tile, k_block, PRECISION)
             if FLIP:
                 s = -s
             if SOFTCAP or ALIBI:
@@ -129,14 +138,14 @@ def flash_forward(
                 p = tl.exp2(s * scale - m_new[:, None])
             alpha = tl.exp2(m - m_new)
             z = z * alpha + tl.sum(p, 1)
-            acc = acc * alpha[:, None]
+            acc = scaled(acc, alpha[:, None])
             if TMA == "host":
                 v_block = load_described(v_described, batch, column, kv_head, v_b, v_t, v_h)
             elif TMA == "device":
-                v_block = v_blocks.load([column, 0])
+                v_block = load_by(v_blocks, column)
             else:
-                v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
-            acc = tl.dot(p.to(v_block.dtype), v_block, acc, input_precision=PRECISION)
+                v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV, REST_DV)
+            acc = add_dot(acc, p, v_block, PRECISION)
             m = m_new
 
     if HAS_CUT:
@@ -145,8 +154,8 @@ def flash_forward(
             entry = cut + (start + j) * CUT_WIDTH
             column = tl.load(entry + COLUMN_START)
             column_stop = tl.load(entry + COLUMN_STOP)
-            k_block = load_rows(k, column, column_stop, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D)
-            s = tl.dot(q_tile, k_block.T, input_precision=PRECISION)
+            k_block = load_rows(k, column, column_stop, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D, REST_D)
+            s = dot_of_rows(q_tile, k_block, PRECISION)
             if FLIP:
                 s = -s
             s = scores_of(s, scale, cap, SOFTCAP)
@@ -161,9 +170,10 @@ def flash_forward(
             p = tl.exp2(s - finite[:, None])
             alpha = tl.exp2(m - finite)
             z = z * alpha + tl.sum(p, 1)
-            v_block = load_rows(v, column, column_stop, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV)
-            p = p.to(v_block.dtype)
-            acc = tl.dot(p, v_block, acc * alpha[:, None], input_precision=PRECISION)
+            v_block = load_rows(
+                v, column, column_stop, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV, REST_DV
+            )
+            acc = add_dot(scaled(acc, alpha[:, None]), p, v_block, PRECISION)
             m = m_new
 
     # The partial result is joined at the end. Loaded first, it decided the accumulator's layout,
@@ -174,13 +184,13 @@ def flash_forward(
         partial_lse += part * r_s + batch * r_b + head.to(tl.int64) * r_h + row64 * r_t
         continued = in_tile & (flags % LAST == 0)  # not FIRST
         m, z, acc = join(
-            m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t, DV, BLOCK_DV
+            m, z, acc, partial_out, partial_lse, rows, continued, p_t, r_t, DV, BLOCK_DV, REST_DV
         )
     out += batch * o_b + head.to(tl.int64) * o_h + row64 * o_t
     lse += batch * l_b + head.to(tl.int64) * l_h + row64 * l_t
     finish(
-        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, in_tile, flags,
-        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_SINKS,
+        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, in_tile, flags,
+        o_t, l_t, p_t, r_t, DV, HAS_PARTIAL, HAS_SINKS,
     )  # fmt: skip
 
 
@@ -190,7 +200,7 @@ def flash_merge(
     tile_count, heads, batch_heads, parts,
     s_s, s_b, s_t, s_h, u_s, u_b, u_t, u_h, o_b, o_t, o_h, l_b, l_t, l_h,
     p_b, p_t, p_h, r_b, r_t, r_h,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
     HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query tile of one head, whose columns were split.
@@ -201,42 +211,44 @@ def flash_merge(
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, batch_heads)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
     flags = tl.load(tile + FLAGS)
-    rows, dv = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_DV)
+    rows = tl.arange(0, TILE_ROWS)
     row64, head64 = row.to(tl.int64), head.to(tl.int64)
     in_tile = rows < row_stop - row
     m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     z = tl.zeros([TILE_ROWS], tl.float32)
-    acc = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
+    acc = zeros(TILE_ROWS, BLOCK_DV, REST_DV)
     partial_out += batch * p_b + head64 * p_h + row64 * p_t
     partial_lse += batch * r_b + head64 * r_h + row64 * r_t
     if HAS_PARTIAL:
         continued = in_tile & (flags % LAST == 0)  # not FIRST
         m, z, acc = join(
-            m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t, DV, BLOCK_DV
+            m, z, acc, partial_out, partial_lse, rows, continued, p_t, r_t, DV, BLOCK_DV, REST_DV
         )
     split_out += batch * s_b + head64 * s_h + row64 * s_t
     split_lse += batch * u_b + head64 * u_h + row64 * u_t
     for part in range(parts):
         part64 = tl.full([], part, tl.int64)
         part_out, part_lse = split_out + part64 * s_s, split_lse + part64 * u_s
-        m, z, acc = join(m, z, acc, part_out, part_lse, rows, dv, in_tile, s_t, u_t, DV, BLOCK_DV)
+        m, z, acc = join(
+            m, z, acc, part_out, part_lse, rows, in_tile, s_t, u_t, DV, BLOCK_DV, REST_DV
+        )
     out += batch * o_b + head64 * o_h + row64 * o_t
     lse += batch * l_b + head64 * l_h + row64 * l_t
     finish(
-        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, dv, in_tile, flags,
-        o_t, l_t, p_t, r_t, DV, BLOCK_DV, HAS_PARTIAL, HAS_SINKS,
+        m, z, acc, out, lse, partial_out, partial_lse, sinks + head, rows, in_tile, flags,
+        o_t, l_t, p_t, r_t, DV, HAS_PARTIAL, HAS_SINKS,
     )  # fmt: skip
 
 
 @triton.jit
 def join(
-    m, z, acc, partial_out, partial_lse, rows, dv, continued, p_t, r_t,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    m, z, acc, partial_out, partial_lse, rows, continued, p_t, r_t,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
 ):  # fmt: skip
     """Return (m, z, acc) of a tile, merged with a partial result.
 
-    They are the running maximum and sum (TILE_ROWS,) and the accumulator (TILE_ROWS, BLOCK_DV), as
-    in `flash_forward`. `partial_out` and `partial_lse` are addresses of the tile's first row in one
+    They are the running maximum and sum (TILE_ROWS,) and the accumulator (TILE_ROWS, DV), as in
+    `flash_forward`. `partial_out` and `partial_lse` are addresses of the tile's first row in one
     head. Only rows in the mask `continued` have a partial result; the other rows do not change.
     """
     partial_lse2 = tl.load(partial_lse + rows * r_t, mask=continued, other=float("-inf")) * LOG2_E
@@ -244,15 +256,16 @@ def join(
     finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha, beta = tl.exp2(m - finite), tl.exp2((partial_lse2 - finite).to(tl.float32))
     # Masked: a branch around this code spilled 208 bytes in the fp32 kernels' loops.
-    mask = within(continued, dv, DV, BLOCK_DV)
-    partial = tl.load(partial_out + rows[:, None] * p_t + dv[None, :], mask=mask, other=0.0)
-    return m_new, z * alpha + beta, acc * alpha[:, None] + partial * beta[:, None]
+    at = partial_out + rows[:, None] * p_t
+    partial = load_tile(at, continued, 1, DV, BLOCK_DV, REST_DV)
+    acc = added(scaled(acc, alpha[:, None]), scaled(partial, beta[:, None]))
+    return m_new, z * alpha + beta, acc
 
 
 @triton.jit
 def finish(
-    m, z, acc, out, lse, partial_out, partial_lse, sink, rows, dv, in_tile, flags,
-    o_t, l_t, p_t, r_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    m, z, acc, out, lse, partial_out, partial_lse, sink, rows, in_tile, flags,
+    o_t, l_t, p_t, r_t, DV: tl.constexpr,
     HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Divide acc by z and store it, the last step of algorithm 1.
@@ -263,12 +276,11 @@ def finish(
     """
     blind = z == 0.0
     total = tl.where(blind, 1.0, z)
-    acc = acc / total[:, None]
+    acc = divided(acc, total[:, None])
     lse2 = tl.where(blind, float("-inf"), m.to(tl.float64) + tl.log2(total).to(tl.float64))
     if HAS_PARTIAL:
         unfinished = in_tile & (flags // LAST == 0)
-        mask = within(unfinished, dv, DV, BLOCK_DV)
-        tl.store(partial_out + rows[:, None] * p_t + dv[None, :], acc, mask=mask)
+        store_rows(partial_out, acc, rows, p_t, unfinished, DV)
         tl.store(partial_lse + rows * r_t, lse2 * LN_2, mask=unfinished)
     finished = in_tile & (flags // LAST == 1)
     tl.store(lse + rows * l_t, (lse2 * LN_2).to(tl.float32), mask=finished)
@@ -276,7 +288,5 @@ def finish(
         logit = tl.load(sink).to(tl.float32)
         logit = tl.maximum(logit, _LEAST_SINK, propagate_nan=tl.PropagateNan.ALL)
         keys_fraction = 1.0 / (1.0 + tl.exp2(logit * LOG2_E - lse2.to(tl.float32)))
-        acc = acc * keys_fraction[:, None]
-    mask = within(finished, dv, DV, BLOCK_DV)
-    at = out + rows[:, None] * o_t + dv[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+        acc = scaled(acc, keys_fraction[:, None])
+    store_rows(out, acc, rows, o_t, finished, DV)

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configs import Config, padded
+from .configs import Config, padded, pieces
 
 # Bytes of keys and values that concurrent programs may share: about a second-level cache.
 CACHE_BYTES = 50 * 2**20
@@ -194,10 +194,16 @@ def constants(
 ) -> dict[str, Any]:
     """Return the kernels' compile-time arguments that follow from configuration and operands."""
     return {
-        "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
+        **dims_of("D", dim), **dims_of("DV", value_dim),
         "TILE_ROWS": config.tile_rows, "BLOCK_COLUMNS": config.block_columns, "TMA": described,
         "PRECISION": precision(dtype),
     }  # fmt: skip
+
+
+def dims_of(name: str, dim: int) -> dict[str, int]:
+    """Return a head dim, and the dims of the pieces of its tiles, by the kernels' names of them."""
+    block, rest = pieces(dim)
+    return {name: dim, f"BLOCK_{name}": block, f"REST_{name}": rest}
 
 
 def precision(dtype: torch.dtype | None) -> str:

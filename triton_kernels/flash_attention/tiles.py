@@ -1,8 +1,10 @@
 """Functions of all kernels: loading tiles, scores, masks, and the (tile, head) of a program.
 
 T is the number of rows of an operand and D its head dim. Kernels load BLOCK_T rows at a time.
-BLOCK_D is D padded to a power of two. `stride_t` and `stride_d` are an operand's strides along rows
-and head dim, in elements.
+Triton's blocks have powers of two of dims. So a tile of an operand is a tuple of pieces: BLOCK_D
+dims and, if the head dim is 192 = 128 + 64, say, the REST_D dims behind them; REST_D is 0 if there
+is one piece (`configs.pieces`). `stride_t` and `stride_d` are an operand's strides along rows and
+head dim, in elements.
 """
 
 from __future__ import annotations
@@ -25,63 +27,172 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def within(row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return (rows, BLOCK_D) bool: the rows of a mask, in dims below D.
-
-    `row_mask` is (rows,), and the dims d are (BLOCK_D,).
-    """
-    mask = row_mask[:, None]
-    if D != BLOCK_D:
-        mask = mask & (d < D)[None, :]
-    return mask
-
-
-@triton.jit
 def load_rows(
     x, first, stop, stride_t, stride_d,
-    BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
 ):  # fmt: skip
-    """Return (BLOCK_T, BLOCK_D): rows of x (·, D) from `first` on.
-
-    Rows from `stop` on and dims from D on are 0.
-    """
-    rows, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    x += first.to(tl.int64) * stride_t
-    mask = within(rows < stop - first, d, D, BLOCK_D)
-    return tl.load(x + rows[:, None] * stride_t + d[None, :] * stride_d, mask=mask, other=0.0)
+    """Return a tile (BLOCK_T, D): rows of x (·, D) from `first` on. Rows from `stop` on are 0."""
+    rows = tl.arange(0, BLOCK_T)
+    at = x + first.to(tl.int64) * stride_t + rows[:, None] * stride_t
+    return load_tile(at, rows < stop - first, stride_d, D, BLOCK_D, REST_D)
 
 
 @triton.jit
 def load_block(
-    x, first, stride_t, stride_d, BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    x, first, stride_t, stride_d,
+    BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+):  # fmt: skip
     """Load rows like `load_rows`, from an x that has all BLOCK_T rows."""
-    rows, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    x += first.to(tl.int64) * stride_t
-    at = x + rows[:, None] * stride_t + d[None, :] * stride_d
-    if D != BLOCK_D:
-        return tl.load(at, mask=(d < D)[None, :], other=0.0)
-    return tl.load(at)
+    rows = tl.arange(0, BLOCK_T)
+    at = x + first.to(tl.int64) * stride_t + rows[:, None] * stride_t
+    return load_tile(at, None, stride_d, D, BLOCK_D, REST_D)
+
+
+@triton.jit
+def load_tile(at, row_mask, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr):
+    """Return a tile of the rows at addresses `at` (rows, 1), under a mask (rows,) or None."""
+    block = load_piece(at, row_mask, stride_d, D, 0, BLOCK_D)
+    return (
+        (block,) if REST_D == 0 else (block, load_piece(at, row_mask, stride_d, D, BLOCK_D, REST_D))
+    )
+
+
+@triton.jit
+def load_piece(
+    at, row_mask, stride_d, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Return a piece of `load_tile`: BLOCK_D dims from FIRST_D on. Dims from D on are 0."""
+    d = FIRST_D + tl.arange(0, BLOCK_D)
+    at += d[None, :] * stride_d
+    mask = within(row_mask, d, D, FIRST_D + BLOCK_D)
+    return tl.load(at) if mask is None else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def within(row_mask, d, D: tl.constexpr, STOP_D: tl.constexpr):
+    """Return (rows, dims) bool: the rows of a mask (rows,) or None, in dims d < STOP_D below D.
+
+    None if these are all.
+    """
+    mask = None if row_mask is None else row_mask[:, None]
+    if D < STOP_D:
+        below = (d < D)[None, :]
+        mask = below if mask is None else mask & below
+    return mask
 
 
 @triton.jit
 def load_described(x, batch, first, head, stride_b, stride_t, stride_h):
-    """Return (BLOCK_T, BLOCK_D): rows of one head from `first` on, by a descriptor of all rows.
+    """Return a tile of one piece: rows of one head from `first` on, by a descriptor of all rows.
 
     The descriptor is of x (B, T, H, D) as (B · T, H · D).
     """
     row = (batch * (stride_b // stride_t)).to(tl.int32) + first
-    return x.load([row, (head * stride_h).to(tl.int32)])
+    return (x.load([row, (head * stride_h).to(tl.int32)]),)
 
 
 @triton.jit
-def add_rows(total, values, row, rows, in_tile, stride_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add values (TILE_ROWS, BLOCK_D) to rows of total (·, D), from `row` on, under `in_tile`."""
-    d = tl.arange(0, BLOCK_D)
-    at = total + row.to(tl.int64) * stride_t + rows[:, None] * stride_t + d[None, :]
+def describe(
+    x, rows, stride_t,
+    BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+):  # fmt: skip
+    """Return the descriptor of each piece of x (rows, D), whose dims are contiguous."""
+    block = tl.make_tensor_descriptor(x, [rows, D], [stride_t, 1], [BLOCK_T, BLOCK_D])
+    if REST_D == 0:
+        pieces = (block,)
+    else:
+        rest = tl.make_tensor_descriptor(x, [rows, D], [stride_t, 1], [BLOCK_T, REST_D])
+        pieces = block, rest
+    return pieces
+
+
+@triton.jit
+def load_by(descriptors, first):
+    """Return a tile: rows from `first` on of the operand that `describe` described."""
+    block = descriptors[0].load([first, 0])
+    return (
+        (block,) if len(descriptors) == 1 else (block, descriptors[1].load([first, block.shape[1]]))
+    )
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr):
+    """Return a tile (ROWS, D) of zeros, in fp32."""
+    block = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    return (block,) if REST_D == 0 else (block, tl.zeros([ROWS, REST_D], tl.float32))
+
+
+@triton.jit
+def scaled(tile, factor):
+    """Return a tile times a factor, a number or (rows, 1)."""
+    return (tile[0] * factor,) if len(tile) == 1 else (tile[0] * factor, tile[1] * factor)
+
+
+@triton.jit
+def divided(tile, divisor):
+    """Return a tile divided by (rows, 1)."""
+    return (tile[0] / divisor,) if len(tile) == 1 else (tile[0] / divisor, tile[1] / divisor)
+
+
+@triton.jit
+def added(x, y):
+    """Return the sum of two tiles."""
+    return (x[0] + y[0],) if len(x) == 1 else (x[0] + y[0], x[1] + y[1])
+
+
+@triton.jit
+def dot_of_rows(x, y, PRECISION: tl.constexpr):
+    """Return x·yᵀ (rows of x, rows of y) of two tiles."""
+    dot = tl.dot(x[0], y[0].T, input_precision=PRECISION)
+    if len(x) == 2:
+        dot = tl.dot(x[1], y[1].T, dot, input_precision=PRECISION)
+    return dot
+
+
+@triton.jit
+def add_dot(total, p, y, PRECISION: tl.constexpr):
+    """Return the tile `total` + p·y, of p (rows, rows of y) in any dtype and the tile y."""
+    p = p.to(y[0].dtype)
+    block = tl.dot(p, y[0], total[0], input_precision=PRECISION)
+    return (
+        (block,) if len(y) == 1 else (block, tl.dot(p, y[1], total[1], input_precision=PRECISION))
+    )
+
+
+@triton.jit
+def store_rows(at, tile, rows, stride_t, row_mask, D: tl.constexpr):
+    """Store a tile to rows of `at` (·, D) under a mask; their dims are contiguous."""
+    at += rows[:, None] * stride_t
+    store_piece(at, tile[0], row_mask, D, 0)
+    if len(tile) == 2:
+        store_piece(at, tile[1], row_mask, D, tile[0].shape[1])
+
+
+@triton.jit
+def store_piece(at, piece, row_mask, D: tl.constexpr, FIRST_D: tl.constexpr):
+    """Store a piece to the dims from FIRST_D on of rows at addresses `at` (rows, 1)."""
+    d = FIRST_D + tl.arange(0, piece.shape[1])
+    mask = within(row_mask, d, D, FIRST_D + piece.shape[1])
+    tl.store(at + d[None, :], piece.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_rows(total, tile, row, rows, row_mask, stride_t, D: tl.constexpr):
+    """Add a tile to rows of total (·, D) from `row` on, under a mask."""
+    at = total + row.to(tl.int64) * stride_t + rows[:, None] * stride_t
+    add_piece(at, tile[0], row_mask, D, 0)
+    if len(tile) == 2:
+        add_piece(at, tile[1], row_mask, D, tile[0].shape[1])
+
+
+@triton.jit
+def add_piece(at, piece, row_mask, D: tl.constexpr, FIRST_D: tl.constexpr):
+    """Add a piece to the dims from FIRST_D on of rows at addresses `at` (rows, 1)."""
+    d = FIRST_D + tl.arange(0, piece.shape[1])
     # A reduction (red.add), also in the deterministic backward: one program per launch adds to each
     # element, so order does not matter. Without a load, kernels keep accumulators in registers.
-    tl.atomic_add(at, values, mask=within(in_tile, d, D, BLOCK_D), sem="relaxed")
+    mask = within(row_mask, d, D, FIRST_D + piece.shape[1])
+    tl.atomic_add(at + d[None, :], piece, mask=mask, sem="relaxed")
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def tune(
     """
     q, k, v = (torch.randn(1, tokens, heads, dim, dtype=dtype, device=device) for _ in range(3))
     precision = "single" if dtype == torch.float32 else "half"
-    width = max(64, configs.padded(dim))
+    width = configs.width_of(dim)
     shipped = configs.TABLE[configs.architecture(device), precision, width]
     best = {}
     for kind, start in shipped._asdict().items():
