@@ -87,7 +87,7 @@ class KernelConfigs(NamedTuple):
     backward_q: Config
 
 
-# Widths 96 and 192 have the largest tiles that were found to spill no registers in loops. No GPU has
+# Widths 96 and 192 have the largest tiles found that spill no registers in loops; no GPU has
 # measured them. IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the
 # registers.
 _SINGLE = {
