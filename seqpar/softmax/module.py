@@ -298,9 +298,9 @@ class Attention(BoundModule[Strategy]):
             device: the device of q, k and v. Default: the current GPU, if there is one and the
                 group can send from it, otherwise the CPU.
             backward: whether calls have a backward.
-            options: `value_dim` (by default `head_dim`), `batch` (1), `sinks` (whether there are
-                any), and `causal`, `prefix_lens`, `window_size`, `mask`, `softmax_scale`,
-                `softcap`, `return_lse` and `return_max_logits` as in a call.
+            options: `value_dim` (by default `head_dim`), `batch` (1), `sinks` and `alibi_slopes`
+                (whether there are any), and `causal`, `prefix_lens`, `window_size`, `mask`,
+                `softmax_scale`, `softcap`, `return_lse` and `return_max_logits` as in a call.
 
         Raises:
             ValueError: if an argument is wrong, or the module decides in each call what it sends
@@ -321,6 +321,7 @@ class Attention(BoundModule[Strategy]):
             **described,
             strategy=strategy,
             has_sinks=as_bool("sinks", options.pop("sinks", False)),
+            has_slopes=as_bool("alibi_slopes", options.pop("alibi_slopes", False)),
             options=options,  # type: ignore[arg-type]
             backend=current_backend("softmax"),
             deterministic=bool(self.deterministic),

@@ -81,11 +81,15 @@ def _run_on_meta(strategy: Strategy, call: ResolvedCall, routed: bool, backward:
 
 
 class PreparedOptions(TypedDict, total=False):
-    """Further arguments of `Attention.preparation`; most are arguments of a call."""
+    """Further arguments of `Attention.preparation`; most are arguments of a call.
+
+    `sinks` and `alibi_slopes` are whether there are any.
+    """
 
     value_dim: int
     batch: int
     sinks: bool
+    alibi_slopes: bool
     causal: Causal
     prefix_lens: CuSeqlens | None
     window_size: WindowSize
@@ -102,13 +106,16 @@ class SoftmaxPreparation(Preparation):
     options: ArgumentKeywords  # the other arguments of the call
     deterministic: bool
     has_sinks: bool
+    has_slopes: bool
 
     def _build(self, comm: Comm, layout: Layout) -> None:
         size = self.strategy.merged_size(self.ranks)
         first = self.rank // size * size
+        slopes = torch.zeros(self.shape.heads) if self.has_slopes else None  # of any value
+        options: ArgumentKeywords = {**self.options, "alibi_slopes": slopes}
         arguments = CallArguments.of(
             "", self.shape.dim, layout, slice(first, first + size), self.deterministic,
-            **self.options,
+            **options,
         )  # fmt: skip
         call = arguments._replace(backend=self.backend).to_call(comm, self.shape, self.has_sinks)
         self.strategy.check(call)

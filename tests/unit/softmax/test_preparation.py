@@ -58,6 +58,19 @@ def test_first_call_finds_prepared_tables(strategy, name, elsewhere, rehearsals)
     assert not rehearsals
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_slopes_have_tables_of_their_own(strategy, elsewhere, rehearsals):
+    attn = module(strategy, SilentComm(1, RANKS))
+    slopes = torch.ones(SIZES["heads"], device="meta")
+    with use_backend("triton"):
+        for prepared in (True, False):
+            preparation = attn.preparation(**SIZES, causal=True, alibi_slopes=prepared)
+            layout = elsewhere("uneven", preparation)
+            rehearsals.clear()
+            assert copies(attn, layout, causal=True, alibi_slopes=slopes) == ONE_COPY
+            assert bool(rehearsals) is not prepared
+
+
 @pytest.mark.parametrize("change", ["mask", "heads", "head dim", "dtype", "backend"])
 def test_other_calls_build_their_own(change, elsewhere, rehearsals):
     other = {
@@ -172,6 +185,7 @@ def test_results_have_the_same_bits(strategy):
         ({"dtype": torch.int8}, "dtype must"),
         ({"window_size": "all"}, "window_size must"),
         ({"softmax_scale": float("nan")}, "softmax_scale must"),
+        ({"alibi_slopes": torch.ones(16)}, "alibi_slopes must"),
     ],
 )
 def test_wrong_arguments_are_named(change, said):

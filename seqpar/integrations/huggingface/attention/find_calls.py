@@ -63,13 +63,14 @@ def _softmax_call(
 ) -> list[dict[str, Any]]:
     """Return the arguments of `preparation`, if tables depend only on documents."""
     (q, k, v, sinks), call, _ = attention._operator_inputs(*args, **kwargs)
-    of_this_batch = kwargs.get("kv_layout"), call.prefix_lens, call.ranges, call.alibi_slopes
+    of_this_batch = kwargs.get("kv_layout"), call.prefix_lens, call.ranges
     if any(x is not None for x in of_this_batch):
         return []
     options: dict[str, Any] = {"causal": call.causal, "window_size": (call.left, call.right)}
     options |= {"softmax_scale": call.scale, "softcap": call.softcap}
     options |= {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2]}
-    options |= {"head_dim": q.shape[3], "value_dim": v.shape[3], "sinks": sinks is not None}
+    options |= {"head_dim": q.shape[3], "value_dim": v.shape[3]}
+    options |= {"sinks": sinks is not None, "alibi_slopes": call.alibi_slopes is not None}
     return [options | {"dtype": q.dtype, "device": q.device} | known]
 
 

@@ -48,6 +48,7 @@ def builders(monkeypatch):
     [
         ("LlamaForCausalLM", {}, 1),
         ("Gemma2ForCausalLM", WINDOWS, 2),
+        ("causal/bloom", {}, 1),  # ALiBi
         ("causal/qwen3_next", {}, 2),  # gated delta rule, and softmax attention
         pytest.param("causal/minimax", {}, 2, marks=pytest.mark.exhaustive),
         pytest.param("GptOssForCausalLM", WINDOWS, 2, marks=pytest.mark.exhaustive),
