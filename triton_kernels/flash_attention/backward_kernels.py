@@ -208,7 +208,7 @@ def describe_group(
         rest = tl.make_tensor_descriptor(
             x, [rows, group, D], [stride_t, stride_h, 1], [BLOCK_T, 1, REST_D]
         )
-        pieces = block, rest
+        pieces = block, rest  # type: ignore[assignment]
     return pieces
 
 

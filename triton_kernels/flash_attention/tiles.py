@@ -102,7 +102,7 @@ def describe(
         pieces = (block,)
     else:
         rest = tl.make_tensor_descriptor(x, [rows, D], [stride_t, 1], [BLOCK_T, REST_D])
-        pieces = block, rest
+        pieces = block, rest  # type: ignore[assignment]
     return pieces
 
 
