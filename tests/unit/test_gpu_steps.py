@@ -97,8 +97,8 @@ def test_each_step_of_tests_has_some(forked_pytest, tests):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_without_a_gpu_it_says_so(tmp_path):
-    found = start(tmp_path, CUDA_VISIBLE_DEVICES="")
+def test_without_a_gpu_it_says_so(tmp_path, forked):
+    found = forked(tmp_path, CUDA_VISIBLE_DEVICES="")
     assert found.returncode == 2 and "there is no NVIDIA GPU" in found.stdout
     assert not list(tmp_path.iterdir())
 

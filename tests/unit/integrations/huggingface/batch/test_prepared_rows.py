@@ -163,7 +163,8 @@ def test_a_wrong_preparation_is_refused():
         sp = huggingface.enable(hf.tiny("T5ForConditionalGeneration", dropout_rate=0.0), comm)
         with pytest.raises(ValueError, match="model must have no encoder"):
             sp.preparation({"input_ids": torch.ones(1, 8, dtype=torch.long)})
-        sp = huggingface.enable(hf.tiny("BloomForCausalLM"), comm)
+        chunks = {"attention_chunk_size": 5, "num_local_experts": 2}
+        sp = huggingface.enable(hf.tiny("Llama4ForCausalLM", **chunks), comm)
         with pytest.raises(ValueError, match="tables depend only on documents"):
             sp.preparation(huggingface.Collator()(FEW))
         sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), comm, strategy="auto")
