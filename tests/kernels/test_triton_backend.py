@@ -84,11 +84,12 @@ CASES = {
 
 
 def strategies_and_cases():
-    cheap = {"ring": ("sinks", "bidirectional", "slopes", "ranges"), "disaggregated": ()}
+    cheap = dict.fromkeys(("all_gather", "mesh", "token_ring", "ulysses"), ("window",))
+    cheap["ring"] = "sinks", "bidirectional", "slopes", "ranges"
     yield "disaggregated+at random", "short prefix"
     for strategy in STRATEGIES:
         for name in CASES if strategy == "ring" else ("sinks", "window"):
-            marks = () if name in cheap.get(strategy, ("window",)) else pytest.mark.exhaustive
+            marks = () if name in cheap.get(strategy, ()) else pytest.mark.exhaustive
             yield pytest.param(strategy, name, marks=marks)
 
 

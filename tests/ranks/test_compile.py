@@ -16,6 +16,7 @@ from tests.support.cases import STRATEGIES, module
 from tests.support.checkpointing import KINDS, assert_nothing_is_repeated, compared
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import hide_from_collector
+from tests.support.tiers import quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXHAUSTIVE, EVERY_ROW = pytest.mark.exhaustive, pytest.mark.every_row
@@ -267,9 +268,7 @@ def assert_compiled_once(results):
         assert counts[0] == 1 and counts[1] == counts[-1] <= 2
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in [*STRATEGIES[1:], KEPT])]
-)
+@pytest.mark.parametrize("strategy", quickly(*STRATEGIES, KEPT))
 def test_compiles_whole_once_for_all_batches(pool, strategy):
     assert_compiled_once(pool(2, compiled, strategy))
 

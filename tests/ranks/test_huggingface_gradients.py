@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
-from tests.support.tiers import exhaustive_rows
+from tests.support.tiers import exhaustive_rows, quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 
@@ -317,7 +317,7 @@ def test_losses_of_one_rank_are_refused(pool):
     assert "a tensor (1, 64) that is not the model's" in first[4]
 
 
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2"])
+@pytest.mark.parametrize("wrapper", quickly("DDP", "FSDP1", "FSDP2"))
 def test_averaged_losses_of_one_rank_are_refused(pool, wrapper):
     for told in pool(2, refusals, wrapper):
         assert all("loss must be the model's own, outputs.loss" in text for text in told[:2])
@@ -463,7 +463,7 @@ def with_tensors(group, wrapper):
     return told
 
 
-@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2 on layers"])
+@pytest.mark.parametrize("wrapper", quickly("none", "DDP", "FSDP2 on layers"))
 def test_a_hooks_own_trainable_tensors_are_refused(pool, wrapper):
     averaged = {"DDP": ("the model's own, kept",)}  # by DDP, whoever uses it
     for told in pool(2, with_tensors, wrapper):
@@ -550,7 +550,7 @@ MISLED = {
 }
 
 
-@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2 on layers"])
+@pytest.mark.parametrize("wrapper", quickly("DDP", "none", "FSDP2 on layers"))
 def test_misleading_backwards_are_refused(pool, wrapper):
     for told in pool(2, misled, wrapper):
         for way, text in MISLED.items():

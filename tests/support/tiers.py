@@ -113,6 +113,11 @@ def exhaustive_rows(*factors, together=None):
     ]
 
 
+def quickly(first, *others):
+    """Return the values of a parameter, of which only the first is in `make test`."""
+    return [first, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in others)]
+
+
 def exhaustive_seeds(quick, in_ci, all_of_them):
     """Return seeds for `parametrize`: `quick` of them are in `make test`, `in_ci` in CI."""
     exhaustive, every_row = pytest.mark.exhaustive, pytest.mark.every_row
