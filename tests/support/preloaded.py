@@ -5,8 +5,8 @@ import gc
 import importlib
 import os
 
-# pyarrow, which transformers' trainer imports, has a thread. A process with threads that forks may
-# hang: whatever lock a thread holds at that moment, nobody in the fork releases.
+# pyarrow, which transformers' trainer imports, starts a thread. Forks of a process with threads may
+# hang: they never get a lock that a thread holds at that moment.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 SLOW = [

@@ -214,7 +214,7 @@ def describe_group(
 
 @triton.jit
 def load_member(descriptors, first, member):
-    """Return a tile: rows from `first` on of one member of what `describe_group` described."""
+    """Return a tile: rows from `first` on of one member of the group of `describe_group`."""
     block = descriptors[0].load([first, member, 0])
     block = block.reshape(block.shape[0], block.shape[2])
     if len(descriptors) == 1:

@@ -1,9 +1,9 @@
 """Functions of all kernels: loading tiles, scores, masks, and the (tile, head) of a program.
 
 T is the number of rows of an operand and D its head dim. Kernels load BLOCK_T rows at a time.
-Triton's blocks have powers of two of dims. So a tile of an operand is a tuple of pieces: BLOCK_D
-dims and, if the head dim is 192 = 128 + 64, say, the REST_D dims behind them; REST_D is 0 if there
-is one piece (`configs.pieces`). `stride_t` and `stride_d` are an operand's strides along rows and
+A block of Triton has a power of two of dims, so a tile of an operand is a tuple of one or two
+pieces (`configs.pieces`): the first BLOCK_D dims, and the next REST_D, such as 128 and 64 of 192.
+REST_D is 0 if there is one piece. `stride_t` and `stride_d` are an operand's strides along rows and
 head dim, in elements.
 """
 
