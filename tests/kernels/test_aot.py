@@ -19,6 +19,30 @@ from seqpar.kernels.gpus import Gpu
 
 from tests.tools import aot, aot_table
 
+MERGES = """
+from importlib import import_module
+
+import triton
+from seqpar.kernels.flash_attention.launching import dims_of
+from triton.compiler import ASTSource
+
+from tests.tools import aot, sass
+
+forward = import_module("seqpar.kernels.flash_attention.forward")
+kernel = forward.flash_merge
+types = {"out": "*bf16", "lse": "*fp32", "split_out": "*fp32", "split_lse": "*fp64"}
+types |= {"partial_out": "*fp32", "partial_lse": "*fp64", "sinks": "*fp32", "tiles": "*i32"}
+for name, target in aot.TARGETS.items():
+    for dim in (64, 192, 256) if target.backend == "cuda" else ():
+        rows = forward._MERGED_ELEMENTS // forward.padded(dim)
+        known = dims_of("DV", dim) | {"ROWS": rows, "HAS_PARTIAL": True, "HAS_SINKS": True}
+        kinds = {x: "constexpr" if x in known else types.get(x, "i32") for x in kernel.arg_names}
+        positions = {(kernel.arg_names.index(x),): value for x, value in known.items()}
+        source = ASTSource(fn=kernel, signature=kinds, constexprs=positions)
+        options = {"num_warps": 4, "num_stages": 1}
+        binary = triton.compile(source, target=target, options=options).asm["cubin"]
+        print(name, dim, sass.usage(binary)["spills in loops"])
+"""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 SECTIONS = aot_table.load()
 SHIPPED = [case.row() for architecture in aot.TARGETS for case in aot.shipped(architecture)]
@@ -165,3 +189,11 @@ def test_the_gates_notice():
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
         assert word in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_merges_of_parts_spill_in_no_loop():
+    command = [sys.executable, "-c", MERGES]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    spills = [line.split() for line in done.stdout.splitlines()]
+    assert len(spills) == 3 * 4 and all(count == "0" for *_, count in spills), spills

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import launching, reference
+from seqpar.kernels.flash_attention.configs import KernelConfigs
 from seqpar.kernels.flash_attention.tables import MIN_PART
 
 from tests.kernels.flash_cases import (
@@ -128,7 +129,7 @@ def test_columns_are_split_where_tiles_are_few(dtype, config, count, batch, head
     keys = 4 * MIN_PART * config.block_columns + 44
     rows, columns, band = range(keys, keys + 20), range(keys * count), (-keys - 150, keys)
     hops = [table([(0, 20, j, j + keys, *band)], rows, columns) for j in columns[::keys]]
-    x = Operands.draw(joined(hops), dtype, batch, heads, sinks=True)
+    x = Operands.draw(joined(hops), dtype, batch, heads, dim=40, value_dim=48, sinks=True)
     names = ("out", "lse")
     for order in (hops, [joined(hops)]):
         assert_close(
@@ -140,11 +141,15 @@ def test_columns_are_split_where_tiles_are_few(dtype, config, count, batch, head
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "heads"), [(50, (2, 1)), pytest.param(70, (4, 2), marks=pytest.mark.exhaustive)]
+    ("tokens", "heads", "dims"),
+    [
+        (50, (2, 1), (40, 48)),
+        pytest.param(70, (4, 2), (16, 16), marks=pytest.mark.exhaustive),
+    ],
 )
-def test_one_pass_backward(dtype, tokens, heads):
+def test_one_pass_backward(dtype, tokens, heads, dims):
     slices = causal(tokens)
-    x = Operands.draw(slices, dtype, 2, *heads, softcap=2.0)
+    x = Operands.draw(slices, dtype, 2, *heads, *dims, softcap=2.0)
     assert_close(x.computed(slices, one_pass=True), x.expected(slices), dtype)
 
 
@@ -156,7 +161,9 @@ def test_one_pass_backward(dtype, tokens, heads):
 def test_head_dims(dtype, dims):
     slices = causal(33)
     x = Operands.draw(slices, dtype, dim=dims[0], value_dim=dims[1], scale=dims[0] ** -0.5)
-    assert_close(x.computed(slices, kernels.choose("forward", x.q, x.v)), x.expected(slices), dtype)
+    expected = x.expected(slices)
+    for config in {kernels.choose(kind, x.q, x.v) for kind in KernelConfigs._fields}:
+        assert_close(x.computed(slices, config), expected, dtype)
 
 
 def test_the_same_bits_whatever_the_neighbours():

@@ -137,7 +137,7 @@ def makers(config, has_full, width):
     Where there are descriptors, there is also the variant in which the host makes them, if tiles
     have one piece (`has_host_descriptor`).
     """
-    one_piece = width == flash_attention.configs.padded(width)
+    one_piece = not flash_attention.configs.pieces(width)[1]
     host = dataclasses.replace(config, host=True)
     has_host = config.tma and has_full and one_piece
     made = {"": config, ", host descriptors": host} if has_host else {"": config}
@@ -170,7 +170,7 @@ def constants(case, dtype):
     """Return all compile-time arguments of a case."""
     config, width = case.config, case.width
     if case.kind in FLASH:
-        dim = width - 28 if case.launch.endswith(NO_DESCRIPTORS) else width  # no multiple of 8
+        dim = width - 12 if case.launch.endswith(NO_DESCRIPTORS) else width  # no multiple of 8
         names = [name for name in KERNELS[case.kind].arg_names if name.endswith("_described")]
         described = dict.fromkeys(names) if case.flags["TMA"] != "host" else {}
         sizes = flash_launching.constants(config, dim, dim, dtype, case.flags["TMA"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks import Shapes, check_rows, check_type
 from .arguments import check_backward, check_launches, check_slopes, score_key
 from .backward_kernels import flash_backward_kv, flash_backward_q, flash_delta
-from .configs import Config, padded
+from .configs import Config
 from .launching import (
     Known,
     Prepared,
@@ -232,7 +232,7 @@ def _prepare(
             *(stride for x in (lse, *added) for stride in strides(x, 3)), slopes_stride,
         )  # fmt: skip
         constant = constants(config, dim, value_dim, q.dtype, described)
-        blocks = tuple([config.block_columns, padded(x.shape[3])] for x in walked)
+        blocks = tuple([config.block_columns, x.shape[3]] for x in walked)
         prepared.append(
             Prepared(
                 kernel, (tile_count * batch_heads,), q.device, arguments,

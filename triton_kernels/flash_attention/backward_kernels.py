@@ -43,8 +43,8 @@ from .tiles import (
     describe,
     dot_of_rows,
     load_block,
-    load_by,
     load_described,
+    load_pieces,
     load_rows,
     program,
     rows_of_program,
@@ -145,8 +145,7 @@ def flash_backward_kv(
                     dq_block = zeros(BLOCK_COLUMNS, BLOCK_D, REST_D)
                     dq_block = add_dot(dq_block, ds.T, k_tile, PRECISION)
                     dq_block = scaled(dq_block, gradient_scale)
-                    every = columns < BLOCK_COLUMNS
-                    add_rows(dq_rows, dq_block, column, columns, every, dq_t, D)
+                    add_rows(dq_rows, dq_block, column, columns, None, dq_t, D)
         if HAS_CUT:
             start = tl.load(tile + CUT_START)
             for j in tl.range(0, tl.load(tile + CUT_STOP) - start):
@@ -273,7 +272,7 @@ def flash_backward_q(
                 k_block = load_described(k_described, batch, column, kv_head, k_b, k_t, k_h)
                 v_block = load_described(v_described, batch, column, kv_head, v_b, v_t, v_h)
             elif TMA == "device":
-                k_block, v_block = load_by(k_blocks, column), load_by(v_blocks, column)
+                k_block, v_block = load_pieces(k_blocks, column), load_pieces(v_blocks, column)
             else:
                 k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D, REST_D)
                 v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV, REST_DV)

@@ -87,9 +87,9 @@ class KernelConfigs(NamedTuple):
     backward_q: Config
 
 
-# Widths 96 and 192 have the largest tiles found that spill no registers in loops; no GPU has
-# measured them. IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the
-# registers.
+# Widths 96 and 192 were chosen by compiling alone, so that no registers spill in loops. No GPU has
+# measured them.
+# IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the registers.
 _SINGLE = {
     64: KernelConfigs(Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
     96: KernelConfigs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
@@ -195,7 +195,7 @@ def architecture(device: torch.device) -> str:
 
 
 def padded(dim: int) -> int:
-    """Return a head dim as the kernels see it: a power of two of at least 16."""
+    """Return the least power of two of at least 16 that a head dim fits."""
     return max(16, triton.next_power_of_2(dim))
 
 

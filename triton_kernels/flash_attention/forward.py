@@ -28,6 +28,8 @@ from .launching import (
 )
 from .tables import Launch, Launches
 
+_MERGED_ELEMENTS = 2048  # of a program that merges parts: whole tiles spilled 1 to 17 KB
+
 
 class Results:
     """The queries' side of a forward, which is the same for all blocks of keys.
@@ -189,7 +191,7 @@ def _prepare(
             *(stride for x in (q, k, v) for stride in strides(x, 4)),
             *strides(out, 3), *strides(lse, 3), *at, slopes_stride,
         )  # fmt: skip
-        blocks = tuple([config.block_columns, padded(x.shape[3])] for x in (k, v))
+        blocks = tuple([config.block_columns, x.shape[3]] for x in (k, v))
         prepared = Prepared(
             flash_forward, grid, q.device, arguments,
             flags | {"num_warps": warps, "num_stages": stages},
@@ -221,9 +223,10 @@ def _prepare_merge(
     arguments = launch.tiles, tile_count, heads, batch_heads, launch.merges
     of_parts = (stride for x in parts for stride in (x.stride(0), *strides(x[0], 3)))
     of_results = (stride for x in results for stride in strides(x, 3))
-    sizes = dims_of("DV", value_dim) | {"TILE_ROWS": config.tile_rows}
-    flags = flags | sizes | {"num_warps": 8, "num_stages": 1}
-    grid, device = (tile_count * batch_heads,), launch.tiles.device
+    rows = min(config.tile_rows, _MERGED_ELEMENTS // padded(value_dim))
+    sizes = dims_of("DV", value_dim) | {"ROWS": rows}
+    flags = flags | sizes | {"num_warps": 4, "num_stages": 1}
+    grid, device = (tile_count * batch_heads, config.tile_rows // rows), launch.tiles.device
     return Prepared(flash_merge, grid, device, (*arguments, *of_parts, *of_results), flags)
 
 

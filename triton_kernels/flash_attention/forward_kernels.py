@@ -51,8 +51,8 @@ from .tiles import (
     divided,
     dot_of_rows,
     load_block,
-    load_by,
     load_described,
+    load_pieces,
     load_rows,
     load_tile,
     program,
@@ -100,7 +100,7 @@ def flash_forward(
     k += batch * k_b + kv_head.to(tl.int64) * k_h
     v += batch * v_b + kv_head.to(tl.int64) * v_h
     if TMA != "" and HAS_FULL:  # its rows end with the tile, so each program makes its own
-        q_tile = load_by(describe(q, row_stop, q_t, TILE_ROWS, D, BLOCK_D, REST_D), row)
+        q_tile = load_pieces(describe(q, row_stop, q_t, TILE_ROWS, D, BLOCK_D, REST_D), row)
     else:
         q_tile = load_rows(q, row, row_stop, q_t, q_d, TILE_ROWS, D, BLOCK_D, REST_D)
     if TMA == "device" and HAS_FULL:
@@ -121,7 +121,7 @@ def flash_forward(
             if TMA == "host":
                 k_block = load_described(k_described, batch, column, kv_head, k_b, k_t, k_h)
             elif TMA == "device":
-                k_block = load_by(k_blocks, column)
+                k_block = load_pieces(k_blocks, column)
             else:
                 k_block = load_block(k, column, k_t, k_d, BLOCK_COLUMNS, D, BLOCK_D, REST_D)
             s = dot_of_rows(q_tile, k_block, PRECISION)
@@ -142,7 +142,7 @@ def flash_forward(
             if TMA == "host":
                 v_block = load_described(v_described, batch, column, kv_head, v_b, v_t, v_h)
             elif TMA == "device":
-                v_block = load_by(v_blocks, column)
+                v_block = load_pieces(v_blocks, column)
             else:
                 v_block = load_block(v, column, v_t, v_d, BLOCK_COLUMNS, DV, BLOCK_DV, REST_DV)
             acc = add_dot(acc, p, v_block, PRECISION)
@@ -200,23 +200,25 @@ def flash_merge(
     tile_count, heads, batch_heads, parts,
     s_s, s_b, s_t, s_h, u_s, u_b, u_t, u_h, o_b, o_t, o_h, l_b, l_t, l_h,
     p_b, p_t, p_h, r_b, r_t, r_h,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, ROWS: tl.constexpr,
     HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query tile of one head, whose columns were split.
+    """Merge the parts of ROWS rows of one query tile of one head, whose columns were split.
 
-    The parts are merged in the order of their columns. split_out is (P, B, T, H, Dv) and split_lse
-    (P, B, T, H). For the other tensors see `_prepare_merge`.
+    The second index of a program counts the rows of a tile. The parts are merged in the order of
+    their columns. split_out is (P, B, T, H, Dv) and split_lse (P, B, T, H). For the other tensors
+    see `_prepare_merge`.
     """
     tile, batch, head = program(tiles, tile_count, heads, batch_heads, batch_heads)
     row, row_stop = tl.load(tile + TILE_START), tl.load(tile + TILE_STOP)
     flags = tl.load(tile + FLAGS)
-    rows = tl.arange(0, TILE_ROWS)
+    row += tl.program_id(1) * ROWS
+    rows = tl.arange(0, ROWS)
     row64, head64 = row.to(tl.int64), head.to(tl.int64)
     in_tile = rows < row_stop - row
-    m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    z = tl.zeros([TILE_ROWS], tl.float32)
-    acc = zeros(TILE_ROWS, BLOCK_DV, REST_DV)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    z = tl.zeros([ROWS], tl.float32)
+    acc = zeros(ROWS, BLOCK_DV, REST_DV)
     partial_out += batch * p_b + head64 * p_h + row64 * p_t
     partial_lse += batch * r_b + head64 * r_h + row64 * r_t
     if HAS_PARTIAL:

@@ -93,7 +93,7 @@ def _launch(launch: Prepared, tensors: tuple[Any, ...]) -> None:
         return
     kernel = launch.kernel[launch.grid](*tensors, *launch.arguments, **launch.flags)
     if kernel is not None:  # the interpreter compiles nothing
-        launch.compiled[alignment] = kernel[(*launch.grid, 1, 1)]
+        launch.compiled[alignment] = kernel[(*launch.grid, 1, 1)[:3]]
 
 
 @cache

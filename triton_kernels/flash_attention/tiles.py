@@ -72,7 +72,7 @@ def load_piece(
 def within(row_mask, d, D: tl.constexpr, STOP_D: tl.constexpr):
     """Return (rows, dims) bool: the rows of a mask (rows,) or None, in dims d < STOP_D below D.
 
-    None if these are all.
+    None if nothing is masked.
     """
     mask = None if row_mask is None else row_mask[:, None]
     if D < STOP_D:
@@ -107,7 +107,7 @@ def describe(
 
 
 @triton.jit
-def load_by(descriptors, first):
+def load_pieces(descriptors, first):
     """Return a tile: rows from `first` on of the operand that `describe` described."""
     block = descriptors[0].load([first, 0])
     return (
@@ -178,7 +178,7 @@ def store_piece(at, piece, row_mask, D: tl.constexpr, FIRST_D: tl.constexpr):
 
 @triton.jit
 def add_rows(total, tile, row, rows, row_mask, stride_t, D: tl.constexpr):
-    """Add a tile to rows of total (·, D) from `row` on, under a mask."""
+    """Add a tile to rows of total (·, D) from `row` on, under a mask or None."""
     at = total + row.to(tl.int64) * stride_t + rows[:, None] * stride_t
     add_piece(at, tile[0], row_mask, D, 0)
     if len(tile) == 2:
@@ -189,8 +189,8 @@ def add_rows(total, tile, row, rows, row_mask, stride_t, D: tl.constexpr):
 def add_piece(at, piece, row_mask, D: tl.constexpr, FIRST_D: tl.constexpr):
     """Add a piece to the dims from FIRST_D on of rows at addresses `at` (rows, 1)."""
     d = FIRST_D + tl.arange(0, piece.shape[1])
-    # A reduction (red.add), also in the deterministic backward: one program per launch adds to each
-    # element, so order does not matter. Without a load, kernels keep accumulators in registers.
+    # A reduction (red.add): without a load, kernels keep accumulators in registers. In the
+    # deterministic backward one program per launch adds to each element, so order does not matter.
     mask = within(row_mask, d, D, FIRST_D + piece.shape[1])
     tl.atomic_add(at + d[None, :], piece, mask=mask, sem="relaxed")
 

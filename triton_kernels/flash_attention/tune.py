@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..checks import check_dim
 from . import (
     backward_kv,
     backward_launches,
@@ -112,6 +113,7 @@ def tune(
 
     It also adds them to the tuning file.
     """
+    check_dim("dim", dim)
     q, k, v = (torch.randn(1, tokens, heads, dim, dtype=dtype, device=device) for _ in range(3))
     precision = "single" if dtype == torch.float32 else "half"
     width = configs.width_of(dim)
