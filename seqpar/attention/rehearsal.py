@@ -1,4 +1,4 @@
-"""What rehearsals of both kinds of attention share.
+"""Rehearsals of calls, for softmax and linear attention.
 
 A rehearsal finds the tables of a call before it begins (`core/device_tables.py`), without messages.
 A `Preparation` rehearses a module's calls ahead of time, in any process.

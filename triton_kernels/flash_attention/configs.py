@@ -87,7 +87,7 @@ class KernelConfigs(NamedTuple):
     backward_q: Config
 
 
-# Widths 96 and 192 were chosen by compiling alone, so that no registers spill in loops. No GPU has
+# Configurations of widths 96 and 192 were compiled so that no registers spill in loops. No GPU has
 # measured them.
 # IEEE fp32 products run on the ordinary units: small tiles, whose operands fit the registers.
 _SINGLE = {

@@ -72,7 +72,7 @@ def load_piece(
 def within(row_mask, d, D: tl.constexpr, STOP_D: tl.constexpr):
     """Return (rows, dims) bool: the rows of a mask (rows,) or None, in dims d < STOP_D below D.
 
-    None if nothing is masked.
+    None stands for all rows and dims.
     """
     mask = None if row_mask is None else row_mask[:, None]
     if D < STOP_D:
