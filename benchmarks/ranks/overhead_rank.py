@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import pairwise
@@ -116,11 +116,32 @@ def _first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
 recorder: Recorder | None = None  # of the current call, if it is recorded
 
 
-def launch(kernel: Any, *positional: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-    """Replace `JITFunction.run`, without a launch."""
-    if recorder is not None:
+class Compiled:
+    """Stands for a compiled kernel, which is launched again without Triton's look-up of it."""
+
+    def __init__(self, event: Callable[[Sequence[Any]], Event]) -> None:
+        self._event = event
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._run
+
+    def _run(self, *arguments: Any) -> None:
+        if recorder is not None:
+            recorder.events.append(self._event(arguments))
+
+
+def launch(
+    kernel: Any, *positional: Any, grid: Any, warmup: bool = False, **named: Any
+) -> Compiled:
+    """Replace `JITFunction.run`, without a launch. The floor's launches all look up the kernel."""
+
+    def event(arguments: Sequence[Any]) -> Event:
         again = lambda *args, **kwargs: kernel[grid](*args, **kwargs)  # noqa: E731
-        recorder.events.append(Event("launches", again, positional, named))
+        return Event("launches", again, tuple(arguments[: len(positional)]), named)
+
+    if recorder is not None:
+        recorder.events.append(event(positional))
+    return Compiled(event)
 
 
 def run_at_once(_: Any, function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -310,16 +310,31 @@ class Compiling:
 
 
 def test_triton_looks_up_a_launch_once():
-    """Once for tensors of one alignment; then what it compiled is called."""
+    """Once; then what it compiled is called."""
     kernel, flags = Compiling(), {"BLOCK_D": 16, "D": 8, "num_warps": 4}
     launch = launching.Prepared(kernel, (7,), torch.device("cpu"), (2,), flags)
     x, y = torch.empty(40), torch.empty(40)
-    for tensors in ((x, y), (y, x), (x, y[1:]), (x, None)):
-        launching.run(launch, *tensors)
-    looked_up, compiled = ((7,), flags), ((7, 1, 1), {})
-    expected = [looked_up, compiled, looked_up, looked_up]
-    assert [(grid, named) for grid, _, named in kernel.calls] == expected
+    launching.run(launch, x, y)
+    launching.run(launch, y, x)
+    assert [(grid, named) for grid, _, named in kernel.calls] == [((7,), flags), ((7, 1, 1), {})]
     assert kernel.calls[1][1] == (y, x, 2, 8, 16)
+
+
+def test_states_of_another_alignment_are_another_call(launched):
+    """Triton compiles for addresses that are multiples of 16 bytes, or for any address."""
+    spans = spans_of([40, 30], [True, False], [False, True])
+    x, elements = torch.zeros(1, 70, 2, 16, device=DEVICE), 2 * 16 * 16
+    storage = torch.zeros(elements + 4, device=DEVICE)
+
+    def launches_of_out(first):
+        state = storage[first : first + elements].view(1, 1, 2, 16, 16)
+        launched.clear()
+        options = StateOptions(1.0, True, "triton", None)
+        linear_backend.Forward(Inputs(x, x, x), spans, options).finish(state)
+        return [launch for launch, tensors in launched if any(y is state for y in tensors)]
+
+    (aligned,), (again,), (shifted,) = map(launches_of_out, (0, 4, 1))
+    assert aligned is again and aligned is not shifted
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ class Prepared:
         arguments: the positional arguments after the tensors.
         flags: the compile-time arguments, `num_warps` and `num_stages`.
         blocks: the rows and dims of a block of each tensor with a descriptor from the host.
-        compiled: launches of the compiled kernels, by the alignment of the tensors.
+        compiled: what launches the compiled kernel, after the first launch. A call's key has the
+            alignment of its tensors, for which Triton compiles.
     """
 
     kernel: Any
@@ -46,12 +47,22 @@ class Prepared:
     arguments: tuple[Any, ...]
     flags: dict[str, Any]
     blocks: tuple[list[int], ...] = ()
-    compiled: dict[tuple[int | None, ...], Callable[..., None]] = field(default_factory=dict)
+    compiled: list[Callable[..., None]] = field(default_factory=list)
 
     @cached_property
-    def constants(self) -> tuple[Any, ...]:
-        """The compile-time arguments, which are the kernel's last ones, in its order."""
-        return tuple(self.flags[name] for name in self.kernel.arg_names if name in self.flags)
+    def all_arguments(self) -> tuple[Any, ...]:
+        """All arguments after the tensors; compile-time ones are the last, in the kernel's order."""
+        constants = (self.flags[name] for name in self.kernel.arg_names if name in self.flags)
+        return *self.arguments, *constants
+
+    @cached_property
+    def gpu(self) -> int | None:
+        return self.device.index if self.device.type == "cuda" else None
+
+    @cached_property
+    def needs_memory(self) -> bool:
+        """Whether programs make tensor descriptors."""
+        return bool(self.flags.get("TMA"))
 
     def described(self, *operands: Tensor) -> tuple[TensorDescriptor | None, ...]:
         """Return the host's descriptors of two operands (B, T, H, D), or None for each."""
@@ -65,16 +76,15 @@ class Prepared:
 
 def run(launch: Prepared, *tensors: Any) -> None:
     """Launch a kernel with its tensors; its device is current only during the launch."""
-    device = launch.device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if launch.gpu is None or launch.gpu == torch.cuda.current_device():
         _run(launch, tensors)
     else:
-        with torch.cuda.device(device):
+        with torch.cuda.device(launch.gpu):
             _run(launch, tensors)
 
 
 def _run(launch: Prepared, tensors: tuple[Any, ...]) -> None:
-    if not launch.flags.get("TMA"):
+    if not launch.needs_memory:
         _launch(launch, tensors)
         return
 
@@ -86,14 +96,13 @@ def _run(launch: Prepared, tensors: tuple[Any, ...]) -> None:
 
 
 def _launch(launch: Prepared, tensors: tuple[Any, ...]) -> None:
-    """Launch the compiled kernel. Triton looks it up once for each alignment of the tensors."""
-    alignment = tuple([x.data_ptr() % 16 if isinstance(x, Tensor) else None for x in tensors])
-    if (compiled := launch.compiled.get(alignment)) is not None:
-        compiled(*tensors, *launch.arguments, *launch.constants)
+    """Launch the compiled kernel, which Triton looks up once."""
+    if launch.compiled:
+        launch.compiled[0](*tensors, *launch.all_arguments)
         return
     kernel = launch.kernel[launch.grid](*tensors, *launch.arguments, **launch.flags)
     if kernel is not None:  # the interpreter compiles nothing
-        launch.compiled[alignment] = kernel[(*launch.grid, 1, 1)[:3]]
+        launch.compiled.append(kernel[(*launch.grid, 1, 1)[:3]])
 
 
 @cache
@@ -113,6 +122,11 @@ def signature(*tensors: Any) -> Hashable:
         else type(x)
         for x in tensors
     ])  # fmt: skip
+
+
+def alignments(*tensors: Tensor | None) -> Hashable:
+    """Return what a compiled kernel assumes of the addresses of tensors."""
+    return tuple([None if x is None else x.data_ptr() % 16 for x in tensors])
 
 
 class Known:

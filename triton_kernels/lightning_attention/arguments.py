@@ -24,12 +24,12 @@ class Walk(NamedTuple):
 
 
 def call_key(known_by: Hashable, walk: Walk, *tensors: Any) -> Hashable:
-    """Return the key of a call among its tables' prepared calls: `known_by`, if not None.
+    """Return the key of a call among its tables' prepared calls.
 
-    Raises a ValueError that names an argument of a wrong type.
+    If `known_by` is given, it stands for everything but the tensors' alignment. Raises a ValueError that names an argument of a wrong type.
     """
     if known_by is not None:
-        return known_by
+        return known_by, flash.alignments(*tensors)
     check_type("tables", walk.tables, SegmentTables)
     check_type("config", walk.config, Config)
     check_number("scale", walk.scale)

@@ -304,7 +304,7 @@ class Comm:
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
         """Return the heartbeat that watches messages from a device; NCCL has its own watchdog."""
-        return self._heartbeat if device.type == "cpu" else None
+        return self._heartbeat if self._heartbeat and device.type == "cpu" else None
 
     @property
     def process_group(self) -> ProcessGroup:
