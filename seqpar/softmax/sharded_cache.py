@@ -442,8 +442,10 @@ class ShardedCache:
     def _check_options(self, chunk: int | None, options: DecodeOptions) -> None:
         if self._window is not None:
             left, _ = parse_window(options.get("window_size", (-1, -1)))
-            if chunk is not None or options.get("mask") is not None:
-                raise ValueError("chunk and mask must be None in a cache with a window")
+            refused = {"chunk": chunk} | {x: options.get(x) for x in ("mask", "prefix_lens")}
+            for name, given in refused.items():
+                if given is not None:
+                    raise ValueError(f"{name} must be None in a cache with a window")
             if not 0 <= left <= self._window:
                 expected = f"at most the cache's window, {self._window} keys before a query"
                 raise ValueError(f"window_size must be {expected}, got {left}")

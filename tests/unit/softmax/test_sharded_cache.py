@@ -352,7 +352,11 @@ def attend_in(window_size):
     [
         (lambda cache, x: cache.attend(0, x, x, x), "at most the cache's window, 5 keys .* got -1"),
         (attend_in((WINDOW + 1, 0)), "at most the cache's window, 5 keys before a query, got 6"),
-        (lambda cache, x: cache.attend(0, x, x, x, chunk=4), "chunk and mask must be None"),
+        (lambda cache, x: cache.attend(0, x, x, x, chunk=4), "chunk must be None"),
+        (
+            lambda cache, x: cache.attend(0, x, x, x, window_size=(WINDOW, 0), prefix_lens=[3]),
+            "prefix_lens must be None in a cache with a window",
+        ),
         (lambda cache, x: cache.truncate(WINDOW - 1), "length must be at least 5"),
     ],
 )
