@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -83,25 +83,23 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
 class UploadedTables:
     """Tables that were copied to a device together, which later calls on other streams wait for."""
 
-    def __init__(self, tables: Iterable[Tensor], device: torch.device) -> None:
-        self._device, self._memory = device, upload(tables, device)
-        self.copied = self._memory is not None
-        events = _copied.setdefault(device, {})
-        if self._memory is not None and self._memory.is_cuda:
-            stream = torch.cuda.current_stream(device)
-            events[stream] = stream.record_event()
-        self._events = dict(events)  # other calls may have copied some of the tables
+    def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
+        self._device, self.copied = device, upload(tables, device)
+        # Other calls may have copied some of the tables.
+        copies = (_copies[id(x), device] for x in tables if device.type != "cpu")
+        self._memories = list({x.untyped_storage().data_ptr(): x for x in copies}.values())
+        self._events = dict(_copied.get(device, {}))
 
     def wait(self) -> None:
         """Make the current stream wait for copies that other streams made."""
         if not self._events or torch.cuda.is_current_stream_capturing():
             return
         current = torch.cuda.current_stream(self._device)
-        for stream, event in self._events.items():
-            if stream != current:
-                current.wait_event(event)
-                if self._memory is not None:
-                    self._memory.record_stream(current)
+        others = [event for stream, event in self._events.items() if stream != current]
+        for event in others:
+            current.wait_event(event)
+        for memory in self._memories if others else ():
+            memory.record_stream(current)  # which may still read it when its layout is freed
 
 
 class TableHolder:
@@ -156,14 +154,30 @@ def kept_on(
     return plan
 
 
-def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:
+def on_stream(
+    device: torch.device, memo: Memo, key: tuple[Hashable, ...], compute: Callable[[], T]
+) -> T:
+    """Return `compute()`, which computes tensors on a device, kept by its key.
+
+    Each stream of a GPU computes its own, since nothing orders streams. So does a CUDA graph, whose
+    memory has no values until it is replayed.
+    """
+    if device.type != "cuda":
+        return memo(key, compute)
+    if torch.cuda.is_current_stream_capturing():
+        return compute()
+    return memo((*key, torch.cuda.current_stream(device)), compute)
+
+
+@torch.inference_mode(False)  # autograd could not save the copies otherwise
+def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
     """Copy the tables that a device lacks, in one copy that the host does not wait for.
 
-    Returns the memory that they share there, or None if there are none.
+    Returns whether there are any.
     """
     missing = [x for x in tables if (id(x), device) not in _copies]
     if device.type == "cpu" or not missing:
-        return None
+        return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         reason = "a graph would copy its tables only when it is replayed"
         raise RuntimeError(f"call the layout once before a CUDA graph captures a call: {reason}")
@@ -183,7 +197,10 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> Tensor | None:
         key = id(x), device
         _copies[key] = _view(memory, start, x)
         weakref.finalize(x, _copies.pop, key, None).atexit = False
-    return memory
+    if memory.is_cuda:
+        stream = torch.cuda.current_stream(device)
+        _copied.setdefault(device, {})[stream] = stream.record_event()
+    return True
 
 
 def pin(memory: Tensor, size: int) -> None:

@@ -12,9 +12,12 @@ from torch.autograd.function import FunctionCtx
 
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.core.arguments import Ints, as_dim, check_tensor, shown
-from seqpar.core.device_tables import on_device
+from seqpar.core.device_tables import kept_on
+from seqpar.core.memo import LOCAL
 from seqpar.core.ranges import split_at
 from seqpar.layout.geometry import Geometry
+
+_CPU = torch.device("cpu")
 
 
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
@@ -117,9 +120,9 @@ def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
 
     def build() -> Tensor:
         indices = [geometry.token_indices(rank) for rank in range(geometry.ranks)]
-        return torch.from_numpy(np.concatenate(indices)).to(device)
+        return torch.from_numpy(np.concatenate(indices))
 
-    return geometry.derived(("in packed order", device), build)
+    return kept_on(device, geometry.derived, (LOCAL, "in packed order"), build)
 
 
 def remap(x_local: Tensor, source: Geometry, target: Geometry, group: Group, dim: int) -> Tensor:
@@ -149,18 +152,20 @@ def move(
     x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str, step: int = 0
 ) -> Tensor:
     """Send each rank the rows of x (T_local, …) that it holds in `target`."""
-    leaving, sent = share(comm.rank, source, target)
-    places, arriving = share(comm.rank, target, source)
-    parts = x.index_select(0, on_device(leaving, x.device)).split(sent)
+    leaving, sent = share(comm.rank, source, target, x.device)
+    places, arriving = share(comm.rank, target, source, x.device)
+    parts = x.index_select(0, leaving).split(sent)
     buffer = x.new_empty((sum(arriving), *x.shape[1:]))
     _exchange(comm, parts, buffer.split(arriving), label, step)
-    return torch.empty_like(buffer).index_copy_(0, on_device(places, x.device), buffer)
+    return torch.empty_like(buffer).index_copy_(0, places, buffer)
 
 
-def share(rank: int, own: Geometry, other: Geometry) -> tuple[Tensor, list[int]]:
+def share(
+    rank: int, own: Geometry, other: Geometry, device: torch.device = _CPU
+) -> tuple[Tensor, list[int]]:
     """Return a rank's rows in `own`, grouped by the rank that holds them in `other`, and counts.
 
-    The rows (T_local,) of one rank follow those of another, each in the pack's order.
+    The rows (T_local,), on a device, of one rank follow those of another, each in the pack's order.
     """
 
     def build() -> tuple[Tensor, list[int]]:
@@ -171,7 +176,7 @@ def share(rank: int, own: Geometry, other: Geometry) -> tuple[Tensor, list[int]]
         counts = np.bincount(owner, minlength=own.ranks).tolist()
         return torch.from_numpy(np.argsort(owner, kind="stable")), counts
 
-    return own.derived_with(other)(("share", rank), build)
+    return kept_on(device, own.derived_with(other), ("share", rank), build)
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:

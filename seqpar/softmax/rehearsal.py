@@ -15,6 +15,7 @@ from torch import Tensor
 from seqpar.attention.rehearsal import Preparation, RehearsableCall, SilentComm, upload_once
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import CuSeqlens, WindowSize
+from seqpar.core.device_tables import UploadedTables
 from seqpar.core.hooks import hooks
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
@@ -31,7 +32,10 @@ def upload_tables(
     Prepared tables of backward travel with them. Calls that differ only in their tensors share the
     tables, and only the first one copies them.
     """
-    if device.type == "cpu" or not strategy.rehearses or hooks.replace_compute is not None:
+    if device.type == "cpu" or hooks.replace_compute is not None:
+        return
+    if not strategy.rehearses:  # its tables are copied when they are first needed
+        UploadedTables((), device).wait()
         return
     upload_once(_rehearsable(strategy, comm, call, device), device, backward)
 

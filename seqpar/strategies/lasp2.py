@@ -17,6 +17,7 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import shown
+from seqpar.core.device_tables import on_stream
 from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
 from seqpar.linear.decode import decode_linear_step
@@ -64,7 +65,7 @@ class GatheredStates:
             device, ("gathering", backward), lambda: Gathering(routes, rank, backward, shape)
         )
         options, plan = call.options, self._plan
-        weighed = options.derived(plan, lambda: plan.weigh(options))
+        weighed = on_stream(device, options.derived, (plan,), lambda: plan.weigh(options))
         self._compose, self._arrive, *self._earlier = weighed
         self.travels = self._plan.travels
 

@@ -26,6 +26,7 @@ from seqpar.core.torch_private import version_of
 from seqpar.linear.attend import NOMINAL_CHUNK, LinearWork, Options, StepName
 from seqpar.linear.inputs import Inputs
 
+MAX_KEPT_DECAYS = 1024  # each layer of a model may have its own
 # What `check_values` has read on a GPU, by identity and version.
 _right: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 
@@ -99,19 +100,22 @@ def constant_on(log_decay: Tensor, device: torch.device) -> Tensor:
     """Return log_decay in fp64 on the device; the same values are copied there once."""
     if log_decay.device.type == "cpu":
         return _copy(device, *log_decay.tolist())
-    return log_decay.to(torch.float64)
+    return log_decay.to(torch.float64).contiguous()
 
 
 def _read(log_decay: Tensor) -> list[float]:
     return [] if log_decay.is_meta else log_decay.tolist()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_KEPT_DECAYS)
 def _check(*values: float) -> None:
     if not all(-math.inf < value <= 0 for value in values):
         raise ValueError(f"log_decay must be finite and at most 0, got {list(values)}")
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_KEPT_DECAYS)
 def _copy(device: torch.device, *values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    copied = torch.tensor(values, dtype=torch.float64, device=device)
+    if type(copied) is not Tensor:  # it would be kept for calls outside of the mode
+        raise ValueError(f"log_decay must be outside of torch modes, got {type(copied).__name__}")
+    return copied

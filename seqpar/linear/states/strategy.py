@@ -14,14 +14,15 @@ from torch import Tensor
 
 from seqpar.attention.operands import check_kv_heads, check_ranks_of
 from seqpar.comm.messages.exchange import Comm
-from seqpar.core.memo import LOCAL, MAX_KEPT_SETTINGS, Memo
+from seqpar.core.device_tables import on_stream
+from seqpar.core.memo import LOCAL, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
 from seqpar.linear.final_states import FinalStates, arrival_order
 from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
 from seqpar.linear.routes import StateRoutes, StateSums
-from seqpar.linear.states.options import StateOptions, check_values, constant_on
+from seqpar.linear.states.options import MAX_KEPT_DECAYS, StateOptions, check_values, constant_on
 from seqpar.linear.states.sums import Sum, WeightedSums
 from seqpar.linear.strategy import BackwardResult, ForwardResult, LinearStrategy, exchanged
 
@@ -33,7 +34,8 @@ class StateCall(ResolvedCall):
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
         """Return `sums(rank)`, whose name tells them from others, as a function of states."""
         tables = self.once_on(device, (name,), lambda: WeightedSums([sums(self.rank)], self.shape))
-        return self.options.derived(tables, lambda: tables.weigh(self.options))[0]
+        compute = lambda: tables.weigh(self.options)  # noqa: E731
+        return on_stream(device, self.options.derived, (tables,), compute)[0]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class StateStrategy(LinearStrategy[StateCall]):
             )
             return routes, options_of_call() if known else None
 
-        settled = layout.derived((LOCAL, "settled"), lambda: Memo(MAX_KEPT_SETTINGS))
+        settled = layout.derived((LOCAL, "settled"), lambda: Memo(MAX_KEPT_DECAYS))
         key = comm.rank, comm.size, shape, has_initial_state, values, device, *arguments.settings
         routes, options = settled(key, settle)
         if options is None:

@@ -108,6 +108,22 @@ def test_another_process_with_other_hashes_prepares(elsewhere, rehearsals):
     assert len({layout, Layout.zigzag([0, 100, 640], 4)}) == 1
 
 
+def test_a_layout_that_has_unsharded_still_takes_its_tables(elsewhere, rehearsals):
+    """The table of `unshard` is on the device, so it cannot travel."""
+    attn = module("ring", SilentComm(1, RANKS))
+
+    def prepared(layout):
+        x = torch.empty(layout.tokens_on(1), 4, device="meta")
+        layout.unshard(x, SilentComm(1, RANKS))
+        return attn.preparation(**SIZES, causal=True)(layout)
+
+    with use_backend("triton"):
+        layout = elsewhere("zigzag", prepared)
+        rehearsals.clear()
+        assert copies(attn, layout, causal=True) == ONE_COPY
+    assert not rehearsals
+
+
 @pytest.mark.parametrize("strategy", ["ring", "usp"])
 def test_layouts_that_are_here_take_the_tables(strategy, elsewhere, rehearsals):
     attn = module(strategy, SilentComm(1, RANKS))

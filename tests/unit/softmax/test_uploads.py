@@ -4,7 +4,6 @@ The meta device stands in for a GPU."""
 
 import itertools
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
 from seqpar.core import device_tables
-from seqpar.core.device_tables import UploadedTables, kept_on, on_device, upload
+from seqpar.core.device_tables import UploadedTables, kept_on, on_device, on_stream, upload
 from seqpar.core.memo import Memo
 from seqpar.layout import handle
 from seqpar.softmax import operator
@@ -139,7 +138,7 @@ def test_uploaded_tables_keep_dtype_shape_and_alignment(monkeypatch):
     tables = [torch.arange(3, dtype=torch.int32).view(1, 3), torch.arange(5), torch.empty(0, 6)]
     moved = []
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: moved.append(x) or x.clone())
-    assert upload(tables, META) is not None
+    assert upload(tables, META)
     for x in tables:
         copy = on_device(x, META)
         assert copy.equal(x) and copy.dtype == x.dtype and copy.shape == x.shape
@@ -163,20 +162,39 @@ def test_other_streams_wait_for_every_copy(monkeypatch):
             self.record_event = lambda: name
             self.wait_event = lambda event: waited.append((name, event))
 
-    waited, streams = [], {name: Stream(name) for name in "ab"}
-    memory = SimpleNamespace(is_cuda=True, record_stream=lambda stream: None)
-    copied = iter([memory, None])  # the second call finds the tables of the first
-    monkeypatch.setattr(device_tables, "_copied", {})
-    monkeypatch.setattr(device_tables, "upload", lambda *_: next(copied))
+    waited, recorded, streams = [], [], {name: Stream(name) for name in "ab"}
+    monkeypatch.setattr(device_tables, "_copied", {META: {streams["a"]: "a"}})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["a"])
-    first = UploadedTables([], META)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: recorded.append(stream))
+    table = torch.arange(3)
+    first = UploadedTables([table], META)
     first.wait()
-    assert not waited
+    assert first.copied and not waited and not recorded
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["b"])
-    UploadedTables([], META).wait()
+    second = UploadedTables([table], META)  # it finds the tables of the first
+    second.wait()
     first.wait()
-    assert waited == [("b", "a")] * 2
+    assert not second.copied and waited == [("b", "a")] * 2
+    assert recorded == [streams["b"]] * 2  # the memory stays until this stream has read it
+
+
+def test_streams_compute_their_own_tensors(monkeypatch):
+    """Nothing orders streams, and a graph's memory has no values until it is replayed."""
+    device, memo, made = torch.device("cuda", 0), Memo(), itertools.count()
+
+    def at(stream, captures=False):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+        return on_stream(device, memo, ("weights",), made.__next__)
+
+    assert [at("a"), at("b"), at("a"), at("a", True), at("c", True), at("c")] == [0, 1, 0, 2, 3, 4]
+
+
+def test_tables_of_a_first_call_for_inference_can_be_saved_for_backward():
+    table = torch.arange(3)
+    with torch.inference_mode():
+        assert not on_device(table, META).is_inference()
 
 
 def test_kept_plans_wait_for_copies_of_other_streams(monkeypatch):

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from seqpar.attention.backend import triton_refusal
-from seqpar.core.device_tables import device_of, is_on_cuda, kept_on
+from seqpar.core.device_tables import device_of, is_on_cuda, kept_on, on_stream
 from seqpar.core.memo import LOCAL
 from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.gpus import gpu_of
@@ -130,10 +130,8 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
     """Return log λ, (Hkv,) fp64; zeros, kept with the spans, where nothing decays."""
     if options.log_decay is None or not options.causal:
         heads, device = k.shape[2], k.device
-        return spans.derived(
-            (LOCAL, "no decay", heads, device),
-            lambda: torch.zeros(heads, dtype=torch.float64, device=device),
-        )
+        make = lambda: torch.zeros(heads, dtype=torch.float64, device=device)  # noqa: E731
+        return on_stream(device, spans.derived, (LOCAL, "no decay", heads, device), make)
     return options.log_decay
 
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from seqpar.kernels.flash_attention import launching
+from torch._subclasses import FakeTensorMode
 
 from seqpar import LASP2Attention, Layout, use_backend
 from seqpar.core import background
@@ -119,3 +120,32 @@ def test_weights_of_constant_decays_are_computed_once(monkeypatch, transport, de
     if decays == "on the host":
         call(lin, layout, True, torch.full((2,), -0.2), False, False)
         assert len(made) == 2 * times
+
+
+def test_layers_with_decays_of_their_own_copy_them_once(monkeypatch):
+    monkeypatch.setattr(background, "threads", AtOnce)
+    layout, layers = Layout.zigzag(DOCUMENTS, RANKS, min_chunk=8), 70
+    lin, second = LASP2Attention(SilentComm(1, RANKS)), HostWaits()
+
+    def model():
+        for layer in range(layers):
+            call(lin, layout, True, torch.full((2,), -1.0 / (layer + 1)), False, False)
+
+    with hooks.set(replace_compute=lambda area: None):
+        model()
+        with second:
+            model()
+    assert not second.found
+
+
+def test_kernels_are_given_contiguous_decays():
+    """A kernel reads them one after another."""
+    strided = torch.full((2, 2), -0.5, dtype=torch.float64, device="meta")[:, 0]
+    assert state_options.constant_on(strided, strided.device).is_contiguous()
+
+
+def test_no_fake_decay_is_kept():
+    decay = torch.tensor([-0.625])
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="log_decay"):
+        state_options.constant_on(decay, decay.device)
+    assert state_options.constant_on(decay, decay.device).tolist() == [-0.625]
