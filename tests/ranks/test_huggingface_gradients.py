@@ -326,11 +326,13 @@ def test_averaged_losses_of_one_rank_are_refused(pool, wrapper):
 def beside_the_loss(group, wrapper):
     """What a rank is told whose own terms are added to the model's loss."""
     told = []
-    for way in ("local", "unsharded", "total of another output", "head", "gradients", "cache"):
+    ways = ("local", "unsharded", "total of another output", "head", "embeddings")
+    for way in (*ways, "gradients", "cache"):
         model = build("llama")
         sp = huggingface.enable(model, group)
         outer = wrap(model, group, wrapper)
-        local = sp.shard(hf.batch("padded"))
+        # Only without padding, hidden_states[0] is the first block's input itself.
+        local = sp.shard(hf.batch("whole" if way == "embeddings" else "padded"))
         try:
             if way == "cache":
                 ids = hf.batch()["input_ids"]
@@ -345,6 +347,8 @@ def beside_the_loss(group, wrapper):
                 term = sp.total(hidden.square().mean()) + logits.square().mean()
             elif way == "head":
                 term = model.lm_head(outputs.hidden_states[-1]).square().mean()
+            elif way == "embeddings":
+                term = outputs.hidden_states[0].square().mean()
             if way == "gradients":
                 outputs.loss.backward(create_graph=True)
             (outputs.loss + 0.1 * term).backward()
@@ -358,9 +362,9 @@ def beside_the_loss(group, wrapper):
 @pytest.mark.parametrize("wrapper", ["none", "FSDP2"])
 def test_terms_of_one_rank_are_refused(pool, wrapper):
     for told in pool(2, beside_the_loss, wrapper):
-        assert all("loss must be the model's own, outputs.loss" in text for text in told[:4])
-        assert "create_graph must be False" in told[4]
-        assert "past_key_values must be None where gradients are needed" in told[5]
+        assert all("loss must be the model's own, outputs.loss" in text for text in told[:5])
+        assert "create_graph must be False" in told[5]
+        assert "past_key_values must be None where gradients are needed" in told[6]
 
 
 UNDER_DDP = {  # what a rank is told whose DDP would leave its own part of a gradient

@@ -29,10 +29,14 @@ from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.generate.generating import Generation
 from seqpar.integrations.huggingface.loss.gradients import ModelGradients
-from seqpar.integrations.huggingface.loss.losses import losses_of, router_faults
+from seqpar.integrations.huggingface.loss.losses import (
+    check_loss_function,
+    losses_of,
+    router_faults,
+)
 from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, unshard
 from seqpar.integrations.huggingface.model.code import computes_itself
-from seqpar.integrations.huggingface.model.layers import AttentionLayer, find_layers
+from seqpar.integrations.huggingface.model.layers import AttentionLayer, dropped_layers, find_layers
 from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
@@ -136,6 +140,7 @@ class SequenceParallel(EnabledModel):
         self.inner = inner_model(model)
         for x in {model, self.inner}:
             compiling.check_not_compiled(x)
+        check_loss_function(self.inner)
         self.attention = make_attention(strategy, group, **options)
         self.comm = Comm.of(group)
         self.strategy = strategy
@@ -393,6 +398,7 @@ class SequenceParallel(EnabledModel):
         if args:
             raise ValueError("the model must be called with keywords only, as in model(**batch)")
         check_all_logits(kwargs)
+        check_loss_function(self.inner)
         wants_routers = bool(kwargs.get("output_router_logits"))
         padded = sharding.whole and kwargs.get("attention_mask") is not None
         if reasons := router_faults(self.inner, wants_routers, padded):
@@ -400,6 +406,8 @@ class SequenceParallel(EnabledModel):
         if root.training and getattr(self.inner.get_input_embeddings(), _NOISE, None) is not None:
             reason = "each rank would add noise of another size to its tokens' embeddings"
             raise ValueError(f"{_NOISE} must be None: {reason}")
+        if reasons := dropped_layers(self._outside.body):
+            raise ValueError(f"layerdrop must be 0 in training: {reasons[0]}")
         if sharding.whole:
             self._outside.check()
         self._sharder.check(kwargs, sharding)

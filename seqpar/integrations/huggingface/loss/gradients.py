@@ -111,6 +111,11 @@ class _OverRanks(torch.autograd.Function):
         return None, None, *gradients[: ctx.tied], *sums
 
 
+# Nodes whose tensors refuse one rank's losses already. Those of `_OverRanks` do not: transformers
+# returns the tied input of the first block as hidden_states[0].
+_GUARDED = {f"{x.__name__}Backward" for x in (LossOfRanks, _Output)}
+
+
 class ModelGradients(Uncopied):
     """Sums the gradients of an enabled model's parameters that DDP and FSDP do not average.
 
@@ -171,7 +176,7 @@ class ModelGradients(Uncopied):
         known: dict[int, Tensor] = {}
 
         def watched(x: Tensor, _: str) -> Tensor:
-            if x.grad_fn is None or _call_of(x.grad_fn) is not None:
+            if x.grad_fn is None or x.grad_fn.name() in _GUARDED:
                 return x
             if id(x) not in known:
                 known[id(x)] = _Output.apply(x, self)

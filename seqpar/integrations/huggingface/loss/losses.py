@@ -45,6 +45,22 @@ def losses_of(
     return found
 
 
+def check_loss_function(model: Any) -> None:
+    """Raise a ValueError if a user has replaced the model's loss function."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    name = "_loss_function"  # where the setter of transformers' property `loss_function` puts it
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    default = LOSS_MAPPING.get(kind, LOSS_MAPPING["ForCausalLM"])
+    own = getattr(model, name, default)
+    if own is not default:
+        given = getattr(own, "__name__", type(own).__name__)
+        what = f"loss_function must be the model's default, {default.__name__}, got {given}"
+        reason = "each rank would call it on its own tokens"
+        how = "compute your own loss from outputs.logits, and pass it to sp.total"
+        raise ValueError(f"{what}: {reason}; {how}")
+
+
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
     labels, items = call.labels, call.items
     count = call.sharding.labels if items is None else items

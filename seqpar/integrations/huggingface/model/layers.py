@@ -222,9 +222,7 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
         if masks_padding_tokens(type(x)):
             reason = "makes masks of the tokens that are padding's, where it is given none"
             reasons.append(f"{name} ({type(x).__name__}) {reason}")
-        p = getattr(x, "layerdrop", 0)
-        if model.training and isinstance(p, float) and p > 0:
-            reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
+    reasons += dropped_layers(model)
     for config in configs_of(model):
         for name, meaning in _MIXING_SETTINGS.items():
             if getattr(config, name, False):
@@ -232,6 +230,16 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
     if dropped := [name for name, x in reached.items() if model.training and dropout_of(x) > 0]:
         where = f"{_listed(dropped)} have attention dropout"
         reasons.append(f"{where}, which is not offered: set it to 0 in the config")
+    return reasons
+
+
+def dropped_layers(model: nn.Module) -> list[str]:
+    """Return the modules in training that skip layers at random, each with the reason."""
+    reasons = []
+    for name, x in model.named_modules():
+        p = getattr(x, "layerdrop", 0)
+        if x.training and isinstance(p, float) and p > 0:
+            reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
     return reasons
 
 

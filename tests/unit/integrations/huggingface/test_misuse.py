@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
@@ -227,6 +228,11 @@ def after_a_refusal(sp, model):
     return model(**sp.shard(hf.batch()))
 
 
+def with_its_own_loss_function(sp, model):
+    model.loss_function = ForCausalLMLoss
+    return model(**sp.shard(hf.batch()))
+
+
 def saved(sp, model):
     torch.save(model.state_dict(), io.BytesIO())
     return model(**sp.shard(hf.batch()))
@@ -239,6 +245,7 @@ EXACT = {
     "checkpointed": checkpointed,
     "after a refusal": after_a_refusal,
     "its state saved": saved,
+    "its default loss function set": with_its_own_loss_function,
     "a copied batch": lambda sp, model: model(**copy.deepcopy(sp.shard(hf.batch()))),
     "all logits": called(logits_to_keep=0),
     "no cache asked for": called(use_cache=False),

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
@@ -85,6 +86,42 @@ def test_dropout_is_refused_where_it_would_run():
         sp.model.train()(**batch)
 
     assert "model.layers.0.self_attn: dropout is 0.1" in hf.refusal(run)
+
+
+def test_layerdrop_is_refused_where_layers_would_be_skipped():
+    options = {"ffn_dim": 32, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}
+    model = hf.tiny("OPTForCausalLM", layerdrop=1.0, **options).eval()
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        batch = sp.shard(hf.batch())
+        assert sp.model(**batch).loss.isfinite()
+        sp.model.train()(**batch)
+
+    text = hf.refusal(run)
+    assert text.startswith("layerdrop must be 0 in training: model.decoder has layerdrop 1.0"), text
+
+
+def mean_loss(logits, labels, vocab_size, **_):
+    return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
+@pytest.mark.parametrize("function", [mean_loss, ForMaskedLMLoss])
+@pytest.mark.parametrize("when", ["before enable", "after enable, on one rank"])
+def test_another_loss_function_is_refused(llama, function, when):
+    def run(comm):
+        model = copy.deepcopy(llama)
+        if when == "before enable":
+            model.loss_function = function
+        sp = huggingface.enable(model, comm)
+        batch = sp.shard(hf.batch())
+        if comm.rank == 1:
+            model.loss_function = function
+        model(**batch)
+
+    expected = f"the model's default, ForCausalLMLoss, got {function.__name__}"
+    text = hf.refusal(run)
+    assert text.startswith(f"loss_function must be {expected}") and "sp.total" in text, text
 
 
 def call(change, model, of="padded"):
