@@ -64,10 +64,9 @@ class offload:
 
     def _pack(self, x: Tensor) -> Tensor | _Copied:
         on_host = x.device.type == "cpu" and not self._simulate
-        of_parameter = isinstance(x, nn.Parameter) or isinstance(base_of(x), nn.Parameter)
         # Sparse tensors have no storage.
         numbers = x.layout == torch.strided and (x.is_floating_point() or x.is_complex())
-        if of_parameter or on_host or not numbers or x.nbytes < self._least:
+        if on_host or not numbers or x.nbytes < self._least or _is_parameter(x):
             return x
         self.saved_bytes += x.nbytes
         if self.copied_bytes + x.nbytes > self._ratio * self.saved_bytes:
@@ -128,6 +127,20 @@ class _Copied:
             current.wait_event(self._arrived)
             back.record_stream(current)
         return back
+
+
+def _is_parameter(x: Tensor) -> bool:
+    """Return whether `x` is a parameter, a view of one, or an autograd function's alias of one."""
+    base = base_of(x)
+    owner = x if base is None else base
+    if isinstance(owner, nn.Parameter):
+        return True
+    if type(owner) is not Tensor or owner.grad_fn is None:  # a subclass may have no address
+        return False
+    # An enabled Hugging Face model computes with such aliases, which torch does not mark as views.
+    leaves = [getattr(node, "variable", None) for node, _ in owner.grad_fn.next_functions]
+    plain = [x for x in leaves if type(x) is nn.Parameter and x.layout == torch.strided]
+    return any(x.data_ptr() == owner.data_ptr() for x in plain)
 
 
 @cache

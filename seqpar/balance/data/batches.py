@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar, Unpack
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from seqpar.balance.data.collate import CollateOptions, Documents, LocalBatch, collate
+from seqpar.balance.data.collate import Documents, LocalBatch, collate
 from seqpar.balance.planning.divide import steps_of_epoch
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
@@ -111,17 +111,27 @@ class Batches:
         return self._ahead_of(self._planner.plan)
 
     def read(
-        self, dataset: Documents, rank: int, **options: Unpack[CollateOptions]
+        self,
+        dataset: Documents,
+        rank: int,
+        *,
+        label_tokens: CuSeqlens | None = None,
+        per_token: Collection[str] | None = None,
     ) -> Iterator[LocalStep]:
         """Yield the steps that remain in this epoch, each with this rank's micro-batches.
 
         `dataset[i]` is the document of `lengths[i]`. Only documents that the rank needs are read.
-        `options` are passed to `collate`, which makes the micro-batches.
+        `collate` makes the micro-batches, and `per_token` is its argument.
+
+        `label_tokens` is (documents,), the number of labels of each document. A document's first
+        label does not count, because no token comes before it. `collate` gets each step's sum.
+        Required if documents have labels of −100.
         """
+        counts = None if label_tokens is None else self._label_counts(label_tokens)
         prepared = getattr(self._planner.prepare, "rank", rank)
         if prepared != rank:
             raise ValueError(f"prepare must be for rank {rank}, got one for rank {prepared}")
-        return self._ahead_of(partial(self._planner.read, dataset, rank, options))
+        return self._ahead_of(partial(self._planner.read, dataset, rank, counts, per_token))
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the next step's position, and the options that fix the order of documents."""
@@ -151,6 +161,16 @@ class Batches:
         if (step := self.step) > (most := len(self)):
             (self._seed, self.epoch, self.step), self._steps = before, None
             raise ValueError(f"state: step must be at most {most}, the epoch's, got {step}")
+
+    def _label_counts(self, label_tokens: CuSeqlens) -> Ints:
+        if isinstance(label_tokens, int | np.integer):
+            wanted = "(documents,), since steps differ in their numbers of labels"
+            raise ValueError(f"label_tokens must be {wanted}, got {shown(label_tokens)}")
+        counts = as_lengths("label_tokens", label_tokens)
+        if counts.shape != self._lengths.shape:
+            wanted = f"{self._lengths.shape}, as lengths is"
+            raise ValueError(f"label_tokens must be {wanted}, got {counts.shape}")
+        return counts
 
     def _place(self) -> dict[str, int]:
         return {"seed": self._seed, "epoch": self.epoch, "step": self.step}
@@ -218,10 +238,19 @@ class _StepPlanner:
         return replace(plan, micro_batches=tuple(parts))
 
     def read(
-        self, dataset: Documents, rank: int, options: CollateOptions, documents: Ints
+        self,
+        dataset: Documents,
+        rank: int,
+        label_counts: Ints | None,
+        per_token: Collection[str] | None,
+        documents: Ints,
     ) -> LocalStep:
         plan = self.plan(documents)
-        return LocalStep(plan, collate(plan, dataset, rank, **options))
+        labels: int | None = None
+        if label_counts is not None:
+            labels = sum(int(label_counts[x.documents].sum()) for x in plan.micro_batches)
+        batches = collate(plan, dataset, rank, label_tokens=labels, per_token=per_token)
+        return LocalStep(plan, batches)
 
 
 class _Made(Dataset[T]):

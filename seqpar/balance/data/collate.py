@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,11 +23,6 @@ class Documents(Protocol):
     """A dataset: item i is a document's token ids, or a mapping with the ids as "input_ids"."""
 
     def __getitem__(self, index: int, /) -> object: ...
-
-
-class CollateOptions(TypedDict, total=False):
-    label_tokens: int | None
-    per_token: Collection[str] | None
 
 
 def collate(

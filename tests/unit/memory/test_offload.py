@@ -93,6 +93,31 @@ def test_parameters_integers_and_small_tensors_stay():
     assert kept.copied_bytes == kept.saved_bytes == 0
 
 
+class Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *tensors):
+        return tuple(x.detach() for x in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def test_aliases_of_parameters_stay():
+    """In an enabled Hugging Face model, an autograd function makes them."""
+    weight, other = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+    x = torch.ones(2, 64, requires_grad=True)
+    with seqpar.offload(1.0, least=1024, simulate=True) as kept:
+        _, alias, hidden = Alias.apply(other, weight, torch.ones(64, 64, requires_grad=True))
+        loss = (x @ alias.t()).sum() + (x @ alias).sum()
+        assert kept.saved_bytes == 0
+        loss = loss + hidden.exp().sum()
+    loss.backward()
+    assert kept.copied_bytes == 64 * 64 * 4
+    assert other.grad is None or not other.grad.any()
+    torch.testing.assert_close(weight.grad, torch.full((64, 64), 4.0))
+
+
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan"), "half"])
 def test_a_ratio_that_is_none_is_named(ratio):
     with pytest.raises(ValueError, match="ratio must be"):

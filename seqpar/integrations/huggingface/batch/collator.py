@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from seqpar.layout.layout import Layout
 
 _IGNORED_LABEL = -100  # of tokens without a loss
 _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
+COLUMNS = ("text", "input_ids", "labels", "attention_mask", *_MASKS)  # of a dataset, that are read
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,10 @@ class Collator:
     """Pack samples into one row without padding, as `data_collator=Collator(tokenizer)`.
 
     A sample has `input_ids`, or `text` for the tokenizer, and may have `labels`, one per token; by
-    default its tokens are the labels. Tokens with `attention_mask` 0 are dropped. Tokens with
-    `completion_mask` or `assistant_masks` 0 get the label −100. Other values with one entry per
-    token are packed too; all other values become lists.
+    default its tokens are the labels. `text` is dropped if there are `input_ids`. Tokens with
+    `attention_mask` 0 are dropped. Tokens with `completion_mask` or `assistant_masks` 0 get the
+    label −100. Other values with one entry per token are packed too, if they are tensors, numpy
+    arrays or lists of numbers; all other values become lists.
 
     Args:
         tokenizer: a transformers tokenizer, called for samples with `text`; may be None.
@@ -90,7 +93,8 @@ class Collator:
             values = [sample[name] for sample in samples]
             each = zip(values, lengths, strict=True)
             packed = all(isinstance(x, Tensor) and x.shape[:1] == (n,) for x, n in each)
-            made[name] = torch.cat(values)[None] if packed else values
+            # Empty samples are left out: torch would take an empty list for float32.
+            made[name] = torch.cat([x for x in values if len(x)])[None] if packed else values
         made["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
         if self._cu_seqlens:
             ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -118,7 +122,7 @@ class Collator:
                 labels[torch.as_tensor(values.pop(name)) == 0] = _IGNORED_LABEL
         mask = values.pop("attention_mask", None)
         kept = torch.as_tensor(torch.ones(count) if mask is None else mask).bool()
-        for name in ("position_ids", "seq_lengths", "length"):
+        for name in ("text", "position_ids", "seq_lengths", "length"):
             values.pop(name, None)
         made = {"input_ids": ids[kept][: self._most], "labels": labels[kept][: self._most]}
         made["labels"][:1] = _IGNORED_LABEL
@@ -132,5 +136,7 @@ def _length(value: Any) -> int:
     """Return the length of a sequence of numbers; −1 for anything else."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else -1
+    if isinstance(value, np.ndarray):
+        return len(value) if value.ndim and value.dtype.kind in "biuf" else -1
     numbers = isinstance(value, list | tuple) and all(isinstance(x, int | float) for x in value)
     return len(value) if numbers else -1

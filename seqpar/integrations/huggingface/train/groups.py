@@ -171,9 +171,28 @@ class Groups:
         elif size % self.count:
             what = f"a multiple of the {self.count} groups to be split, got {size}"
             raise ValueError(f"per_device_train_batch_size must be {what}")
+        if base.num_workers > 1:
+            made.base_dataloader = self._of_merged_workers(base)
+            return
         dataset = _Dispatched(base.dataset, size, base.drop_last, self)
         options = {"batch_size": size // self.count, "drop_last": base.drop_last}
         made.base_dataloader = DataLoader(dataset, **options, **_options_of(base))
+
+    def _of_merged_workers(self, base: Any) -> DataLoader[Any]:
+        workers: DataLoader[Any] = DataLoader(
+            base.dataset,
+            batch_size=base.batch_size,
+            drop_last=base.drop_last,
+            **_options_of(base) | {"collate_fn": list, "pin_memory": False},
+        )
+        batches = 1 if self._accelerator.split_batches else self.count
+        return DataLoader(
+            _DispatchedBatches(workers, batches, self),
+            batch_size=None,
+            collate_fn=base.collate_fn,
+            pin_memory=base.pin_memory,
+            generator=torch.Generator(),  # only `workers` draws one of the process's random numbers
+        )
 
 
 class _Turn:
@@ -254,6 +273,46 @@ class _Dispatched(IterableDataset[Any]):
         turns, samples = divmod(len(self.dataset), self._size)
         last = 0 if self._drop_last else math.ceil(samples / self._groups)
         return turns * (self._size // self._groups) + last
+
+
+class _DispatchedBatches(IterableDataset[list[Any]]):
+    """The batches, as lists, that accelerate's DataLoaderDispatcher would give one process.
+
+    `workers` loads lists of samples in several processes. A turn has `batches` of these lists,
+    divided equally; the last turn is filled with the first samples. Turns, and the group's batches,
+    are made in this process: a worker has only some of the samples.
+    """
+
+    # This is a dataset because accelerate, when training resumes, makes another loader of it.
+
+    def __init__(self, workers: DataLoader[Any], batches: int, groups: Groups) -> None:
+        self._workers, self._batches = workers, batches
+        self._groups, self._group = groups.count, groups.index
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._workers.dataset, "set_epoch"):
+            self._workers.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        loaded = iter(self._workers)
+        turn = list(islice(loaded, self._batches))
+        first = list(islice(chain(*turn), self._groups))
+        while turn:
+            following = list(islice(loaded, self._batches))
+            samples = list(chain(*turn))
+            if not following:
+                if self._workers.drop_last and len(turn) < self._batches:
+                    return
+                samples += islice(cycle(first), -len(samples) % self._groups)
+            # As in accelerate, samples that cannot be divided are left out of other turns.
+            part = len(samples) // self._groups
+            if part:
+                yield samples[self._group * part : (self._group + 1) * part]
+            turn = following
+
+    def __len__(self) -> int:
+        full, remaining = divmod(len(self._workers), self._batches)
+        return full + bool(remaining and not self._workers.drop_last)
 
 
 def _options_of(loader: Any) -> dict[str, Any]:

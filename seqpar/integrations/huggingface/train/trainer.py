@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.integrations.huggingface.attention.attention import session_of
+from seqpar.integrations.huggingface.batch.collator import COLUMNS, Collator
 from seqpar.integrations.huggingface.batch.sharding import KEY
 from seqpar.integrations.huggingface.model.layers import loss_shifts
 from seqpar.integrations.huggingface.session import SequenceParallel, require
@@ -22,7 +23,9 @@ def trainer(base: type) -> type:
     The ranks of a group read the same batches, and groups read different ones: data parallelism is
     over groups. With one group, batches, losses, metrics, predictions and checkpoints are the same
     as on a single process. With several groups, training has the batches of the same number of
-    processes; evaluation and predictions are still the same as on a single process.
+    processes; evaluation and predictions are still the same as on a single process. If several
+    groups train on a streamed dataset with several workers, the workers read samples, and the
+    training process collates them.
 
     Methods that a subclass overrides are kept, and run before seqpar's. A `compute_loss` that calls
     the model itself is refused when it does so. Enable `model` before the trainer is made.
@@ -79,8 +82,10 @@ class OverRanks:
     args: Any
     accelerator: Any
     model: Any
+    data_collator: Any
     gather_function: Any
     label_smoother: Any
+    _signature_columns: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,6 +113,15 @@ class OverRanks:
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        self._keep_columns()
+
+    def _keep_columns(self) -> None:
+        """Keep columns that a `Collator` reads, which transformers drops if forward lacks them."""
+        if isinstance(self.data_collator, Collator):
+            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *COLUMNS]))
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         with self._groups.evaluating(not is_training):
@@ -212,6 +226,10 @@ class OverRanksSFT(OverRanks):
         if self.aux_loss_enabled:
             reason = "each rank would have another auxiliary loss"
             raise ValueError(f"router_aux_loss_coef must be 0: {reason}")
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()  # TRL's, which does not call that of OverRanks
+        self._keep_columns()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

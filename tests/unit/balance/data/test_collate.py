@@ -97,6 +97,39 @@ def test_masked_labels_are_shifted_and_need_their_count():
             assert got["loss_weight"] == 1 / 50
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_steps_weight_counts_its_own_labels(workers):
+    def labels_of(document):
+        return ids_of(document).masked_fill(ids_of(document) % 3 == 0, -100)
+
+    dataset = Dataset(lambda i: {"input_ids": ids_of(i), "labels": labels_of(i)})
+    counts = np.array([int((labels_of(i)[1:] >= 0).sum()) for i in range(len(LENGTHS))])
+    planner = partial(balance.plan, cluster=CLUSTER, model=MODEL, capacity=200)
+    batches = balance.Batches(LENGTHS, planner, tokens=1600, workers=workers)
+    totals = []
+    for plan, local in batches.read(dataset, 2, label_tokens=counts):
+        totals.append(counts[np.concatenate([x.documents for x in plan.micro_batches])].sum())
+        ranks = [balance.collate(plan, dataset, rank, label_tokens=1) for rank in RANKS]
+        assert totals[-1] == sum(int((x["labels"] >= 0).sum()) for rank in ranks for x in rank)
+        assert {x["loss_weight"] for x in local} == {1 / totals[-1]}
+    assert len(set(totals)) > 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (50, r"must be \(documents,\), since steps differ in their numbers of labels, got 50"),
+        ([50], r"must be \(8,\), as lengths is, got \(1,\)"),
+        ([-1] * 8, "must not be negative"),
+        ("many", "must be a 1-D sequence of integers"),
+    ],
+)
+def test_label_counts_of_steps_must_be_per_document(wrong, told):
+    batches = balance.Batches(LENGTHS, lambda lengths: None, workers=0)
+    with pytest.raises(ValueError, match=f"label_tokens {told}"):
+        batches.read(Dataset(ids_of), 0, label_tokens=wrong)
+
+
 def test_per_token_entries_can_be_named():
     """A vector that a document happens to be as long as is else cut like its tokens."""
 

@@ -2,12 +2,14 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from seqpar import Layout
 from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.train.groups import Groups
 from tests.support import huggingface as hf
 from tests.support.generation import SHARED
 from tests.support.ranks import virtual
@@ -180,6 +182,26 @@ def test_samples_are_packed_into_one_row():
     assert texts["labels"].tolist() == [[-100, 2, 3, -100]]
 
 
+def test_packed_values_keep_their_dtype_next_to_empty_samples():
+    values = {"input_ids": [[5, 6, 7], [], [8, 9]], "labels": [[5, 6, 7], [], [8, 9]]}
+    values |= {"images": [[1, 2, 3], [], [4, 5]]}
+    samples = [dict(zip(values, x, strict=True)) for x in zip(*values.values(), strict=True)]
+    row = huggingface.Collator()(samples)
+    assert {x.dtype for x in row.values()} == {torch.int64}
+    assert row["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+    assert row["images"].tolist() == [[1, 2, 3, 4, 5]]
+
+
+def test_values_of_numpy_are_packed():
+    ids = np.arange(3)
+    sample = {"input_ids": ids, "completion_mask": ids > 0, "weights": ids / 2, "names": "abc"}
+    row = huggingface.Collator()([sample | {"text": "dropped"}] * 2)
+    assert row.keys() == {"input_ids", "labels", "position_ids", "weights", "names"}
+    assert row["labels"].tolist() == [[-100, 1, 2, -100, 1, 2]]
+    assert row["weights"].tolist() == [[0, 0.5, 1, 0, 0.5, 1]]
+    assert row["names"] == ["abc", "abc"]
+
+
 @pytest.mark.parametrize(
     ("samples", "reason"),
     [
@@ -222,6 +244,27 @@ def test_trainers_that_would_be_wrong_are_refused(llama, tmp_path, given, option
         with pytest.raises(ValueError, match=reason):
             huggingface.trainer(transformers.Trainer)(model=model, args=arguments, **(given or {}))
         return sp
+
+    virtual(1, run)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_trainer_keeps_the_columns_a_collator_reads(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(Groups, "of", lambda comm, accelerator: Groups(accelerator, [0], 0))
+    options = {"use_cpu": True, "report_to": [], "output_dir": str(tmp_path)}
+    arguments = transformers.TrainingArguments(per_device_train_batch_size=2, **options)
+    sample = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1], "unread": [1, 2, 3, 4]}
+    samples = [sample, sample | {"text": "a bb"}]
+    model = copy.deepcopy(llama)
+
+    def run(comm):
+        huggingface.enable(model, comm)
+        made = huggingface.trainer(transformers.Trainer)(
+            model=model, args=arguments, data_collator=huggingface.Collator()
+        )
+        (row,) = made.get_eval_dataloader(samples)
+        assert row.keys() == {"input_ids", "labels", "position_ids"}
+        assert row["labels"].tolist() == [[-100, -100, 7, 8] * 2]
 
     virtual(1, run)
 

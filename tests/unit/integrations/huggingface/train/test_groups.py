@@ -1,11 +1,12 @@
 """The batches that a Trainer's groups of ranks read, against those of transformers' Trainer."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from seqpar.integrations.huggingface.train.groups import Groups
 from tests.support import huggingface as hf
@@ -43,6 +44,12 @@ class Stream(IterableDataset):
 class SizedStream(Stream):
     def __len__(self):
         return self.count
+
+
+class WorkersStream(Stream):
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(samples(self.count)[worker.id :: worker.num_workers])
 
 
 def samples(count):
@@ -138,6 +145,48 @@ def test_groups_train_on_the_batches_of_processes(model, tmp_path, options, grou
             accelerator.prepare_data_loader = prepare
             dataset = samples(count)
             assert of_training(trainer, dataset) == of_training(expected, dataset), (count, rows)
+
+
+def of_accelerate(dataset, split, groups, index, **options):
+    """The batches that accelerate makes in its first process, and would send to this one."""
+    first = [] if options["drop_last"] else [True]  # what fills the last batch is sliced first
+
+    def part_of(batch, part, **_):
+        start = 0 if first and first.pop() else index * part.stop
+        return accelerate.utils.slice_tensors(batch, slice(start, start + part.stop))
+
+    dispatcher = accelerate.data_loader.DataLoaderDispatcher(
+        dataset, split, slice_fn=part_of, _drop_last=options["drop_last"], **options
+    )
+    dispatcher.state = SimpleNamespace(process_index=0, num_processes=groups, device="cpu")
+    batches = [x["input_ids"][:, 0].tolist() for x in dispatcher]
+    return [x for x in batches if x]  # a turn of fewer samples than groups makes empty ones
+
+
+@pytest.mark.parametrize("kind", ["as they are", "drop_last", "split"])
+@pytest.mark.parametrize(
+    ("count", "rows", "workers"),
+    [
+        (17, 2, 2),
+        pytest.param(21, 2, 2, marks=pytest.mark.exhaustive),
+        pytest.param(37, 4, 4, marks=pytest.mark.exhaustive),  # a turn that cannot be divided
+    ],
+)
+def test_groups_divide_what_several_workers_read(model, tmp_path, kind, count, rows, workers):
+    """As accelerate does, also where training resumes."""
+    dataset, split = WorkersStream(count), kind == "split"
+    options = {"batch_size": rows * (1 + split), "drop_last": kind == "drop_last"}
+    options |= {"num_workers": workers, "collate_fn": collate}
+    for index in range(2):
+        expected = of_accelerate(dataset, split, 2, index, **options)
+        accelerator = make_trainer(model, str(tmp_path), 2, OPTIONS[kind]).accelerator
+        Groups(accelerator, [0, 1], index)
+        loader = accelerator.prepare(DataLoader(dataset, **options))
+        found, _ = epochs(loader)
+        ends = [False] * (len(expected) - 1) + [True]
+        assert found == [list(zip(expected, ends, strict=True))] * 2
+        resumed = accelerate.skip_first_batches(loader, 3)
+        assert [x["input_ids"][:, 0].tolist() for x in resumed] == expected[3:]
 
 
 def gathered(batch, gather, rows):

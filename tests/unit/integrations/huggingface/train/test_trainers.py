@@ -59,6 +59,14 @@ def test_transformers_trainers_are_accepted(name):
         assert issubclass(made, base) and made.__name__ == base.__name__
 
 
+def test_an_sft_trainer_keeps_the_columns_a_collator_reads():
+    trainer = object.__new__(huggingface.trainer(trl.SFTTrainer))
+    vars(trainer).update(_signature_columns=None, _is_vision_dataset=False)
+    trainer.data_collator = huggingface.Collator()
+    trainer._set_signature_columns_if_needed()
+    assert {"completion_mask", "assistant_masks", "attention_mask"} < {*trainer._signature_columns}
+
+
 def test_what_is_no_trainer_is_a_type_error():
     for base in (dict, transformers.Trainer.train, None):
         with pytest.raises(TypeError, match=r"base must be transformers\.Trainer"):
