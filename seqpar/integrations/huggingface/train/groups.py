@@ -79,8 +79,8 @@ class Groups:
         # By default, accelerate reads an iterable dataset once for all processes.
         dispatches = accelerator.dispatch_batches is None and device_placement
         dispatches = dispatches and isinstance(loader.dataset, IterableDataset)
-        _seed_workers(loader, self.index)
         alone = self.evaluates or dispatches
+        _seed_workers(loader, 0 if alone else self.index)  # as the one process that reads
         made = prepare_data_loader(
             loader,
             accelerator.device,

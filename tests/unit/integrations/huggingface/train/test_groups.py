@@ -1,6 +1,7 @@
 """The batches that a Trainer's groups of ranks read, against those of transformers' Trainer."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -187,6 +188,19 @@ def test_groups_divide_what_several_workers_read(model, tmp_path, kind, count, r
         assert found == [list(zip(expected, ends, strict=True))] * 2
         resumed = accelerate.skip_first_batches(loader, 3)
         assert [x["input_ids"][:, 0].tolist() for x in resumed] == expected[3:]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_workers_that_read_for_all_groups_have_the_seeds_of_one_process(model, tmp_path, streams):
+    """Otherwise groups would divide different random samples."""
+    accelerator = make_trainer(model, str(tmp_path), 2, {}).accelerator
+    Groups(accelerator, [0, 1], 1)
+    seed = partial(transformers.trainer_utils.seed_worker, num_workers=2, rank=0)
+    dataset = WorkersStream(17) if streams else [{"input_ids": [i]} for i in range(17)]
+    loader = DataLoader(dataset, num_workers=2, collate_fn=collate, worker_init_fn=seed)
+    base = accelerator.prepare(loader).base_dataloader
+    workers = base.dataset._workers if streams else base
+    assert workers.worker_init_fn.keywords["rank"] == (0 if streams else 1)
 
 
 def gathered(batch, gather, rows):
