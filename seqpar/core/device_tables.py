@@ -197,7 +197,7 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
         key = id(x), device
         _copies[key] = _view(memory, start, x)
         weakref.finalize(x, _copies.pop, key, None).atexit = False
-    if memory.is_cuda:
+    if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         _copied.setdefault(device, {})[stream] = stream.record_event()
     return True

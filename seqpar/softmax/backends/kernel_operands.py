@@ -43,7 +43,7 @@ def aligned_heads(x: Tensor, width: int) -> Tensor:
         return pad_heads(x, width)
     steps = x.storage_offset(), *x.stride()[:-1]
     is_aligned = x.stride(-1) == 1 and not any(step % _ALIGNMENT for step in steps)
-    return x if is_aligned else x.contiguous()
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def with_column(x: Tensor, column: Tensor) -> Tensor:

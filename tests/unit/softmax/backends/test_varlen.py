@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from seqpar import Layout
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.softmax.backends import pieces
+from seqpar.softmax.backends.kernel_operands import aligned_heads
 from seqpar.softmax.backends.varlen import varlen_work
 from tests.support.varlen_kernels import Segments
 from tests.unit.softmax.backends.test_any_slices import POSITIONS, slices_of
@@ -73,3 +74,16 @@ def test_more_keys_than_queries(make):
     for rank in range(8):
         for owner in range(8):
             check(slices_between(layout, rank, keys, owner, Mask(UNLIMITED, 0)), make)
+
+
+@pytest.mark.parametrize(
+    ("first", "strides"),
+    [(4, (128, 64, 64, 1)), (0, (128, 64, 4, 1))],
+    ids=["begins at 8 bytes", "steps by 8 bytes along its only head"],
+)
+def test_contiguous_operands_are_copied_to_aligned_addresses(first, strides):
+    """Kernels read 16 bytes at a time; messages may begin with numbers of 4 bytes."""
+    x = torch.arange(1024.0).bfloat16().as_strided((1, 2, 1, 64), strides, first)
+    assert x.is_contiguous()
+    found = aligned_heads(x, 64)
+    assert found.equal(x) and found.storage_offset() == 0 and found.stride() == (128, 64, 64, 1)
