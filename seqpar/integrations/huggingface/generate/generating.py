@@ -38,8 +38,9 @@ class Generation(Uncopied):
 
     def __init__(self, session: EnabledModel, sharder: BatchSharder) -> None:
         self._session, self._sharder = session, sharder
-        # By running call: the call around it, and its kept tokens.
-        self._outer_calls: list[tuple[ModelCall | None, Kept | None]] = []
+        # By running call: the call around it, and the tokens whose logits it returns, or the
+        # number of the last ones of each row to which all logits are cut (0: none are cut).
+        self._outer_calls: list[tuple[ModelCall | None, Kept | None, int]] = []
         inner = session.inner
         self._handles: list[Any] = [
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -69,6 +70,8 @@ class Generation(Uncopied):
 
     def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run transformers' `generate` with a cache over the ranks, and rank 0's random numbers."""
+        own = self._own or MethodType(type(model).generate, model)  # type: ignore[attr-defined]
+        args, kwargs = _by_name(own, args, kwargs)
 
         def check() -> Cache:
             if model is not self._session.inner:
@@ -88,7 +91,6 @@ class Generation(Uncopied):
             return given
 
         cache = self._session.agree(check, lambda: _settings(model, args, kwargs))
-        own = self._own or MethodType(type(model).generate, model)  # type: ignore[attr-defined]
         with _random_numbers_of_rank_0(self._session.comm):
             return own(*args, **kwargs | {"past_key_values": cache})
 
@@ -113,7 +115,8 @@ class Generation(Uncopied):
         start()
         if kept is not None:
             made["logits_to_keep"] = kept.index
-        self._outer_calls.append((current.set(call), kept))
+        last = kwargs.get("logits_to_keep") if kept is None else None
+        self._outer_calls.append((current.set(call), kept, last or 0))
         if self._has_routers:
             made["output_router_logits"] = False  # the loss of a config's True would be local
         return args, made | {"past_key_values": cache, "use_cache": True}
@@ -136,7 +139,7 @@ class Generation(Uncopied):
         for name in ("labels", "shift_labels", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"{name} must be None in a call with past_key_values")
-        if inner.training and any(isinstance(x, nn.Dropout) and x.p for x in inner.modules()):
+        if inner.training and any(map(_draws, inner.modules())):
             reason = "it has dropout, another on each rank"
             raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
         if isinstance(kwargs.get("logits_to_keep"), Tensor):
@@ -177,7 +180,7 @@ class Generation(Uncopied):
         call = current.call
         if not self._outer_calls or call is None or call.cache is None:
             return None
-        before, kept = self._outer_calls.pop()
+        before, kept, last = self._outer_calls.pop()
         current.set(before)
         if outputs is None:
             call.cache.abort()
@@ -193,6 +196,8 @@ class Generation(Uncopied):
                 else unshard(x, None, comm)
                 for name, x in outputs.items()
             }
+            if last:
+                made["logits"] = made["logits"][:, -last:]
             outputs = type(outputs)(**made)
         if comm.size > 1:
             for _, x in tensors_in(outputs):
@@ -215,6 +220,25 @@ _REFUSED = {  # setting of `generate`: the only value that it may have, and the 
 def _refuse_gradient(_: Tensor) -> None:
     how = "call model(**sp.shard(batch)) without a cache"
     raise ValueError(f"past_key_values must be None where gradients are needed: {how}")
+
+
+def _draws(module: nn.Module) -> bool:
+    """Return whether a module draws random numbers in training."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, float) and x > 0)
+    return any("drop" in name or "jitter" in name for name, _ in numbers)
+
+
+def _by_name(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, positional ones by their names where these are known."""
+    signature = inspect.signature(function)
+    signature.bind_partial(*args, **kwargs)  # raises a TypeError as a call would
+    kinds = signature.parameters.items()
+    names = [name for name, x in kinds if x.kind is x.POSITIONAL_OR_KEYWORD]
+    return args[len(names) :], dict(zip(names, args, strict=False)) | kwargs
 
 
 def _configs(model: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -322,7 +346,8 @@ def _prefill_layout(side: Side) -> tuple[Layout, Any]:
     lengths = np.diff(by_rows)
     if not np.array_equal(by_rows, documents.cu_seqlens):
         if not lengths.all():
-            raise ValueError("attention_mask must leave each row a token")
+            where = "in the first call, or with prefill_chunk_size in the first chunk"
+            raise ValueError(f"attention_mask must leave each row a token {where}")
         reason = "a cache has one sequence in each row"
         raise ValueError(f"position_ids must not restart within a row: {reason}")
     last = np.arange(1, documents.rows + 1) * documents.columns - 1

@@ -98,6 +98,24 @@ def test_a_cache_goes_on_in_another_call(llama):
         assert told == (PROMPT + NEW - 1, 2, "Cache(25 tokens over 2 ranks)")
 
 
+def test_a_prefill_keeps_the_last_logits_of_padded_rows(llama):
+    """Also if a row has fewer tokens."""
+    batch = prompts((0, PROMPT - 2))
+    with torch.no_grad():
+        expected = llama(**batch, logits_to_keep=5).logits
+
+    def run(comm):
+        own = copy.deepcopy(llama)
+        sp = huggingface.enable(own, comm)
+        with torch.no_grad():
+            return own(**batch, logits_to_keep=5, past_key_values=sp.cache()).logits
+
+    for found in virtual(2, run):
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found[0], expected[0], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(found[1, -2:], expected[1, -2:], rtol=2e-5, atol=2e-5)
+
+
 def test_rows_are_repeated_selected_and_dropped(llama):
     batch = prompts((0, 4))
     rows = {name: x.repeat_interleave(2, 0)[[3, 0, 1]] for name, x in batch.items()}
@@ -258,6 +276,14 @@ WRONG = [
         "layers.1.self_attn is linear",
     ),
     (lambda own, sp: generated(own, prompts(), max_time=9.0), "max_time must be None"),
+    (
+        lambda own, sp: own.generate(TOKEN, transformers.GenerationConfig(max_time=9.0)),
+        "max_time must be None",
+    ),
+    (
+        lambda own, sp: (setattr(own.model, "hidden_dropout", 0.1), own.train(), filled(own, sp)),
+        r"model must be in eval\(\) for calls with past_key_values: it has dropout",
+    ),
     (
         lambda own, sp: own(**prompts(), past_key_values=sp.cache(), output_router_logits=True),
         "output_router_logits must be None in a call with past_key_values",
