@@ -15,13 +15,15 @@ def stored(x, layout):
     return x
 
 
-def far_apart(operands, stride):
-    """Return the same operands, (1, T, H, D) each, with rows so many elements apart."""
+def far_apart(operands, stride, dim=1):
+    """Return the same operands, (1, T, H, D) each, with rows, or heads, so many elements apart."""
     strided = {}
     for name in ("q", "k", "v", "dout"):
         dense = getattr(operands, name)
-        storage = dense.new_empty((dense.shape[1] - 1) * stride + dense[0, 0].numel())
-        view = storage.as_strided(dense.shape, (0, stride, *dense.stride()[2:]))
+        strides = [0, *dense.stride()[1:]]
+        strides[dim] = stride
+        furthest = sum(s * (n - 1) for s, n in zip(strides, dense.shape, strict=True))
+        view = dense.new_empty(furthest + 1).as_strided(dense.shape, strides)
         strided[name] = view.copy_(dense)
     return dataclasses.replace(operands, **strided)
 

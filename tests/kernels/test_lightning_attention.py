@@ -255,6 +255,23 @@ def test_offsets_past_2_to_the_31(stride):
     assert equal(x.computed(spans, 300, config), y.computed(spans, 300, config))
 
 
+def test_offsets_of_heads_past_2_to_the_31():
+    """Three query heads share a KV head; the last lies beyond 2**31 elements."""
+    spans = spans_of([70, 20], [True, False], [False, True])
+    x = Operands.draw(spans, torch.float16, heads=(3, 1))
+    y = far_apart(x, 2**30, dim=2)
+    assert equal(x.computed(spans, 32), y.computed(spans, 32))
+
+
+def test_strided_decays_are_refused():
+    """Kernels read them one after another."""
+    spans = spans_of([20], [True], [True])
+    x = Operands.draw(spans, heads=(2, 2))
+    apart = torch.stack([x.log_decay, x.log_decay], 1)[:, 0]
+    with pytest.raises(ValueError, match="log_decay must have contiguous rows"):
+        dataclasses.replace(x, log_decay=apart).computed(spans, 16)
+
+
 def test_the_same_bits_again():
     spans = spans_of([20], [True], [True])
     x = Operands.draw(spans)

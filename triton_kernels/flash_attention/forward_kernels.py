@@ -226,6 +226,7 @@ def flash_merge(
         m, z, acc = join(
             m, z, acc, partial_out, partial_lse, rows, continued, p_t, r_t, DV, BLOCK_DV, REST_DV
         )
+        tl.debug_barrier()  # several warps read the partial lse of a row, and one replaces it
     split_out += batch * s_b + head64 * s_h + row64 * s_t
     split_lse += batch * u_b + head64 * u_h + row64 * u_t
     for part in range(parts):

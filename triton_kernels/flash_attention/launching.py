@@ -51,7 +51,7 @@ class Prepared:
 
     @cached_property
     def all_arguments(self) -> tuple[Any, ...]:
-        """All arguments after the tensors; compile-time ones are the last, in the kernel's order."""
+        """All arguments after the tensors. Compile-time ones come last, in the kernel's order."""
         constants = (self.flags[name] for name in self.kernel.arg_names if name in self.flags)
         return *self.arguments, *constants
 

@@ -48,6 +48,7 @@ def flash_accumulate(
     ratio = tl.exp(-tl.abs(difference))
     weight = (tl.where(difference < 0.0, ratio, 1.0) / (1.0 + ratio)).to(tl.float32)
     larger = tl.maximum(old, new, propagate_nan=tl.PropagateNan.ALL)
+    tl.debug_barrier()  # several warps read the old lse of a row, and one of them replaces it
     tl.store(at_lse, larger + tl.log(1.0 + ratio), mask=valid)
     mask = within(valid, dv, DV, BLOCK_DV)
     out += batch * o_b + head * o_h

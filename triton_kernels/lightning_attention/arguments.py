@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import Shapes, check_number, check_type
+from ..checks import Shapes, check_number, check_rows, check_type
 from ..flash_attention import launching as flash
 from .configs import Config
 from .tables import SegmentTables
@@ -26,7 +26,9 @@ class Walk(NamedTuple):
 def call_key(known_by: Hashable, walk: Walk, *tensors: Any) -> Hashable:
     """Return the key of a call among its tables' prepared calls.
 
-    If `known_by` is given, it stands for everything but the tensors' alignment. Raises a ValueError that names an argument of a wrong type.
+    If `known_by` is given, it stands for everything but the tensors' alignment.
+
+    Raises a ValueError that names an argument of a wrong type.
     """
     if known_by is not None:
         return known_by, flash.alignments(*tensors)
@@ -48,4 +50,5 @@ def check_decay(log_decay: Tensor) -> Shapes:
     """
     shapes = Shapes()
     shapes.check("log_decay", log_decay, "G", [torch.float64])
+    check_rows("log_decay", log_decay)
     return shapes

@@ -20,9 +20,13 @@ class Call(NamedTuple):
     copies: tuple[bool, ...]
 
 
-def addressable(*operands: Tensor) -> tuple[bool, ...]:
-    """Return the indices of operands (B, T, H, D) to copy, whose chunks span 2**31 elements."""
-    return copied(flash.Config(64, 0, 4, 1), operands)
+def addressable(*operands: Tensor, members: int = 1) -> tuple[bool, ...]:
+    """Return the indices of operands (B, T, H, D) to copy.
+
+    Their chunks, or the `members` heads that a program walks, span 2**31 elements.
+    """
+    far = copied(flash.Config(64, 0, 4, 1), operands)
+    return tuple(f or (members - 1) * x.stride(2) >= 2**31 for f, x in zip(far, operands, strict=True))
 
 
 def launches(

@@ -173,12 +173,13 @@ def _prepare(
 ) -> Call:
     """Return the call of `recurrence` without its tensors."""
     tables, config, scale, reverse = walk
-    copies, dim, value_dim = addressable(x, y, z), x.shape[-1], z.shape[-1]
+    dim, value_dim, members = x.shape[-1], z.shape[-1], max(1, y.shape[2] // x.shape[2])
+    copies = addressable(x, y, z, members=members)
     x, y, z = ready((x, y, z), copies)
     flags = constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": min(config.depth, padded(dim)),
         "DV": value_dim, "BLOCK_DV": config.block(value_dim),
-        "SHARING": max(1, x.shape[2] // y.shape[2]), "MEMBERS": max(1, y.shape[2] // x.shape[2]),
+        "SHARING": max(1, x.shape[2] // y.shape[2]), "MEMBERS": members,
         "REVERSE": reverse, "HAS_INITIAL": has_initial,
     }  # fmt: skip
     batch, heads, blocks = x.shape[0], x.shape[2], triton.cdiv(value_dim, flags["BLOCK_DV"])

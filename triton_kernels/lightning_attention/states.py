@@ -199,13 +199,14 @@ def _prepare_states(walk: Walk, x: Tensor, y: Tensor, log_decay: Tensor) -> Call
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T H V", DTYPES)
     shapes.check_shared("x", "H", "G")
-    copies, dim, value_dim = addressable(x, y), x.shape[-1], y.shape[-1]
+    batch, heads, (dim, value_dim) = x.shape[0], log_decay.shape[0], (x.shape[-1], y.shape[-1])
+    members, size = x.shape[2] // heads, dim * value_dim
+    copies = addressable(x, y, members=members)
     x, y = ready((x, y), copies)
-    batch, heads, size = x.shape[0], log_decay.shape[0], dim * value_dim
     flags = constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": config.block(dim),
         "DV": value_dim, "BLOCK_DV": config.block(value_dim),
-        "MEMBERS": x.shape[2] // heads, "REVERSE": reverse,
+        "MEMBERS": members, "REVERSE": reverse,
     }  # fmt: skip
     blocks = triton.cdiv(dim, flags["BLOCK_D"]) * triton.cdiv(value_dim, flags["BLOCK_DV"])
     arguments = (
