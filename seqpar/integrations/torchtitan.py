@@ -172,6 +172,10 @@ def _where_tokens_are(sharding: Any) -> Any:
 def _layout(positions: Tensor, comm: Comm, balanced: bool) -> Layout:
     parts = comm.all_gather(positions.to(comm.device), label="positions")
     ranks, (rows, held) = comm.size, positions.shape
+    balanced = balanced and ranks > 1  # torchtitan does not reorder the tokens of one rank
+    if balanced and held % 2:
+        expected = f"a multiple of {2 * ranks}, two chunks for each rank"
+        raise ValueError(f"seq_len must be {expected}, with load_balancer headtail")
     dealt = torch.stack(parts).cpu().numpy()  # (P, B, L_local)
     owners = np.r_[np.arange(ranks), np.arange(ranks)[::-1]] if balanced else np.arange(ranks)
     size = held * ranks // owners.size

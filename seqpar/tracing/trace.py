@@ -170,16 +170,22 @@ def _named(kind: str, ids: dict[str, int], name: str) -> ChromeEvent:
     return {"name": f"{kind}_name", "ph": "M", "args": {"name": name}, **ids}
 
 
+_active: list[Trace] = []  # of this process, in the order in which they began
+
+
 @contextmanager
 def trace() -> Iterator[Trace]:
     """Record what this process's attention calls compute, send and wait for, forward and backward.
 
     On a GPU, times are measured on the current stream: a wait is the time for which the stream was
-    blocked.
+    blocked. Of several traces, the one that began last records.
     """
-    recorded = Trace()
+    hooks.trace = recorded = Trace()
+    _active.append(recorded)
     try:
-        with hooks.set(trace=recorded):
-            yield recorded
+        yield recorded
     finally:
+        _active.remove(recorded)
+        if hooks.trace is recorded:
+            hooks.trace = _active[-1] if _active else None
         recorded.end()

@@ -154,6 +154,25 @@ def test_another_load_balancer_is_noticed(pool, told, dealt):
         assert f"load_balancer must be that of torchtitan's config, got {told}" in fault
 
 
+def test_one_rank_has_rows_of_any_length():
+    from seqpar.integrations.torchtitan import _layout
+
+    def boundaries(comm):
+        return _layout(torch.arange(5).repeat(2, 1), comm, True).cu_seqlens.tolist()
+
+    assert virtual(1, boundaries) == [[0, 5, 10]]
+
+
+def test_chunks_of_half_a_token_are_refused():
+    from seqpar.integrations.torchtitan import _layout
+
+    def refused(comm):
+        with pytest.raises(ValueError, match="seq_len must be a multiple of 4, two chunks"):
+            _layout(torch.arange(5)[None], comm, True)
+
+    virtual(2, refused)
+
+
 def test_what_it_cannot_replace_is_refused():
     from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from seqpar.balance.disaggregation.disaggregate import TILE_ROWS
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
-from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_int_array, as_ranks
+from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_lengths, as_ranks
 from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
@@ -50,10 +50,8 @@ def place_homes(
             ranks take too much of its memory, a rank gets up to 5% fewer tokens.
         tile: documents are cut at multiples of this number of tokens.
     """
-    lengths, ranks = as_int_array("lengths", lengths), as_ranks("ranks", ranks)
+    lengths, ranks = as_lengths("lengths", lengths), as_ranks("ranks", ranks)
     row_bytes = check_row_bytes(row_bytes)
-    if (lengths < 0).any():
-        raise ValueError(f"lengths must not be negative, got {lengths.min()}")
     tolerance, tile = as_float("tolerance", tolerance), as_int("tile", tile, 1)
     if not 0 <= tolerance < np.inf:
         raise ValueError(f"tolerance must be at least 0, got {tolerance}")
