@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,7 +27,8 @@ def addressable(*operands: Tensor, members: int = 1) -> tuple[bool, ...]:
     Their chunks, or the `members` heads that a program walks, span 2**31 elements.
     """
     far = copied(flash.Config(64, 0, 4, 1), operands)
-    return tuple(f or (members - 1) * x.stride(2) >= 2**31 for f, x in zip(far, operands, strict=True))
+    apart = ((members - 1) * x.stride(2) >= 2**31 for x in operands)
+    return tuple(map(operator.or_, far, apart))
 
 
 def launches(
