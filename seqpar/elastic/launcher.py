@@ -67,16 +67,21 @@ class Launcher:
         self._codes: dict[int, int] = {}  # of processes that have ended
         self._since: float | None = None  # when the first member reported that it needs a place
         self._ended = ""
+        self._told: list[int] = []  # the members that got the answer that the training has ended
 
     def run(self) -> int:
-        """Run the training; return 0 if it is done, or 1 if it cannot continue."""
+        """Run the training; return 0 if it is done.
+
+        Return 1 if it cannot continue, or if a rank's script fails after the last step.
+        """
         try:
             for _ in range(self._limits.ranks + self._limits.spares):
                 self._add()
             while self._workers:
                 self.tick()
                 time.sleep(_POLL_SECONDS)
-            return 0 if self._ended == "done" else 1
+            failed = any(self._codes[number] for number in self._told)
+            return 0 if self._ended == "done" and not failed else 1
         finally:
             for worker in self._workers.values():
                 worker.process.kill()
@@ -170,6 +175,7 @@ class Launcher:
     def _end(self, why: str, ready: Collection[int]) -> None:
         """End the training; processes that have not reported cannot be of use any more."""
         self._ended = why
+        self._told = [number for number in self._members if number in ready]
         for number, worker in self._workers.items():
             if number in ready:
                 self._answer(number, Place(why))

@@ -67,18 +67,31 @@ class _Checkpoint:
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> _Checkpoint:
-        finished = torch.load(io.BytesIO(data), weights_only=True)["finished"]
-        return cls(finished, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        content = torch.load(io.BytesIO(data), weights_only=True)
+        if not (isinstance(content, dict) and content.keys() == {"finished", "states"}):
+            raise ValueError("not a checkpoint of seqpar.elastic.steps")
+        return cls(content["finished"], torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     @classmethod
     def read(cls, path: Path | None) -> _Checkpoint:
-        return cls.parse(path.read_bytes()) if path is not None and path.exists() else cls()
+        """Return the file's checkpoint, or an empty one if there is no file."""
+        if path is None or not path.exists():
+            return cls()
+        data = path.read_bytes()
+        try:
+            return cls.parse(data)
+        except Exception as error:  # torch.load raises many types for a damaged file
+            text = f"path must be a whole checkpoint of seqpar.elastic.steps, got {str(path)!r}"
+            raise ValueError(f"{text}: remove the file, or choose another path") from error
 
     def write(self, path: Path) -> None:
         """Replace the file, or leave the old one and warn, for example if the disk is full."""
         new = path.with_name(f"{path.name}.new")
         try:
-            new.write_bytes(self._bytes)
+            with open(new, "wb") as file:
+                file.write(self._bytes)
+                file.flush()
+                os.fsync(file.fileno())  # otherwise a crash of the host may leave an empty file
             new.replace(path)
         except OSError as error:
             _log.warning("the checkpoint after %d steps was not written: %s", self.finished, error)
@@ -90,11 +103,15 @@ class _Checkpoint:
         return self.data.numpy().data
 
     def restore(self, states: Mapping[str, Stateful]) -> None:
-        if self.data is not None:
-            file = io.BytesIO(self._bytes)
-            content = torch.load(file, weights_only=True, map_location="cpu")["states"]
-            for name, each in states.items():
-                each.load_state_dict(content[name])
+        file = io.BytesIO(self._bytes)
+        content = torch.load(file, weights_only=True, map_location="cpu")["states"]
+        if content.keys() != states.keys():
+            raise ValueError(
+                f"build must return states named {list(content)}, as the checkpoint has them, got "
+                f"{list(states)}: if another training wrote the checkpoint, choose another path"
+            )
+        for name, each in states.items():
+            each.load_state_dict(content[name])
 
     def share(self, comm: Comm, place: Place) -> _Checkpoint:
         """Send this checkpoint to the ranks that lack it, or return the one that counts."""
@@ -109,6 +126,14 @@ class _Checkpoint:
         data = torch.empty(int(size), dtype=torch.uint8)
         comm.exchange([], [(place.source, data)], label="checkpoint").wait()
         return _Checkpoint.parse(data.numpy().data)
+
+
+def _start_alike(states: Mapping[str, Stateful], comm: Comm, place: Place) -> None:
+    """Give all ranks the states of rank 0, since `build` may draw other weights on each rank."""
+    initial = _Checkpoint.of(0, states)
+    initial.check()
+    place = place._replace(source=0, lacking=range(1, place.ranks))
+    initial.share(comm, place).restore(states)
 
 
 def steps(
@@ -129,10 +154,11 @@ def steps(
     the error is raised. A lighthouse also forms a new group when new processes wait, after a
     checkpoint.
 
+    Until there is a checkpoint, each group starts with the states that `build` makes on its rank 0.
     All ranks must hold the whole state, as with DDP, or without any wrapper. If the step draws
     random numbers, seed them from its number. If the number of ranks stays the same, the results
     have the same bits as without faults; otherwise they are as close as another number of ranks
-    makes them.
+    makes them. If `build` is not seeded, this holds from the first checkpoint on.
 
     Args:
         build: called with each new group, which is on gloo and is the default group. It returns the
@@ -147,8 +173,9 @@ def steps(
             `build`, and the sending of a checkpoint, must take less.
 
     Raises:
-        ValueError: a state has DTensors or objects that torch.load refuses, `every` is below 1, or
-            no launcher started this process.
+        ValueError: a state has DTensors or objects that torch.load refuses, the file at `path` is
+            damaged, the checkpoint's states have other names than those of `build`, `every` is
+            below 1, or no launcher started this process.
         RuntimeError: raised by a step though no rank was lost; too few ranks are left; or the
             lighthouse does not answer.
     """
@@ -202,7 +229,10 @@ def _steps(
             comm = join(store, name, place.rank, place.ranks, device, timeout)
             checkpoint = checkpoint.share(comm, place)
             states, step = build(comm.process_group)
-            checkpoint.restore(states)
+            if checkpoint.data is None:  # on all ranks
+                _start_alike(states, comm, place)
+            else:
+                checkpoint.restore(states)
             if failure is not None:
                 later = time.monotonic() - failed
                 text = "%s. Continued on %d ranks after %d steps, %.1f s later"

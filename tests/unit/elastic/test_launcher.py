@@ -185,3 +185,29 @@ def test_spares_never_begin_anew(four, code, end):
         four.processes[number].code = code
     four.launcher.tick()
     assert four.place(5).end == end
+
+
+@pytest.mark.parametrize(
+    ("codes", "result"),
+    [([0, 0, 0], 0), ([0, 1, 0], 1), ([0, 0, 1], 0)],
+    ids=["no failure", "a rank fails", "a spare fails"],
+)
+def test_a_failure_after_the_last_step_counts(codes, result):
+    training = Training(ranks=2, spares=1)
+    training.report(0, 1, 2, 3)
+    training.report(9, 1, 2, done=True)
+    assert training.place(1).end == "done"
+    for number, code in enumerate(codes, start=1):
+        training.processes[number].code = code
+    training.launcher._add = lambda: None  # `run` starts no more processes
+    assert training.launcher.run() == result
+
+
+def test_a_late_death_does_not_fail_the_run():
+    training = Training(ranks=2)
+    training.report(0, 1, 2)
+    training.kill(2)
+    training.report(9, 1, done=True)
+    training.processes[1].code = 0
+    training.launcher._add = lambda: None
+    assert training.launcher.run() == 0
