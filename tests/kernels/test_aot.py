@@ -214,7 +214,7 @@ for dim in (64, 128, 256):
 
 
 @pytest.mark.exhaustive
-def test_a_merge_replaces_an_lse_after_all_warps_have_read_it():
+def test_merges_replace_lse_after_all_reads():
     """Several warps read the lse of a row, in layouts of their own, and one replaces it."""
     command = [sys.executable, "-c", BARRIERS]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)

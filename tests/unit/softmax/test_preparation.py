@@ -108,7 +108,7 @@ def test_another_process_with_other_hashes_prepares(elsewhere, rehearsals):
     assert len({layout, Layout.zigzag([0, 100, 640], 4)}) == 1
 
 
-def test_a_layout_that_has_unsharded_still_takes_its_tables(elsewhere, rehearsals):
+def test_a_layout_takes_tables_after_unshard(elsewhere, rehearsals):
     """The table of `unshard` is on the device, so it cannot travel."""
     attn = module("ring", SilentComm(1, RANKS))
 

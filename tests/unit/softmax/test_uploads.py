@@ -191,7 +191,7 @@ def test_streams_compute_their_own_tensors(monkeypatch):
     assert [at("a"), at("b"), at("a"), at("a", True), at("c", True), at("c")] == [0, 1, 0, 2, 3, 4]
 
 
-def test_tables_of_a_first_call_for_inference_can_be_saved_for_backward():
+def test_tables_copied_in_inference_can_be_saved():
     table = torch.arange(3)
     with torch.inference_mode():
         assert not on_device(table, META).is_inference()

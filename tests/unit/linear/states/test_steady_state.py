@@ -122,7 +122,7 @@ def test_weights_of_constant_decays_are_computed_once(monkeypatch, transport, de
         assert len(made) == 2 * times
 
 
-def test_layers_with_decays_of_their_own_copy_them_once(monkeypatch):
+def test_layers_copy_decays_of_their_own_once(monkeypatch):
     monkeypatch.setattr(background, "threads", AtOnce)
     layout, layers = Layout.zigzag(DOCUMENTS, RANKS, min_chunk=8), 70
     lin, second = LASP2Attention(SilentComm(1, RANKS)), HostWaits()

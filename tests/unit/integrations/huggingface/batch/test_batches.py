@@ -182,7 +182,7 @@ def test_samples_are_packed_into_one_row():
     assert texts["labels"].tolist() == [[-100, 2, 3, -100]]
 
 
-def test_packed_values_keep_their_dtype_next_to_empty_samples():
+def test_values_keep_their_dtype_beside_empty_samples():
     values = {"input_ids": [[5, 6, 7], [], [8, 9]], "labels": [[5, 6, 7], [], [8, 9]]}
     values |= {"images": [[1, 2, 3], [], [4, 5]]}
     samples = [dict(zip(values, x, strict=True)) for x in zip(*values.values(), strict=True)]

@@ -98,7 +98,7 @@ def test_a_cache_goes_on_in_another_call(llama):
         assert told == (PROMPT + NEW - 1, 2, "Cache(25 tokens over 2 ranks)")
 
 
-def test_a_prefill_keeps_the_last_logits_of_padded_rows(llama):
+def test_a_prefill_keeps_last_logits_of_padded_rows(llama):
     """Also if a row has fewer tokens."""
     batch = prompts((0, PROMPT - 2))
     with torch.no_grad():

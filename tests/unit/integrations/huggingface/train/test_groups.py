@@ -191,7 +191,7 @@ def test_groups_divide_what_several_workers_read(model, tmp_path, kind, count, r
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_workers_that_read_for_all_groups_have_the_seeds_of_one_process(model, tmp_path, streams):
+def test_workers_for_all_groups_share_seeds(model, tmp_path, streams):
     """Otherwise groups would divide different random samples."""
     accelerator = make_trainer(model, str(tmp_path), 2, {}).accelerator
     Groups(accelerator, [0, 1], 1)

@@ -59,7 +59,7 @@ def test_transformers_trainers_are_accepted(name):
         assert issubclass(made, base) and made.__name__ == base.__name__
 
 
-def test_an_sft_trainer_keeps_the_columns_a_collator_reads():
+def test_an_sft_trainer_keeps_a_collators_columns():
     trainer = object.__new__(huggingface.trainer(trl.SFTTrainer))
     vars(trainer).update(_signature_columns=None, _is_vision_dataset=False)
     trainer.data_collator = huggingface.Collator()
