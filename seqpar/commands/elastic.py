@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the training on this host; return 0 if it is done."""
+    """Run the training on this host; return the exit code, 0 if it is done."""
     limits = LauncherLimits(**{name: getattr(arguments, name) for name in ("ranks", *LIMITS)})
     store, (host, port) = store_of(None)
     command = [sys.executable, arguments.script, *arguments.arguments]
