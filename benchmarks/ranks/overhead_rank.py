@@ -133,7 +133,7 @@ class Compiled:
 def launch(
     kernel: Any, *positional: Any, grid: Any, warmup: bool = False, **named: Any
 ) -> Compiled:
-    """Replace `JITFunction.run`, without a launch. The floor's launches all look up the kernel."""
+    """Replace `JITFunction.run`; launch nothing. The floor always calls `kernel[grid](…)`."""
 
     def event(arguments: Sequence[Any]) -> Event:
         again = lambda *args, **kwargs: kernel[grid](*args, **kwargs)  # noqa: E731

@@ -99,7 +99,7 @@ class UploadedTables:
         for event in others:
             current.wait_event(event)
         for memory in self._memories if others else ():
-            memory.record_stream(current)  # which may still read it when its layout is freed
+            memory.record_stream(current)  # this stream may read it after its layout is freed
 
 
 class TableHolder:
@@ -157,10 +157,10 @@ def kept_on(
 def on_stream(
     device: torch.device, memo: Memo, key: tuple[Hashable, ...], compute: Callable[[], T]
 ) -> T:
-    """Return `compute()`, which computes tensors on a device, kept by its key.
+    """Return `compute()`, tensors on a device, kept under the key for the current stream.
 
-    Each stream of a GPU computes its own, since nothing orders streams. So does a CUDA graph, whose
-    memory has no values until it is replayed.
+    Streams are not ordered, so each computes its own. While a CUDA graph is captured nothing is
+    kept: the graph's memory has no values until it is replayed.
     """
     if device.type != "cuda":
         return memo(key, compute)
@@ -173,7 +173,7 @@ def on_stream(
 def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
     """Copy the tables that a device lacks, in one copy that the host does not wait for.
 
-    Returns whether there are any.
+    Returns whether it copied any.
     """
     missing = [x for x in tables if (id(x), device) not in _copies]
     if device.type == "cpu" or not missing:

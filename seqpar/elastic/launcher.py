@@ -67,7 +67,7 @@ class Launcher:
         self._codes: dict[int, int] = {}  # of processes that have ended
         self._since: float | None = None  # when the first member reported that it needs a place
         self._ended = ""
-        self._told: list[int] = []  # the members that got the answer that the training has ended
+        self._last_members: list[int] = []  # of the last group, told that the training has ended
 
     def run(self) -> int:
         """Run the training; return 0 if it is done.
@@ -80,7 +80,7 @@ class Launcher:
             while self._workers:
                 self.tick()
                 time.sleep(_POLL_SECONDS)
-            failed = any(self._codes[number] for number in self._told)
+            failed = any(self._codes[number] for number in self._last_members)
             return 0 if self._ended == "done" and not failed else 1
         finally:
             for worker in self._workers.values():
@@ -175,7 +175,7 @@ class Launcher:
     def _end(self, why: str, ready: Collection[int]) -> None:
         """End the training; processes that have not reported cannot be of use any more."""
         self._ended = why
-        self._told = [number for number in self._members if number in ready]
+        self._last_members = [number for number in self._members if number in ready]
         for number, worker in self._workers.items():
             if number in ready:
                 self._answer(number, Place(why))

@@ -128,8 +128,8 @@ class _Checkpoint:
         return _Checkpoint.parse(data.numpy().data)
 
 
-def _start_alike(states: Mapping[str, Stateful], comm: Comm, place: Place) -> None:
-    """Give all ranks the states of rank 0, since `build` may draw other weights on each rank."""
+def _share_initial_states(states: Mapping[str, Stateful], comm: Comm, place: Place) -> None:
+    """Give all ranks rank 0's states, since `build` may draw different weights on each."""
     initial = _Checkpoint.of(0, states)
     initial.check()
     place = place._replace(source=0, lacking=range(1, place.ranks))
@@ -158,7 +158,7 @@ def steps(
     All ranks must hold the whole state, as with DDP, or without any wrapper. If the step draws
     random numbers, seed them from its number. If the number of ranks stays the same, the results
     have the same bits as without faults; otherwise they are as close as another number of ranks
-    makes them. If `build` is not seeded, this holds from the first checkpoint on.
+    makes them. Until the first checkpoint, both need a seed in `build`.
 
     Args:
         build: called with each new group, which is on gloo and is the default group. It returns the
@@ -230,7 +230,7 @@ def _steps(
             checkpoint = checkpoint.share(comm, place)
             states, step = build(comm.process_group)
             if checkpoint.data is None:  # on all ranks
-                _start_alike(states, comm, place)
+                _share_initial_states(states, comm, place)
             else:
                 checkpoint.restore(states)
             if failure is not None:

@@ -165,7 +165,7 @@ def share(
 ) -> tuple[Tensor, list[int]]:
     """Return a rank's rows in `own`, grouped by the rank that holds them in `other`, and counts.
 
-    The rows (T_local,), on a device, of one rank follow those of another, each in the pack's order.
+    The rows (T_local,) are on `device`, one rank after another, in the pack's order within each.
     """
 
     def build() -> tuple[Tensor, list[int]]:

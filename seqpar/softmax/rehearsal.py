@@ -34,7 +34,7 @@ def upload_tables(
     """
     if device.type == "cpu" or hooks.replace_compute is not None:
         return
-    if not strategy.rehearses:  # its tables are copied when they are first needed
+    if not strategy.rehearses:  # its tables are copied when first needed, on any stream
         UploadedTables((), device).wait()
         return
     upload_once(_rehearsable(strategy, comm, call, device), device, backward)

@@ -16,7 +16,7 @@ def stored(x, layout):
 
 
 def far_apart(operands, stride, dim=1):
-    """Return the same operands, (1, T, H, D) each, with rows, or heads, so many elements apart."""
+    """Return the operands (1, T, H, D) with rows (dim 1) or heads (2) `stride` elements apart."""
     strided = {}
     for name in ("q", "k", "v", "dout"):
         dense = getattr(operands, name)

@@ -215,7 +215,7 @@ for dim in (64, 128, 256):
 
 @pytest.mark.exhaustive
 def test_merges_replace_lse_after_all_reads():
-    """Several warps read the lse of a row, in layouts of their own, and one replaces it."""
+    """Several warps read the lse of a row, and one replaces it."""
     command = [sys.executable, "-c", BARRIERS]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     found = [[*map(int, line.split())] for line in done.stdout.splitlines()]
@@ -223,8 +223,8 @@ def test_merges_replace_lse_after_all_reads():
 
 
 @pytest.mark.exhaustive
-def test_merges_of_parts_spill_in_no_loop():
-    """And all warps read a row's partial lse before one replaces it."""
+def test_merges_of_parts_have_a_barrier_and_no_spills():
+    """No spills in loops."""
     command = [sys.executable, "-c", MERGES]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     spills = [line.split() for line in done.stdout.splitlines()]

@@ -310,7 +310,7 @@ class Compiling:
 
 
 def test_triton_looks_up_a_launch_once():
-    """Once; then what it compiled is called."""
+    """Later launches call the compiled kernel directly."""
     kernel, flags = Compiling(), {"BLOCK_D": 16, "D": 8, "num_warps": 4}
     launch = launching.Prepared(kernel, (7,), torch.device("cpu"), (2,), flags)
     x, y = torch.empty(40), torch.empty(40)

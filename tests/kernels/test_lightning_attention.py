@@ -256,7 +256,7 @@ def test_offsets_past_2_to_the_31(stride):
 
 
 def test_offsets_of_heads_past_2_to_the_31():
-    """Three query heads share a KV head; the last lies beyond 2**31 elements."""
+    """Three query heads share a KV head; the last begins 2**31 elements after the first."""
     spans = spans_of([70, 20], [True, False], [False, True])
     x = Operands.draw(spans, torch.float16, heads=(3, 1))
     y = far_apart(x, 2**30, dim=2)

@@ -37,8 +37,8 @@ class Prepared:
         arguments: the positional arguments after the tensors.
         flags: the compile-time arguments, `num_warps` and `num_stages`.
         blocks: the rows and dims of a block of each tensor with a descriptor from the host.
-        compiled: what launches the compiled kernel, after the first launch. A call's key has the
-            alignment of its tensors, for which Triton compiles.
+        compiled: the compiled kernel's launcher, once there is one. One suffices: calls with
+            tensors of another alignment have another key, and thus another `Prepared`.
     """
 
     kernel: Any
@@ -56,12 +56,12 @@ class Prepared:
         return *self.arguments, *constants
 
     @cached_property
-    def gpu(self) -> int | None:
+    def gpu_index(self) -> int | None:
         return self.device.index if self.device.type == "cuda" else None
 
     @cached_property
-    def needs_memory(self) -> bool:
-        """Whether programs make tensor descriptors."""
+    def makes_descriptors(self) -> bool:
+        """Whether programs make tensor descriptors, in memory that they are given."""
         return bool(self.flags.get("TMA"))
 
     def described(self, *operands: Tensor) -> tuple[TensorDescriptor | None, ...]:
@@ -76,15 +76,15 @@ class Prepared:
 
 def run(launch: Prepared, *tensors: Any) -> None:
     """Launch a kernel with its tensors; its device is current only during the launch."""
-    if launch.gpu is None or launch.gpu == torch.cuda.current_device():
+    if launch.gpu_index is None or launch.gpu_index == torch.cuda.current_device():
         _run(launch, tensors)
     else:
-        with torch.cuda.device(launch.gpu):
+        with torch.cuda.device(launch.gpu_index):
             _run(launch, tensors)
 
 
 def _run(launch: Prepared, tensors: tuple[Any, ...]) -> None:
-    if not launch.needs_memory:
+    if not launch.makes_descriptors:
         _launch(launch, tensors)
         return
 
@@ -125,7 +125,7 @@ def signature(*tensors: Any) -> Hashable:
 
 
 def alignments(*tensors: Tensor | None) -> Hashable:
-    """Return what a compiled kernel assumes of the addresses of tensors."""
+    """Return each tensor's address modulo 16, for which Triton compiles; None for None."""
     return tuple([None if x is None else x.data_ptr() % 16 for x in tensors])
 
 
@@ -143,7 +143,7 @@ class Known:
 
 
 def copied(config: Config, operands: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Return the indices of operands (B, T, H, D) of which the kernels need a contiguous copy.
+    """Return, for each operand (B, T, H, D), whether the kernels need a contiguous copy.
 
     These have tiles that span 2**31 elements, or strides that prevent a descriptor.
     """

@@ -11,7 +11,7 @@ from ..flash_attention import configs as flash
 from ..flash_attention.launching import Prepared, copied, ready, run, signature, strides
 from .configs import Config
 
-__all__ = ["Call", "addressable", "launches", "ready", "run", "signature", "strides"]
+__all__ = ["Call", "launches", "must_copy", "ready", "run", "signature", "strides"]
 
 
 class Call(NamedTuple):
@@ -21,10 +21,10 @@ class Call(NamedTuple):
     copies: tuple[bool, ...]
 
 
-def addressable(*operands: Tensor, members: int = 1) -> tuple[bool, ...]:
-    """Return the indices of operands (B, T, H, D) to copy.
+def must_copy(*operands: Tensor, members: int = 1) -> tuple[bool, ...]:
+    """Return, for each operand (B, T, H, D), whether it must be copied.
 
-    Their chunks, or the `members` heads that a program walks, span 2**31 elements.
+    A chunk, or the `members` heads that a program walks, would span 2**31 elements.
     """
     far = copied(flash.Config(64, 0, 4, 1), operands)
     apart = ((members - 1) * x.stride(2) >= 2**31 for x in operands)

@@ -29,7 +29,7 @@ from ..checks import DTYPES, check_rows
 from ..specialisation import kernel
 from .arguments import Walk, call_key, check_decay
 from .configs import Config, constants, padded
-from .launching import Call, addressable, launches, ready, run, strides
+from .launching import Call, launches, must_copy, ready, run, strides
 from .tables import INCOMING, ROW_START, ROW_STOP, SLOT, SPAN_START, SPAN_STOP, SegmentTables
 from .tiles import load_chunk, load_state, power, program, rate_of, store_chunk
 
@@ -130,7 +130,7 @@ def recurrence(
     Both are fp32, contiguous or the transpose (`mT`) of contiguous. log_decay (Hkv,) is fp64.
 
     The prepared call is kept with the tables, for calls with the same arguments and signatures of
-    tensors or, if `known_by` is given, for calls with the same `known_by`.
+    tensors or, if `known_by` is given, for calls with the same `known_by` and alignments.
     """
     walk = Walk(tables, config, scale, reverse)
     tensors = x, y, z, out, between, initial, log_decay
@@ -174,7 +174,7 @@ def _prepare(
     """Return the call of `recurrence` without its tensors."""
     tables, config, scale, reverse = walk
     dim, value_dim, members = x.shape[-1], z.shape[-1], max(1, y.shape[2] // x.shape[2])
-    copies = addressable(x, y, z, members=members)
+    copies = must_copy(x, y, z, members=members)
     x, y, z = ready((x, y, z), copies)
     flags = constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": min(config.depth, padded(dim)),

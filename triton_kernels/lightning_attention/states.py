@@ -21,7 +21,7 @@ from ..checks import DTYPES, check_rows
 from ..specialisation import kernel
 from .arguments import Walk, call_key, check_decay
 from .configs import SCAN, SCAN_BLOCK, STATE, Config, constants, padded
-from .launching import Call, addressable, launches, ready, run, strides
+from .launching import Call, launches, must_copy, ready, run, strides
 from .tables import (
     CHAIN_WIDTH,
     INCOMING,
@@ -201,7 +201,7 @@ def _prepare_states(walk: Walk, x: Tensor, y: Tensor, log_decay: Tensor) -> Call
     shapes.check_shared("x", "H", "G")
     batch, heads, (dim, value_dim) = x.shape[0], log_decay.shape[0], (x.shape[-1], y.shape[-1])
     members, size = x.shape[2] // heads, dim * value_dim
-    copies = addressable(x, y, members=members)
+    copies = must_copy(x, y, members=members)
     x, y = ready((x, y), copies)
     flags = constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": config.block(dim),
@@ -270,7 +270,7 @@ def _prepare_carry(
     if before is not None:
         shapes.check("before", before, "B T H V")
     shapes.check_shared("x", "H", "G")
-    copies, dim, value_dim = addressable(x), x.shape[-1], out.shape[-1]
+    copies, dim, value_dim = must_copy(x), x.shape[-1], out.shape[-1]
     (x,) = ready((x,), copies)
     flags = constants(config, x.dtype) | {
         "D": dim, "BLOCK_D": padded(dim),

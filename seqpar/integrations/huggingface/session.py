@@ -36,7 +36,11 @@ from seqpar.integrations.huggingface.loss.losses import (
 )
 from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, unshard
 from seqpar.integrations.huggingface.model.code import computes_itself
-from seqpar.integrations.huggingface.model.layers import AttentionLayer, dropped_layers, find_layers
+from seqpar.integrations.huggingface.model.layers import (
+    AttentionLayer,
+    find_layers,
+    layerdrop_faults,
+)
 from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
@@ -406,7 +410,7 @@ class SequenceParallel(EnabledModel):
         if root.training and getattr(self.inner.get_input_embeddings(), _NOISE, None) is not None:
             reason = "each rank would add noise of another size to its tokens' embeddings"
             raise ValueError(f"{_NOISE} must be None: {reason}")
-        if reasons := dropped_layers(self._outside.body):
+        if reasons := layerdrop_faults(self._outside.body):
             raise ValueError(f"layerdrop must be 0 in training: {reasons[0]}")
         if sharding.whole:
             self._outside.check()

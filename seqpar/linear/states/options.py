@@ -26,7 +26,7 @@ from seqpar.core.torch_private import version_of
 from seqpar.linear.attend import NOMINAL_CHUNK, LinearWork, Options, StepName
 from seqpar.linear.inputs import Inputs
 
-MAX_KEPT_DECAYS = 1024  # each layer of a model may have its own
+MAX_KEPT_DECAYS = 1024  # each layer of a model may have its own decays
 # What `check_values` has read on a GPU, by identity and version.
 _right: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 
@@ -116,6 +116,7 @@ def _check(*values: float) -> None:
 @lru_cache(maxsize=MAX_KEPT_DECAYS)
 def _copy(device: torch.device, *values: float) -> Tensor:
     copied = torch.tensor(values, dtype=torch.float64, device=device)
-    if type(copied) is not Tensor:  # it would be kept for calls outside of the mode
-        raise ValueError(f"log_decay must be outside of torch modes, got {type(copied).__name__}")
+    if type(copied) is not Tensor:  # the cache would give it to calls outside of the mode
+        found = f"a mode that makes a {type(copied).__name__} of it"
+        raise ValueError(f"log_decay on the CPU must be used outside of torch modes, got {found}")
     return copied

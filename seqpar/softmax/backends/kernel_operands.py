@@ -43,6 +43,7 @@ def aligned_heads(x: Tensor, width: int) -> Tensor:
         return pad_heads(x, width)
     steps = x.storage_offset(), *x.stride()[:-1]
     is_aligned = x.stride(-1) == 1 and not any(step % _ALIGNMENT for step in steps)
+    # `contiguous` would return a contiguous x as it is.
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 

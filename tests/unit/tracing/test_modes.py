@@ -17,10 +17,10 @@ def test_nothing_is_recorded_outside_and_modes_end(pool):
     assert vars(hooks) == vars(Hooks()) and trace.events == []
 
 
-def test_traces_that_overlap_end_each_by_itself():
-    """As two threads may have them: the one that began last records."""
+def test_overlapping_traces_end_independently():
+    """Two threads may have them. The trace that began last records."""
     first, second = seqpar.trace(), seqpar.trace()
-    one = first.__enter__()
+    first.__enter__()
     two = second.__enter__()
     assert hooks.trace is two
     first.__exit__(None, None, None)
@@ -28,6 +28,6 @@ def test_traces_that_overlap_end_each_by_itself():
     second.__exit__(None, None, None)
     assert hooks.trace is None
     with seqpar.trace() as outer:
-        with seqpar.trace():
-            assert hooks.trace is not one
+        with seqpar.trace() as inner:
+            assert hooks.trace is inner
         assert hooks.trace is outer

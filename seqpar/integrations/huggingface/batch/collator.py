@@ -17,7 +17,13 @@ from seqpar.layout.layout import Layout
 
 _IGNORED_LABEL = -100  # of tokens without a loss
 _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
-COLUMNS = ("text", "input_ids", "labels", "attention_mask", *_MASKS)  # of a dataset, that are read
+COLUMNS = (
+    "text",
+    "input_ids",
+    "labels",
+    "attention_mask",
+    *_MASKS,
+)  # of a dataset that `Collator` reads
 
 
 @dataclass(frozen=True)

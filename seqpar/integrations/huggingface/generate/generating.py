@@ -38,8 +38,8 @@ class Generation(Uncopied):
 
     def __init__(self, session: EnabledModel, sharder: BatchSharder) -> None:
         self._session, self._sharder = session, sharder
-        # By running call: the call around it, and the tokens whose logits it returns, or the
-        # number of the last ones of each row to which all logits are cut (0: none are cut).
+        # Per running call: the outer call, the tokens whose logits are computed (None: all), and
+        # how many of the last logits of each row are returned then (0: all).
         self._outer_calls: list[tuple[ModelCall | None, Kept | None, int]] = []
         inner = session.inner
         self._handles: list[Any] = [
@@ -139,8 +139,8 @@ class Generation(Uncopied):
         for name in ("labels", "shift_labels", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"{name} must be None in a call with past_key_values")
-        if inner.training and any(map(_draws, inner.modules())):
-            reason = "it has dropout, another on each rank"
+        if inner.training and any(map(_has_dropout_or_jitter, inner.modules())):
+            reason = "its dropout or jitter would differ between ranks"
             raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
         if isinstance(kwargs.get("logits_to_keep"), Tensor):
             raise ValueError("logits_to_keep must be a number in a call with past_key_values")
@@ -222,9 +222,15 @@ def _refuse_gradient(_: Tensor) -> None:
     raise ValueError(f"past_key_values must be None where gradients are needed: {how}")
 
 
-def _draws(module: nn.Module) -> bool:
-    """Return whether a module draws random numbers in training."""
-    if isinstance(module, nn.Dropout):
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def _has_dropout_or_jitter(module: nn.Module) -> bool:
+    """Return whether a module is a dropout, or has a positive setting named for one or jitter."""
+    if isinstance(module, _DROPOUTS):
         return module.p > 0
     numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, float) and x > 0)
     return any("drop" in name or "jitter" in name for name, _ in numbers)

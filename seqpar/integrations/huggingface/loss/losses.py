@@ -56,7 +56,7 @@ def check_loss_function(model: Any) -> None:
     if own is not default:
         given = getattr(own, "__name__", type(own).__name__)
         what = f"loss_function must be the model's default, {default.__name__}, got {given}"
-        reason = "each rank would call it on its own tokens"
+        reason = "another one may not divide by the labels of all ranks"
         how = "compute your own loss from outputs.logits, and pass it to sp.total"
         raise ValueError(f"{what}: {reason}; {how}")
 

@@ -222,7 +222,7 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
         if masks_padding_tokens(type(x)):
             reason = "makes masks of the tokens that are padding's, where it is given none"
             reasons.append(f"{name} ({type(x).__name__}) {reason}")
-    reasons += dropped_layers(model)
+    reasons += layerdrop_faults(model)
     for config in configs_of(model):
         for name, meaning in _MIXING_SETTINGS.items():
             if getattr(config, name, False):
@@ -233,8 +233,8 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
     return reasons
 
 
-def dropped_layers(model: nn.Module) -> list[str]:
-    """Return the modules in training that skip layers at random, each with the reason."""
+def layerdrop_faults(model: nn.Module) -> list[str]:
+    """Return why modules in training would skip different layers on each rank."""
     reasons = []
     for name, x in model.named_modules():
         p = getattr(x, "layerdrop", 0)

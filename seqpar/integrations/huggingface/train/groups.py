@@ -191,7 +191,7 @@ class Groups:
             batch_size=None,
             collate_fn=base.collate_fn,
             pin_memory=base.pin_memory,
-            generator=torch.Generator(),  # only `workers` draws one of the process's random numbers
+            generator=torch.Generator(),  # so that only `workers` draws a seed from the process's
         )
 
 
@@ -279,8 +279,9 @@ class _DispatchedBatches(IterableDataset[list[Any]]):
     """The batches, as lists, that accelerate's DataLoaderDispatcher would give one process.
 
     `workers` loads lists of samples in several processes. A turn has `batches` of these lists,
-    divided equally; the last turn is filled with the first samples. Turns, and the group's batches,
-    are made in this process: a worker has only some of the samples.
+    divided equally among the groups. The last turn is filled with the first samples, or left out
+    with `drop_last`. Turns, and the group's batches, are made in this process: a worker has only
+    some of the samples.
     """
 
     # This is a dataset because accelerate, when training resumes, makes another loader of it.

@@ -282,7 +282,7 @@ WRONG = [
     ),
     (
         lambda own, sp: (setattr(own.model, "hidden_dropout", 0.1), own.train(), filled(own, sp)),
-        r"model must be in eval\(\) for calls with past_key_values: it has dropout",
+        r"model must be in eval\(\) for calls with past_key_values: its dropout",
     ),
     (
         lambda own, sp: own(**prompts(), past_key_values=sp.cache(), output_router_logits=True),
@@ -294,7 +294,7 @@ WRONG = [
             own.train(),
             filled(own, sp),
         ),
-        r"model must be in eval\(\) for calls with past_key_values: it has dropout",
+        r"model must be in eval\(\) for calls with past_key_values: its dropout",
     ),
     (lambda own, sp: sp.cache(block=0), "block must be at least 1"),
     (lambda own, sp: sp.cache().update(TOKEN, TOKEN, 0), "must be filled by calls of the enabled"),

@@ -150,10 +150,11 @@ def test_groups_train_on_the_batches_of_processes(model, tmp_path, options, grou
 
 def of_accelerate(dataset, split, groups, index, **options):
     """The batches that accelerate makes in its first process, and would send to this one."""
-    first = [] if options["drop_last"] else [True]  # what fills the last batch is sliced first
+    calls = itertools.count()
 
     def part_of(batch, part, **_):
-        start = 0 if first and first.pop() else index * part.stop
+        fills = not next(calls) and not options["drop_last"]  # what fills the last batch is first
+        start = 0 if fills else index * part.stop
         return accelerate.utils.slice_tensors(batch, slice(start, start + part.stop))
 
     dispatcher = accelerate.data_loader.DataLoaderDispatcher(
@@ -191,8 +192,8 @@ def test_groups_divide_what_several_workers_read(model, tmp_path, kind, count, r
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_workers_for_all_groups_share_seeds(model, tmp_path, streams):
-    """Otherwise groups would divide different random samples."""
+def test_groups_share_worker_seeds_only_for_streams(model, tmp_path, streams):
+    """Groups divide the samples of a stream, so their workers must draw the same ones."""
     accelerator = make_trainer(model, str(tmp_path), 2, {}).accelerator
     Groups(accelerator, [0, 1], 1)
     seed = partial(transformers.trainer_utils.seed_worker, num_workers=2, rank=0)
