@@ -67,7 +67,7 @@ class _Checkpoint:
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> _Checkpoint:
-        content = torch.load(io.BytesIO(data), weights_only=True)
+        content = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         if not (isinstance(content, dict) and content.keys() == {"finished", "states"}):
             raise ValueError("not a checkpoint of seqpar.elastic.steps")
         return cls(content["finished"], torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -80,9 +80,11 @@ class _Checkpoint:
         data = path.read_bytes()
         try:
             return cls.parse(data)
+        except MemoryError:
+            raise
         except Exception as error:  # torch.load raises many types for a damaged file
             text = f"path must be a whole checkpoint of seqpar.elastic.steps, got {str(path)!r}"
-            raise ValueError(f"{text}: remove the file, or choose another path") from error
+            raise ValueError(f"{text}: move the file away, or choose another path") from error
 
     def write(self, path: Path) -> None:
         """Replace the file, or leave the old one and warn, for example if the disk is full."""

@@ -180,12 +180,14 @@ def trace() -> Iterator[Trace]:
     On a GPU, times are measured on the current stream: a wait is the time for which the stream was
     blocked. Of several traces, the one that began last records.
     """
-    hooks.trace = recorded = Trace()
+    before, recorded = hooks.trace, Trace()
+    hooks.trace = recorded
     _active.append(recorded)
     try:
         yield recorded
     finally:
         _active.remove(recorded)
         if hooks.trace is recorded:
-            hooks.trace = _active[-1] if _active else None
+            others = None if isinstance(before, Trace) else before  # a Trace may have ended
+            hooks.trace = _active[-1] if _active else others
         recorded.end()

@@ -223,7 +223,7 @@ def test_merges_replace_lse_after_all_reads():
 
 
 @pytest.mark.exhaustive
-def test_merges_of_parts_have_a_barrier_and_no_spills():
+def test_merges_of_parts_have_barriers_and_no_spills():
     """No spills in loops."""
     command = [sys.executable, "-c", MERGES]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)

@@ -144,7 +144,6 @@ class SequenceParallel(EnabledModel):
         self.inner = inner_model(model)
         for x in {model, self.inner}:
             compiling.check_not_compiled(x)
-        check_loss_function(self.inner)
         self.attention = make_attention(strategy, group, **options)
         self.comm = Comm.of(group)
         self.strategy = strategy
@@ -402,7 +401,8 @@ class SequenceParallel(EnabledModel):
         if args:
             raise ValueError("the model must be called with keywords only, as in model(**batch)")
         check_all_logits(kwargs)
-        check_loss_function(self.inner)
+        if kwargs.get("labels") is not None:
+            check_loss_function(self.inner)
         wants_routers = bool(kwargs.get("output_router_logits"))
         padded = sharding.whole and kwargs.get("attention_mask") is not None
         if reasons := router_faults(self.inner, wants_routers, padded):

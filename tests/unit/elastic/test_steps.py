@@ -50,7 +50,7 @@ def test_a_damaged_file_is_named(tmp_path, kind):
         torch.save(states(0)["model"].state_dict(), path)
     else:
         path.write_bytes(whole[: len(whole) // 2] if kind == "cut" else b"")
-    with pytest.raises(ValueError, match=r"^path must be a whole checkpoint .* remove") as caught:
+    with pytest.raises(ValueError, match=r"^path must be a whole checkpoint .* move") as caught:
         _Checkpoint.read(path)
     assert str(path) in str(caught.value)
 

@@ -31,3 +31,7 @@ def test_overlapping_traces_end_independently():
         with seqpar.trace() as inner:
             assert hooks.trace is inner
         assert hooks.trace is outer
+    with hooks.set(trace=outer.events):
+        with seqpar.trace():
+            pass
+        assert hooks.trace is outer.events

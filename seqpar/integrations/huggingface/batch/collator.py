@@ -124,8 +124,8 @@ class Collator:
         if labels.shape != ids.shape:
             raise ValueError(f"labels must be {tuple(ids.shape)}, got {tuple(labels.shape)}")
         for name in _MASKS:
-            if values.get(name) is not None:
-                labels[torch.as_tensor(values.pop(name)) == 0] = _IGNORED_LABEL
+            if (learned := values.pop(name, None)) is not None:
+                labels[torch.as_tensor(learned) == 0] = _IGNORED_LABEL
         mask = values.pop("attention_mask", None)
         kept = torch.as_tensor(torch.ones(count) if mask is None else mask).bool()
         for name in ("text", "position_ids", "seq_lengths", "length"):

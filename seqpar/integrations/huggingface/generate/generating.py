@@ -71,26 +71,26 @@ class Generation(Uncopied):
     def generate(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run transformers' `generate` with a cache over the ranks, and rank 0's random numbers."""
         own = self._own or MethodType(type(model).generate, model)  # type: ignore[attr-defined]
-        args, kwargs = _by_name(own, args, kwargs)
+        named = _by_name(own, args) | kwargs
 
         def check() -> Cache:
             if model is not self._session.inner:
                 raise ValueError("the model is a copy of one that is enabled")
             for name, (kept, reason) in _REFUSED.items():
-                configs = _configs(model, kwargs)
-                values = [kwargs.get(name), *(getattr(x, name, None) for x in configs)]
+                configs = _configs(model, named)
+                values = [named.get(name), *(getattr(x, name, None) for x in configs)]
                 value = next((x for x in values if x is not None), kept)
                 if value not in (kept, "hybrid"):  # Gemma's; transformers replaces it
                     raise ValueError(f"{name} must be {kept}, got {value!r}: {reason}")
-            given = kwargs.get("past_key_values")
+            given = named.get("past_key_values")
             if given is None:
                 return self.cache(64, 0)
-            if not self.takes(kwargs):
+            if not self.takes(named):
                 found = type(given).__name__
                 raise ValueError(f"past_key_values must be None or of sp.cache(), got {found}")
             return given
 
-        cache = self._session.agree(check, lambda: _settings(model, args, kwargs))
+        cache = self._session.agree(check, lambda: _settings(model, args, named))
         with _random_numbers_of_rank_0(self._session.comm):
             return own(*args, **kwargs | {"past_key_values": cache})
 
@@ -236,15 +236,11 @@ def _has_dropout_or_jitter(module: nn.Module) -> bool:
     return any("drop" in name or "jitter" in name for name, _ in numbers)
 
 
-def _by_name(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, positional ones by their names where these are known."""
-    signature = inspect.signature(function)
-    signature.bind_partial(*args, **kwargs)  # raises a TypeError as a call would
-    kinds = signature.parameters.items()
-    names = [name for name, x in kinds if x.kind is x.POSITIONAL_OR_KEYWORD]
-    return args[len(names) :], dict(zip(names, args, strict=False)) | kwargs
+def _by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the positional arguments of a call by their names, where these are known."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    return dict(zip(names, args, strict=False))
 
 
 def _configs(model: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

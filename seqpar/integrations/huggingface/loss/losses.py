@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ def check_loss_function(model: Any) -> None:
     kind = getattr(model, "loss_type", None) or "ForCausalLM"
     default = LOSS_MAPPING.get(kind, LOSS_MAPPING["ForCausalLM"])
     own = getattr(model, name, default)
+    while isinstance(own, partial):
+        own = own.func
     if own is not default:
         given = getattr(own, "__name__", type(own).__name__)
         what = f"loss_function must be the model's default, {default.__name__}, got {given}"

@@ -237,8 +237,8 @@ def layerdrop_faults(model: nn.Module) -> list[str]:
     """Return why modules in training would skip different layers on each rank."""
     reasons = []
     for name, x in model.named_modules():
-        p = getattr(x, "layerdrop", 0)
-        if x.training and isinstance(p, float) and p > 0:
+        p = getattr(x, "layerdrop", 0) if x.training else 0
+        if isinstance(p, float) and p > 0:
             reasons.append(f"{name} has layerdrop {p}, which would skip other layers on each rank")
     return reasons
 

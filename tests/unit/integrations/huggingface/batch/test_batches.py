@@ -192,6 +192,15 @@ def test_values_keep_their_dtype_beside_empty_samples():
     assert row["images"].tolist() == [[1, 2, 3, 4, 5]]
 
 
+def test_samples_may_lack_a_mask():
+    """As rows of joined datasets do."""
+    samples = [
+        {"input_ids": [5, 6, 7], "completion_mask": None},
+        {"input_ids": [8, 9], "completion_mask": [0, 1]},
+    ]
+    assert huggingface.Collator()(samples)["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+
+
 def test_values_of_numpy_are_packed():
     ids = np.arange(3)
     sample = {"input_ids": ids, "completion_mask": ids > 0, "weights": ids / 2, "names": "abc"}
