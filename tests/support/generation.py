@@ -16,6 +16,7 @@ CHUNKS = {
     "num_local_experts": 2,
     "layer_types": ["chunked_attention"] * 2,
 }
+TEMPERATURES = CHUNKS | {"floor_scale": 4, "attn_scale": 1.0, "no_rope_layers": [1, 0]}
 SHARED = {
     "num_hidden_layers": 3,
     "num_kv_shared_layers": 1,
@@ -48,6 +49,7 @@ MORE = {
     "gemma3, guesses": ("Gemma3ForCausalLM", WINDOWS, (0,), {"prompt_lookup_num_tokens": 3}, 2),
     "gpt-oss, on 4 ranks": ("GptOssForCausalLM", SINKS, (0, 7), {}, 4),
     "llama4, chunks": ("Llama4ForCausalLM", CHUNKS, (0, 7), {"max_new_tokens": 14}, 2),
+    "llama4, temperatures": ("Llama4ForCausalLM", TEMPERATURES, (0, 7), {"max_new_tokens": 6}, 2),
     "gemma3n, shared keys": ("Gemma3nForCausalLM", SHARED, (0, 7), {}, 2),
     "opt, a table of positions": ("OPTForCausalLM", {}, (0, 7), {}, 2),
     "llama, some beams": (

@@ -29,6 +29,7 @@ from seqpar.strategies.lasp2 import LASP2Attention
 FeatureMap = Callable[[Tensor], Tensor]
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
+TEMPERED = "_seqpar_tempered"  # attribute of layers whose queries `attend` scales by columns
 # Arguments that models pass to attention and that do not change its result.
 _HARMLESS = {
     "cache_position", "image_grid_thw", "image_sizes", "layer_idx", "logits_to_keep",
@@ -159,9 +160,27 @@ def attend(
     with session.faults(layer.name):
         known = {name: options.pop(name) for name in ScoreOptions._fields if name in options}
         own = _checked(module, (query, key, value), attention_mask, ScoreOptions(**known), options)
-    q = query.transpose(1, 2)
+    q = _tempered(module, own.call, query.transpose(1, 2))
     decodes = own.call.decodes
     return counted(layer, session.comm, q, lambda q: _compute(own, q, key, value), decodes), None
+
+
+def _tempered(module: Any, call: ModelCall, q: Tensor) -> Tensor:
+    """Return Llama 4's queries (1, T_local, Hq, D), scaled by their tokens' columns in the batch.
+
+    In packed rows, they are counted from the start of the document. The layers themselves would
+    count this rank's tokens, so `enabling.py` switches off their own scaling.
+    """
+    if not hasattr(module, TEMPERED):
+        return q
+    side = call.side(False)
+    past = 0 if call.cache is None else call.cache.get_seq_length()
+    columns = side.index.to(q.device).clamp(min=0) % side.documents.columns + past
+    is_packed_row = side.documents.cu_seqlens.size - 1 > side.documents.rows
+    if is_packed_row and side.position_ids is not None:
+        columns = side.position_ids[0]
+    steps = torch.floor((columns.float() + 1.0) / module.floor_scale)
+    return (q * (torch.log1p(steps) * module.attn_scale + 1.0).view(1, -1, 1, 1)).to(q.dtype)
 
 
 def _checked(

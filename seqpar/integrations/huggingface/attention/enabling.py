@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.core.torch_private import compiled_modules
-from seqpar.integrations.huggingface.attention.attention import attend, describe_mask
+from seqpar.integrations.huggingface.attention.attention import TEMPERED, attend, describe_mask
 from seqpar.integrations.huggingface.attention.buckets import add_bucket_hooks
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
 from seqpar.integrations.huggingface.attention.multimodal import take_tokens
@@ -31,11 +31,12 @@ from seqpar.integrations.huggingface.batch.sharding import (
 )
 from seqpar.integrations.huggingface.model.code import has_buckets, is_formula, is_table, takes
 from seqpar.integrations.huggingface.model.layers import configs_of, encoder_of, kind_of
-from seqpar.integrations.huggingface.model.patched_globals import Removable
+from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
 
 _NAME = "seqpar"  # of the attention implementation, in configs
 _SETTING = "_attn_implementation"  # of configs
 _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
+_TEMPERATURE = "attn_temperature_tuning"  # attribute of Llama 4's attention
 _GUARD = "_refuses_sharded_batches"  # attribute of the checked PreTrainedModel.__call__
 
 
@@ -66,6 +67,7 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
     handles: list[Removable] = [
         *_add_position_hooks(body, encoder_of(session.inner)),
         *add_bucket_hooks(body),
+        *_replace_temperatures(session),
         *trace_layers(session),
         *patch_recurrent_layers(session, body),
     ]
@@ -122,6 +124,15 @@ def _has_users_attention(model: Any) -> bool:
 
     function = AttentionInterface().get(getattr(model.config, _SETTING, None))
     return function is not None and not function.__module__.startswith("transformers.")
+
+
+def _replace_temperatures(session: EnabledModel) -> list[Removable]:
+    """Let `attend` scale the queries of Llama 4's layers without rotary positions."""
+    handles: list[Removable] = []
+    for x in session.layers:
+        if getattr(x, _TEMPERATURE, False) and not getattr(x, "use_rope", True):
+            handles += [Replaced(x, _TEMPERATURE, False), Replaced(x, TEMPERED, True)]
+    return handles
 
 
 def _takes_positions(model: nn.Module) -> bool:

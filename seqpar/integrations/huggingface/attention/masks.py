@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
@@ -12,6 +12,8 @@ from typing import Any
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.integrations.mask_functions import ranges_within
 from seqpar.layout.masks.mask import Mask
+
+_PACKED = "packed_sequence_mask_function"  # transformers' mask of documents, from some tensor
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,18 @@ def read_mask(function: Callable[..., Any], documents: BatchDocuments | None = N
 
 def is_packed(function: Callable[..., Any]) -> bool:
     """Return whether a mask function separates documents that the model found in position ids."""
-    if getattr(function, "__qualname__", "").startswith("packed_sequence_mask_function"):
+    if getattr(function, "__qualname__", "").startswith(_PACKED):
         return True
     within = inspect.getclosurevars(function).nonlocals
     return any(map(is_packed, within.get("mask_functions", ())))
+
+
+def _read_all(functions: Sequence[Callable[..., Any]]) -> MaskShape:
+    """Return the intersection. Documents of positions, which layouts have, come in two parts."""
+    names = set(map(_name, functions))
+    if _PACKED in names and "remap_positions_for_packed_sequence" not in names:
+        raise ValueError("the mask separates documents by a tensor of the model's own")
+    return reduce(and_, map(_read, functions), MaskShape())
 
 
 def _read(function: Callable[..., Any]) -> MaskShape:
@@ -88,11 +98,11 @@ def _name(function: Callable[..., Any]) -> str:
 
 # Of the functions that make masks: the shape, from the variables that they close over.
 _SHAPES: dict[str, Callable[[Mapping[str, Any]], MaskShape]] = {
-    "and_masks": lambda x: reduce(and_, map(_read, x["mask_functions"]), MaskShape()),
+    "and_masks": lambda x: _read_all(x["mask_functions"]),
     "bidirectional_mask_function": lambda x: MaskShape(),
     "causal_mask_function": lambda x: MaskShape(causal=True),
     "chunked_overlay": lambda x: MaskShape(chunk=int(x["chunk_size"])),
-    "packed_sequence_mask_function": lambda x: MaskShape(),
+    _PACKED: lambda x: MaskShape(),
     "remap_positions_for_packed_sequence": lambda x: _read(x["mask_function"]),
     "sliding_window_bidirectional_overlay": lambda x: MaskShape(
         left=int(x["sliding_window"]), right=int(x["sliding_window"])

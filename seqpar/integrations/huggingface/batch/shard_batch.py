@@ -318,6 +318,8 @@ _REFUSED = {
     "past_key_values": "only those of sp.cache() have sharded keys",
     "use_cache": "give past_key_values=sp.cache() to keep keys",
     "output_attentions": "no rank has all weights",
+    "encoder_hidden_states": "no rank has cut the states of another model",
+    "cross_attention_states": "no rank has cut the states of another model",
 }  # arguments of a call
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # the layout's padding copies a token
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")

@@ -12,6 +12,7 @@ import transformers
 from seqpar import Layout
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support.generation import TEMPERATURES
 from tests.support.ranks import virtual
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -37,6 +38,8 @@ CASES = {
         "packed",
     ),
     "gpt-oss, with sinks": ("GptOssForCausalLM", SINKS, "packed"),
+    "llama4, with temperatures by columns": ("Llama4ForCausalLM", TEMPERATURES, "left"),
+    "llama4, with temperatures, packed": ("Llama4ForCausalLM", TEMPERATURES, "packed"),
     "bert, an encoder": ("BertForMaskedLM", NO_DROPOUT, "padded"),
     "modernbert, with windows to both sides": (
         "ModernBertForMaskedLM",

@@ -5,9 +5,11 @@ import re
 
 import pytest
 import torch
+import transformers.masking_utils as utils
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from seqpar.integrations import huggingface
+from seqpar.integrations.huggingface.attention.masks import read_mask
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
 
@@ -102,6 +104,18 @@ def test_layerdrop_is_refused_where_layers_would_be_skipped():
     assert text.startswith("layerdrop must be 0 in training: model.decoder has layerdrop 1.0"), text
 
 
+def test_a_models_own_documents_are_refused():
+    """transformers separates documents of positions in two parts, and ESMC chains in one."""
+    chains = utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1]]))
+    with pytest.raises(ValueError, match="documents by a tensor of the model's own"):
+        read_mask(utils.and_masks(utils.bidirectional_mask_function, chains))
+    positions = torch.tensor([[0, 1, 0, 1]])
+    both = utils.packed_sequence_compatibility_function(
+        utils.causal_mask_function, positions, torch.tensor([[0, 0, 1, 1]])
+    )
+    assert read_mask(both).causal
+
+
 def mean_loss(logits, labels, vocab_size, **_):
     return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
@@ -136,6 +150,10 @@ def call(change, model, of="padded"):
 
 
 CALLS = {
+    "states of another model": (
+        lambda x: x | {"encoder_hidden_states": torch.zeros(1, 4, 32)},
+        "encoder_hidden_states must not be given",
+    ),
     "not sharded": (lambda x: hf.batch(), "what shard returned"),
     "positions forgotten": (lambda x: x | {"position_ids": None}, "position_ids must be those"),
     "labels of the whole batch": (lambda x: x | {"labels": hf.batch()["labels"]}, "through shard"),
