@@ -146,9 +146,8 @@ class AutoAttention(Attention):
         self._compared = False  # whether the ranks have compared clusters and options
         self._measure = measure and comm.size > 1
         self._measured: dict[Hashable, Choice] = {}
-        # Whether `once` may use the existing choice. `chosen` makes choices on one rank only, which
-        # must not replace a comparison or measurement that needs all ranks.
-        self._settled = not (self._measure or check_ranks)
+        # Whether `once` may use the existing choice: not one that `chosen` made, on one rank only.
+        self._settled = False
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
             raise ValueError(f"strategies must be some that {comm.size} ranks can use, got {names}")

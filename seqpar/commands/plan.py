@@ -56,7 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the recommendations; return 1 if no way to train fits, and 130 if interrupted."""
     model, cluster = _model(arguments.model), _cluster(arguments.cluster)
     if arguments.save_cluster is not None:
-        cluster.to_json(arguments.save_cluster)
+        try:
+            cluster.to_json(arguments.save_cluster)
+        except OSError as error:
+            reason = f"{arguments.save_cluster}: {error.strerror}"
+            raise ValueError(f"save-cluster must be a file that can be written, {reason}") from None
     recommendations = recommend(
         model,
         cluster,

@@ -199,8 +199,12 @@ class Cluster:
         text = json.dumps({"format": FORMAT, "version": VERSION} | values, indent=1) + "\n"
         if path is not None:
             written = Path(f"{path}.{os.getpid()}")
-            written.write_text(text)
-            written.replace(path)  # atomic, because other ranks may be reading the file
+            try:
+                written.write_text(text)
+                written.replace(path)  # atomic, because other ranks may be reading the file
+            except OSError:
+                written.unlink(missing_ok=True)
+                raise
         return text
 
     @classmethod

@@ -32,6 +32,11 @@ UNKNOWN = {
     **dict.fromkeys(("layers_block_type", "hybrid_override_pattern"), "mixed blocks"),
     **dict.fromkeys(("block_types", "attn_layer_period"), "mixed blocks"),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), "Mamba layers"),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), "another kind of head"),
+    "hybrid_layer_pattern": "mixed blocks",
+    "mlp_layer_types": "feed-forward parts by layer",
+    "moe_num_experts": "a mixture of experts with these names",
+    "num_kv_shared_layers": "layers that share keys",
 }
 
 
@@ -257,6 +262,8 @@ def read_config(config: object) -> dict[str, Any]:
         if hidden % heads:
             raise ValueError(f"config has no head_dim, and {heads} heads do not divide {hidden}")
         head_dim = hidden // heads
+    if attributes.get("v_head_dim", default=head_dim) not in (None, head_dim):
+        raise ValueError("config.v_head_dim: values with another head dim are not described")
     kinds = _kinds(attributes)
     model_type = str(attributes.get("model_type", default="model"))
     return {

@@ -267,6 +267,10 @@ def measured_choices(group):
             other = Layout.zigzag(tokens, 2)
             fixed(*local(other, rank, heads=4, kv_heads=4), other, causal=True)
             assert fixed.choice.strategy == "ring" and fixed.choice.ranked[0].measured
+        lone = seqpar.make_attention("auto", group, **options, once=True, measure=False)
+        alone = lone.chosen(*operands, layout, causal=True) and lone.choice if rank == 0 else None
+        lone(*local(other, rank, heads=4, kv_heads=4), other, causal=True)
+        assert lone.choice is not alone  # of a rank that other ranks do not know
     return found
 
 

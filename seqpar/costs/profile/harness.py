@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -140,7 +141,15 @@ def _commit() -> str:
 
     # This folder may lie, untracked, inside a user's repository.
     tracked = git("ls-files", Path(__file__).name)
-    return git("describe", "--always", "--dirty") if tracked else ""
+    if not tracked:
+        return ""
+    commit, root = git("describe", "--always", "--dirty"), Path(__file__).parents[3]
+    code = [str(root / folder) for folder in ("seqpar", "triton_kernels")]
+    listed = git("ls-files", "--full-name", "-o", "--exclude-standard", "--", *code)
+    changes = git("diff", "HEAD", "--", *code).encode()
+    changes += b"".join((root / name).read_bytes() for name in listed.splitlines())
+    # Results of one state of the code must not continue those of another one.
+    return f"{commit}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
 
 
 def slug(name: str) -> str:

@@ -43,6 +43,9 @@ def test_a_cluster_is_saved_and_contradictions_are_named(files, capsys, tmp_path
     words = "--model", files["model"], "--lengths", "64", "--save-cluster", str(saved)
     assert plan(capsys, *words, "--cluster", "1x2-h100")[0] == 0
     described = json.loads(saved.read_text())
+    code, _, err = plan(capsys, *words[:4], "--cluster", "1x2-h100", words[4], str(tmp_path))
+    assert code == 2 and "save-cluster must be a file that can be written" in err
+    assert {x.name for x in tmp_path.parent.glob(f"{tmp_path.name}.*")} == set()
     for change, message in (
         ({"ranks": 5}, "ranks must be nodes · devices_per_node = 2"),
         ({"nodes": 2, "ranks": 4, "nics": 0}, "nics must be at least 1"),

@@ -27,3 +27,31 @@ def test_the_commit_is_seqpars_wherever_it_is_used(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.chdir(tmp_path)
     assert harness.environment()["commit"] == here
+
+
+def test_each_change_of_the_code_is_another_commit(tmp_path, monkeypatch):
+    file = tmp_path / "seqpar/costs/profile/harness.py"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "triton_kernels").mkdir()
+    kernel = tmp_path / "triton_kernels/kernel.py"
+    monkeypatch.setattr(harness, "__file__", str(file))
+
+    def git(*words):
+        identity = "-c", "user.name=a", "-c", "user.email=a@b"
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
+
+    def commit(path, text):
+        path.write_text(text)
+        return harness.environment()["commit"]
+
+    file.write_text("1")
+    kernel.write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    clean = harness.environment()["commit"]
+    assert clean and "-" not in clean
+    new = tmp_path / "seqpar/new.py"
+    found = [commit(*x) for x in ((file, "2"), (kernel, "2"), (kernel, "3"), (new, "1"))]
+    assert len({clean, *found}) == 5
+    assert commit(tmp_path / "notes.txt", "1") == found[-1]
