@@ -159,8 +159,8 @@ def on_stream(
 ) -> T:
     """Return `compute()`, tensors on a device, kept under the key for the current stream.
 
-    Streams are not ordered, so each computes its own. While a CUDA graph is captured nothing is
-    kept: the graph's memory has no values until it is replayed.
+    Streams are not ordered, so each computes its own. A CUDA graph's tensors are not kept: they
+    have no values until the graph is replayed.
     """
     if device.type != "cuda":
         return memo(key, compute)

@@ -74,7 +74,7 @@ class _Checkpoint:
 
     @classmethod
     def read(cls, path: Path | None) -> _Checkpoint:
-        """Return the file's checkpoint, or an empty one if there is no file."""
+        """Return the file's checkpoint, or an empty one without a file."""
         if path is None or not path.exists():
             return cls()
         data = path.read_bytes()

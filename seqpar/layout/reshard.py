@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
     """Return a rank's part of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
 
-    `indices` are the rank's among `tokens`, of which the first `real` are not padding.
+    `indices` are the rank's among `tokens`; all but the first `real` of these are padding.
     """
     dim = as_dim("dim", dim)
     length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1

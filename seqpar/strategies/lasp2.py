@@ -17,7 +17,6 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import shown
-from seqpar.core.device_tables import on_stream
 from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
 from seqpar.linear.decode import decode_linear_step
@@ -64,8 +63,7 @@ class GatheredStates:
         self._plan = call.once_on(
             device, ("gathering", backward), lambda: Gathering(routes, rank, backward, shape)
         )
-        options, plan = call.options, self._plan
-        weighed = on_stream(device, options.derived, (plan,), lambda: plan.weigh(options))
+        weighed = call.options.once(device, self._plan, self._plan.weigh)
         self._compose, self._arrive, *self._earlier = weighed
         self.travels = self._plan.travels
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.attention.operands import OperandShape
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints, as_int
-from seqpar.core.device_tables import TableHolder, on_stream
+from seqpar.core.device_tables import TableHolder
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
@@ -78,9 +78,7 @@ class _Scanned(ScannedStates):
             return plan, _Decays(plan, leaving, shape)
 
         plan, decays = call.once_on(device, ("rounds", backward, blocks), build)
-        options = call.options
-        compute = lambda: decays.weights(options)  # noqa: E731
-        self._weights = on_stream(device, options.derived, (decays,), compute)
+        self._weights = call.options.once(device, decays, decays.weights)
         super().__init__(comm, plan, f"zeco {'backward' if backward else 'forward'}")
 
     def post(self, states: Tensor) -> None:

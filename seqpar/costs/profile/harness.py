@@ -1,4 +1,4 @@
-"""What measurements share: samples and profiles, the hardware, medians, plots and progress."""
+"""Shared parts of measurements: samples and profiles, the hardware, medians, plots and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of calls that exchange states, among them the decay, and what they compute.
+"""The options of calls that exchange states, such as the decay, and the powers they determine.
 
     out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
 
@@ -13,18 +13,23 @@ Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from seqpar.core.device_tables import on_stream
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
 from seqpar.core.torch_private import version_of
 from seqpar.linear.attend import NOMINAL_CHUNK, LinearWork, Options, StepName
 from seqpar.linear.inputs import Inputs
+
+T = TypeVar("T")
 
 MAX_KEPT_DECAYS = 1024  # each layer of a model may have its own decays
 # What `check_values` has read on a GPU, by identity and version.
@@ -44,6 +49,10 @@ class StateOptions(Options[Tensor]):
     # the weights of states that have been computed. Calls with constant decays, which came from the
     # CPU, share their options; with others, these are a call's own.
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
+
+    def once(self, device: torch.device, plan: object, compute: Callable[[StateOptions], T]) -> T:
+        """Return `compute(self)`, weights of a plan on a device, computed once on each stream."""
+        return on_stream(device, self.derived, (plan,), lambda: compute(self))
 
     def on_meta(self) -> StateOptions:
         log_decay = self.log_decay

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from seqpar.attention.operands import check_kv_heads, check_ranks_of
 from seqpar.comm.messages.exchange import Comm
-from seqpar.core.device_tables import on_stream
 from seqpar.core.memo import LOCAL, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import begin_backward, begin_forward
@@ -34,8 +33,7 @@ class StateCall(ResolvedCall):
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
         """Return `sums(rank)`, whose name tells them from others, as a function of states."""
         tables = self.once_on(device, (name,), lambda: WeightedSums([sums(self.rank)], self.shape))
-        compute = lambda: tables.weigh(self.options)  # noqa: E731
-        return on_stream(device, self.options.derived, (tables,), compute)[0]
+        return self.options.once(device, tables, tables.weigh)[0]
 
 
 @dataclass(frozen=True)

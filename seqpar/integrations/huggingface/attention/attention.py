@@ -45,7 +45,7 @@ def session_of(module: nn.Module) -> EnabledModel | None:
     if not isinstance(layer, AttentionLayer):
         return None
     session: EnabledModel = layer.session
-    # Layers share compiled graphs, in which an entry of a dictionary would be that of one layer.
+    # Layers share compiled graphs. A dictionary's entry in a graph would belong to one layer.
     return session if torch.compiler.is_compiling() or module in session.layers else None
 
 

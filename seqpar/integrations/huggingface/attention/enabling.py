@@ -127,7 +127,7 @@ def _has_users_attention(model: Any) -> bool:
 
 
 def _replace_temperatures(session: EnabledModel) -> list[Removable]:
-    """Let `attend` scale the queries of Llama 4's layers without rotary positions."""
+    """Switch off the scales of Llama 4's layers without rotary positions: `attend` applies them."""
     handles: list[Removable] = []
     for x in session.layers:
         if getattr(x, _TEMPERATURE, False) and not getattr(x, "use_rope", True):

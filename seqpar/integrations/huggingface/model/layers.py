@@ -94,7 +94,7 @@ class AttentionLayer(Uncopied):
     backward_bytes: int = 0  # that this rank sent for the layer
     linear: Callable[..., Tensor] | None = None  # linear attention, after `make_linear`
     recurrence: Any = None  # the `PatchedRecurrence` of a recurrent layer
-    handle: Any = None  # a tensor, by which compiled graphs find this object
+    handle: Any = None  # a tensor: compiled graphs find this object by it
     session: Any = None  # the layer's `EnabledModel`
 
 

@@ -196,7 +196,7 @@ class Groups:
 
 
 class _Turn:
-    """A turn of `batches` different batches, one for each group; `rows` are those of the last."""
+    """A turn of `batches` different batches, one for each group; the last one has `rows` rows."""
 
     def __init__(self, groups: int, group: int, dispatches: bool) -> None:
         self.groups, self.group, self.dispatches = groups, group, dispatches
