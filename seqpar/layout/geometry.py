@@ -154,6 +154,17 @@ class Geometry:
     def merged_holding(self, ranks: Sequence[int]) -> Holding:
         return Holding(merged([self.holdings[rank].columns for rank in ranks]))
 
+    @property
+    def worst_case(self) -> Geometry:
+        """The geometry for which messages are planned: this one, if its cut has no limit.
+
+        With a limit on documents, messages must not depend on them, so that a CUDA graph can be
+        replayed for others. They are then those of one document of all tokens.
+        """
+        if not self.cut.most_documents:
+            return self
+        return self.derived(("worst case",), lambda: Geometry(self.cu_seqlens[[0, -1]], self.cut))
+
     @cached_property
     def most_tokens(self) -> int:
         return int(self.cut.token_counts(self.cu_seqlens).max())
@@ -201,7 +212,7 @@ class Geometry:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of which rank holds which token. Equal geometries have the same, for any cut."""
+        """A hash of which rank holds which token. Geometries that are used alike have the same."""
         # Documents of the same length that are cut alike are hashed once.
         lengths, documents = self.lengths, np.arange(self.lengths.size)
         if self.cut.alike:
@@ -213,5 +224,6 @@ class Geometry:
             spans = mix(sort_keys(holding.starts, holding.stops), rank)
             held, first, _ = holding.runs
             hashes[held] += np.add.reduceat(spans, first) if first.size else spans
-        content = np.concatenate([[self.ranks], self.cu_seqlens, hashes[documents].view(np.int64)])
+        numbers = [n for n in (self.ranks, self.cut.most_documents) if n]
+        content = np.concatenate([numbers, self.cu_seqlens, hashes[documents].view(np.int64)])
         return hashlib.sha256(content.astype("<i8").tobytes()).hexdigest()

@@ -7,6 +7,7 @@ token to one rank. On a rank tokens are ordered by document, then position. Only
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ from seqpar.layout.cuts.zigzag import EvenZigzag, Zigzag
 from seqpar.layout.handle import LayoutCut
 from seqpar.layout.plot import plot_layouts
 from seqpar.layout.prepared import pack, unpack
+from seqpar.layout.replaced import load_tables
 from seqpar.layout.reshard import remap, shard, unshard
 from seqpar.layout.spans import PositionIds, Span, cu_seqlens_of, parse_spans
 
@@ -103,11 +105,32 @@ class Layout:
     @classmethod
     @outside_graphs
     def contiguous(
-        cls, cu_seqlens: CuSeqlens, ranks: int, *, equal: bool = False, multiple_of: int = 1
+        cls,
+        cu_seqlens: CuSeqlens,
+        ranks: int,
+        *,
+        equal: bool = False,
+        multiple_of: int = 1,
+        most_documents: int | None = None,
     ) -> Layout:
-        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included."""
+        """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included.
+
+        With `most_documents`, which needs `equal`, empty documents are added up to this number, and
+        calls of all layouts with the same limit and tokens do the same, except for the contents of
+        their tables. A CUDA graph of one can then compute another (`load_tables`). Messages are
+        those of a single document, and GPUs use our Triton kernels. Only ring, all_gather, ulysses
+        and usp take such a layout, with the masks that `causal` and `window_size` make.
+        """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
-        return cls(cu, Contiguous(ranks), padding)
+        if most_documents is None:
+            return cls(cu, Contiguous(ranks), padding)
+        limit = as_int("most_documents", most_documents, 1, 2**31 - 2)
+        if not equal:
+            raise ValueError(f"most_documents needs equal=True, got {limit}")
+        if (missing := limit + 2 - cu.size) < 0:
+            raise ValueError(f"cu_seqlens must have at most {limit} documents, got {cu.size - 2}")
+        cu = np.r_[cu[:-1], np.full(missing, cu[-2]), cu[-1]]
+        return cls(cu, Contiguous(ranks, limit + 1, secrets.randbits(62)), padding)
 
     @classmethod
     @outside_graphs
@@ -279,6 +302,8 @@ class Layout:
         cached with this layout.
         """
         size = min(as_int("size", size, 1), MAX_DOCUMENT_TOKENS)
+        if self.geometry.cut.most_documents:
+            raise ValueError("layout must have no most_documents: the number of chunks varies")
 
         def build() -> Layout:
             cu, cut = self.geometry.cu_seqlens, self.geometry.cut
@@ -311,6 +336,33 @@ class Layout:
             raise ValueError(f"attn must be an attention module, got {shown(attn)}")
         attn.preparation(**call)(self)
         return self
+
+    @outside_graphs
+    def load_tables(self, other: Layout) -> None:
+        """Let this layout's calls on GPUs compute the documents of another layout.
+
+        The other layout has the same ranks, tokens and `most_documents`. Its tables are copied over
+        the tables of all calls that this layout has had in this process, in the current stream.
+        CUDA graphs of these calls that are replayed in this stream, and further calls, then compute
+        the other documents. This layout's attributes do not change. To return to its own documents,
+        load a new layout of them. `prepare` builds the other layout's tables ahead of time. Copy
+        position ids and other inputs of a graph yourself.
+
+        Raise a ValueError if the other layout does not fit, or if no call of this one was on a GPU.
+        """
+        if not isinstance(other, Layout):
+            raise ValueError(f"other must be a seqpar.Layout, got {type(other).__name__}")
+        if not self.geometry.cut.most_documents:
+            raise ValueError("layout must have most_documents, so that other tables fit")
+        expected, actual = (
+            f"{x.geometry.cut.most_documents} documents, {x.ranks} ranks and {x.tokens} tokens"
+            for x in (self, other)
+        )
+        if actual != expected:
+            raise ValueError(f"other must have {expected}, padding included, got {actual}")
+        if other.geometry is self.geometry:
+            raise ValueError("other must be another layout; make a new one of the same documents")
+        load_tables(self.geometry, other.geometry)
 
     def pin_memory(self) -> Layout:
         """Copy tables that came from another process to pinned memory, and return this layout.

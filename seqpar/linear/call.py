@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.attention.operands import OperandShape
+from seqpar.attention.operands import OperandShape, check_ranks_of
 from seqpar.attention.operators import Count, schema_of
 from seqpar.comm.dtensor import HeadPlacement
+from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import kept_on
 from seqpar.core.dtypes import accumulator_dtype
@@ -129,6 +130,13 @@ def check_initial_state(
         found = f"{tuple(initial.shape)} of {initial.dtype}"
         wanted = f"{expected} (documents, B, {dims}) of {dtype}"
         raise ValueError(f"initial_state must be {wanted}, got {found}")
+
+
+def check_layout(comm: Comm, layout: Geometry) -> None:
+    check_ranks_of(comm, layout=layout)
+    if layout.cut.most_documents:
+        reason = "what linear attention sends depends on the documents"
+        raise ValueError(f"layout must have no most_documents: {reason}")
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:

@@ -60,7 +60,7 @@ def attend(
     q is (B, T, Hq, D), k (B, Tk, Hkv, D), v (B, Tk, Hkv, Dv): batch, rows, heads, head dim. If
     `max_logits` is given, it is updated with the scores of the slices.
     """
-    if not len(slices) or not q.numel():
+    if not slices.are_computed or not q.numel():
         return
     if max_logits is not None and hooks.replace_compute is None:
         max_logits.update(reference.max_logits(q, k, slices, options))
@@ -146,7 +146,7 @@ def _backend_of_all(
     Return None if there are several backends, if no block has slices, or if the backend of the
     first slices has no `forward_blocks`: slices of later blocks are then built when needed.
     """
-    nonempty: Iterator[Slices] = (slices for slices in slices_of_blocks.slices if len(slices))
+    nonempty: Iterator[Slices] = (x for x in slices_of_blocks.slices if x.are_computed)
     first = next(nonempty, None)
     if first is None:
         return None
@@ -171,7 +171,7 @@ def attend_backward(
     `output` is the output of the queries q over all of their keys, with its gradient. k and v are
     one block, as in `attend`.
     """
-    if len(slices) and q.numel():
+    if slices.are_computed and q.numel():
         chosen = choose_backend(q, k, v, slices, options)
         work = lambda: SoftmaxWork.of(q, v.shape[3], slices, backward=True)  # noqa: E731
         with hooks.computing(q.device, work) as computes:

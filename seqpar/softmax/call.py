@@ -195,6 +195,8 @@ class CallArguments(NamedTuple):
         def check_settings() -> tuple[Mask, CallOptions, Memo]:
             _check_layouts(comm, layout, kv_layout)
             mask = self._mask(layout, kv_layout)
+            if layout.cut.most_documents or kv_layout.cut.most_documents:
+                _check_most_documents(layout, kv_layout, mask)
             options = CallOptions(self.scale, self.softcap, self.backend, self.deterministic)
             check_numbers(options, shape)
             return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
@@ -373,6 +375,15 @@ class ResolvedCall:
 def _kept(layout: Geometry, kv_layout: Geometry, *settings: Hashable) -> Memo:
     kept = layout.derived_with(kv_layout)(("once",), lambda: Memo(MAX_KEPT_SETTINGS))
     return kept(settings, Memo)
+
+
+def _check_most_documents(layout: Geometry, kv_layout: Geometry, mask: Mask) -> None:
+    reason = "because its messages would depend on the documents of a layout with most_documents"
+    if kv_layout is not layout:
+        raise ValueError(f"kv_layout must be left out, {reason}")
+    if mask.prefix is not None or mask.ranges is not None:
+        name = "mask" if mask.prefix is None else "prefix_lens"
+        raise ValueError(f"{name} must be left out, {reason}")
 
 
 def _check_layouts(comm: Comm, layout: Geometry, kv_layout: Geometry) -> None:

@@ -17,8 +17,11 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.arguments import CuSeqlens, WindowSize
 from seqpar.core.device_tables import UploadedTables
 from seqpar.core.hooks import hooks
+from seqpar.core.memo import LOCAL, Memo
+from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
+from seqpar.layout.replaced import remember
 from seqpar.softmax.call import ArgumentKeywords, CallArguments, Causal, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.strategy import Strategy
@@ -37,7 +40,26 @@ def upload_tables(
     if not strategy.rehearses:  # its tables are copied when first needed, on any stream
         UploadedTables((), device).wait()
         return
-    upload_once(_rehearsable(strategy, comm, call, device), device, backward)
+    rehearsable = _rehearsable(strategy, comm, call, device)
+    upload_once(rehearsable, device, backward)
+    if call.layout.cut.most_documents:
+        key = LOCAL, "remembered", *rehearsable.key, backward
+        call.once(key, lambda: _remember(strategy, comm, call, device, backward))
+
+
+def _remember(
+    strategy: Strategy, comm: Comm, call: ResolvedCall, device: torch.device, backward: bool
+) -> None:
+    """Remember a call, so that the tables of other documents can replace its tables."""
+    worst = call.layout.worst_case  # the layout must not hold itself
+    without_documents = replace(call, layout=worst, kv_layout=worst, kept=Memo(), max_logits=None)
+    silent = SilentComm(comm.rank, comm.size, comm.is_routed)
+
+    def tables(layout: Geometry) -> list[Tensor]:
+        of_layout = without_documents.altered(layout=layout, kv_layout=layout)
+        return tables_of(strategy, silent, of_layout, device, backward)
+
+    remember(call.layout, device, tables)
 
 
 def tables_of(

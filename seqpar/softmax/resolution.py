@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention.backend import rank_invariant_refusal, refusal
+from seqpar.attention.backend import DEFAULT, rank_invariant_refusal, refusal, triton_refusal
 from seqpar.attention.operands import OperandShape, check_operands, digest_of_call, naming_rank
 from seqpar.comm.agreement import Described, attempt
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
+from seqpar.core.device_tables import is_on_cuda
 from seqpar.core.dtypes import DTYPES
 from seqpar.layout.handle import from_handle, key_of
 from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
@@ -33,6 +34,8 @@ def resolve(
         _check_tensors(call, operands)
         if decodes:
             return call
+        if call.layout.cut.most_documents:
+            _check_most_documents(bound.strategy, call, operands, arguments.return_max_logits)
         bound.strategy.check(call)
         if bound.strategy.rank_invariant:
             reason = rank_invariant_refusal(call.options.backend, operands.q, operands.v)
@@ -65,6 +68,23 @@ def resolve_on_ranks(
         comm = bound.begin_call(device)
     describe(comm, bound, arguments, call, device, operands.sinks, decodes)
     return call, comm
+
+
+def _check_most_documents(
+    strategy: Strategy, call: ResolvedCall, operands: Operands, max_logits: bool
+) -> None:
+    """Refuse a call whose work would depend on the documents of the layout."""
+    if not strategy.takes_most_documents:
+        name = 'deterministic="ranks"' if strategy.rank_invariant else repr(strategy.name)
+        raise ValueError(f"layout must have no most_documents with {name}")
+    if max_logits:
+        raise ValueError("return_max_logits must be False for a layout with most_documents")
+    if is_on_cuda(operands.q):
+        backend = call.options.backend
+        if backend not in (DEFAULT, "triton"):
+            raise ValueError(f"use_backend must be triton with most_documents, got {backend!r}")
+        if reason := triton_refusal(operands.q, operands.v):
+            raise ValueError(f"layout must have no most_documents for this call: {reason}")
 
 
 def _check_tensors(call: ResolvedCall, operands: Operands) -> None:

@@ -48,6 +48,11 @@ class Strategy:
     # of ranks.
     rank_invariant: bool = field(default=False, kw_only=True, metadata=NO_OPTION)
 
+    @property
+    def takes_most_documents(self) -> bool:
+        """Whether messages and launches are the same for all documents (`Geometry.worst_case`)."""
+        return False
+
     def to_rank_invariant(self) -> Self:
         """Return this strategy with `rank_invariant`; raise a ValueError if it has no such mode."""
         expected = f"deterministic must be True or False with {self.name!r}"

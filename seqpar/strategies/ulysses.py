@@ -60,6 +60,10 @@ class Ulysses(Strategy):
         if not isinstance(self.keep, str) or self.keep not in ("heads", "tokens"):
             raise ValueError(f'keep must be "heads" or "tokens", got {shown(self.keep)}')
 
+    @property
+    def takes_most_documents(self) -> bool:
+        return self.outer.takes_most_documents
+
     def to_rank_invariant(self) -> Self:
         if self.keep != "heads":
             raise ValueError('keep must be "heads" with deterministic="ranks", got "tokens"')

@@ -110,6 +110,36 @@ def test_calls_of_one_layout_replay_in_a_graph(strategy, backend):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
 
 
+def test_a_graph_computes_the_documents_of_loaded_tables():
+    sizes = {"equal": True, "multiple_of": 128, "most_documents": 4}
+    layout, other = (Layout.contiguous(cu, 1, **sizes) for cu in ([0, 700, 1000], [0, 9, 64, 1001]))
+    q, k, v, dout = (torch.randn(1024, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkvd")
+    operands = [x.requires_grad_() for x in (q, k, v)]
+
+    def call(comm):
+        attn = make_attention("ring", comm)
+
+        def results(layout):
+            out = attn(*operands, layout, causal=True)
+            return out, *torch.autograd.grad(out, operands, dout)
+
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            results(layout)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = results(layout)
+        for loaded in (other, Layout.contiguous([0, 700, 1000], 1, **sizes)):
+            layout.load_tables(loaded)
+            graph.replay()
+            torch.cuda.synchronize()
+            for x, expected in zip(captured, results(loaded), strict=True):
+                torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-2)
+
+    virtual(1, call)
+
+
 def test_servers_copy_through_pinned_memory():
     """Tensors pass from a trainer to a server and back; the bits equal a local computation."""
     request = random_request(0, 4096, 4096, heads=4, dim=64, dtype=torch.bfloat16)

@@ -143,3 +143,18 @@ def test_the_same_call_gives_the_same_bits(pool, strategy, dtype, times):
     for again in (pool(4, run, case) for _ in range(times - 1)):
         for x, y in zip(itertools.chain(*first), itertools.chain(*again), strict=True):
             assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "usp"])
+def test_padded_tables_equal_the_oracle(pool, strategy):
+    """With a limit on documents. On a CPU, in Triton's interpreter, which is not for threads."""
+    layout = Layout.contiguous([0, 7, 7, 60, 63, 99], 2, equal=True, most_documents=7)
+    for options in (
+        {"causal": True, "dlse": True, "sinks": True},
+        {"causal": False, "window": (9, 20)},
+    ):
+        sizes = {"heads": 4, "kv_heads": 2, "dim": 16, "value_dim": 16, "dtype": torch.float32}
+        case = Case(strategy, layout, backend="triton", **sizes, **options)
+        expected = oracle(case)
+        for got in pool(2, run, case):
+            assert_right(got, expected, case.dtype)

@@ -161,6 +161,7 @@ def forward_launches(
     device: torch.device,
     continued: bool = False,
     programs: int = 0,
+    most_runs: int = 0,
 ) -> list[Launches]:
     """Return the launches of each hop, at most two.
 
@@ -170,6 +171,10 @@ def forward_launches(
     begins before the first hop and continues after the last: every tile reads and writes a partial
     result. If a hop has fewer than `programs` tiles, several programs share the columns of each
     tile, and the second launch merges the parts.
+
+    With `most_runs` the launches only depend on it and on the numbers of rows and columns, and
+    their tables are padded (`_padded`). They then take any slices whose rows have at most this
+    number of runs, so that a CUDA graph can be replayed with other tables. `programs` must be 0.
     """
     check_list("hops", hops, SliceTable)
     if not hops:
@@ -177,6 +182,7 @@ def forward_launches(
     check_type("config", config, Config)
     check_type("device", device, torch.device)
     check_int("programs", programs, 0)
+    check_int("most_runs", most_runs, 0)
     sides = [Sides.of(hop) for hop in hops]
     all_rows = np.concatenate([side.rows for side in sides])
     tiles = tile_bounds(all_rows, sides[0].row_positions.size, config.tile_rows)
@@ -195,18 +201,23 @@ def forward_launches(
         if parts > 1:
             of_hop = _split_launches(*common, int(parts))
         else:
-            of_hop = _launches(*common, config)
+            of_hop = _launches(*common, config, most_runs)
         either = may_continue or (parts <= 1 and config.separate)
         launches.append([replace(x, may_continue=either or x.parts > 1) for x in of_hop])
     return [Launches(of_hop).placed(lambda x: x.to(device)) for of_hop in launches]
 
 
 def backward_launches(
-    slices: SliceTable, config: Config, device: torch.device, transposed: bool
+    slices: SliceTable,
+    config: Config,
+    device: torch.device,
+    transposed: bool,
+    most_runs: int = 0,
 ) -> Launches:
     """Return the launches, at most two, of a kernel that adds to gradients.
 
-    They add to gradients of queries or, if `transposed`, of keys.
+    They add to gradients of queries or, if `transposed`, of keys. `most_runs` is as in
+    `forward_launches`.
     """
     check_type("slices", slices, SliceTable)
     check_type("config", config, Config)
@@ -215,7 +226,7 @@ def backward_launches(
     tiles = tile_bounds(sides.rows, sides.row_positions.size, config.tile_rows)
     lists = column_lists(sides, tiles, config.block_columns)
     flags = np.zeros(len(tiles), np.int64)
-    launches = _launches(sides, lists, tiles, lists.work > 0, flags, config)
+    launches = _launches(sides, lists, tiles, lists.work > 0, flags, config, most_runs)
     return Launches(launches).placed(lambda x: x.to(device))
 
 
@@ -226,6 +237,7 @@ def _launches(
     chosen: NDArray[np.bool_],
     flags: Ints,
     config: Config,
+    most_runs: int,
 ) -> list[Launch]:
     """Return one launch of the chosen tiles, or two if the configuration separates them."""
     has_full, has_cut = lists.full_counts > 0, lists.cut_counts > 0
@@ -239,7 +251,40 @@ def _launches(
             (chosen & has_full, full_flags, has_full, False),
             (chosen & (has_cut | ~has_full), cut_flags, None, True),
         ]
-    return [_launch(sides, lists, tiles, *kind) for kind in kinds if kind[0].any()]
+    if not most_runs:
+        return [_launch(sides, lists, tiles, *kind) for kind in kinds if kind[0].any()]
+    return [_padded(_launch(sides, lists, tiles, *kind), config, most_runs) for kind in kinds]
+
+
+def _padded(launch: Launch, config: Config, most_runs: int) -> Launch:
+    """Return the launch with tables of sizes that only depend on the numbers of rows and columns.
+
+    Additional tiles have no rows. They are at the end of the rows, because descriptors of 0 rows
+    are not defined. The sizes suffice if a row attends to one range of columns in its own run, as
+    in layouts that cut a pack into ranges. Raises a ValueError if they do not.
+    """
+    rows, columns = launch.row_positions.numel(), launch.column_positions.numel()
+    tiles = rows // config.tile_rows + most_runs
+    # A tile's cut blocks: as many columns as it has rows at both ends, and a block that is not
+    # full. Where a window ends within a tile, all columns are cut.
+    ends = 2 * -(-config.tile_rows // config.block_columns) + 4
+    cut = tiles * ends + 2 * (columns // config.block_columns)
+
+    def filled(table: Tensor, size: int, entry: Sequence[int] | int) -> Tensor:
+        if len(table) > size:
+            raise ValueError(
+                f"most_runs is too small: a table has {len(table)} entries, not {size}"
+            )
+        added = table.new_tensor([entry]).expand(size - len(table), *table.shape[1:])
+        return torch.cat([table, added])
+
+    return replace(
+        launch,
+        tiles=filled(launch.tiles, tiles, [rows, rows, 0, 0, 0, 0, 0, 0]),
+        full=filled(launch.full, columns if launch.has_full else 0, 0),
+        cut=filled(launch.cut, cut if launch.has_cut else 0, [0] * CUT_WIDTH.value),
+        has_partial=True,
+    )
 
 
 def _split_launches(

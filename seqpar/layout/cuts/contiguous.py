@@ -17,6 +17,10 @@ class Contiguous(TableCut):
     """Rank c holds tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack."""
 
     ranks: int
+    most_documents: int = 0  # see `Geometry.worst_case`
+    # With `most_documents`, a random number: equal layouts then share no tables, as these may be
+    # replaced.
+    number: int = 0
     most_spans: ClassVar[int | None] = 1
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:

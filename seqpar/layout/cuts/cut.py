@@ -57,6 +57,10 @@ class Cut(Protocol):
     def alike(self) -> bool: ...
 
     @property
+    def most_documents(self) -> int:
+        """0, or the number of documents to which every batch is padded (`Geometry.worst_case`)."""
+
+    @property
     def most_spans(self) -> int | None:
         """Largest number of spans of a document that a rank holds; None without a limit."""
 
@@ -83,6 +87,7 @@ class CountedCut:
     """The defaults of a cut that counts its tokens, and whose chunks are not mirrored."""
 
     alike: ClassVar[bool] = False
+    most_documents = 0
 
     def counts(self, cu_seqlens: Ints) -> Counts:
         raise NotImplementedError
@@ -174,6 +179,10 @@ class Merged:
     @property
     def alike(self) -> bool:
         return self.members.alike
+
+    @property
+    def most_documents(self) -> int:
+        return self.members.most_documents
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
         ranks = range(rank * self.size, min((rank + 1) * self.size, self.members.ranks))

@@ -148,9 +148,17 @@ class Slices:
     sent_rows: Ints  # (m, 2) the owner's local rows of the block that travels, or of keys
     derived: Memo = field(default_factory=Memo, repr=False)  # backends' tables
     q_aligned: Positions | None = None  # `aligned`, or None if that is `q_positions`
+    # 0, or the number of runs of rows for which kernels pad their tables, so that launches are the
+    # same for all documents.
+    most_runs: int = 0
 
     def __len__(self) -> int:
         return len(self.q_rows)
+
+    @property
+    def are_computed(self) -> bool:
+        """Whether kernels run for them. If tables are padded, they do even if there is no pair."""
+        return len(self) > 0 or self.most_runs > 0
 
     @property
     def key_rows(self) -> int:
@@ -280,12 +288,16 @@ def slices_between(
     queries_travel = queries_travel and q_rank != k_rank
 
     def build() -> Slices:
-        slices = local_slices(queries, q_rank, keys, k_rank, mask)
+        slices = travelling = local_slices(queries, q_rank, keys, k_rank, mask)
+        worst = queries.worst_case, keys.worst_case
+        if worst[1] is not keys:
+            slices = replace(slices, most_runs=2 * keys.lengths.size + keys.ranks)
+            travelling = local_slices(worst[0], q_rank, worst[1], k_rank, mask)
         if q_rank == k_rank:
             return slices
         if queries_travel:
             return slices.of_queries(slices.seeing)
-        return slices.of_keys(union(*slices.k_rows.T))
+        return slices.of_keys(union(*travelling.k_rows.T))
 
     return _tables(queries, keys, mask)(("slices", q_rank, k_rank, queries_travel), build)
 

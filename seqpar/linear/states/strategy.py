@@ -12,12 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.attention.operands import check_kv_heads, check_ranks_of
+from seqpar.attention.operands import check_kv_heads
 from seqpar.comm.messages.exchange import Comm
 from seqpar.core.memo import LOCAL, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import begin_backward, begin_forward
-from seqpar.linear.call import CallArguments, ResolvedCall, check_scale, check_spans, shape_of
+from seqpar.linear.call import (
+    CallArguments,
+    ResolvedCall,
+    check_layout,
+    check_scale,
+    check_spans,
+    shape_of,
+)
 from seqpar.linear.final_states import FinalStates, arrival_order
 from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
 from seqpar.linear.routes import StateRoutes, StateSums
@@ -63,7 +70,7 @@ class StateStrategy(LinearStrategy[StateCall]):
             return StateOptions(arguments.scale, arguments.causal, arguments.backend, decay)
 
         def settle() -> tuple[StateRoutes, StateOptions | None]:
-            check_ranks_of(comm, layout=layout)
+            check_layout(comm, layout)
             check_scale(arguments.scale, shape.dtype)
             if log_decay is not None:
                 if not arguments.causal:

@@ -162,7 +162,10 @@ def _forward_launches(
         programs = 0  # tiles per head and batch entry that fill the device
         if device.type == "cuda" and splits:
             programs = gpu_of(device).processors // heads
-        planned = kernels.forward_launches(list(blocks), config, _CPU, continued, programs)
+        most_runs = blocks[0].most_runs
+        planned = kernels.forward_launches(
+            list(blocks), config, _CPU, continued, 0 if most_runs else programs, most_runs
+        )
         some_continue = any(
             x.has_partial and x.parts == 1 for launches in planned for x in launches
         )
@@ -182,7 +185,7 @@ def _backward_launches(
 
     def build() -> list[kernels.Launches]:
         return [
-            kernels.backward_launches(slices, config, _CPU, transposed)
+            kernels.backward_launches(slices, config, _CPU, transposed, slices.most_runs)
             for config, transposed in zip(configs, (True, False), strict=False)
         ]
 

@@ -152,7 +152,7 @@ class KeyTables:
 
     def rows_for(self, peer: int) -> Rows:
         """Return this rank's rows that queries of a peer attend to: one object for equal rows."""
-        queries, keys = self._geometry
+        queries, keys = (x.worst_case for x in self._geometry)
         side = AttentionSide.of_keys(queries, keys, self._mask)
         ranges = side.own_ranges(keys.holdings[self._rank], [queries.holdings[peer]])
         if (rows := self._known.get(ranges.tobytes())) is None:
@@ -172,7 +172,7 @@ def key_counts(call: ResolvedCall, rank: int) -> tuple[Ints, Ints]:
 
     For the rank itself they are 0.
     """
-    queries, keys = call.layout, call.kv_layout
+    queries, keys = call.layout.worst_case, call.kv_layout.worst_case
     sent = AttentionSide.of_keys(queries, keys, call.mask).own_rows(keys.holdings[rank]).counts
     received = AttentionSide.of_queries(queries, keys, call.mask).their_rows(queries.holdings[rank])
     sent[rank] = received[rank] = 0
@@ -276,6 +276,7 @@ def head_groups(shape: OperandShape, layout: Geometry) -> list[HeadSlices]:
 
     Where ranks share few documents, messages are short, and groups would only add to their latency.
     """
+    layout = layout.worst_case
     groups = max(1, min(shape.kv_heads, layout.most_tokens * shape.batch // _ROWS_PER_GROUP))
     if groups > 1:
         groups = max(1, min(groups, layout.shared_tokens * shape.batch // _ROWS_PER_GROUP))

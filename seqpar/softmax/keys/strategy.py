@@ -48,6 +48,10 @@ class KeyStrategy(Strategy):
         check_message_dtype(self.message_dtype)
         check_gradient_dtype(self.gradient_dtype)
 
+    @property
+    def takes_most_documents(self) -> bool:
+        return not self.rank_invariant
+
     def check(self, call: ResolvedCall) -> None:
         check_digits(self.message_dtype, call.shape.dtype)
         check_gradient_digits(self.gradient_dtype, call.shape.dtype)
