@@ -347,6 +347,8 @@ class ResolvedCall:
 
     def with_heads_of(self, call: ResolvedCall, heads: slice) -> ResolvedCall:
         """Return this call with the slopes and max logits of query heads of another call."""
+        if call.max_logits is None and call.options.slopes is None:
+            return self  # which has neither
         max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
         return replace(self, options=call.options.of_heads(heads), max_logits=max_logits)
 

@@ -214,9 +214,10 @@ class HeadPlan:
 def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
     """Return the call as if each row of `size` ranks were one rank with all of their tokens.
 
-    Its slopes are left out: it is cached with the layouts, which must not hold a call's tensors.
+    Its slopes and max logits are left out: it is cached with the layouts, which must not hold a
+    call's tensors.
     """
-    return call.altered(
+    return replace(call, max_logits=None).altered(
         rank=rank // size,
         layout=call.layout.merged_ranks(size),
         kv_layout=call.kv_layout.merged_ranks(size),
