@@ -196,7 +196,10 @@ class AttentionSide(NamedTuple):
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
         documents, first, behind = own.runs
         reached = ReachedRows.none(ranks)
+        are_long = int(own.stops.max(initial=0)) >= 2**28
         for block, edges in self._mirrored(documents):
+            if are_long:  # the edges are only as large as the other side's documents
+                edges = edges.astype(np.int64)
             far = 2**30 if edges.dtype == np.int32 else 2**50
             limits = _reached_by_mirrored(edges, far, to_keys)
             rows = np.zeros(limits.shape, edges.dtype)

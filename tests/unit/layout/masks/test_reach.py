@@ -81,6 +81,22 @@ def test_counts_are_those_of_pairwise_tables(spans, edges, data):
         assert rows.tolist() == to_peer.sent_rows.tolist()
 
 
+@pytest.mark.parametrize("rank", range(2))
+def test_counts_of_very_long_own_rows(rank):
+    """Counted by mirrored chunks in 32 bits if the other side is short, and by spans."""
+    keys = Layout.contiguous(2**31 - 1, 2).geometry
+    mirrored = Layout.zigzag(8, 2)
+    listed = Layout.from_spans([map(tuple, mirrored.spans(r)) for r in range(2)], 8)
+    counts = [
+        AttentionSide.of_keys(layout.geometry, keys, Mask(UNLIMITED, 0)).own_rows(
+            keys.holdings[rank]
+        )
+        for layout in (mirrored, listed)
+    ]
+    for x, y in zip(*counts, strict=True):
+        assert (x == y).all()
+
+
 @examples(15, 150)
 @given(st.data())
 def test_groups_reach_what_their_merged_ranks_reach(data):
