@@ -8,6 +8,7 @@ ranges by their first number, the document, and join lists with `+`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -191,7 +192,7 @@ _MAGI_TYPES = "full", "causal", "invcausal", "bicausal"
 
 
 def _magi_type(name: str, kind: object) -> str:
-    kind = getattr(kind, "name", kind)
+    kind = kind.name if isinstance(kind, Enum) else kind
     if isinstance(kind, str):
         plain = kind.lower().replace("_", "")
         if plain not in _MAGI_TYPES:

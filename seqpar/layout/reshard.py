@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 
@@ -35,21 +36,28 @@ def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: f
         raise ValueError(f"x must have {expected} tokens (the layout's) {where}, got {found}")
     _check_value(value, x.dtype)
     padding = (indices >= real).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
-    return x.index_select(dim, indices.clamp(max=real - 1)).masked_fill(padding, value)
+    return x.index_select(dim, indices.clamp(max=real - 1)).masked_fill(padding, _as_plain(value))
 
 
 def _check_value(value: float, dtype: torch.dtype) -> None:
     if dtype == torch.bool:
         fits = value in (0, 1)
     elif dtype.is_floating_point or dtype.is_complex:
-        # An int beyond float's range cannot be converted.
-        too_long = isinstance(value, int) and value.bit_length() > 1023
-        fits = isinstance(value, Real) and not too_long
+        limit = torch.finfo(dtype).max
+        finite = isinstance(value, int) or (isinstance(value, Real) and math.isfinite(value))
+        fits = abs(value) <= limit if finite else isinstance(value, Real)
     else:
         limits = torch.iinfo(dtype)
         fits = isinstance(value, Real) and limits.min <= value <= limits.max and value % 1 == 0
     if not fits:
         raise ValueError(f"value must be a number that {dtype} can hold, got {shown(value)}")
+
+
+def _as_plain(value: float) -> float:
+    """Return any real number, such as a fraction, as torch takes it."""
+    if isinstance(value, int | float):
+        return value
+    return int(value) if value % 1 == 0 else float(value)
 
 
 def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> Tensor:

@@ -27,12 +27,15 @@ def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: In
     try:
         per_rank = [[tuple(span) for span in spans] for spans in spans_per_rank]
     except TypeError:
-        raise TypeError(f"spans_per_rank must hold {expected} for each rank") from None
+        raise ValueError(f"spans_per_rank must hold {expected} for each rank") from None
     as_ranks("spans_per_rank: the number of ranks", len(per_rank))
     flat = [span for spans in per_rank for span in spans]
     if any(len(span) != 3 for span in flat):
         raise ValueError(f"spans_per_rank must hold {expected}")
-    table = np.array(flat).reshape(-1, 3)
+    try:
+        table = np.array(flat).reshape(-1, 3)
+    except (TypeError, ValueError):  # an element has elements
+        raise ValueError(f"spans_per_rank must hold {expected}") from None
     if table.size and table.dtype.kind not in "iu":
         raise ValueError(f"spans_per_rank must hold {expected}, got {table.dtype}")
     documents, starts, stops = table.astype(np.int64).T

@@ -115,6 +115,8 @@ def test_magi_attentions_tables_are_understood(kind):
         expected = magi(q_range, k_range, kind, 12)
         for said in (kind, np.int32(kind), names[kind], list(AttnMaskType)[kind]):
             ranges = masks.from_magi([q_range], torch.tensor([k_range]), [said])
+            if not isinstance(said, str | AttnMaskType):
+                assert masks.from_magi([q_range], [k_range], torch.tensor([said])) == ranges
             np.testing.assert_array_equal(times_seen(ranges, [0, 12]), expected)
             Mask.of_ranges(ranges)
 

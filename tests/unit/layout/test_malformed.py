@@ -53,6 +53,7 @@ MALFORMED = {
     "ints": (lambda: Layout.from_spans([5], 8), "spans_per_rank"),
     "flat": (lambda: Layout.from_spans([[0, 0, 8]], 8), "spans_per_rank"),
     "text": (lambda: Layout.from_spans([["abc"]], 8), "spans_per_rank"),
+    "ragged": (lambda: Layout.from_spans([[(0, 0, [8])]], 8), "spans_per_rank"),
     "huge span": (lambda: Layout.from_spans([[(0, 0, 2**70)]], 8), "spans_per_rank"),
     "wrapping span": (lambda: Layout.from_spans([[(0, 0, 2**63)]], 8), "spans_per_rank"),
     "spans rank": (lambda: LAYOUT.spans("0"), "rank must be an integer"),

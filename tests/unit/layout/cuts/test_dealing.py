@@ -1,5 +1,7 @@
 """Layouts that give ranks equally many tokens: against their definitions, and what they balance."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,15 @@ def test_labels_of_padding_are_ignored():
     for rank in range(2):
         assert (labels[rank][layout.padding(rank)] == -100).all()
     assert sum((part >= 0).sum() for part in labels) == 5
+
+
+def test_padding_values_beyond_a_float_are_refused():
+    layout = Layout.contiguous(3, 2, equal=True)
+    for dtype, value in [(torch.float16, -1e9), (torch.bfloat16, 1e39), (torch.float32, 10**39)]:
+        with pytest.raises(ValueError, match=f"value must be a number that {dtype} can hold, got"):
+            layout.shard(torch.ones(3, dtype=dtype), 1, value=value)
+    for value in (-torch.inf, Fraction(1, 2), torch.finfo(torch.float16).min):
+        assert layout.shard(torch.ones(3).half(), 1, value=value).tolist() == [1, value]
 
 
 def test_a_tensor_is_padded_along_any_dimension():
