@@ -92,8 +92,9 @@ class Mask:
         aligned. Ranges are tuples in any order, or (n, 7) integers. Ranges without any pair are
         dropped. A query that is in no range attends to no key: its out is 0.
 
-        Takes time n log n for n ranges, unless ranges descend (docs/guides/masks.md). Raises a ValueError that names a wrong range, or two ranges
-        that both have the same pair, which would count twice.
+        Takes time n log n for n ranges; docs/guides/masks.md has the exception. Raises a ValueError
+        that names a wrong range, or two ranges that both have the same pair, which would count
+        twice.
         """
         return cls(UNLIMITED, UNLIMITED, ranges=MaskRanges.of(ranges))
 
