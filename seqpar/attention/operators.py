@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seqpar.core.torch_private import DispatchKeys, below_autograd, set_transform_refusal
+from seqpar.core.torch_private import DispatchKeys, below_autograd, set_transform_refusal, trace
 
 Count = Annotated[int, "SymInt"]  # torch.compile does not specialise on it
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
@@ -62,6 +62,39 @@ def register_flop_formulas() -> None:
             register_flop_formula(operator, get_raw=True)(formula)
 
 
+torch.library.define("seqpar::after", "(Tensor x, Tensor earlier) -> Tensor")
+
+
+@torch.library.impl("seqpar::after", ("cpu", "cuda"))
+def _after(x: Tensor, earlier: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.register_fake("seqpar::after")  # type: ignore[untyped-decorator]
+def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+    """Return `call(x)`, the results of an operator that communicates.
+
+    In a traced graph it stays behind the call before. Compilers take operators for functions, and
+    order those that do not depend on each other by the sizes on their own rank. Ranks that choose
+    different orders would exchange messages of different calls. So x, a small tensor on the CPU,
+    depends there on the call before.
+    """
+    traced = trace()
+    if traced is None:
+        return call(x)
+    earlier = vars(traced).get(_EARLIER)
+    results = call(x if earlier is None else torch.ops.seqpar.after(x, earlier))
+    setattr(traced, _EARLIER, torch.ops.seqpar.after(x, results[0]))
+    return results
+
+
+_EARLIER = "_earlier_call_of_seqpar"
+
+
 def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -71,24 +104,33 @@ def register_autograd(
     inputs: int,
     backward: Callable[..., tuple[Tensor | None, ...]],
     save: Callable[[Any, tuple[Any, ...], list[Tensor]], None],
+    handle: int | None = None,
 ) -> None:
     """Register the derivative of an operator that returns a list of tensors.
 
     The first `inputs` arguments may have gradients, and are tensors or None. `backward(ctx,
     *gradients)` returns the gradient of each of them. `save(ctx, arguments, results)` keeps the
-    tensors and options that `backward` needs.
+    tensors and options that `backward` needs. Argument number `handle`, by default the first
+    behind the inputs, is the tensor for `in_order`.
 
     `torch.library.register_autograd` does the same for any schema, in three times the time.
     """
     name = operator.removeprefix("seqpar::")
     overload = getattr(torch.ops.seqpar, name).default
+    place = inputs if handle is None else handle
+
+    def call(keys: DispatchKeys, arguments: tuple[Any, ...]) -> list[Tensor]:
+        before, behind = arguments[:place], arguments[place + 1 :]
+        return in_order(
+            arguments[place], lambda x: below_autograd(overload, keys, (*before, x, *behind))
+        )
 
     class Derivative(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: object, keys: DispatchKeys, arguments: tuple[object, ...], *_: object
+            ctx: object, keys: DispatchKeys, arguments: tuple[Any, ...], *_: object
         ) -> tuple[Tensor, ...]:
-            results = below_autograd(overload, keys, arguments)
+            results = call(keys, arguments)
             save(ctx, arguments, results)
             return tuple(results)
 
@@ -102,7 +144,7 @@ def register_autograd(
             x is not None and x.requires_grad for x in differentiated
         ):
             return list(Derivative.apply(keys, arguments, *differentiated))
-        return below_autograd(overload, keys, arguments)
+        return call(keys, arguments)
 
     _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
 

@@ -92,6 +92,10 @@ NAMES = {
     "torch._C._AutoDispatchBelowAutograd": Use(
         "2.0", "derivatives of operators: those of torch.library take 0.1 ms more per call"
     ),
+    "torch._C._get_dispatch_mode": Use(
+        "2.1", "to recognise a call that is traced, whose order a graph must keep"
+    ),
+    "torch._C._TorchDispatchModeKey": Use("2.1", "the kind of mode that traces functional graphs"),
     "torch._C._after_autograd_keyset": Use("2.4", "the dispatch keys below autograd"),
     "torch.Tensor._version": Use("2.0", "to read a GPU tensor again only after a write"),
     "torch._C._swap_tensor_impl": Use(
@@ -251,6 +255,12 @@ def below_autograd(
     with _get("torch._C._AutoDispatchBelowAutograd")():
         results = operator.redispatch(keys & _get("torch._C._after_autograd_keyset"), *arguments)
         return cast(list[Tensor], results)
+
+
+def trace() -> Any:
+    """Return the trace that makes a functional graph, while there is one, or None."""
+    kind = _get("torch._C._TorchDispatchModeKey").FUNCTIONAL
+    return _get("torch._C._get_dispatch_mode")(kind)
 
 
 def version_of(tensor: Tensor) -> int:

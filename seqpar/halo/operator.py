@@ -18,6 +18,7 @@ from seqpar.attention.operands import digest_of_call
 from seqpar.attention.operators import (
     FLOP_FORMULAS,
     implementation,
+    in_order,
     refuse_double_backward,
     refuse_transforms,
     register_autograd,
@@ -151,8 +152,9 @@ def _save_for_backward(ctx: _CallContext, inputs: tuple[Any, ...], results: list
 
 
 def _differentiate(ctx: _CallContext, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    layout, *tensors = ctx.saved_tensors
-    gradients = torch.ops.seqpar.causal_conv1d_backward(dout, *tensors, layout, *ctx.settings)
+    layout, *tensors, numbers = ctx.saved_tensors
+    operator = torch.ops.seqpar.causal_conv1d_backward
+    gradients = in_order(numbers, lambda x: operator(dout, *tensors, x, layout, *ctx.settings))
     return *gradients, *[None] * (3 - len(gradients))
 
 

@@ -23,6 +23,7 @@ from seqpar.attention.operands import OperandShape, digest_of_call
 from seqpar.attention.operators import (
     FLOP_FORMULAS,
     implementation,
+    in_order,
     refuse_double_backward,
     refuse_transforms,
     register_autograd,
@@ -212,11 +213,9 @@ def _differentiate(
 ) -> tuple[Tensor | None, ...]:
     layout, *inputs, entered, numbers = ctx.saved_tensors
     arguments = CallArguments._make((layout, *ctx.settings))
-    gradients = iter(
-        torch.ops.seqpar.linear_attention_backward(
-            dout, dfinal, *inputs, ctx.has_initial_state, entered, numbers, *arguments
-        )
-    )
+    operator = torch.ops.seqpar.linear_attention_backward
+    operands = dout, dfinal, *inputs, ctx.has_initial_state, entered
+    gradients = iter(in_order(numbers, lambda x: operator(*operands, x, *arguments)))
     has_gradient = [x is not None for x in _differentiable(Inputs(*inputs))]
     has_gradient.append(ctx.has_initial_state)
     return tuple(next(gradients) if some else None for some in has_gradient)

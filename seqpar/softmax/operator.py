@@ -24,6 +24,7 @@ from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import (
     FLOP_FORMULAS,
     implementation,
+    in_order,
     refuse_double_backward,
     refuse_transforms,
     register_autograd,
@@ -196,7 +197,7 @@ def _save_for_backward(
     if not residuals or ctx.bound.strategy.keeps_operands:
         residuals = [q, k, v, out, lse, *residuals]
     saved = *arguments.tensors(), numbers, sinks, *sink_inputs, *residuals
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(getattr(arguments.layout, "mark", None), *saved)
 
 
 def as_result(
@@ -238,11 +239,13 @@ def save_call(ctx: CallContext, arguments: CallArguments, results: list[Tensor])
 def _differentiate(
     ctx: _WholeCallContext, dout: Tensor | None, dlse: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
-    arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
+    arguments, saved = CallArguments.restored(ctx.saved_tensors[1:], ctx.settings)
     numbers, sinks, *saved = saved
     sink_inputs, residuals = ([], saved) if sinks is None else (saved[:2], saved[2:])
-    gradients = torch.ops.seqpar.attention_backward(
-        dout, dlse, sinks, sink_inputs, residuals, numbers, *ctx.shapes, *arguments
+    operator, operands = torch.ops.seqpar.attention_backward, (dout, dlse, sinks)
+    gradients = in_order(
+        numbers,
+        lambda x: operator(*operands, sink_inputs, residuals, x, *ctx.shapes, *arguments),
     )
     return (*gradients, None) if sinks is None else tuple(gradients)
 

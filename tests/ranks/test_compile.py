@@ -1,5 +1,6 @@
 """Compiled calls: whole graphs, none again for the next batch, and checkpoints within them."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import seqpar
 from seqpar import LASP2Attention, Layout, Mask
@@ -335,6 +338,42 @@ def test_masks_do_not_recompile(pool):
 def test_a_layout_made_inside_breaks_the_graph_correctly(pool):
     assert max(pool(2, made_inside, False)) <= 1e-12
     pool(2, refused)
+
+
+def independent_calls(group):
+    """For each graph of independent calls, whether each depends on the call before."""
+    torch._dynamo.reset()
+    softmax, linear, graphs = module("ring", group), LASP2Attention(group), []
+
+    def record(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
+    def branches(q, k, v, layout):
+        outs = [softmax(x, k, v, layout, causal=True) for x in (q, q.sin())]
+        outs.append(linear(q, k, v, layout))
+        outs.append(seqpar.causal_conv1d(q.flatten(1), q.new_ones(16, 2), layout, group))
+        return [x.sum() for x in outs]
+
+    layout = Layout.zigzag([0, 20, 40], dist.get_world_size(group))
+    sum(branches(*local(layout, dist.get_rank(group)), layout)).backward()
+    return [follow_each_other(graph.graph) for graph in graphs]
+
+
+def follow_each_other(graph):
+    ancestors, calls = {}, []
+    for node in graph.nodes:
+        above = node.all_input_nodes
+        ancestors[node] = set(above).union(*(ancestors[x] for x in above))
+        if str(node.target).startswith("seqpar.") and node.target != torch.ops.seqpar.after.default:
+            calls.append(node)
+    return [first in ancestors[second] for first, second in itertools.pairwise(calls)]
+
+
+def test_independent_calls_keep_their_order(pool):
+    """Inductor orders independent operators by the sizes on its own rank."""
+    assert pool(2, independent_calls) == [[[True] * 3] * 2] * 2
 
 
 def test_an_exported_program_loads_in_another_process(pool, tmp_path):

@@ -26,6 +26,7 @@ from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import (
     FLOP_FORMULAS,
     implementation,
+    in_order,
     refuse_double_backward,
     refuse_transforms,
     register_autograd,
@@ -295,14 +296,15 @@ def _differentiate_finish(
 ) -> tuple[Tensor | None, ...]:
     arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
     numbers, sinks, *saved = saved
-    gradients = torch.ops.seqpar.attention_finish_backward(
-        ctx.number, dout, dlse, sinks, saved, numbers, *arguments
+    operator = torch.ops.seqpar.attention_finish_backward
+    gradients = in_order(
+        numbers, lambda x: operator(ctx.number, dout, dlse, sinks, saved, x, *arguments)
     )
     return (*gradients, None) if sinks is None else tuple(gradients)
 
 
 register_autograd("seqpar::attention_begin", 4, _differentiate_begin, _save_begun)
-register_autograd("seqpar::attention_finish", 2, _differentiate_finish, _save_finished)
+register_autograd("seqpar::attention_finish", 2, _differentiate_finish, _save_finished, 5)
 for operator in ("attention_begin", "attention_finish"):
     torch.library.register_autograd(f"seqpar::{operator}_backward", refuse_double_backward)
     refuse_transforms(f"seqpar::{operator}")
