@@ -196,8 +196,9 @@ def _save_for_backward(
     sink_inputs = [] if sinks is None else [out, lse]
     if not residuals or ctx.bound.strategy.keeps_operands:
         residuals = [q, k, v, out, lse, *residuals]
+    mark: Any = getattr(arguments.layout, "mark", None)  # which checkpoints compare
     saved = *arguments.tensors(), numbers, sinks, *sink_inputs, *residuals
-    ctx.save_for_backward(getattr(arguments.layout, "mark", None), *saved)
+    ctx.save_for_backward(mark, *saved)
 
 
 def as_result(

@@ -122,6 +122,21 @@ def test_checkpoints_are_not_computed_again_elsewhere():
     assert virtual(2, on_rank) == [True, True]
 
 
+@pytest.mark.parametrize("wrapped", [again, lambda f: lambda x: seqpar.checkpoint(f, x)])
+def test_checkpoints_refuse_another_layouts_context(wrapped):
+    """Backward of a micro-batch may run in the context of the next, whose tensors are alike."""
+
+    def on_rank(comm):
+        q = torch.ones(4, 12, 8).requires_grad_()
+        with seqpar.context_parallel(comm, Layout.zigzag([0, 4, 24], 2)):
+            loss = wrapped(attend)(q).sum()
+        other = seqpar.context_parallel(comm, Layout.zigzag([0, 8, 24], 2))
+        with other, pytest.raises(CheckpointError, match="different metadata"):
+            loss.backward()
+
+    virtual(2, on_rank)
+
+
 class Exported(nn.Module):
     def forward(self, q):
         return F.scaled_dot_product_attention(q, q, q)
