@@ -22,8 +22,9 @@ LAYER_KINDS = {
 }
 # Decoders whose feed-forward parts have two matrices. All others are gated, with three.
 UNGATED = {
-    "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt",
-    "nemotron", "opt", "persimmon", "phi", "starcoder2",
+    "apertus", "arcee", "bert-generation", "biogpt", "bloom", "codegen", "falcon", "git", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt",
+    "persimmon", "phi", "starcoder2",
 }  # fmt: skip
 # Attributes of models that are refused, because their costs would be silently wrong.
 UNKNOWN = {
@@ -37,6 +38,12 @@ UNKNOWN = {
     "mlp_layer_types": "feed-forward parts by layer",
     "moe_num_experts": "a mixture of experts with these names",
     "num_kv_shared_layers": "layers that share keys",
+    "H_cycles": "repeated stacks of layers",  # HRM
+    "block_auto_adjust_ff_dim": "another feed-forward width than intermediate_size",  # LFM2
+    "keep_window_size": "a dynamic mask",  # Doge
+    "hidden_size_per_layer_input": "embeddings for each layer",  # Gemma 3n and 4
+    "kv_channels": "a mixture of attention heads",  # JetMoE
+    "type_vocab_size": "an encoder",  # BERT and its family
 }
 
 
@@ -256,6 +263,8 @@ def read_config(config: object) -> dict[str, Any]:
     for name, feature in UNKNOWN.items():
         if attributes.get(name):
             raise ValueError(f"config.{name}: {feature} is not described")
+    if isinstance(attributes.get("per_layer_config"), Mapping):  # objects have a view here, always
+        raise ValueError("config.per_layer_config: layers that differ in size are not described")
     hidden, heads = attributes.number("hidden_size"), attributes.number("num_attention_heads")
     head_dim = attributes.get("head_dim")
     if head_dim is None:
@@ -337,7 +346,7 @@ def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
         dense = config.number("intermediate_size")
         return dense, dense, 0
     width = config.number("moe_intermediate_size", "intermediate_size")
-    shared = config.number("shared_expert_intermediate_size", default=0)
+    shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     shared += width * config.number("n_shared_experts", default=0)
     chosen = config.number("num_experts_per_tok")
     if chosen > experts:

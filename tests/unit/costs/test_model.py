@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from seqpar.balance import Model
 from seqpar.costs.model import PUBLISHED_CONFIGS, Layer, Recurrence
@@ -38,6 +39,33 @@ def windows(model):
 )
 def test_parameters_are_those_published(name, parameters, within):
     assert Model.preset(name).parameters == pytest.approx(parameters, rel=within, abs=0)
+
+
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((name, {}) for name in ("apertus", "arcee", "biogpt", "jais2", "nanochat")),
+        *((name, {}) for name in ("bert-generation", "gpt_neox", "llama", "phi", "starcoder2")),
+        ("granitemoeshared", MIXTURE | {"shared_intermediate_size": 96}),
+        ("mixtral", MIXTURE),
+    ],
+)
+def test_parameters_match_modules_of_transformers(model_type, changes):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128}
+    config = transformers.CONFIG_MAPPING[model_type](**sizes, **changes)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    matrices = sum(
+        p.numel() for name, p in module.named_parameters() if p.dim() > 1 and "position" not in name
+    )
+    model = Model.from_config(config)
+    norms = 17 * model.hidden
+    assert model.parameters - norms == matrices
 
 
 @pytest.mark.parametrize(
@@ -132,6 +160,13 @@ def test_configurations_within_others_and_unsaid_values():
         ({"v_head_dim": 7}, "v_head_dim"),
         ({"mamba_d_state": 128}, "mamba_d_state"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"H_cycles": 2}, "H_cycles"),
+        ({"block_auto_adjust_ff_dim": True}, "block_auto_adjust_ff_dim"),
+        ({"keep_window_size": 2048}, "keep_window_size"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+        ({"kv_channels": 128}, "kv_channels"),
+        ({"type_vocab_size": 2}, "type_vocab_size"),
+        ({"per_layer_config": {"05": {"head_dim": 512}}}, "per_layer_config"),
     ],
 )
 def test_what_is_missing_or_not_described_is_named(changes, named):
