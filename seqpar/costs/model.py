@@ -241,7 +241,11 @@ class _Config:
             if isinstance(self._config, Mapping):
                 value = self._config.get(name)
             else:
-                value = getattr(self._config, name, None)
+                try:
+                    value = getattr(self._config, name, None)
+                except RuntimeError as error:  # transformers: layers have different values
+                    found = "a value that differs between layers"
+                    raise ValueError(f"config.{name}: {found} is not described") from error
             if value is not None:
                 return value
         return default

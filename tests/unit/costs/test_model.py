@@ -174,6 +174,16 @@ def test_what_is_missing_or_not_described_is_named(changes, named):
         Model.from_config(SimpleNamespace(**(LLAMA | changes)))
 
 
+def test_a_value_that_differs_between_layers():
+    class Config(SimpleNamespace):
+        @property
+        def head_dim(self):  # as transformers does for Gemma 4
+            raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    with pytest.raises(ValueError, match=r"^config\.head_dim: a value that differs"):
+        Model.from_config(Config(**(LLAMA | {"model_type": "gemma4_text"})))
+
+
 def test_an_unknown_preset_lists_those_that_there_are():
     with pytest.raises(ValueError, match=r"llama-7b.*mixtral-8x22b.*got 'llama-9b'"):
         Model.preset("llama-9b")
