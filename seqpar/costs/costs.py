@@ -17,8 +17,6 @@ from seqpar.costs.model import Layer, Model
 from seqpar.layout.masks.mask import Slices
 
 CHECKPOINTING = ("none", "attention", "full")
-LSE_BYTES = 4  # fp32, per row and query head
-STATE_ITEMSIZE = 4  # linear attention sends states in fp32
 
 
 class Costs:
@@ -37,6 +35,11 @@ class Costs:
     def itemsize(self) -> int:
         """Bytes of an element of weights and activations."""
         return self.cluster.device.itemsize
+
+    @property
+    def accumulator_itemsize(self) -> int:
+        """Bytes of an element of partials, states and gradient sums: 8 in fp64, otherwise 4."""
+        return max(4, self.itemsize)
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
         """Return (n,) seconds of one softmax layer's attention, with each task in a separate call.
@@ -177,7 +180,7 @@ class Costs:
 
     def state_bytes(self) -> int:
         """Return the bytes of one span's state in one linear layer; 0 without linear layers."""
-        return self.model.state_elements * STATE_ITEMSIZE
+        return self.model.state_elements * self.accumulator_itemsize
 
     def activation_bytes_per_token(self, checkpointing: str = "none") -> tuple[int, int]:
         """Return (each, once): the bytes per token that backward needs, over all layers.
@@ -214,15 +217,15 @@ class Costs:
         """Return the bytes of parameters, gradients and Adam's state on each rank.
 
         They are sharded over `ranks` ranks, by default all. Parameters and gradients have
-        `itemsize` bytes each, Adam's two moments 4 each, and a copy of parameters of less than 4
-        bytes 4. ZeRO's stage 0 shards none of these, stage 1 Adam's state and the copy, stage 2
-        also gradients, and stage 3 (FSDP) all; it adds two layers' gathered parameters.
+        `itemsize` bytes each, Adam's two moments 4 each (8 in fp64), and a copy of parameters of
+        less than 4 bytes 4. ZeRO's stage 0 shards none of these, stage 1 Adam's state and the copy,
+        stage 2 also gradients, and stage 3 (FSDP) all; it adds two layers' gathered parameters.
         """
         ranks, stage = self._sharding(ranks, stage)
         if stage > 3:
             raise ValueError(f"stage must be 0 to 3, got {stage}")
         model, itemsize = self.model, self.itemsize
-        state = 8 + (4 if itemsize < 4 else 0)
+        state = 2 * self.accumulator_itemsize + (4 if itemsize < 4 else 0)
         parts = [state, itemsize, itemsize]  # in the order in which the stages shard them
         sharded, whole = sum(parts[:stage]), sum(parts[stage:])
         gathered = 0
@@ -235,13 +238,14 @@ class Costs:
         """Return the seconds of Adam's update on a rank: its bytes over the memory bandwidth.
 
         For each parameter of its shard (stage 0: of all), a rank reads the gradient, reads and
-        writes two moments of 4 bytes, and writes the parameter, which it reads itself or as a copy
-        in fp32. `ranks` and `stage` are as in `parameter_bytes`.
+        writes two moments of 4 bytes (8 in fp64), and writes the parameter, which it reads itself
+        or as a copy in fp32. `ranks` and `stage` are as in `parameter_bytes`.
         """
         ranks, stage = self._sharding(ranks, stage)
         parameters, itemsize = self.model.parameters, self.itemsize
         updated = parameters if stage == 0 else -(-parameters // ranks)
-        moved = updated * (2 * itemsize + 2 * 8 + (2 * 4 if itemsize < 4 else itemsize))
+        moments = 4 * self.accumulator_itemsize
+        moved = updated * (2 * itemsize + moments + (2 * 4 if itemsize < 4 else itemsize))
         return moved / self.cluster.device.memory_bandwidth
 
     def token_capacity(
@@ -279,7 +283,8 @@ class Costs:
         if layer.kind == "linear":
             assert model.recurrence is not None
             return model.recurrence.values * self.itemsize
-        return model.heads * (model.head_dim * self.itemsize + LSE_BYTES)
+        lse_bytes = self.accumulator_itemsize
+        return model.heads * (model.head_dim * self.itemsize + lse_bytes)
 
     def _layer_bytes(self, layer: Layer) -> int:
         """Return the bytes per token that a layer keeps in plain PyTorch with fused norms.

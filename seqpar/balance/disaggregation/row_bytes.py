@@ -26,7 +26,7 @@ class RowBytes(NamedTuple):
     ) -> RowBytes:
         """Return the bytes of a forward pass; the gradients of a backward pass have the same."""
         width = head_dim + (head_dim if value_dim is None else value_dim)
-        return cls(heads * (width * itemsize + 4), kv_heads * width * itemsize)
+        return cls(heads * (width * itemsize + max(4, itemsize)), kv_heads * width * itemsize)
 
     @classmethod
     def sent(
@@ -42,7 +42,7 @@ class RowBytes(NamedTuple):
 
         The result is for the pass with more bytes for its time. The backward pass takes `backward`
         times as long as the forward pass. With a `price` neither pass then waits for messages.
-        Results travel in fp32.
+        Results travel in fp32, in fp64 for fp64.
         """
         value_dim, exact = head_dim if value_dim is None else value_dim, max(4, itemsize)
         operands, width = head_dim * itemsize, head_dim + value_dim

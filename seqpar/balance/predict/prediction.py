@@ -18,7 +18,6 @@ from seqpar.core.ranges import sort_keys
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, as_amounts, causal_pairs
 
-GRADIENT_ITEMSIZE = 4  # gradients of keys and values travel in fp32
 Bools = NDArray[np.bool_]
 KeyCounts = dict[int | None, Floats]  # by window, or None for layers without one
 
@@ -156,7 +155,7 @@ def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
     """Return each share's bytes, and ranks' seconds of messages that work hides, and of others."""
-    row, itemsize = float(costs.kv_bytes(1)), costs.itemsize
+    row = float(costs.kv_bytes(1))
     moved = np.zeros(shares.ranks.size)
     keys, unhidden = np.zeros(costs.cluster.ranks), np.zeros(costs.cluster.ranks)
     for layer, count in costs.model.counts.items():
@@ -168,7 +167,7 @@ def _messages(
         out = shares.sent[layer.window] * row
         incoming = shares.seen[layer.window] * row
         if backward:  # the gradients go the other way
-            returned = GRADIENT_ITEMSIZE / itemsize
+            returned = costs.accumulator_itemsize / costs.itemsize
             out, incoming = out + returned * incoming, incoming + returned * out
         moved += count * out
         if costs.cluster.overlaps:

@@ -192,6 +192,17 @@ def test_bytes_that_travel():
     assert Costs(H100, LLAMA).state_bytes() == 0
 
 
+def test_states_and_moments_have_8_bytes_in_fp64():
+    fp64 = replace(H100, device=replace(H100.device, dtype="float64"))
+    costs = Costs(fp64, HYBRID)
+    assert costs.state_bytes() == 32 * 128 * 128 * 8
+    assert costs.parameter_bytes(stage=0) == (8 + 8 + 2 * 8) * HYBRID.parameters
+    moved = (2 * 8 + 4 * 8 + 8) * HYBRID.parameters
+    assert costs.optimizer_seconds(stage=0) == moved / H100.device.memory_bandwidth
+    attention = Costs(fp64, LLAMA).kept_bytes(1, "attention") - 32 * 4096 * 8
+    assert attention == 32 * 32 * (128 * 8 + 8)
+
+
 def test_activations_by_hand():
     """Llama 8B: hidden 4,096, queries 4,096, keys and values 2,048, feed-forward part 14,336."""
     costs = Costs(H100, LLAMA)

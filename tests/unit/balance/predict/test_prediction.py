@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from seqpar import balance
+from seqpar import balance, make_attention
+from seqpar.simulate import Comm
 
 MODEL = balance.Model.preset("llama-8b")
 NODE = balance.Cluster.preset("1x2-h100")
@@ -34,3 +36,23 @@ def test_zeppelin_does_not_cut_without_hiding_messages():
         plan = balance.plan(lengths, cluster, MODEL, capacity=2**18, method="zeppelin")
         sent.append(sum(float(batch.bytes.sum()) for batch in plan.micro_batches))
     assert sent[0] > 0 and sent[1] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_bytes_are_those_of_ring_attention(dtype):
+    cluster = replace(NODE, device=replace(NODE.device, dtype=dtype))
+    plan = balance.plan([40_000, 3000], cluster, MODEL, capacity=40_000, method="zigzag")
+    (batch,) = plan.micro_batches
+    layout, expected = batch.layout, []
+    for rank in range(cluster.ranks):
+        attn = make_attention("ring", Comm("ring", rank, cluster.ranks))
+        q, k, v = (
+            torch.empty(
+                layout.tokens_on(rank), heads, MODEL.head_dim, dtype=getattr(torch, dtype),
+                device="meta", requires_grad=True,
+            )
+            for heads in (MODEL.heads, MODEL.kv_heads, MODEL.kv_heads)
+        )  # fmt: skip
+        rows = attn.traffic(q, k, v, layout, causal=True)
+        expected.append(len(MODEL.layers) * sum(row.bytes for row in rows))
+    assert batch.bytes.tolist() == expected
