@@ -41,8 +41,8 @@ class Batches:
     can therefore resume from a saved state with others, without losing or repeating a document.
 
     Iterating yields the plans of the steps that remain in the epoch and leaves the state at the
-    start of the next epoch. `read` also reads the documents. Both prepare steps ahead in separate
-    processes.
+    start of the next epoch, also if no step remains. `read` also reads the documents. Both prepare
+    steps ahead in separate processes.
 
     Args:
         lengths: (documents,) tokens of each document of the dataset. Empty documents are skipped.
@@ -185,6 +185,9 @@ class Batches:
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
         """Yield `make(documents)` for each remaining step; workers, if any, compute it ahead."""
         epoch, steps = self.epoch, self._of_epoch()
+        if self.step >= len(steps):  # no documents, or a loaded state at the end of its epoch
+            self.epoch, self.step = epoch + 1, 0
+            return
         loader: DataLoader[T] = DataLoader(
             _Made(make),
             batch_size=None,

@@ -119,6 +119,16 @@ def test_a_state_describes_the_last_yielded_step():
     assert [sorted(documents_of(plan)) for plan in second] == [sorted(x) for x in steps[4:]]
 
 
+@pytest.mark.parametrize("lengths", [[], [0, 0], [100, 200, 300]])
+def test_an_epoch_without_remaining_steps_ends(lengths):
+    batches = balance.Batches(lengths, planner(), **INLINE)
+    batches.load_state_dict(batches.state_dict() | {"step": len(batches)})
+    assert list(batches) == []
+    assert (batches.epoch, batches.step) == (1, 0)
+    assert len(list(batches)) == len(batches)
+    assert (batches.epoch, batches.step) == (2, 0)
+
+
 def test_an_iteration_ends_when_another_begins():
     batches = balance.Batches(LENGTHS, planner(), **INLINE)
     running, before = iter(batches), batches.state_dict()
