@@ -54,7 +54,8 @@ class Recommendation:
             best step's. `seconds` is then this bound, and memory is unknown.
         error: the relative error of `seconds`, one standard deviation.
         memory: the bytes of the rank that needs most.
-        longest: tokens of the longest batch that fits, with documents in the same proportions.
+        longest: tokens of the longest batch that fits, with documents in the same proportions; 0 if
+            the way was not simulated.
         bytes: the bytes sent by attention on the rank that sends most.
         limit: the largest part of the time: "compute", "communication" or "imbalance"; "memory" if
             the step does not fit.

@@ -22,6 +22,8 @@ from seqpar.simulate.recommendations.recommendation import NOT_SIMULATED, Recomm
 from seqpar.simulate.recommendations.ways import ways_of
 from seqpar.simulate.steps.steps import least_step_seconds, least_trainer_seconds
 
+# If no way fits, the longest batch of one is simulated. Its tables need up to 65 bytes per token.
+MAX_TOKENS_FOR_LONGEST = 2**22
 _log = logging.getLogger("seqpar")
 
 
@@ -31,8 +33,8 @@ class Search:
     A way's bound is tightened before it is simulated. The ways of a division are added when its
     bound is the least. At first these are ways of few strategies. The fastest way's division gets
     all others, too. The search ends when all bounds are above the fastest step. Ways whose
-    parameters and activations cannot fit are not simulated, except the one that lacks least memory
-    if nothing fits.
+    parameters and activations cannot fit are not simulated. If nothing fits, the one that lacks
+    least memory is, unless it has too many tokens.
 
     Attributes:
         ways: all ways so far.
@@ -74,7 +76,8 @@ class Search:
                     progress.tick()
                 if not self.simulated and self.too_large:
                     least = min(self.too_large, key=lambda number: self.too_large[number].memory)
-                    self.simulated[least] = predicted(self.ways[least], self._costs)
+                    if self.ways[least].layout.tokens <= MAX_TOKENS_FOR_LONGEST:
+                        self.simulated[least] = predicted(self.ways[least], self._costs)
             except KeyboardInterrupt:
                 if self._fastest == np.inf:
                     raise

@@ -286,6 +286,14 @@ def test_ways_that_cannot_fit_are_not_simulated(monkeypatch):
         assert x.why_not.startswith("needs at least") and x.memory <= memory[x.name]
 
 
+def test_huge_batches_that_cannot_fit_are_not_simulated(monkeypatch):
+    """A simulation builds tables in proportion to the tokens."""
+    monkeypatch.setattr(predicting, "step", None)
+    found = seqpar.recommend(MODEL, PAIR, [2**30])
+    assert all(x.why_not.startswith("needs at least") for x in found)
+    assert [x.memory for x in found] == sorted(x.memory for x in found)
+
+
 @pytest.mark.parametrize(("rate", "keeping"), [(1e15, "offload"), (1e3, "checkpoint attention")])
 def test_offload_sharding_or_recomputing_make_it_fit(rate, keeping):
     layout = Layout.zigzag(8192, 2)
