@@ -74,9 +74,9 @@ class FatTree:
     def __post_init__(self) -> None:
         as_int("fabric.nodes_per_leaf", self.nodes_per_leaf, 1)
         as_bool("fabric.rails", self.rails)
-        if as_float("fabric.oversubscription", self.oversubscription) < 1:
-            got = self.oversubscription
-            raise ValueError(f"fabric.oversubscription must be at least 1, got {got}")
+        got = as_float("fabric.oversubscription", self.oversubscription)
+        if not 1 <= got < np.inf:
+            raise ValueError(f"fabric.oversubscription must be finite and at least 1, got {got}")
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ def fabric_from_dict(values: Any) -> Fabric | None:
     """Return the fabric that plain values describe; raise a ValueError that names a wrong field."""
     if values is None:
         return None
-    if not isinstance(values, Mapping) or values.get("kind") not in _FABRICS:
-        raise ValueError(f"fabric.kind must be one of {[*_FABRICS]}")
+    kinds = [*_FABRICS]  # a list, since a damaged file's kind may have no hash
+    if not isinstance(values, Mapping) or values.get("kind") not in kinds:
+        raise ValueError(f"fabric.kind must be one of {kinds}")
     others = {name: x for name, x in values.items() if name != "kind"}
     try:
         made: Fabric = _FABRICS[values["kind"]](**others)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.core.arguments import Ints, as_int
+from seqpar.core.arguments import Ints, as_bool, as_float, as_int
 from seqpar.layout.masks.mask import Slices
 
 Floats = NDArray[np.float64]
@@ -130,17 +130,22 @@ class Grid:
         shape = (self.rows.size, self.keys.size)
         for name in ("rows", "keys"):
             nodes = getattr(self, name)
-            if nodes.ndim != 1 or nodes.size < 2 or nodes[0] <= 0 or (np.diff(nodes) <= 0).any():
-                raise ValueError(f"{name} must be 2 or more ascending positive numbers")
+            # Comparisons with NaN are false.
+            ascend = nodes.ndim == 1 and nodes.size >= 2 and (np.diff(nodes) > 0).all()
+            if not ascend or nodes[0] <= 0 or nodes[-1] == np.inf:
+                raise ValueError(f"{name} must be 2 or more ascending positive finite numbers")
         for name in TABLES:
             table = getattr(self, name)
-            if table.shape != shape or not (table > 0).all():
-                raise ValueError(f"{name} must be {shape} positive seconds")
+            if table.shape != shape or not ((table > 0) & (table < np.inf)).all():
+                raise ValueError(f"{name} must be {shape} positive finite seconds")
         for name in ("heads", "head_dim", "tile"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if len(self.call) != 2 or min(*self.call, self.edge) < 0:
-            raise ValueError("call must be two numbers, and neither call nor edge negative")
+            as_int(name, getattr(self, name), 1)
+        as_bool("fused", self.fused)
+        if len(self.call) != 2:
+            raise ValueError(f"call must be (forward, backward), got {self.call!r}")
+        for name, value in (("call", self.call[0]), ("call", self.call[1]), ("edge", self.edge)):
+            if not 0 <= as_float(name, value) < np.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Grid) and self.as_dict() == other.as_dict()

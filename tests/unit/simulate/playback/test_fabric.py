@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -93,6 +94,9 @@ def test_a_fabric_is_read_from_files(tmp_path):
         ({"kind": "torus", "shape": [-4]}, "fabric.shape must be at least 1"),
         ({"kind": "fat_tree", "nodes_per_leaf": 0}, "fabric.nodes_per_leaf must be at least 1"),
         ({"kind": "fat_tree", "nodes_per_leaf": 2, "oversubscription": 0.5}, "at least 1, got 0.5"),
+        ({"kind": "fat_tree", "nodes_per_leaf": 2, "oversubscription": math.inf}, "finite"),
+        ({"kind": "fat_tree", "nodes_per_leaf": 2, "oversubscription": math.nan}, "finite"),
+        ({"kind": ["torus"]}, r"fabric\.kind must be one of"),
         ({"kind": "fat_tree", "nodes_per_leaf": 2, "rail": True}, "fabric: .*rail"),
     ],
 )
