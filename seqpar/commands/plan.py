@@ -91,7 +91,7 @@ def _model(name: str) -> Model:
         return Model.preset(name)
     try:
         return Model.from_config(json.loads(_read("model", path)))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"model: {path} is not JSON: {error}") from None
 
 
@@ -120,6 +120,8 @@ def _read(name: str, path: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise ValueError(f"{name}: {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {path} is not text: {error}") from None
 
 
 def _as_dicts(recommendations: Recommendations) -> list[dict[str, object]]:

@@ -63,7 +63,8 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("devices_per_node", 1), ("nics", 0)):
             object.__setattr__(self, name, as_int(name, getattr(self, name), least))
-        for name, kind in (("device", Device), ("overlaps", bool), *((x, Link) for x in LINKS)):
+        kinds = {"name": str, "device": Device, "overlaps": bool, **dict.fromkeys(LINKS, Link)}
+        for name, kind in kinds.items():
             check_type(name, getattr(self, name), kind)
         if self.nodes > 1 and self.nics == 0:
             raise ValueError(f"nics must be at least 1 where there are {self.nodes} nodes")
@@ -72,6 +73,8 @@ class Cluster:
         if isinstance(self.fabric, Torus) and self.fabric.nodes != self.nodes:
             shape = self.fabric.shape
             raise ValueError(f"fabric.shape must have the {self.nodes} nodes, got {shape}")
+        if self.measured is not None:
+            check_type("measured", self.measured, dict)
 
     @property
     def ranks(self) -> int:
@@ -224,7 +227,7 @@ class Cluster:
         """Return the cluster described by text of `to_json`; errors are as in `from_json`."""
         try:
             return _from_fields(json.loads(text))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"this is not JSON: {error}") from None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.core.arguments import as_bool, as_float, as_int
+from seqpar.core.arguments import as_bool, as_float, as_int, check_type
 from seqpar.costs.grid import Floats, Grid
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ class Device:
     operator: float = 0.0
 
     def __post_init__(self) -> None:
+        check_type("name", self.name, str)
         names = ("memory", "matmul_rate", "matmul_share", "memory_bandwidth")
         check_positive({name: getattr(self, name) for name in names})
         least = ("new_memory", "operator")

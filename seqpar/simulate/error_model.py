@@ -34,6 +34,10 @@ def validated() -> dict[str, float]:
 
 def _error_of_costs(cluster: Cluster) -> float:
     samples = [] if cluster.measured is None else cluster.measured.get("samples", [])
-    # Causal calls are measured too, but are not nodes of the grid.
-    causal = [errors(cluster.device.attention, x) for x in samples if x["kind"] == "causal"]
+    try:
+        # Causal calls are measured too, but are not nodes of the grid.
+        causal = [errors(cluster.device.attention, x) for x in samples if x["kind"] == "causal"]
+    except (KeyError, TypeError, ValueError) as error:  # of a file that was edited
+        wrong = "cluster.measured has samples that are not a profile's"
+        raise ValueError(f"{wrong}: {type(error).__name__}: {error}") from None
     return float(np.sqrt(np.mean(np.square(causal)))) if causal else 0.0

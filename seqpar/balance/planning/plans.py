@@ -96,7 +96,7 @@ class Plan:
         """
         try:
             values = json.loads(text)
-        except (TypeError, json.JSONDecodeError) as error:
+        except (TypeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"text must be a plan's JSON: {error}") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"text: format must be {FORMAT!r}: this is no plan")

@@ -33,7 +33,7 @@ Rule = dict[str, Any]
 def read(path: Path, options: SweepOptions) -> list[Rule]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"threshold: {path} cannot be read: {error}") from None
     rules = content.get("rules") if isinstance(content, dict) else None
     if not isinstance(rules, list) or not rules or set(content) != {"rules"}:

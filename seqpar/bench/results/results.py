@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -19,7 +20,17 @@ from seqpar.core.arguments import shown
 from seqpar.costs.profile import harness
 
 FORMAT = 1
-_ROW = {"workload", "contender", "failed", "spent", "check", "costs", "seconds"}
+_NONE = type(None)
+_ROW: dict[str, tuple[type, ...]] = {
+    "workload": (dict,),
+    "contender": (str,),
+    "failed": (str, _NONE),
+    "spent": (int, float),
+    "check": (dict, _NONE),
+    "costs": (dict, _NONE),
+    "seconds": (list,),
+}
+_LINKS, _COSTS = {"places", "pairs", "slow"}, {"memory", "bytes", "exposure"}
 NAME = "bench.json"
 # The properties of the environment that all figures of one file share.
 SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
@@ -188,7 +199,7 @@ def _key(workload: Mapping[str, object], contender: str) -> str:
 def _parsed(path: Path, text: str) -> SweepFile:
     try:
         parsed: SweepFile = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"results: {path} is not JSON: {error}") from None
     content: object = parsed
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -196,9 +207,26 @@ def _parsed(path: Path, text: str) -> SweepFile:
     for name, kind in {"environment": dict, "options": dict, "rows": list}.items():
         if not isinstance(content.get(name), kind):
             raise ValueError(f"results: {path} has no {name}")
-    if not all(isinstance(row, dict) and set(row) >= _ROW for row in content["rows"]):
+    if not all(map(_is_row, content["rows"])):
         raise ValueError(f"results: {path} has rows that are not of points")
+    links = content.get("links", ...)
+    if links is not None and not (isinstance(links, dict) and links.keys() >= _LINKS):
+        raise ValueError(f"results: {path} has no links")
     return parsed
+
+
+def _is_row(row: object) -> bool:
+    if not isinstance(row, dict) or not row.keys() >= _ROW.keys():
+        return False
+    if not all(isinstance(row[name], kinds) for name, kinds in _ROW.items()):
+        return False
+    workload, costs = row["workload"], row["costs"]
+    return (
+        workload.keys() == {field.name for field in fields(Workload)}
+        and all(isinstance(value, int | str) for value in workload.values())
+        and all(isinstance(value, int | float) for value in row["seconds"])
+        and (costs is None or costs.keys() >= _COSTS)
+    )
 
 
 def check_same(

@@ -155,6 +155,7 @@ def test_damaged_json_is_refused():
     batch = values["micro_batches"][0]
     for wrong, named in (
         ("no", "JSON"),
+        ("[" * 100_000, "JSON"),
         ("[]", "format"),
         (changed(values, version=1), "version must be 2, got 1"),
         (changed(values, capacity=500), "digest"),

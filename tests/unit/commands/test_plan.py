@@ -16,10 +16,13 @@ from tests.unit.simulate.steps.test_steps import SMALL
 @pytest.fixture
 def files(tmp_path):
     """Files of a model, a cluster and lengths, and one that is not there."""
-    paths = {x: tmp_path / f"{x}.json" for x in ("model", "cluster", "lengths", "none")}
+    names = "model", "cluster", "lengths", "none", "binary", "deep"
+    paths = {x: tmp_path / f"{x}.json" for x in names}
     paths["model"].write_text(json.dumps(SMALL))
     Cluster.preset("1x2-h100").to_json(paths["cluster"])
     paths["lengths"].write_text("300\n519, 5\n")
+    paths["binary"].write_bytes(b"\xff\xff")
+    paths["deep"].write_text("[" * 100_000)
     return {name: str(path) for name, path in paths.items()}
 
 
@@ -92,6 +95,12 @@ WRONG = [
     ({"lengths": "none"}, "plan: lengths: .*none.json: No such file"),
     ({"lengths": "model"}, "plan: lengths must be integers"),
     ({"lengths": "0"}, "plan: lengths must have a token"),
+    *(
+        ({name: "binary"}, f"plan: {name}: .*is not text")
+        for name in ("model", "cluster", "lengths")
+    ),
+    ({"model": "deep"}, "plan: model: .*deep.json is not JSON"),
+    ({"cluster": "deep"}, "plan: .*deep.json: this is not JSON"),
     ({"lengths": "5,-3"}, "plan: lengths: 5,-3: No such file"),
 ]
 

@@ -103,6 +103,12 @@ def edited(tmp_path, **changes):
         ({"device__recurrent__token": [1]}, "recurrent: token"),
         ({"overlaps": "no"}, "overlaps"),
         ({"racks": 2}, "racks"),
+        ({"name": None}, "name"),
+        ({"device__name": 7}, "device: name"),
+        ({"measured": []}, "measured"),
+        ({"measured": "x"}, "measured"),
+        ({"device__attention__call": [0.0, float("nan")]}, "attention: call"),
+        ({"device__attention__fused": "no"}, "attention: fused"),
     ],
 )
 def test_a_wrong_file_is_refused_naming_the_value(tmp_path, changes, named):
@@ -112,7 +118,7 @@ def test_a_wrong_file_is_refused_naming_the_value(tmp_path, changes, named):
     assert str(path) in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3"])
+@pytest.mark.parametrize("text", ["{", "[]", "3", "[" * 100_000])
 def test_a_file_that_is_no_description_is_refused(tmp_path, text):
     (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError, match=r"JSON|format"):

@@ -143,6 +143,7 @@ def test_rules(tmp_path, rows, rule, broken):
 
 
 @pytest.mark.parametrize(("text", "wrong"), [
+    ("[" * 100_000, "cannot be read"),
     ("{", "cannot be read"), ("[]", 'must have {"rules"'), ('{"rules": []}', "must have"),
     ('{"rules": [3]}', r"rules\[0\] must be an object"),
     ('{"rules": [{"figure": "seconds", "at_most": 1}, {"figure": "speed", "at_most": 1}]}',

@@ -60,6 +60,7 @@ def test_results_of_another_peer_version_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "said"), [
     ("", "is not JSON"), ("[]", "is not of a sweep"), ('{"format": 0}', "is not of a sweep"),
     ('{"format": 1}', "has no environment"), ("\ufffe", "is not JSON"),
+    ("[" * 100_000, "is not JSON"),
     ('{"format": 1, "environment": {}, "options": {}, "rows": 3}', "has no rows"),
     ('{"format": 1, "environment": {}, "options": {}, "rows": [{}]}', "rows that are not of"),
 ])  # fmt: skip
@@ -68,6 +69,22 @@ def test_files_that_are_no_results_are_left_alone(tmp_path, text, said):
     with pytest.raises(ValueError, match=said):
         SweepResults.open(tmp_path, options())
     assert (tmp_path / NAME).read_text() == text
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"workload": {}}, "rows that are not of"), ({"workload": "x"}, "rows that are not of"),
+    ({"seconds": None}, "rows that are not of"), ({"seconds": ["1"]}, "rows that are not of"),
+    ({"failed": 1}, "rows that are not of"), ({"costs": {}}, "rows that are not of"),
+    ({"links": {}}, "has no links"), ({"links": ...}, "has no links"),
+])  # fmt: skip
+def test_damaged_parts_of_results_are_named(written, tmp_path, changes, said):
+    part = written.content if "links" in changes else written.rows[0]
+    part.update(changes)
+    if part.get("links") is ...:
+        del part["links"]
+    written.write()
+    with pytest.raises(ValueError, match=f"^results: .*{said}"):
+        SweepResults.open(tmp_path, options())
 
 
 def places(hosts, device="H100"):

@@ -349,6 +349,10 @@ def test_errors_add_those_of_steps_and_prices(monkeypatch):
     assert set(steps) == {"cores", "links"} and all(0 < x < 1 for x in steps.values())
     assert error_of(CLUSTER) == steps["links"]
     assert steps["cores"] < error_of(here) < steps["cores"] + 0.2
+    for samples in (3, [1.5], [{"kind": "causal"}]):
+        damaged = dataclasses.replace(here, measured={"samples": samples})
+        with pytest.raises(ValueError, match=r"^cluster\.measured has samples"):
+            error_of(damaged)
 
 
 def test_what_a_strategy_cannot_is_its_reason(monkeypatch):
