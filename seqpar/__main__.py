@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,12 +40,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     words.remove(name)
     try:
         status: int = command.run(command_parser.parse_args(words))
+        sys.stdout.flush()
     except (ValueError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except OSError as error:
+        has_reader = not isinstance(error, BrokenPipeError) or _has_reader()
+        _drop_unwritten_output()
+        if not has_reader:  # as in `| head`
+            return 128 + signal.SIGPIPE
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
     return status
+
+
+def _drop_unwritten_output() -> None:
+    """Prevent a second error from output that Python would write when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _has_reader() -> bool:
+    """Return False if standard output is a pipe that its reader has closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+    return not poll.poll(0)
 
 
 def load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:

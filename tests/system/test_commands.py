@@ -67,6 +67,20 @@ def refused(words, capsys):
     return err
 
 
+@pytest.mark.parametrize("words", [["info"], ["info", "--json"]])
+def test_output_that_cannot_be_written_ends_commands(words, monkeypatch, capfd):
+    read, write = os.pipe()
+    os.close(read)
+    for path, code, told in (
+        (write, 128 + signal.SIGPIPE, ""),  # as in `| head`
+        ("/dev/full", 2, "info: [Errno 28] No space left on device\n"),
+    ):
+        with open(path, "w") as output, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            assert main(words) == code
+        assert capfd.readouterr().err == told
+
+
 @pytest.fixture
 def busy():
     """A port that another process listens at."""
