@@ -134,12 +134,15 @@ def plan(
         micro_batches = as_int("micro_batches", micro_batches, 1, MAX_BATCHES)
         if method == "contiguous":
             raise ValueError("micro_batches must be None with contiguous packing: it keeps order")
-    room = capacity * heads
-    offloading = Offloading.of(costs, room, offload, checkpointing)
-    kept = np.flatnonzero(lengths)
-    whole = DocumentBatch.of(lengths[kept], costs, room, offloading if offload else None, remap)
-    if _takes_more(whole):
-        whole = replace(whole, offloading=None)
+    kept, offloading = np.flatnonzero(lengths), None
+    whole = DocumentBatch.of(lengths[kept], costs, capacity * heads, None, remap)
+    if offload:
+        # A rank may hold one token more than others of its group, so the group leaves them unused.
+        room = capacity * heads - (heads - 1)
+        offloading = Offloading.of(costs, room, offload, checkpointing)
+        offloaded = replace(whole, capacity=room, offloading=offloading)
+        if not _takes_more(whole, offloaded):
+            whole, offloading = offloaded, replace(offloading, capacity=capacity)
     _check_fits(whole, kept, cluster.ranks)
     if method == "contiguous":
         parts = in_order(whole.lengths, whole.room)
@@ -155,7 +158,7 @@ def plan(
         name, order, cut, found = _best(whole.part(documents), method, many)
         index = kept[documents[order]]
         if isinstance(costs, SharedHeads):
-            cut, found = spread(costs, lengths[index], cut, found)
+            cut, found = spread(costs, lengths[index], cut, found, offloading)
         batches.append(MicroBatch(index, lengths[index], cut, *found))
         methods.append(name)
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
@@ -166,13 +169,14 @@ def plan(
     return Plan(tuple(batches), named, cluster.ranks, capacity, bound, dropped, remap, heads)
 
 
-def _takes_more(batch: DocumentBatch) -> bool:
-    """With offloading, `room` counts one token less per rank, so others may fit better."""
-    most = batch.capacity * batch.ranks
-    if batch.offloading is None or batch.lengths.max(initial=0) > most:
+def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
+    """With offloading, `room` counts fewer tokens, so documents may fit better without it."""
+    if batch.lengths.max(initial=0) > batch.room:
         return False
-    refused = not batch.room or bool((batch.held > batch.room).any())
-    return refused or -(-batch.held.sum() // batch.room) > -(-batch.lengths.sum() // most)
+    refused = not offloaded.room or bool((offloaded.held > offloaded.room).any())
+    return refused or -(-offloaded.held.sum() // offloaded.room) > -(
+        -batch.held.sum() // batch.room
+    )
 
 
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:

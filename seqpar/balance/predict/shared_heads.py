@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from seqpar.balance.predict.batch import Offloading
 from seqpar.balance.predict.prediction import Prediction
 from seqpar.core.arguments import Ints
 from seqpar.costs.cluster import Cluster
@@ -67,9 +68,16 @@ class SharedHeads(Costs):
 
 
 def spread(
-    costs: SharedHeads, lengths: Ints, cut: LayoutCut, found: Prediction
+    costs: SharedHeads,
+    lengths: Ints,
+    cut: LayoutCut,
+    found: Prediction,
+    offloading: Offloading | None,
 ) -> tuple[LayoutCut, Prediction]:
-    """Return a cut with equal parts of a group's tokens on its ranks, and their prediction."""
+    """Return a cut with equal parts of a group's tokens on its ranks, and their prediction.
+
+    `offloading` is that of each rank.
+    """
     groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
     table = []
     for group in range(groups):
@@ -80,6 +88,7 @@ def spread(
     ranks, documents, starts, stops = np.concatenate(table, 1)
     tokens = np.bincount(ranks, stops - starts, groups * heads).astype(np.int64)
     sent = found.bytes + 2 * costs.exchange_bytes(found.tokens)
-    seconds, sent, offload = (np.repeat(x, heads) for x in (found.seconds, sent, found.offload))
+    seconds, sent = (np.repeat(x, heads) for x in (found.seconds, sent))
+    offload = np.zeros(tokens.size) if offloading is None else offloading.needed(tokens)
     spans = Spans.of(groups * heads, ranks, documents, starts, stops)
     return spans, Prediction(seconds, tokens, sent, offload)

@@ -84,6 +84,17 @@ def test_memory_is_kept_with_offload():
         assert held.max() <= 16384 + 1 and batch.tokens.max() > 16384
 
 
+@pytest.mark.parametrize(("lengths", "capacity"), [([16], 2), ([16], 3), ([7, 2, 2], 1), ([50], 7)])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_offload_keeps_each_rank_within_capacity(lengths, capacity, heads):
+    call = {"capacity": capacity, "heads": heads, "checkpointing": "full", "offload": 0.3}
+    plan = balance.plan(lengths, cluster("2x4-a800"), balance.Model.preset("llama-8b"), **call)
+    for batch in plan.micro_batches:
+        held = batch.tokens * (1 - batch.offload * (1 - 2 / 32))
+        assert held.max() <= capacity * (1 + 1e-9) and batch.offload.max() <= 0.3
+        assert not batch.offload[batch.tokens <= capacity].any()
+
+
 def test_plans_say_so_and_json_keeps_it():
     plan = balance.plan(LENGTHS, cluster("2x2-h100"), MODEL, capacity=300, heads=2)
     assert plan.heads == 2 and "heads shared by 2" in str(plan)
