@@ -66,17 +66,18 @@ def even(batch: DocumentBatch, count: int) -> list[Ints]:
 def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float) -> Ints | None:
     """Return each item's bin, the lightest of `count` with room; None if an item has none."""
     lightest, held = [(0.0, number) for number in range(count)], [0.0] * count
+    full: list[tuple[float, float, int]] = []  # bins without room for an item, by their tokens
     found = np.empty(weights.size, np.int64)
     for i, (taken, weight) in enumerate(zip(tokens.tolist(), weights.tolist(), strict=True)):
-        full = []
+        while full and full[0][0] + taken <= room:
+            heapq.heappush(lightest, heapq.heappop(full)[1:])
         while lightest and held[lightest[0][1]] + taken > room:
-            full.append(heapq.heappop(lightest))
+            work, number = heapq.heappop(lightest)
+            heapq.heappush(full, (held[number], work, number))
         if not lightest:
             return None
         work, number = lightest[0]
         heapq.heapreplace(lightest, (work + weight, number))
-        for entry in full:
-            heapq.heappush(lightest, entry)
         held[number] += taken
         found[i] = number
     return found

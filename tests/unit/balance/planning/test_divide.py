@@ -1,12 +1,16 @@
 """Micro-batches: as few as hold the documents, or so many that take equally long."""
 
+import time
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from seqpar import balance
-from seqpar.balance.planning.divide import as_few, even
+from seqpar.balance.planning.divide import as_few, even, steps_of_epoch, to_lightest
 from seqpar.balance.predict.batch import DocumentBatch
-from tests.support.tiers import few_rows
+from tests.support.tiers import examples, few_rows
 from tests.unit.balance.methods.test_methods import MODEL, cluster, documents
 from tests.unit.balance.test_plan import assert_whole
 
@@ -68,6 +72,33 @@ def test_a_full_micro_batch_gets_no_more():
         plan = balance.plan(*call, capacity=capacity, micro_batches=count)
         assert_whole(plan, lengths, capacity)
         assert len(plan.micro_batches) == count
+
+
+@examples(30, 200)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=30), st.integers(1, 6))
+def test_items_go_to_the_lightest_with_room(items, count):
+    tokens, weights = np.array(items, float).reshape(-1, 2).T
+    room = 1.2 * tokens.sum() / count + 2
+    work, held, expected = [0.0] * count, [0.0] * count, []
+    for taken, weight in zip(tokens, weights, strict=True):
+        fit = [number for number in range(count) if held[number] + taken <= room]
+        if not fit:
+            expected = None
+            break
+        number = min(fit, key=lambda x: (work[x], x))
+        work[number], held[number] = work[number] + weight, held[number] + taken
+        expected.append(number)
+    found = to_lightest(tokens, weights, count, room)
+    assert (found if found is None else found.tolist()) == expected
+
+
+def test_dealing_to_full_steps_takes_seconds():
+    """In proportion to the documents: their product with the steps would take a minute."""
+    lengths = np.random.default_rng(0).lognormal(7.5, 1.3, 80_000).astype(int) + 1
+    lengths, begin = np.minimum(lengths, 2**17), time.process_time()
+    steps = steps_of_epoch(lengths, 2**18, seed=0, epoch=0, deferral=1200)
+    assert time.process_time() - begin < 8
+    assert sorted(np.concatenate(steps)) == list(range(lengths.size))
 
 
 @pytest.mark.parametrize(
