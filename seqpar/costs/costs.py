@@ -222,8 +222,6 @@ class Costs:
         stage 2 also gradients, and stage 3 (FSDP) all; it adds two layers' gathered parameters.
         """
         ranks, stage = self._sharding(ranks, stage)
-        if stage > 3:
-            raise ValueError(f"stage must be 0 to 3, got {stage}")
         model, itemsize = self.model, self.itemsize
         state = 2 * self.accumulator_itemsize + (4 if itemsize < 4 else 0)
         parts = [state, itemsize, itemsize]  # in the order in which the stages shard them
@@ -276,7 +274,10 @@ class Costs:
 
     def _sharding(self, ranks: int | None, stage: int) -> tuple[int, int]:
         ranks = self.cluster.ranks if ranks is None else ranks
-        return as_int("ranks", ranks, 1), as_int("stage", stage, 0)
+        ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0)
+        if stage > 3:
+            raise ValueError(f"stage must be 0 to 3, got {stage}")
+        return ranks, stage
 
     def _result_bytes(self, layer: Layer) -> int:
         model = self.model

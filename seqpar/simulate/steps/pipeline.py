@@ -66,7 +66,7 @@ def pipeline(
             f"{seconds[1].shape[1]}"
         )
     count = seconds[0].shape[1]
-    sizes = as_amounts("nbytes", nbytes)
+    sizes = _finite("nbytes", nbytes)
     if sizes.shape not in ((), (count,)):
         raise ValueError(f"nbytes must be one number or {count}, got {sizes.shape}")
     sizes = np.broadcast_to(sizes, count)
@@ -98,8 +98,15 @@ def pipeline(
     return play(programs, cluster, pricing=lambda calls: prices)
 
 
+def _finite(name: str, values: ArrayLike) -> Floats:
+    amounts = as_amounts(name, values)
+    if np.isinf(amounts).any():
+        raise ValueError(f"{name} must be finite, got inf")
+    return amounts
+
+
 def _by_stage(name: str, values: ArrayLike, stages: int) -> Floats:
-    seconds = as_amounts(name, values)
+    seconds = _finite(name, values)
     is_table = seconds.ndim == 2 and len(seconds) == stages
     if not seconds.size or not (seconds.ndim == 1 or is_table):
         expected = f"(micro_batches,) or ({stages}, micro_batches) seconds"

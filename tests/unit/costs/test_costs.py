@@ -230,6 +230,8 @@ def test_sharded_parameters_come_with_two_gathered_layers():
     for wrong in ({"stage": 4}, {"stage": -1}, {"ranks": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             costs.parameter_bytes(**wrong)
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            costs.optimizer_seconds(**wrong)
 
 
 def test_how_many_tokens_fit():

@@ -90,6 +90,8 @@ ONE = [1.0]
     ((ONE, [1.0, 2.0]), {"stages": 2}, ValueError, "backward must have forward's 1"),
     (([-1.0], ONE), {"stages": 2}, ValueError, "forward must be at least 0"),
     ((ONE, ONE, [1, 2]), {"stages": 2}, ValueError, "nbytes"),
+    ((ONE, ONE, np.inf), {"stages": 2}, ValueError, "nbytes must be finite"),
+    (([np.inf], ONE), {"stages": 2}, ValueError, "forward must be finite"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(arguments, options, error, message):
     forward, backward, *nbytes = arguments
