@@ -342,7 +342,8 @@ class Server:
     ) -> Request | Sequence[Buffer]:
         """Check a payload, perhaps in the reader's thread; return a request or a step's buffers."""
         payload = form_of(task).request
-        parts = payload.whole(buffers)
+        # A peer that was given up may still write to the arena.
+        parts = payload.whole(buffers) if task.place is None else payload.copies(buffers)
         if isinstance(task, protocol.StepRequest):
             payload.check(parts, task.checksum)
             return parts

@@ -136,9 +136,9 @@ def unpack(
 ) -> Request:
     """Make a request from a checked header and its payload.
 
-    `kept` has the slices of this client's earlier tasks. The slices are copied, since a peer might
-    still write to the memory where they arrived; q, k, v and gradients are views of the buffers.
-    A RequestError names the part of the payload that is malformed.
+    `kept` has the slices of this client's earlier tasks. The slices are copied; q, k, v and
+    gradients are views of the buffers, which must not change. A RequestError names the part of the
+    payload that is malformed.
     """
     payload = form_of(task).request
     payload.check(buffers, task.checksum)

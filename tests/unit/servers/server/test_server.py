@@ -17,7 +17,17 @@ from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
 from seqpar.servers.wire.protocol import Failed, Malformed, Ping, Refused, Result, Stale
 from tests.support.requests import CASES, backward, forward, random_request
-from tests.support.servers import Client, expected, right_answer, running
+from tests.support.server_caches import PREFILL, drawn, part, prefilled
+from tests.support.servers import (
+    Client,
+    Gate,
+    connect,
+    expected,
+    right_answer,
+    running,
+    same,
+    wait_until,
+)
 from tests.tools.fuzz_protocol import Canary
 
 REQUEST = random_request(0)
@@ -226,3 +236,27 @@ def test_shared_memory_is_offered_only_to_this_user(tmp_path):
             with ServerPool.connect(server.address, home=False) as pool:
                 transport = "nixl" if own and available() else "zmq"
                 assert pool.report().servers[0].transport == transport
+
+
+@pytest.mark.skipif(not available(), reason="needs nixl")
+def test_late_writes_do_not_change_accepted_requests(tmp_path, monkeypatch):
+    gate, transports = Gate(monkeypatch), ["nixl", "zmq"]
+    requests = [random_request(0, 1024, 1024), random_request(1)]  # the first one is never brief
+    tensors = drawn(PREFILL + 1)
+    with (
+        running(f"ipc://{tmp_path}/s", transports=transports) as server,
+        connect(server.address, transports=transports, home=False) as pool,
+    ):
+        caches = [prefilled(pool, tensors) for _ in range(2)]
+        futures = [pool.submit(requests[0])]
+        assert gate.begun.wait(20)
+        futures.append(pool.submit(requests[1]))
+        caches[0].extend()
+        step = caches[0].post(1, *part(tensors[1], PREFILL, PREFILL + 1))
+        wait_until(lambda: server.status().waiting == 2)
+        server._transports["nixl"]._bytes.fill(255)
+        gate.open.set()
+        assert all(same(x.result(20), r) for x, r in zip(futures, requests, strict=True))
+        caches[1].extend()
+        wanted = caches[1].attend(1, *part(tensors[1], PREFILL, PREFILL + 1))
+        assert torch.equal(step.result(), wanted)
