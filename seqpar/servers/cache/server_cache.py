@@ -192,8 +192,9 @@ class ServerCache:
     ) -> ServerAnswer:
         """Start what `attend` does; `result()` of the returned answer waits for the result.
 
-        So the steps of several caches, and other work of the model, run at the same time. Take the
-        result of a layer before you call `attend` or `post` for it again.
+        So the steps of several caches, and other work of the model, run at the same time. It copies
+        the tensors, so you may change them afterwards. Take the result of a layer before you call
+        `attend` or `post` for it again.
         """
         self._check_open()
         kept = self._layers.get(layer)
@@ -222,12 +223,12 @@ class ServerCache:
             window_size=window_size,
             softmax_scale=scale,
             softcap=softcap,
-            sinks=sinks,
+            sinks=None if sinks is None else sinks.detach().clone(),
             return_lse=return_lse,
         )
         self._pool.dispatcher()  # raises in a forked process
         kept.append(k, v)
-        return kept.ask(q.detach(), options, heads)
+        return kept.ask(q.detach().clone(), options, heads)
 
     def close(self) -> None:
         """Free the servers' memory. No other method can be called afterwards."""

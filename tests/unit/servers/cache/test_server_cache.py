@@ -135,6 +135,22 @@ def test_nan_and_infinities_are_those_of_one_device(pool, place):
             )
 
 
+@pytest.mark.parametrize("has_server", [True, False])
+def test_posted_tensors_may_change(pool, tmp_path, has_server):
+    tensors, found = drawn(PREFILL + 1), []
+    with nobody(tmp_path) as own_pool:
+        for changes in (False, True):
+            with prefilled(pool if has_server else own_pool, tensors) as cache:
+                cache.extend()
+                new = [x.clone() for x in part(tensors[1], PREFILL, PREFILL + 1)]
+                sinks = torch.zeros(4)
+                answer = cache.post(1, *new, sinks=sinks)
+                for x in (*new, sinks) if changes else ():
+                    x.fill_(9)
+                found.append(answer.result())
+    assert torch.equal(*found)
+
+
 def test_bytes_per_step_do_not_depend_on_length(server, pool):
     def settled():
         """The bytes that the server has counted once it has answered all."""
