@@ -57,6 +57,11 @@ class Request:
         if rows != (self.q.shape[1], keys):
             found = f"{rows} for {(self.q.shape[1], keys)} rows of q and k"
             raise ValueError(f"slices must have a position for each row, got {found}")
+        if self.options.slopes is not None:
+            raise ValueError("options.slopes must be None: requests to servers carry no slopes")
+        if self.options.rank_invariant:
+            reason = "servers place tiles by tasks"
+            raise ValueError(f"options.rank_invariant must be False: {reason}")
         if self.output is not None:
             self._check_output(self.output)
 

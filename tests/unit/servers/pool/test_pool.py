@@ -353,6 +353,13 @@ def test_requests_that_no_server_takes_are_refused(addresses):
         assert not pool.report().waiting
 
 
+@pytest.mark.parametrize("change", [{"slopes": torch.ones(1, 2)}, {"rank_invariant": True}])
+def test_requests_refuse_options_that_servers_lack(change):
+    options = dataclasses.replace(REQUESTS[0].options, **change)
+    with pytest.raises(ValueError, match=f"options.{next(iter(change))} must be"):
+        dataclasses.replace(REQUESTS[0], options=options)
+
+
 def test_what_comes_back_is_on_the_requests_device(addresses):
     with running(addresses[0]), connect(addresses[0]) as pool:
         out, lse = pool.submit(REQUESTS[0]).result(10)
