@@ -227,7 +227,8 @@ class Dispatcher(threading.Thread):
     def _take_from_local_worker(self) -> None:
         while self.local_worker.examined:
             attempt, tensors, is_right = self.local_worker.examined.popleft()
-            if is_right:
+            # The caller may change a settled task's tensors, so its verdict means nothing.
+            if is_right or attempt.work.settled:
                 self._accept(attempt, tensors)
                 continue
             # The address may have been dropped and listed again since: distrust its newest server.
