@@ -27,23 +27,74 @@ def is_right(request: Request, results: Sequence[Tensor], rows: int, seed: int) 
     consecutive key rows of dk and dv. `seed` chooses the rows.
 
     A kernel that computes part of a task sums in another order, so numbers may differ by
-    16·(ε + √n·ε')·m, where m is the largest finite magnitude in the compared tensor, ε the epsilon
-    of the request's dtype, ε' the epsilon of fp32 (fp64 for fp64), and n the number of query and
-    key rows: the rounding errors of n terms add up like a random walk. Values that are not finite
-    must be the same.
+    16·((ε + (√n + s)·ε')·m + ε'·t). m is the largest finite magnitude in the compared rows, ε the
+    epsilon of the request's dtype, ε' the epsilon of fp32 (fp64 for fp64), and n the number of
+    query and key rows: the rounding errors of n terms add up like a random walk. s bounds the
+    scores, whose errors are relative errors of probabilities. t bounds the terms of a result, since
+    terms may cancel: dq of a document's first token is exactly 0.
+
+    Values of a forward that are not finite must be the same. A backward whose inputs are not all
+    finite counts as right: a kernel spreads such values to other rows of the same tile.
     """
+    if request.output is not None and not _is_finite(request):
+        return True
     random = np.random.default_rng(seed)
     queries = _block(random, request.q.shape[1], rows)
     part = _part(request, queries, slice(0, request.k.shape[1]))
-    again = compute([part], request.q.device)[0]
+    again, terms = compute([part], request.q.device)[0], _terms(part)
     if request.output is None:
-        return _close(results, [queries, queries], again, request)
+        return _close(results, [queries, queries], again, part, terms, request)
     keys = _block(random, request.k.shape[1], rows)
     dq, dk, dv = results
-    if not _close([dq], [queries], again[:1], request):
+    if not _close([dq], [queries], again[:1], part, terms[:1], request):
         return False
     part = _part(request, slice(0, request.q.shape[1]), keys)
-    return _close([dk, dv], [keys, keys], compute([part], request.q.device)[0][1:], request)
+    again = compute([part], request.q.device)[0]
+    terms = [_random_walk(part) * term for term in _terms(part)]
+    return _close([dk, dv], [keys, keys], again[1:], part, terms[1:], request)
+
+
+def _is_finite(request: Request) -> bool:
+    output = request.output
+    assert output is not None
+    inputs = request.q, request.k, request.v, output.dout, output.ensure_delta()
+    return all(bool(x.isfinite().all()) for x in inputs)
+
+
+def _largest_score(part: Request) -> float:
+    return abs(part.options.scale) * _longest_row(part.q) * _longest_row(part.k)
+
+
+def _terms(part: Request) -> list[float]:
+    """Return, for each result of a task, a bound of the terms that are weighted by probabilities.
+
+    The error of a dot product is at most about ε' times the product of the two lengths. This is
+    |scale|·|q|·|k| for a score, and |dout|·|v| + |delta| for the gradient of a probability.
+    """
+    v, output = _longest_row(part.v), part.output
+    if output is None:
+        return [v, 1 + _largest_score(part)]
+    dout, delta = _longest_row(output.dout), _longest_row(output.ensure_delta()[..., None])
+    of_scores = abs(part.options.scale) * (dout * v + delta)
+    return [of_scores * _longest_row(part.k), of_scores * _longest_row(part.q), dout]
+
+
+def _random_walk(part: Request) -> float:
+    """Return a bound of √Σp², at least 1, where p are the probabilities of one key.
+
+    Σp is dv where dout is 1. The probabilities of one query need no such factor: their sum is 1.
+    """
+    assert part.output is not None
+    ones = replace(part.output, dout=torch.ones_like(part.output.dout), prepared=None)
+    _, _, sums = compute([replace(part, output=ones)], part.q.device)[0]
+    return math.sqrt(max(1.0, float(sums.max()))) if sums.numel() else 1.0
+
+
+def _longest_row(x: Tensor) -> float:
+    """Return the length of the longest row whose numbers are finite."""
+    lengths = torch.linalg.vector_norm(x.detach().double(), dim=-1)
+    lengths = lengths[lengths.isfinite()]
+    return float(lengths.max()) if lengths.numel() else 0.0
 
 
 def _block(random: np.random.Generator, count: int, rows: int) -> slice:
@@ -81,10 +132,17 @@ def _slices(slices: Slices, queries: slice, keys: slice) -> Slices:
 
 
 def _close(
-    results: Sequence[Tensor], blocks: Sequence[slice], again: Sequence[Tensor], request: Request
+    results: Sequence[Tensor],
+    blocks: Sequence[slice],
+    again: Sequence[Tensor],
+    part: Request,
+    terms: Sequence[float],
+    request: Request,
 ) -> bool:
-    terms, exact = request.q.shape[1] + request.k.shape[1], accumulator_dtype(request.q.dtype)
-    for x, block, expected in zip(results, blocks, again, strict=True):
+    exact = accumulator_dtype(request.q.dtype)
+    sums = math.sqrt(request.q.shape[1] + request.k.shape[1]) + _largest_score(part)
+    eps = [torch.finfo(dtype).eps for dtype in (request.q.dtype, exact)]
+    for x, block, expected, term in zip(results, blocks, again, terms, strict=True):
         got = x[:, block].to(expected.device)
         finite = expected.isfinite()
         if not torch.equal(got.isfinite(), finite):
@@ -92,9 +150,10 @@ def _close(
         if not torch.equal(got[~finite].nan_to_num(0.0), expected[~finite].nan_to_num(0.0)):
             return False
         wanted = expected[finite].double()
-        eps = [torch.finfo(dtype).eps for dtype in (request.q.dtype, exact)]
-        roundings = _ROUNDINGS * (eps[0] + math.sqrt(terms) * eps[1])
-        allowed = roundings * float(wanted.abs().max()) if wanted.numel() else 0.0
-        if wanted.numel() and float((got[finite].double() - wanted).abs().max()) > allowed:
+        if not wanted.numel():
+            continue
+        largest = float(wanted.abs().max())
+        roundings = (eps[0] + sums * eps[1]) * largest + eps[1] * term
+        if float((got[finite].double() - wanted).abs().max()) > _ROUNDINGS * roundings:
             return False
     return True
