@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -488,7 +489,12 @@ class ServerConnection:
         self._shut()
         self._next_handshake = math.inf
         self._heard = self._opened = time.monotonic()
-        self._main = self._dial()
+        try:
+            self._main = self._dial()
+        except zmq.ZMQError as error:
+            self.reason = f"it cannot be connected to: {error}"
+            self._next_handshake = self._opened + _RETRY_SECONDS
+            return
         target = ArenaTarget()
         names: list[TransportName] = []
         for name, transport in self._transports.items():
@@ -527,7 +533,8 @@ class ServerConnection:
             session.transport = self._frames
         self.device, self.cache_room = welcome.device, welcome.cache_room
         self._end_pulse()
-        self._pulse = self._dial()
+        with suppress(zmq.ZMQError):  # then signs of life stay on the first socket
+            self._pulse = self._dial()
         self.state, self.reason = "ready", ""
         self._retry_seconds = _RETRY_SECONDS
         self.last_result, self.blocked_until = time.monotonic(), 0.0

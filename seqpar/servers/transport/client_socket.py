@@ -45,8 +45,9 @@ class ClientSocket:
 
     A Unix socket's file must be this user's; the folders above it and the process that listens
     there may also be root's. Nothing is sent before that is known. Call `connect` until it is
-    connected. The poller has `socket` and `monitor`, which are readable when frames or events have
-    arrived. `heard` is when the last frame arrived, on the monotonic clock.
+    connected. Making it raises a zmq.ZMQError if the process has too many sockets or open files.
+    The poller has `socket` and `monitor`, which are readable when frames or events have arrived.
+    `heard` is when the last frame arrived, on the monotonic clock.
     """
 
     def __init__(
@@ -62,11 +63,15 @@ class ClientSocket:
         self._frames: list[zmq.Frame] = []  # of a message that has not arrived completely
         self._unsent: list[Sequence[Buffer]] = []  # until the listening process is checked
         self.socket = context.socket(zmq.DEALER)
-        secure(self.socket, keys)
-        bound(self.socket, deadline, MAX_ANSWER_BYTES)
-        if self._own:
-            self.socket.reconnect_ivl = _NEVER  # another process may listen there next
-        self.monitor = self.socket.get_monitor_socket(_LOST | (_UNIX if self._own else 0))
+        try:
+            secure(self.socket, keys)
+            bound(self.socket, deadline, MAX_ANSWER_BYTES)
+            if self._own:
+                self.socket.reconnect_ivl = _NEVER  # another process may listen there next
+            self.monitor = self.socket.get_monitor_socket(_LOST | (_UNIX if self._own else 0))
+        except zmq.ZMQError:
+            self.socket.close(linger=0)  # otherwise the context could not end
+            raise
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
         self.connect()
@@ -77,8 +82,11 @@ class ClientSocket:
             return None
         if self._own and (fault := fault_of_socket(path_of(self._address))) is not None:
             return fault
+        try:
+            self.socket.connect(self._address)
+        except zmq.ZMQError as error:
+            return f"it cannot be connected to: {error}"
         self._connected = True
-        self.socket.connect(self._address)
         return None
 
     def _check_listener(self, descriptor: int) -> str | None:

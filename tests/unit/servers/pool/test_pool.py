@@ -15,6 +15,7 @@ from seqpar.servers.server import compute as computing
 from seqpar.servers.server import server as server_module
 from seqpar.servers.server import worker
 from seqpar.servers.server.compute import hardware_of
+from seqpar.servers.transport.curve_keys import generate
 from seqpar.servers.transport.one_sided import available
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.request import ServersError
@@ -351,6 +352,22 @@ def test_requests_that_no_server_takes_are_refused(addresses):
         with pytest.raises(ValueError, match="scale must be finite"):
             pool.submit(dataclasses.replace(REQUESTS[0], options=nan))
         assert not pool.report().waiting
+
+
+@pytest.mark.parametrize("most", range(1, 8))
+def test_a_pool_outlives_a_lack_of_sockets(addresses, monkeypatch, most):
+    monkeypatch.setattr("seqpar.servers.pool.connection._MAX_SOCKETS", most)  # a server needs six
+    with running(addresses[0]), connect(*addresses[:2], deadlines={"connect": 0.3}) as pool:
+        assert same(pool.submit(REQUESTS[0]).result(20), REQUESTS[0])
+        assert "cannot be connected to" in pool.report().servers[0].reason or most > 2
+
+
+def test_a_pool_outlives_an_address_without_meaning(tmp_path):
+    generate(tmp_path / "keys")
+    options = {"keys": tmp_path / "keys", "deadlines": {"connect": 0.3}}
+    with connect("tcp://n\u00f6de:5555", **options) as pool:
+        assert same(pool.submit(REQUESTS[0]).result(20), REQUESTS[0])
+        assert "cannot be connected to" in pool.report().servers[0].reason
 
 
 @pytest.mark.parametrize("change", [{"slopes": torch.ones(1, 2)}, {"rank_invariant": True}])
