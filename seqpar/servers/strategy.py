@@ -80,6 +80,10 @@ class OnServers(SplitStrategy[Submitted]):
             total.merge(task.queries.local(q.device), out, lse)
         return ForwardResult(*total.finish(sinks, q.dtype), [])
 
+    def cancel(self, posted: Submitted) -> bool:
+        posted.cancel()
+        return True
+
     def post_gradients(
         self,
         comm: Comm,

@@ -13,6 +13,7 @@ compilers accept no Python objects.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -69,6 +70,13 @@ class SplitStrategy(Strategy, Generic[P]):
     def complete(self, posted: P, call: ResolvedCall, operands: Operands) -> ForwardResult:
         """Return the result of a forward whose messages are posted."""
         raise NotImplementedError
+
+    def cancel(self, posted: P) -> bool:
+        """Cancel the messages of a forward that is never completed, or return False.
+
+        Messages between ranks cannot be cancelled, because every rank posts its side of each.
+        """
+        return False
 
     def post_gradients(
         self,
@@ -165,7 +173,17 @@ def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: obje
         messages = bound.strategy.post(comm, call, operands)
     number = next(_numbers)
     _posted["forward", number] = _Posted(bound, comm, call, messages, operands)
-    return [q.new_empty((0, number))]
+    ticket = q.new_empty((0, number))
+    # A checkpoint may repeat this part only. The last reference to the ticket then ends without
+    # `_finish`.
+    weakref.finalize(ticket, _drop, number).atexit = False
+    return [ticket]
+
+
+def _drop(number: int) -> None:
+    posted = _posted.get(("forward", number))
+    if posted is not None and posted.bound.strategy.cancel(posted.messages):
+        del _posted["forward", number]
 
 
 @torch.library.register_fake("seqpar::attention_begin")  # type: ignore[untyped-decorator]
@@ -362,10 +380,13 @@ class SplitAttention(Attention):
     ) -> BegunCall:
         """Post the messages of a call and return immediately.
 
-        Arguments and errors are the same as in a call. Pass the result to `finish`, once. Until
-        then, do not change q, k and v in place. All ranks begin and finish their calls in the same
-        order. Autograd runs the two parts in the opposite order: the backward of `finish` posts,
-        and the backward of `begin` computes, so other work lies between them again.
+        Arguments and errors are the same as in a call. Pass the result to `finish`, once; between
+        ranks, a call that is never finished keeps its tensors. Until then, do not change q, k and v
+        in place. All ranks begin and finish their calls in the same order. A checkpoint of torch
+        must contain both parts: it would repeat one without the other.
+
+        Autograd runs the two parts in the opposite order: the backward of `finish` posts, and the
+        backward of `begin` computes, so other work lies between them again.
         """
         operands, arguments, heads = self._inputs(q, k, v, layout, **options)
         (ticket,) = torch.ops.seqpar.attention_begin(*operands, *arguments)

@@ -18,6 +18,7 @@ from seqpar import DisaggregatedAttention, Layout, ServersError, make_attention,
 from seqpar.servers.server import worker
 from seqpar.servers.server.compute import compute
 from seqpar.servers.transport.one_sided import available
+from seqpar.softmax.tasks import split
 from tests.support.cases import assert_right, oracle
 from tests.support.served import CASES, CUT, backward, begin, call
 from tests.support.servers import Gate, Slow, connect, running, wait_until
@@ -193,6 +194,30 @@ def test_checkpoints_recompute_on_servers(pool):
     call(again).backward()
     assert torch.equal(x.grad, again.grad)
     assert computed * 2 == 3 * (sum(tasks(pool)) - before - computed)
+
+
+def test_begun_calls_that_are_dropped_leave_nothing(pool):
+    attn, layout = DisaggregatedAttention(pool, **CUT), Layout.contiguous(40, 1)
+    x = torch.randn(3, 40, 2, 8).requires_grad_()
+    begin = lambda x: attn.begin(*x.unbind(), layout, causal=True)  # noqa: E731
+    begin(x)
+    assert not split._posted
+    attn.finish(checkpoint(begin, x, use_reentrant=False)).square().sum().backward()
+    assert not split._posted
+    again = x.detach().requires_grad_()
+    attn.finish(begin(again)).square().sum().backward()
+    assert torch.equal(x.grad, again.grad)
+
+
+def test_checkpoints_may_contain_half_a_call(pool):
+    attn, layout = DisaggregatedAttention(pool, **CUT), Layout.contiguous(40, 1)
+    begin = lambda x: attn.begin(*x.unbind(), layout, causal=True)  # noqa: E731
+    x = torch.randn(3, 40, 2, 8).requires_grad_()
+    again = x.detach().requires_grad_()
+    out = seqpar.checkpoint(attn.finish, seqpar.checkpoint(begin, x))
+    out.square().sum().backward()
+    attn.finish(begin(again)).square().sum().backward()
+    assert torch.equal(x.grad, again.grad) and not split._posted
 
 
 @pytest.mark.exhaustive
