@@ -113,6 +113,7 @@ class ServerCache:
         from seqpar.servers.cache.layer_cache import LayerCache
 
         self._check_open()
+        self._pool.dispatcher()  # raises in a forked process
         refuse_gradients(k=k, v=v)
         (k, v), _ = local_heads({"k": (k, -2), "v": (v, -2)})
         self._check_tokens(self._length, k=k, v=v)

@@ -564,10 +564,12 @@ def test_no_server_keeps_a_closed_caches_lost_step(addresses, monkeypatch, home)
 
 
 def in_a_fork(cache, queue):
-    try:
-        wrong()(cache)
-    except ServersError as error:
-        queue.put(str(error))
+    _, k, v = part(TENSORS["first"], 0, PREFILL + 2)
+    for call in (wrong(), lambda cache: cache.put("new", k, v)):
+        try:
+            call(cache)
+        except ServersError as error:
+            queue.put(str(error))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -576,10 +578,11 @@ def test_a_fork_is_refused(pool):
     with prefilled(pool, TENSORS) as cache:
         cache.extend(2)
         queue = fork.SimpleQueue()
-        child = fork.Process(target=in_a_fork, args=(cache, queue))
+        child = fork.Process(target=in_a_fork, args=(cache, queue), daemon=True)
         child.start()
-        assert "another process's" in queue.get()
         child.join(20)
+        for _ in range(2):
+            assert not queue.empty() and "another process's" in queue.get()
         wrong()(cache)
 
 
