@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -206,12 +207,13 @@ class Dispatcher(threading.Thread):
                     next_beat = now + _BEAT_SECONDS
                     self._beat(now)
                 self._assign(now)
-        except Exception as error:  # callers must not wait forever
+        except BaseException as error:  # even a callback's SystemExit: callers must not wait
             self.inbox.end(f"the pool has failed: {type(error).__name__}: {error}")
             raise
         finally:
             for work in [*self._unfinished, *self.inbox.works]:
-                self._give_up(work, ServersError(str(self.inbox.ended)))
+                with suppress(BaseException):  # of a callback
+                    self._give_up(work, ServersError(str(self.inbox.ended)))
             self.servers.close()
             self.local_worker.close()
             self.inbox.wakeup.close()

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import itertools
+import sys
 import threading
 import time
 
@@ -375,6 +376,21 @@ def test_requests_refuse_options_that_servers_lack(change):
     options = dataclasses.replace(REQUESTS[0].options, **change)
     with pytest.raises(ValueError, match=f"options.{next(iter(change))} must be"):
         dataclasses.replace(REQUESTS[0], options=options)
+
+
+def test_callbacks_that_exit_leave_no_waits(addresses, monkeypatch):
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with running(addresses[0]), connect(addresses[0], home=False) as pool:
+        futures = [pool.submit(request) for request in REQUESTS]
+        for future in futures[:4]:
+            future.add_done_callback(sys.exit)
+        gate.open.set()
+        for future in futures[4:]:
+            with pytest.raises(ServersError, match="the pool has failed: SystemExit"):
+                future.result(10)
+        with pytest.raises(ServersError, match="the pool has failed: SystemExit"):
+            pool.submit(REQUESTS[0])
 
 
 def test_what_comes_back_is_on_the_requests_device(addresses):
