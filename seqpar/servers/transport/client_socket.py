@@ -66,6 +66,7 @@ class ClientSocket:
         try:
             secure(self.socket, keys)
             bound(self.socket, deadline, MAX_ANSWER_BYTES)
+            self.socket.ipv6 = "[" in address
             if self._own:
                 self.socket.reconnect_ivl = _NEVER  # another process may listen there next
             self.monitor = self.socket.get_monitor_socket(_LOST | (_UNIX if self._own else 0))

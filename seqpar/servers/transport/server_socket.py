@@ -208,6 +208,7 @@ def _bind(socket: Socket, address: str) -> _Lock | None:
     and would delete a file that is not a socket.
     """
     if not is_own(address):
+        socket.ipv6 = "[" in address
         socket.bind(address)
         return None
     path = path_of(address)

@@ -1,7 +1,9 @@
 """A server in this process, and clients that keep to the protocol, or do not."""
 
+import contextlib
 import pickle
 import re
+import socket
 
 import msgspec
 import numpy as np
@@ -32,6 +34,14 @@ from tests.tools.fuzz_protocol import Canary
 
 REQUEST = random_request(0)
 SMALL = Limits(tokens=4096, bytes=2**20, queued_bytes=2**22, requests=4, clients=3)
+
+
+def has_ipv6():
+    """Whether this machine has the address ::1."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +232,14 @@ def test_a_socket_is_private_and_never_stolen(tmp_path):
             Server(address, transports=["zmq"])
         with Client(address) as client:
             assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+def test_a_server_may_have_an_ipv6_address():
+    with running("tcp://[::1]:*") as server, connect(server.address, home=False) as pool:
+        assert server.address.startswith("tcp://[::1]:")
+        request = random_request(0)
+        assert same(pool.submit(request).result(20), request)
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path):
