@@ -170,7 +170,7 @@ class Server:
             raise RuntimeError("the compute thread has ended")
         self._clients.beat(now, self._worker.waiting, self._cache_room)
         late = now - self.deadlines.request
-        self._withdraw(lambda job: job.arrived < late, "it waited for too long")
+        self._withdraw(lambda job: job.arrived < late, "it waited for too long", late=True)
 
     def _close(self) -> None:
         self._worker.stop()
@@ -266,9 +266,7 @@ class Server:
             self._refuse(client.peer, task, error)
         else:
             if job is None:
-                self.totals.refused += 1
-                busy = protocol.Busy(task.generation, task.request, _BUSY_SECONDS)
-                self._clients.send(client.peer, busy)
+                self._postpone(client.peer, task)
 
     def _cancel(
         self, client: ClientConnection, cancel: protocol.Cancel, frames: list[Frame]
@@ -401,13 +399,23 @@ class Server:
         else:  # out of memory, for example; its message might contain data
             self._clients.fail(peer, task, f"it could not be read: {type(error).__name__}")
 
-    def _withdraw(self, wanted: Callable[[ComputeJob], bool], reason: str) -> None:
-        """Refuse some of the waiting jobs."""
+    def _postpone(self, peer: Peer, task: AnyTask) -> None:
+        """Answer that the server is too busy for a request."""
+        self.totals.refused += 1
+        self._clients.send(peer, protocol.Busy(task.generation, task.request, _BUSY_SECONDS))
+
+    def _withdraw(
+        self, wanted: Callable[[ComputeJob], bool], reason: str, late: bool = False
+    ) -> None:
+        """Refuse some of the waiting jobs; tasks that are only late can be sent again."""
         for job in self._worker.withdraw(wanted):
             client = self._clients.get(job.client)
             assert client is not None  # a lease that ends withdraws its jobs
             del client.jobs[job.task.request]
-            self._clients.fail(job.client, job.task, reason)
+            if late and isinstance(job.task, protocol.Task):
+                self._postpone(job.client, job.task)
+            else:  # a cache cannot continue after a step that was not computed
+                self._clients.fail(job.client, job.task, reason)
 
     def _on_end(self, client: ClientConnection) -> None:
         self._worker.withdraw(lambda job: job.client == client.peer)

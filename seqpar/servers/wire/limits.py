@@ -88,7 +88,8 @@ class ServerDeadlines:
     # freed. A live client gives a sign of life at least three times as often. A connection also
     # ends if neither a whole message nor 1 MiB of one arrives in this time.
     idle: float = 10.0
-    # For a request's turn to be computed. Then it is refused, since its client has given it up.
+    # For a request's turn to be computed. Then a task gets the answer of a full server, since its
+    # client may have given it up, and a step of a cache is refused.
     request: float = 120.0
     handshake: float = 5.0  # for a connection to authenticate
     transfer: float = 10.0  # for a one-sided write, plus one second per MiB
