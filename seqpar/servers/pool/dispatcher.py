@@ -351,10 +351,10 @@ class Dispatcher(threading.Thread):
             self._unsent_steps.append(work)
 
     def _lose_step(self, work: PendingWork, blame: bool = True) -> None:
-        work.cancel_attempts()
         self._give_up(work, StepLostError(work.reason, blame))
 
     def _give_up(self, work: PendingWork, error: BaseException) -> None:
+        work.cancel_attempts()
         if not work.settled and work.future.set_running_or_notify_cancel():
             work.future.set_exception(error)
         if work in self._unfinished:
@@ -434,6 +434,7 @@ class Dispatcher(threading.Thread):
         if waited > deadlines.hedge:
             waited -= self.servers.allowance(work)
         if work.settled:  # cancelled
+            work.cancel_attempts()
             self._unfinished.remove(work)
         elif work.place is not None:
             self._check_step_deadline(work, now)

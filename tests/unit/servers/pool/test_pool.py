@@ -18,7 +18,7 @@ from seqpar.servers.server import worker
 from seqpar.servers.server.compute import hardware_of
 from seqpar.servers.transport.curve_keys import generate
 from seqpar.servers.transport.one_sided import available
-from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.limits import Limits, ServerDeadlines
 from seqpar.servers.wire.request import ServersError
 from tests.support.cases import assert_right, oracle
 from tests.support.requests import CASES, backward, forward, packed, random_request
@@ -297,6 +297,19 @@ def test_a_moving_queue_is_not_a_fault(addresses, monkeypatch):
         assert tasks(pool) == [12, 0] and not pool.report().retried
 
 
+def test_waiting_for_long_blames_no_server(addresses, monkeypatch):
+    gate, within = Gate(monkeypatch), ServerDeadlines(request=0.1)
+    requests = [random_request(i, 1024, 1024) for i in range(2)]
+    with (
+        running(addresses[0], deadlines=within),
+        connect(addresses[0], home=False, deadlines={"request": 9.0}) as pool,
+    ):
+        futures = [pool.submit(request) for request in requests]
+        wait_until(lambda: pool.report().retried > 3)  # after three failures a task is given up
+        gate.open.set()
+        assert all(same(x.result(20), r) for x, r in zip(futures, requests, strict=True))
+
+
 def test_a_pool_is_its_process_s_own(addresses, monkeypatch):
     with connect(addresses[0], deadlines={"connect": 0.05}) as pool:
         monkeypatch.setattr(pool, "_process", 0)
@@ -313,6 +326,18 @@ def test_a_future_that_is_cancelled_is_forgotten(addresses, monkeypatch):
         assert all(map(same, [x.result(10) for x in futures[:2]], REQUESTS[:2]))
         wait_until(lambda: not pool.report().waiting)
         assert all_right(pool)
+
+
+def test_servers_do_not_compute_cancelled_tasks(addresses, monkeypatch):
+    gate = Gate(monkeypatch)
+    with running(addresses[0]) as server, connect(addresses[0], home=False) as pool:
+        futures = [pool.submit(random_request(i, 1024, 1024)) for i in range(4)]
+        wait_until(lambda: server.status().waiting == 3)
+        assert all(future.cancel() for future in futures)
+        wait_until(lambda: not server.status().waiting)
+        gate.open.set()
+        assert same(pool.submit(REQUESTS[0]).result(10), REQUESTS[0])
+        assert len(gate.calls) == 2
 
 
 def test_closing_ends_what_waits(addresses, monkeypatch):
