@@ -21,9 +21,16 @@ def parse(addresses: object) -> list[str]:
     if not isinstance(addresses, Sequence) or not addresses:
         raise ValueError(f"addresses must be one or more of them, got {shown(addresses)}")
     for i, address in enumerate(addresses):
-        if not isinstance(address, str) or not re.match(r"(file:///.|dns://[\w.-]+:\d+$)", address):
+        if not isinstance(address, str) or not _is_looked_up(address):
             check_peer(f"addresses[{i}]", address)
     return list(addresses)
+
+
+def _is_looked_up(address: str) -> bool:
+    if re.match(r"file:///.", address):
+        return True
+    name = re.fullmatch(r"dns://[\w.-]+:(\d{1,5})", address)
+    return name is not None and 0 < int(name[1]) < 2**16
 
 
 def expand(addresses: Sequence[str]) -> list[str] | None:

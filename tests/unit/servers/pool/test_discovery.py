@@ -69,6 +69,7 @@ def test_a_name_stands_for_all_its_addresses(monkeypatch):
     ("tcp://*:5", {}, r"^addresses\[0\] must name the host"),
     ("tcp://127.0.0.1:*", {}, r"^addresses\[0\] must name the host"),
     ("tcp://127.0.0.1:0", {}, r"^addresses\[0\] must name the host"),
+    *((f"dns://localhost:{x}", {}, r"^addresses\[0\] must") for x in (0, 99999, "9" * 20, "5\n")),
     (["tcp://10.0.0.1:5"], {}, r"^addresses\[0\]: .* keys"), ("dns://host:5", {}, "keys"),
     ("ipc:///s", {"transports": ["rdma"]}, "^transports must"),
     ("ipc:///s", {"transports": "zmq"}, "^transports must"),
