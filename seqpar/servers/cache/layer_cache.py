@@ -337,8 +337,9 @@ class LayerCache:
     def send(self) -> None:
         """Send the servers all rows that they lack."""
         scores = CallOptions(1.0, 0.0, DEFAULT, deterministic=True)
-        nothing = torch.empty((self.shape.batch, 0, self.shape.kv_heads, self.shape.dim))
-        query = Query(nothing.to(self.shape.dtype), Seen(0, 0, 0), scores)
+        dtype, batch, heads, dim, _ = self.shape
+        nothing = torch.empty((batch, 0, heads, dim), dtype=dtype, device=_CPU)
+        query = Query(nothing, Seen(0, 0, 0), scores)
         for segment in self.segments:
             if segment.lacks:
                 segment.finish(query, None)

@@ -100,8 +100,9 @@ class Pages:
         pieces = [[x[:, rows] for x in page] for page, rows, _ in self._within(start, stop)]
         if not pieces:
             dtype, batch, heads, *dims = self.shape
-            empty = (torch.empty((batch, 0, heads, dim), dtype=dtype) for dim in dims)
-            return tuple(empty)  # type: ignore[return-value]
+            sizes = ((batch, 0, heads, dim) for dim in dims)
+            k, v = (torch.empty(size, dtype=dtype, device=self.device) for size in sizes)
+            return k, v
         k, v = (torch.cat(pages, 1) for pages in zip(*pieces, strict=True))
         return k, v
 

@@ -151,6 +151,16 @@ def test_posted_tensors_may_change(pool, tmp_path, has_server):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_the_default_device_changes_nothing(pool, tmp_path, rebuilds):
+    rebuild = lambda layer, start, stop: tuple(part(TENSORS[layer], start, stop)[1:])  # noqa: E731
+    wanted = undisturbed(tmp_path, TENSORS)
+    with nobody(tmp_path) as own_pool, torch.device("meta"):
+        for each in (pool, own_pool):
+            with prefilled(each, TENSORS, rebuild=rebuild if rebuilds else None) as cache:
+                assert same_bits(decode(cache, TENSORS), wanted)
+
+
 def test_bytes_per_step_do_not_depend_on_length(server, pool):
     def settled():
         """The bytes that the server has counted once it has answered all."""
