@@ -358,7 +358,10 @@ class ModelGradients(Uncopied):
 
     def _own_places(self, module: nn.Module) -> Iterator[Place]:
         for name, x in parameters_in(module).items():
-            if x is not None and x.requires_grad and not self._last.has(module, name, x):
+            # Another enabled model that shares the module may have replaced the parameter already.
+            if x is None or not x.requires_grad or _is_over_ranks(x.grad_fn):
+                continue
+            if not self._last.has(module, name, x):
                 yield module, name, x
 
     def _replace(self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -484,6 +487,10 @@ def _call_of(node: Any) -> Any:
     return node.metadata.get(_KEY)
 
 
+def _is_over_ranks(node: Any) -> bool:
+    return node is not None and node.name() == f"{_OverRanks.__name__}Backward"
+
+
 def _reached(nested: Any) -> tuple[list[Any], list[Tensor], set[Any]]:
     """Return the nodes of calls on which tensors depend, and leaves and all nodes outside."""
     reached: list[Any] = []
@@ -497,7 +504,7 @@ def _reached(nested: Any) -> tuple[list[Any], list[Tensor], set[Any]]:
         if _call_of(node) is not None:
             reached.append(node)
             followed = followed[: getattr(node, "tied", 0)]  # a module's inputs, not parameters
-        elif node.name() == f"{_OverRanks.__name__}Backward":
+        elif _is_over_ranks(node):
             followed = ()  # its inputs are tensors of a batch
         elif hasattr(node, "variable"):
             leaves.append(node.variable)

@@ -175,6 +175,31 @@ def test_models_of_one_config_have_separate_strategies(llama):
         assert 0 < sent[0] != sent[1] > 0
 
 
+def gradients_of_shared_head(models, comm=None):
+    """Gradients of three terms: the target's loss, the draft's loss, and one after the call."""
+    of = hf.batch("whole")
+    target, draft = copy.deepcopy(models)
+    draft.lm_head = target.lm_head
+    batches, total = [of, of], torch.Tensor.sum
+    if comm is not None:
+        sps = [huggingface.enable(model, comm) for model in (target, draft)]
+        batches, total = [sp.shard(of) for sp in sps], sps[1].total
+    outputs = [
+        model(**batch, output_hidden_states=True)
+        for model, batch in zip((target, draft), batches, strict=True)
+    ]
+    term = total(draft.lm_head(outputs[1].hidden_states[-1]).square().sum())
+    (outputs[0].loss + outputs[1].loss + term).backward()
+    return hf.gradients(target), hf.gradients(draft)
+
+
+def test_a_head_that_models_share_sums_once(llama):
+    models = llama, hf.tiny("LlamaForCausalLM", num_hidden_layers=1)
+    expected = gradients_of_shared_head(models)
+    for found in virtual(2, lambda comm: gradients_of_shared_head(models, comm)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_disabling_restores_every_bit(llama):
     of = hf.batch()
     expected = llama(**of)
