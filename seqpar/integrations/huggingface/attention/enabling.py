@@ -92,12 +92,18 @@ def _guard(kind: type[nn.Module]) -> None:
 
     @wraps(call)
     def checked(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and current.call is None:
+        if not torch.compiler.is_compiling() and not _is_in_call(model):
             _refuse_sharded_batch(model, args, kwargs)
         return call(model, *args, **kwargs)
 
     setattr(checked, _GUARD, True)
     kind.__call__ = checked  # type: ignore[method-assign]
+
+
+def _is_in_call(model: nn.Module) -> bool:
+    """Return whether an enabled model is being called, and this model is a part of it."""
+    call = current.call
+    return call is not None and any(x is model for x in call.session.inner.modules())
 
 
 def _refuse_sharded_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -184,6 +184,22 @@ def test_a_reference_model_still_takes_the_batch():
             torch.testing.assert_close(loss, expected.detach())
 
 
+def test_a_teacher_next_to_the_model_refuses_shards():
+    """As in distillation, where one module has both models, and the first one is enabled."""
+    parts = {"student": hf.tiny("LlamaForCausalLM"), "teacher": hf.tiny("Qwen3ForCausalLM")}
+
+    def run(comm):
+        both = torch.nn.ModuleDict(copy.deepcopy(parts))
+        both.forward = lambda **local: {
+            "logits": both.student(**local).logits,
+            "teacher_logits": both.teacher(**local).logits,
+        }
+        sp = huggingface.enable(both, comm)
+        both(**sp.shard(hf.batch()))
+
+    assert_refused(hf.refusal(run))
+
+
 class Around(transformers.PreTrainedModel):
     """A model with an enabled one inside, which reads the batch too."""
 
