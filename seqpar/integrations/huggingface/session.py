@@ -31,6 +31,7 @@ from seqpar.integrations.huggingface.generate.generating import Generation
 from seqpar.integrations.huggingface.loss.gradients import ModelGradients
 from seqpar.integrations.huggingface.loss.losses import (
     check_loss_function,
+    check_loss_terms,
     losses_of,
     router_faults,
 )
@@ -403,6 +404,7 @@ class SequenceParallel(EnabledModel):
         check_all_logits(kwargs)
         if kwargs.get("labels") is not None:
             check_loss_function(self.inner)
+            check_loss_terms(self.inner)
         wants_routers = bool(kwargs.get("output_router_logits"))
         padded = sharding.whole and kwargs.get("attention_mask") is not None
         if reasons := router_faults(self.inner, wants_routers, padded):

@@ -9,9 +9,11 @@ each rank's own probabilities give its part of the loss.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,10 @@ from seqpar.integrations.huggingface.attention.call import ModelCall
 from seqpar.integrations.huggingface.batch.sharding import Side
 from seqpar.integrations.huggingface.model.code import global_of
 from seqpar.integrations.huggingface.model.layers import configs_of
+
+_LABELS_BRANCH = re.compile(r"^( *)if labels is not None.*\n((?:\1 .*\n|\n)*)", re.MULTILINE)
+_ADDED_TERM = re.compile(r"loss\w* \+=? (.*)")  # to the loss of the labels
+_FACTOR = re.compile(r"self\.([\w.]+) \*")
 
 
 def losses_of(
@@ -35,6 +41,9 @@ def losses_of(
     if not isinstance(outputs, Mapping):
         return found
     if call.labels is not None:
+        if outputs.get("loss") is not None:
+            reason = "labels must be None: the model returned a loss of its own without them"
+            raise ValueError(f"{reason}, which is of one rank")
         found["loss"] = total(_of_labels(model, call, outputs["logits"]))
     if isinstance(outputs.get("aux_loss"), Tensor):
         routers = RouterLoss.of(model)
@@ -61,6 +70,19 @@ def check_loss_function(model: Any) -> None:
         reason = "another one may not divide by the labels of all ranks"
         how = "compute your own loss from outputs.logits, and pass it to sp.total"
         raise ValueError(f"{what}: {reason}; {how}")
+
+
+def check_loss_terms(model: Any) -> None:
+    """Raise a ValueError if the model adds other terms to the loss of its labels than aux_loss."""
+    source = _source(type(model).forward).rpartition('"""')[2]
+    for _, branch in _LABELS_BRANCH.findall(source):
+        for term in _ADDED_TERM.findall(branch):
+            factor = _FACTOR.match(term)
+            if "aux_loss" in term or (factor and not attrgetter(factor[1])(model)):
+                continue
+            what = f"{type(model).__name__} adds {term} to its loss"
+            how = "compute your own loss from the outputs, and pass it to sp.total"
+            raise ValueError(f"labels must be None: {what}, which is not offered; {how}")
 
 
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:

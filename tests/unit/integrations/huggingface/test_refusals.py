@@ -13,6 +13,7 @@ from seqpar.integrations.huggingface.attention.masks import read_mask
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
 
+TINY_BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]}
 TINY_MAMBA = {"state_size": 4, "num_heads": 4, "expand": 1}
 
 
@@ -137,6 +138,34 @@ def test_another_loss_function_is_refused(llama, function, ranks):
     expected = f"the model's default, ForCausalLMLoss, got {function.__name__}"
     text = hf.refusal(run)
     assert text.startswith(f"loss_function must be {expected}") and "sp.total" in text, text
+
+
+def test_labels_of_a_loss_with_more_terms_are_refused():
+    model = hf.tiny("BambaForCausalLM", **TINY_BAMBA, z_loss_coefficient=0.5)
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        batch = hf.batch()
+        sp.model(**sp.shard({name: x for name, x in batch.items() if name != "labels"}))
+        sp.model(**sp.shard(batch))
+
+    expected = "labels must be None: BambaForCausalLM adds self.z_loss_coefficient * z_loss to its"
+    assert hf.refusal(run).startswith(expected)
+
+
+def test_labels_and_the_models_own_loss_are_refused(llama):
+    def run(comm):
+        around = torch.nn.ModuleDict({"inner": copy.deepcopy(llama)})
+        around.forward = lambda **local: {
+            "logits": (logits := around.inner(**local).logits),
+            "loss": logits.square().mean(),
+        }
+        sp = huggingface.enable(around, comm)
+        around(**sp.shard({"input_ids": hf.batch()["input_ids"]}))
+        around(**sp.shard(hf.batch()))
+
+    expected = "labels must be None: the model returned a loss of its own without them"
+    assert hf.refusal(run).startswith(expected)
 
 
 def call(change, model, of="padded"):
