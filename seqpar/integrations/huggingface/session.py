@@ -39,6 +39,7 @@ from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, un
 from seqpar.integrations.huggingface.model.code import computes_itself
 from seqpar.integrations.huggingface.model.layers import (
     AttentionLayer,
+    adapter_faults,
     find_layers,
     layerdrop_faults,
 )
@@ -151,7 +152,8 @@ class SequenceParallel(EnabledModel):
         self.check_ranks = bool(options.get("check_ranks"))
         self._outside = OutsideText(self.inner)
         body = self._outside.body
-        self.layers = find_layers(body, self._outside.name, router_faults(body, False))
+        faults = router_faults(body, False) + adapter_faults(model, self.inner, False)
+        self.layers = find_layers(body, self._outside.name, faults)
         if any(session_of(x) is not None for x in self.layers):
             raise ValueError("model is enabled already: call disable() first")
         if getattr(self.inner, KEY, None) is not None:
@@ -405,6 +407,8 @@ class SequenceParallel(EnabledModel):
         if kwargs.get("labels") is not None:
             check_loss_function(self.inner)
             check_loss_terms(self.inner)
+            if reasons := adapter_faults(root, self.inner, True):
+                raise ValueError(f"labels must be None: {reasons[0]}")
         wants_routers = bool(kwargs.get("output_router_logits"))
         padded = sharding.whole and kwargs.get("attention_mask") is not None
         if reasons := router_faults(self.inner, wants_routers, padded):

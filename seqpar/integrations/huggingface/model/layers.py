@@ -243,6 +243,22 @@ def layerdrop_faults(model: nn.Module) -> list[str]:
     return reasons
 
 
+def adapter_faults(model: nn.Module, inner: nn.Module, labelled: bool) -> list[str]:
+    """Return why PEFT, around a transformers model, would compute something from a rank's part."""
+    reasons: dict[str, None] = {}  # in order; PEFT has the configs in two modules
+    for x in model.modules():
+        if x is inner:  # an adapter that transformers puts into its model has no code around it
+            break
+        for name, config in getattr(x, "peft_config", {}).items():
+            if getattr(config, "alora_invocation_tokens", None):
+                reason = "PEFT finds its alora_invocation_tokens in one rank's part of the tokens"
+                reasons[f"adapter {name}: {reason}"] = None
+            if labelled and getattr(config, "orth_reg_weight", 0):
+                reason = "PEFT adds a penalty with its orth_reg_weight to the loss of the labels"
+                reasons[f"adapter {name}: {reason}; pass your own loss to sp.total"] = None
+    return list(reasons)
+
+
 def _has_parameters(x: nn.Module) -> bool:
     return next(x.parameters(), None) is not None
 

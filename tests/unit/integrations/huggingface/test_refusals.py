@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,31 @@ def test_labels_and_the_models_own_loss_are_refused(llama):
 
     expected = "labels must be None: the model returned a loss of its own without them"
     assert hf.refusal(run).startswith(expected)
+
+
+def adapted(model, **settings):
+    """A model in a module with a config of an adapter, as PEFT's are."""
+    around = torch.nn.ModuleDict({"inner": copy.deepcopy(model)})
+    around.forward = lambda **local: around.inner(**local)
+    around.peft_config = {"default": SimpleNamespace(**settings)}
+    return around
+
+
+def test_penalties_of_adapters_are_refused_with_labels(llama):
+    def run(comm):
+        model = adapted(llama, orth_reg_weight=0.5)
+        sp = huggingface.enable(model, comm)
+        model(**sp.shard({"input_ids": hf.batch()["input_ids"]}))
+        model(**sp.shard(hf.batch()))
+
+    text = hf.refusal(run)
+    assert text.startswith("labels must be None: adapter default: PEFT adds a penalty"), text
+
+
+def test_adapters_that_search_for_tokens_are_refused(llama):
+    model = adapted(llama, alora_invocation_tokens=[5])
+    text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+    assert "adapter default: PEFT finds its alora_invocation_tokens" in text
 
 
 def call(change, model, of="padded"):
