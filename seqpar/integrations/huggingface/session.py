@@ -35,7 +35,12 @@ from seqpar.integrations.huggingface.loss.losses import (
     losses_of,
     router_faults,
 )
-from seqpar.integrations.huggingface.loss.outputs import clear_padding, mark, unshard
+from seqpar.integrations.huggingface.loss.outputs import (
+    check_of_tokens,
+    clear_padding,
+    mark,
+    unshard,
+)
 from seqpar.integrations.huggingface.model.code import computes_itself
 from seqpar.integrations.huggingface.model.layers import (
     AttentionLayer,
@@ -436,6 +441,7 @@ class SequenceParallel(EnabledModel):
         losses = losses_of(self.inner, call, outputs, self.comm, total)
         self._gradients.check_outputs(outputs)
         mark(outputs, call.sharding)
+        check_of_tokens(outputs)
         outputs = self._gradients.watched(clear_padding(outputs))
         if losses:
             # The losses are first, and replace the model's own.

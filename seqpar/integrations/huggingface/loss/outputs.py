@@ -57,6 +57,19 @@ def mark(outputs: Any, sharding: Sharding) -> None:
             note_tokens(x, side)
 
 
+def check_of_tokens(outputs: Any) -> None:
+    """Refuse marked outputs of transformers with answers for whole sequences, such as (1, D)."""
+    from transformers.utils import ModelOutput
+
+    if not isinstance(outputs, ModelOutput):
+        return
+    for names, x in tensors_in(outputs):
+        if x.is_floating_point() and x.shape[:1] == (1,) and not hasattr(x, KEY):
+            found = f"{'.'.join(names)} is {tuple(x.shape)}"
+            reason = "it answers for whole sequences, whose tokens no rank has"
+            raise ValueError(f"model must return values for each token, but {found}: {reason}")
+
+
 class _Cleared(torch.autograd.Function):
     """An output whose last `padding` rows, which the layout added, are zeros without a gradient."""
 

@@ -194,6 +194,25 @@ def test_adapters_that_search_for_tokens_are_refused(llama):
     assert "adapter default: PEFT finds its alora_invocation_tokens" in text
 
 
+ANSWERS = {  # class -> an output that has one answer for each sequence
+    "CLIPTextModel": "pooler_output is (1, 32)",
+    "GPT2DoubleHeadsModel": "mc_logits is (1,)",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_outputs_for_whole_sequences_are_refused(name):
+    model = hf.tiny(name).eval()
+    ids = hf.batch()["input_ids"]
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        sp.model(**sp.shard({"input_ids": ids}))
+
+    text = hf.refusal(run)
+    assert text.startswith("model must return values for each token") and ANSWERS[name] in text
+
+
 def call(change, model, of="padded"):
     """What ranks are told that call the model with a sharded batch after a change to it."""
 
