@@ -59,7 +59,7 @@ def mark(outputs: Any, sharding: Sharding) -> None:
 
 def check_of_tokens(outputs: Any) -> None:
     """Refuse marked outputs of transformers with answers for whole sequences, such as (1, D)."""
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 
     if not isinstance(outputs, ModelOutput):
         return

@@ -253,7 +253,7 @@ def adapter_faults(model: nn.Module, inner: nn.Module, labelled: bool) -> list[s
             if getattr(config, "alora_invocation_tokens", None):
                 reason = "PEFT finds its alora_invocation_tokens in one rank's part of the tokens"
                 reasons[f"adapter {name}: {reason}"] = None
-            if labelled and getattr(config, "orth_reg_weight", 0):
+            if labelled and getattr(config, "orth_reg_weight", None):
                 reason = "PEFT adds a penalty with its orth_reg_weight to the loss of the labels"
                 reasons[f"adapter {name}: {reason}; pass your own loss to sp.total"] = None
     return list(reasons)
