@@ -312,6 +312,29 @@ def test_a_subclass_reads_its_models_weights(ready, tmp_path):
         assert "neftune_noise_alpha must be None" in told
 
 
+def unlabelled(features):
+    return {name: x * 0 - 100 if name == "labels" else x for name, x in padded(features).items()}
+
+
+def trained_without_labels(group, folder):
+    """The losses of a step in which no label counts, without and with smoothed labels."""
+    hf.launched(group)
+    model = hf.tiny("LlamaForCausalLM")
+    huggingface.enable(model, group)
+    losses = []
+    for smoothing in (0.0, 0.1):
+        options = {"label_smoothing_factor": smoothing, "logging_nan_inf_filter": False}
+        arguments = arguments_for(folder, max_steps=1, **options)
+        given = {"train_dataset": labelled(4), "data_collator": unlabelled}
+        kind = huggingface.trainer(transformers.Trainer)
+        losses.append(kind(model=model, args=arguments, **given).train().training_loss)
+    return losses
+
+
+def test_a_step_without_labels_has_no_loss(ready, tmp_path):
+    assert ready(4, trained_without_labels, str(tmp_path)) == [[0.0, 0.0]] * 4
+
+
 def sampled(group, case, of_generate):
     """Tokens and logits that a rank with a seed of its own samples; whether its numbers go on."""
     name, options, padding, *_ = {**CASES, **MORE}[case]

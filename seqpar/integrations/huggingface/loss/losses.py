@@ -87,14 +87,14 @@ def check_loss_terms(model: Any) -> None:
 
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
     labels, items = call.labels, call.items
-    count = call.sharding.labels if items is None else items
+    count: Any = call.sharding.labels if items is None else items
     return model.loss_function(
         logits=logits,
         labels=labels,
         shift_labels=labels,
         vocab_size=logits.shape[-1],
         config=model.config,
-        num_items_in_batch=max(1, int(count)) if isinstance(count, int) else count,
+        num_items_in_batch=count + (count == 0),  # without labels the loss is 0
     )
 
 

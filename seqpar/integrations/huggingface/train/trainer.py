@@ -151,7 +151,8 @@ class OverRanks:
             firsts = [batch["labels"][:, 0] for batch in batch_samples if "labels" in batch]
             counts += [int((x != -100).sum()) for x in firsts]
         count = torch.tensor(sum(counts), device=device)
-        return self.accelerator.gather(count).sum() if self._averages_tokens else count
+        count = self.accelerator.gather(count).sum() if self._averages_tokens else count
+        return count.clamp(min=1)  # without labels the loss is 0
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -200,6 +200,20 @@ def test_a_head_that_models_share_sums_once(llama):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_a_loss_without_labels_is_zero(llama, items):
+    of = hf.batch()
+    of["labels"] = torch.full_like(of["labels"], -100)
+
+    def run(comm):
+        model = copy.deepcopy(llama)
+        loss = model(**huggingface.enable(model, comm).shard(of), num_items_in_batch=items).loss
+        loss.backward()
+        return loss.item(), max(float(x.abs().max()) for x in hf.gradients(model).values())
+
+    assert virtual(2, run) == [(0.0, 0.0)] * 2
+
+
 def test_disabling_restores_every_bit(llama):
     of = hf.batch()
     expected = llama(**of)
