@@ -366,15 +366,26 @@ class SequenceParallel(EnabledModel):
             self.generation.remove()
             self._configs.restore()
             delattr(self.inner, KEY)
+            self.abandon()
         self._handles.clear()
         self._gradients.remove()
         for module in self.layers:
             vars(module).pop(KEY, None)
 
+    def abandon(self) -> None:
+        if (call := current.call) is not None and call.session is self:
+            current.set(None)
+            if call.cache is not None:
+                call.cache.abort()
+        self._outer_calls.clear()
+        self.generation.abandon()
+        self._gradients.end_call()
+
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling.check_not_compiled(root)
         if self.generation.takes(kwargs):
             return None
+        self.abandon()
         kwargs = dict(kwargs)
         sharding = kwargs.pop(KEY, None)
 

@@ -36,6 +36,10 @@ class EnabledModel(Uncopied):
     blocks: list[dict[nn.Module, set[nn.Module]]]  # for each ModuleList: block -> layers inside
     traces: bool  # whether layers compute attention themselves and are traced (`own_attention.py`)
 
+    def abandon(self) -> None:
+        """End the calls that an interruption, such as Ctrl-C, left open."""
+        raise NotImplementedError
+
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
         """Raise a fault of this context, with the layer's name, on all ranks before messages."""
         return nullcontext() if torch.compiler.is_compiling() else self._faults(layer)

@@ -92,9 +92,17 @@ def _guard(kind: type[nn.Module]) -> None:
 
     @wraps(call)
     def checked(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not _is_in_call(model):
+        if torch.compiler.is_compiling():
+            return call(model, *args, **kwargs)
+        if not _is_in_call(model):
             _refuse_sharded_batch(model, args, kwargs)
-        return call(model, *args, **kwargs)
+        try:
+            return call(model, *args, **kwargs)
+        except BaseException as interruption:
+            session: EnabledModel | None = vars(model).get(KEY)
+            if session is not None and not isinstance(interruption, Exception):
+                session.abandon()  # torch runs the hooks that end a call after an Exception only
+            raise
 
     setattr(checked, _GUARD, True)
     kind.__call__ = checked  # type: ignore[method-assign]

@@ -57,6 +57,9 @@ class Generation(Uncopied):
         for handle in self._handles:
             handle.remove()
 
+    def abandon(self) -> None:
+        self._outer_calls.clear()
+
     def takes(self, kwargs: dict[str, Any]) -> bool:
         return isinstance(kwargs.get("past_key_values"), Cache)
 

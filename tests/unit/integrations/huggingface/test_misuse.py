@@ -228,6 +228,28 @@ def after_a_refusal(sp, model):
     return model(**sp.shard(hf.batch()))
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def after_ctrl_c(sp, model):
+    part, cache = sp.shard(hf.batch()), sp.cache()
+    ids = {"input_ids": IDS[:, :6]}
+    with torch.no_grad():
+        model.eval()(**ids, past_key_values=cache)
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    for grad, arguments in ((True, part), (False, ids | {"past_key_values": cache})):
+        with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(grad):
+            model(**arguments)
+        assert all(x.is_leaf for x in model.parameters()) and cache.get_seq_length() == 6
+        assert hf.refused(lambda: hf.tiny("LlamaForCausalLM")(**part))
+    handle.remove()
+    with torch.no_grad():
+        model(**ids, past_key_values=cache)
+    assert cache.get_seq_length() == 12
+    return model.train()(**part)
+
+
 def with_its_own_loss_function(sp, model):
     model.loss_function = ForCausalLMLoss
     return model(**sp.shard(hf.batch()))
@@ -244,6 +266,7 @@ EXACT = {
     "evaluated between": evaluated_between,
     "checkpointed": checkpointed,
     "after a refusal": after_a_refusal,
+    "after ctrl-c": after_ctrl_c,
     "its state saved": saved,
     "its default loss function set": with_its_own_loss_function,
     "a copied batch": lambda sp, model: model(**copy.deepcopy(sp.shard(hf.batch()))),
