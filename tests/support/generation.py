@@ -27,6 +27,15 @@ SHARED = {
     "vocab_size_per_layer_input": 64,
     "activation_sparsity_pattern": None,
 }
+SHARED_GEMMA4 = {
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 5,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
 # model, its options, padding on the left of each row, options of generate, ranks
 CASES = {
     "llama, rows of three lengths": ("LlamaForCausalLM", {}, (0, 7, 19), {}, 4),
@@ -51,6 +60,7 @@ MORE = {
     "llama4, chunks": ("Llama4ForCausalLM", CHUNKS, (0, 7), {"max_new_tokens": 14}, 2),
     "llama4, temperatures": ("Llama4ForCausalLM", TEMPERATURES, (0, 7), {"max_new_tokens": 6}, 2),
     "gemma3n, shared keys": ("Gemma3nForCausalLM", SHARED, (0, 7), {}, 2),
+    "gemma4, shared keys": ("Gemma4ForCausalLM", SHARED_GEMMA4, (0, 7), {}, 2),
     "opt, a table of positions": ("OPTForCausalLM", {}, (0, 7), {}, 2),
     "llama, some beams": (
         "LlamaForCausalLM",

@@ -118,8 +118,14 @@ class ShardedMask:
             raise ValueError(f"the model's layers make their own mask: they read its {name}")
         raise AttributeError(name)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> ShardedMask:
+        if all(map(_keeps_all, index if isinstance(index, tuple) else (index,))):
+            return self
         raise ValueError("the model's layers make their own mask: they cut it")
+
+
+def _keeps_all(index: Any) -> bool:
+    return isinstance(index, slice) and not index.start and index.stop is index.step is None
 
 
 class PreparedMask(ShardedMask):
