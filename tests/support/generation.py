@@ -27,6 +27,16 @@ SHARED = {
     "vocab_size_per_layer_input": 64,
     "activation_sparsity_pattern": None,
 }
+LONG_ROPE = {  # other rotary factors from the 24th token on
+    "original_max_position_embeddings": 23,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 23,
+    },
+}
 SHARED_GEMMA4 = {
     "num_hidden_layers": 3,
     "num_kv_shared_layers": 1,
@@ -61,6 +71,7 @@ MORE = {
     "llama4, temperatures": ("Llama4ForCausalLM", TEMPERATURES, (0, 7), {"max_new_tokens": 6}, 2),
     "gemma3n, shared keys": ("Gemma3nForCausalLM", SHARED, (0, 7), {}, 2),
     "gemma4, shared keys": ("Gemma4ForCausalLM", SHARED_GEMMA4, (0, 7), {}, 2),
+    "phi3, rotary factors that change": ("Phi3ForCausalLM", LONG_ROPE, (0, 7), {}, 2),
     "opt, a table of positions": ("OPTForCausalLM", {}, (0, 7), {}, 2),
     "llama, some beams": (
         "LlamaForCausalLM",

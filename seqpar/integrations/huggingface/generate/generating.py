@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -52,6 +52,8 @@ class Generation(Uncopied):
             # Set on the model, so that other models of its class keep theirs. transformers has no
             # other public way to add a cache; `_prepare_cache_for_generation` is private.
             self._handles.append(Replaced(inner, "generate", MethodType(_generate, inner)))
+            own = inner.prepare_inputs_for_generation
+            self._handles.append(Replaced(inner, own.__name__, _keep_cache(own)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -289,6 +291,19 @@ def _described(x: Any, depth: int = 3) -> Any:
 
 def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return getattr(model, KEY).generation.generate(model, args, kwargs)
+
+
+def _keep_cache(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @wraps(own)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        made, cache = own(*args, **kwargs), kwargs.get("past_key_values")
+        # Phi-3 drops its cache, and computes all tokens again, where its rotary factors change.
+        if isinstance(cache, Cache) and made.get("past_key_values") is None:
+            cache.reset()
+            made["past_key_values"] = cache
+        return made
+
+    return prepare_inputs
 
 
 @contextmanager
