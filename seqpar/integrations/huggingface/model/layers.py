@@ -18,6 +18,7 @@ from seqpar.integrations.huggingface.model.code import (
     has_buckets,
     masks_padding_tokens,
     read_elsewhere,
+    takes,
 )
 
 _MIXER = re.compile(  # classes that mix tokens; their norms mix channels only
@@ -154,6 +155,8 @@ def loss_shifts(model: Any) -> bool | None:
 def encoder_of(model: Any) -> nn.Module | None:
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
+        return None
+    if not takes(model, "decoder_input_ids"):  # UMT5EncoderModel, whose config has a decoder
         return None
     encoder: nn.Module = model.get_encoder()
     return encoder if encoder is not model else None

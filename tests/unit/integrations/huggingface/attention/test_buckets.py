@@ -65,3 +65,19 @@ def test_t5_is_recomputed_with_its_bias():
         return hf.on_rank(comm, own, of)
 
     hf.assert_same(virtual(2, run), expected, hf.real(of))
+
+
+@torch.no_grad()
+def test_an_encoder_without_its_decoder_is_exact():
+    model, of = hf.tiny("UMT5EncoderModel", **T5).eval(), hf.batch()
+    del of["labels"]
+    expected = model(**of).last_hidden_state[hf.real(of)]
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        with torch.no_grad():
+            return sp.unshard(own(**sp.shard(of))).last_hidden_state[hf.real(of)]
+
+    for states in virtual(2, run):
+        torch.testing.assert_close(states, expected, rtol=2e-5, atol=2e-5)
