@@ -267,6 +267,8 @@ class BatchSharder:
                 inputs.append((side, name))
             if not whole and isinstance(x, Tensor) and tuple(x.shape[:2]) == side.shape:
                 x = side.take(x, None if is_input else 0)
+            elif not whole and name in self._takes:
+                _check_not_by_row(name, x, side)
             made[name] = x
         documents = sharding.main.documents
         labels = self._labels(batch, documents)
@@ -332,6 +334,13 @@ def check_all_logits(kwargs: Mapping[str, Any]) -> None:
         reason = "each rank would keep its own tokens; take them from sp.unshard(outputs)"
         found = f"{what}: {reason}"
         raise ValueError(f"logits_to_keep must not be given with a sharded batch, got {found}")
+
+
+def _check_not_by_row(name: str, x: Any, side: Side) -> None:
+    rows = side.documents.rows
+    if rows > 1 and isinstance(x, Tensor) and x.shape[:1] == (rows,):
+        reason = "tokens of all rows become one row; give batches of one row"
+        raise ValueError(f"{name} must not have a value for each row, got {tuple(x.shape)}: {reason}")
 
 
 def _counted(labels: Tensor, documents: BatchDocuments) -> int:

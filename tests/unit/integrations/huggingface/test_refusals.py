@@ -261,6 +261,20 @@ def test_labels_that_shard_has_not_seen_are_refused(llama):
     assert "labels must go through shard" in hf.refusal(run)
 
 
+def test_values_of_whole_rows_are_refused():
+    model = hf.tiny("XmodForMaskedLM", languages=["en_XX", "de_DE"]).eval()
+    of = hf.batch()
+    first = {name: x[:1] for name, x in of.items()} | {"lang_ids": torch.tensor([1])}
+    expected = model(**first).loss
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        torch.testing.assert_close(sp.model(**sp.shard(first)).loss, expected)
+        sp.shard(of | {"lang_ids": torch.tensor([0, 1])})
+
+    assert hf.refusal(run).startswith("lang_ids must not have a value for each row, got (2,)")
+
+
 @pytest.mark.parametrize("where", ["shard", "model", "layer"])
 def test_a_fault_on_one_rank_raises_on_all(llama, where):
     def run(comm):
