@@ -219,6 +219,7 @@ _REFUSED = {  # setting of `generate`: the only value that it may have, and the 
     "max_time": (None, "ranks have clocks of their own, and must end with the same token"),
     "guidance_scale": (1, "the prompt without guidance would need a cache of its own"),
     "assistant_early_exit": (None, "a call must go through all attention layers"),
+    "use_mtp": (False, "the model that proposes tokens would not be enabled"),
 }
 
 

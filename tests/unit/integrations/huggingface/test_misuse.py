@@ -185,6 +185,7 @@ REFUSED = {
         "max_new_tokens must be the same",
     ),
     "a clock": (generated(max_new_tokens=4, max_time=1.0), "max_time must be None"),
+    "heads that propose": (generated(max_new_tokens=4, use_mtp=True), "use_mtp must be False"),
     "no cache": (generated(max_new_tokens=4, use_cache=False), "use_cache must be True"),
 }
 
