@@ -32,10 +32,10 @@ QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 TEMPERED = "_seqpar_tempered"  # attribute of layers whose queries `attend` scales by columns
 # Arguments that models pass to attention and that do not change its result.
 _HARMLESS = {
-    "cache_position", "image_grid_thw", "image_sizes", "layer_idx", "logits_to_keep",
-    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "pixel_values", "pixel_values_videos", "position_embeddings", "position_ids", "return_dict",
-    "token_type_ids", "training", "use_cache", "video_grid_thw",
+    "cache_position", "deterministic", "image_grid_thw", "image_sizes", "layer_idx",
+    "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "pixel_values", "pixel_values_videos", "position_embeddings",
+    "position_ids", "return_dict", "token_type_ids", "training", "use_cache", "video_grid_thw",
 }  # fmt: skip
 
 

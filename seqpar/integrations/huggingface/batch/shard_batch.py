@@ -340,7 +340,9 @@ def _check_not_by_row(name: str, x: Any, side: Side) -> None:
     rows = side.documents.rows
     if rows > 1 and isinstance(x, Tensor) and x.shape[:1] == (rows,):
         reason = "tokens of all rows become one row; give batches of one row"
-        raise ValueError(f"{name} must not have a value for each row, got {tuple(x.shape)}: {reason}")
+        raise ValueError(
+            f"{name} must not have a value for each row, got {tuple(x.shape)}: {reason}"
+        )
 
 
 def _counted(labels: Tensor, documents: BatchDocuments) -> int:

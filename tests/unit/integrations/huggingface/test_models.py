@@ -46,6 +46,11 @@ CASES = {
         {"local_attention": 6},
         "padded",
     ),
+    "modernbert, with a setting for flash-attn": (
+        "ModernBertForMaskedLM",
+        {"deterministic_flash_attn": True},
+        "padded",
+    ),
     "bart, with cross attention": ("BartForConditionalGeneration", BART, "padded"),
     "m2m100, with positions by a formula": (
         "M2M100ForConditionalGeneration",
