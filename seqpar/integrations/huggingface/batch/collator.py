@@ -52,8 +52,8 @@ class Collator:
     A sample has `input_ids`, or `text` for the tokenizer, and may have `labels`, one per token; by
     default its tokens are the labels. `text` is dropped if there are `input_ids`. Tokens with
     `attention_mask` 0 are dropped. Tokens with `completion_mask` or `assistant_masks` 0 get the
-    label −100. Other values with one entry per token are packed too, if they are tensors, numpy
-    arrays or lists of numbers; all other values become lists.
+    label −100. Other values with one entry per token in every sample are packed too, if they are
+    tensors, numpy arrays or lists of numbers; all other values become lists.
 
     Args:
         tokenizer: a transformers tokenizer, called for samples with `text`; may be None.
@@ -86,7 +86,8 @@ class Collator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         samples = [self._sample(feature) for feature in features]
-        lengths = [sample["input_ids"].numel() for sample in samples]
+        places = [x.pop("attention_mask").nonzero()[: self._most, 0] for x in samples]
+        lengths = list(map(len, places))
         if not sum(lengths):
             raise ValueError("features must have tokens, got none")
         names = samples[0].keys()
@@ -96,11 +97,13 @@ class Collator:
                 raise ValueError(f"features must have the same keys, got some without {differ}")
         made: dict[str, Any] = {}
         for name in names:
-            values = [sample[name] for sample in samples]
-            each = zip(values, lengths, strict=True)
-            packed = all(isinstance(x, Tensor) and x.shape[:1] == (n,) for x, n in each)
-            # Empty samples are left out: torch would take an empty list for float32.
-            made[name] = torch.cat([x for x in values if len(x)])[None] if packed else values
+            made[name] = [sample[name] for sample in samples]
+            # A value of fixed length may have one sample's number of tokens, but not those of all.
+            if all(_length(sample[name]) == sample["input_ids"].numel() for sample in samples):
+                each = zip(made[name], places, strict=True)
+                # Empty samples are left out: torch would take an empty list for float32.
+                parts = [torch.as_tensor(x)[kept] for x, kept in each if len(kept)]
+                made[name] = torch.cat(parts)[None]
         made["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
         if self._cu_seqlens:
             ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -119,23 +122,25 @@ class Collator:
         ids = torch.as_tensor(values.pop("input_ids"))
         if ids.dim() != 1:
             raise ValueError(f"input_ids must be (tokens,), got {tuple(ids.shape)}")
-        count = ids.numel()
         labels = torch.as_tensor(values.pop("labels", ids)).clone()
         if labels.shape != ids.shape:
             raise ValueError(f"labels must be {tuple(ids.shape)}, got {tuple(labels.shape)}")
         for name in _MASKS:
             if (learned := values.pop(name, None)) is not None:
-                labels[torch.as_tensor(learned) == 0] = _IGNORED_LABEL
+                labels[_mask(name, learned, ids) == 0] = _IGNORED_LABEL
         mask = values.pop("attention_mask", None)
-        kept = torch.as_tensor(torch.ones(count) if mask is None else mask).bool()
+        kept = torch.ones_like(ids) if mask is None else _mask("attention_mask", mask, ids)
+        labels[kept.nonzero()[:1]] = _IGNORED_LABEL
         for name in ("text", "position_ids", "seq_lengths", "length"):
             values.pop(name, None)
-        made = {"input_ids": ids[kept][: self._most], "labels": labels[kept][: self._most]}
-        made["labels"][:1] = _IGNORED_LABEL
-        for name, value in values.items():
-            per_token = _length(value) == count
-            made[name] = torch.as_tensor(value)[kept][: self._most] if per_token else value
-        return made
+        return {"input_ids": ids, "labels": labels, "attention_mask": kept, **values}
+
+
+def _mask(name: str, mask: Any, ids: Tensor) -> Tensor:
+    mask = torch.as_tensor(mask)
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} must be {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    return mask
 
 
 def _length(value: Any) -> int:

@@ -192,6 +192,16 @@ def test_values_keep_their_dtype_beside_empty_samples():
     assert row["images"].tolist() == [[1, 2, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_values_of_fixed_length_are_not_cut(kind):
+    """Even if a sample has that many tokens, or is cut to that many."""
+    lengths, values = (3, 2, 4), [0.1, 0.2, 0.3]
+    samples = [{"input_ids": [5] * n, "values": kind(values)} for n in lengths]
+    for most in (2, 3):
+        row = huggingface.Collator(max_length=most)(samples)
+        assert [list(x) for x in row["values"]] == [list(kind(values))] * 3
+
+
 def test_samples_may_lack_a_mask():
     """As rows of joined datasets do."""
     samples = [
@@ -217,6 +227,8 @@ def test_values_of_numpy_are_packed():
         ([{"text": "a"}], "input_ids, or text if there is a tokenizer"),
         ([{"input_ids": []}], "must have tokens"),
         ([{"input_ids": [1], "labels": [1, 2]}], r"labels must be \(1,\)"),
+        ([{"input_ids": [1], "attention_mask": [1, 1]}], r"attention_mask must be \(1,\), got"),
+        ([{"input_ids": [1], "completion_mask": []}], r"completion_mask must be \(1,\), got"),
         ([{"input_ids": [[1]]}], r"input_ids must be \(tokens,\)"),
         ([], "must have tokens"),
     ],
