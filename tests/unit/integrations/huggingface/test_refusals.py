@@ -141,7 +141,7 @@ def test_another_loss_function_is_refused(llama, function, ranks):
     assert text.startswith(f"loss_function must be {expected}") and "sp.total" in text, text
 
 
-def test_labels_of_a_loss_with_more_terms_are_refused():
+def test_labels_of_losses_with_terms_are_refused():
     model = hf.tiny("BambaForCausalLM", **TINY_BAMBA, z_loss_coefficient=0.5)
 
     def run(comm):
