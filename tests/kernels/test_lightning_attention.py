@@ -160,6 +160,13 @@ def test_not_causal(dtype):
     assert_close(got, expected, dtype)
 
 
+def test_the_strongest_decay_forgets_earlier_rows():
+    spans = spans_of([20, 5], [True, False], [True, True])
+    x = Operands.draw(spans, decay=(torch.finfo(torch.float32).min,))
+    for local in (False, True):
+        assert_close(x.computed(spans, 16, local=local), x.expected(spans), torch.float32)
+
+
 @pytest.mark.parametrize("dims", [(40, 72), (128, 96), (256, 256), (1, 3)])
 def test_head_dims(dims):
     """The configurations of the table, whose tiles are cut where dims are large."""

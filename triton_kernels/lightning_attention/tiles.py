@@ -33,9 +33,10 @@ def program(segments, blocks, heads, batches):
 
 @triton.jit
 def rate_of(log_decay, head):
-    """Return (ln λ in fp64, log2 λ in fp32) of a KV head; log_decay is (Hkv,)."""
+    """Return (ln λ in fp64, log2 λ in fp32, at least -1e30) of a KV head; log_decay is (Hkv,)."""
     rate = tl.load(log_decay + head)
-    return rate, (rate * LOG2_E).to(tl.float32)
+    # -inf in fp32 times a distance of 0 rows would be NaN.
+    return rate, tl.maximum(rate * LOG2_E, -1e30).to(tl.float32)
 
 
 @triton.jit
