@@ -167,6 +167,15 @@ def test_the_strongest_decay_forgets_earlier_rows():
         assert_close(x.computed(spans, 16, local=local), x.expected(spans), torch.float32)
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_states_may_exceed_the_range_of_fp16(local):
+    spans = spans_of([40], [True], [True])
+    x = Operands.draw(spans, torch.float16)
+    x = dataclasses.replace(x, q=x.q * 1e-3, initial=x.initial * 1e6, dfinal=x.dfinal * 1e6)
+    got = x.computed(spans, 16, local=local)
+    assert_close(got, x.expected(spans), torch.float16)
+
+
 @pytest.mark.parametrize("dims", [(40, 72), (128, 96), (256, 256), (1, 3)])
 def test_head_dims(dims):
     """The configurations of the table, whose tiles are cut where dims are large."""

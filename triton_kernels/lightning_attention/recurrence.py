@@ -89,7 +89,11 @@ def lightning_recurrence(
         else:
             at = start
         x_rows = load_chunk(x, at, rows, d, x_t, x_d, CHUNK_ROWS, D, BLOCK_D)
-        acc = tl.dot(x_rows, state.to(x_rows.dtype), input_precision=PRECISION) * before[:, None]
+        if x_rows.dtype == tl.float16:  # whose range the state of many rows exceeds
+            acc = tl.dot(x_rows.to(tl.float32), state, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x_rows, state.to(x_rows.dtype), input_precision=PRECISION)
+        acc *= before[:, None]
         state = state * nearest + state * rest
         for member in range(MEMBERS):
             y_head = y + member * y_h

@@ -143,6 +143,11 @@ def lightning_carry(
     out += batch * o_b + head * o_h + first * o_t
     incoming = tl.load(segment + INCOMING)
     state = load_state(initial, incoming, pair, pairs, d, dv, s_d, s_v, D, DV) * scale
+    if x.dtype.element_ty == tl.float16:
+        # The state of many rows exceeds the range of fp16, so its columns are scaled to fit. In
+        # fp32, as in `lightning_recurrence`, it would not fit the shared memory.
+        size = tl.maximum(tl.max(tl.abs(state), 0), 1e-30)[None, :] / 32768
+        state /= size
     state = state.to(x.dtype.element_ty)
     for start in tl.range(0, rows, CHUNK_ROWS):
         if REVERSE:
@@ -152,6 +157,8 @@ def lightning_carry(
         x_rows = load_chunk(x, start, rows, d, x_t, x_d, CHUNK_ROWS, D, BLOCK_D)
         weights = tl.exp2(rate2 * tl.maximum(distance, 0).to(tl.float32))
         acc = tl.dot(x_rows, state, input_precision=PRECISION) * weights[:, None]
+        if x.dtype.element_ty == tl.float16:
+            acc *= size
         if ADD:
             acc += load_chunk(before, start, rows, dv, o_t, 1, CHUNK_ROWS, DV, BLOCK_DV)
         store_chunk(out, acc, start, rows, dv, o_t, CHUNK_ROWS, DV, BLOCK_DV)
