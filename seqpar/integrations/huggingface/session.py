@@ -320,17 +320,17 @@ class SequenceParallel(EnabledModel):
             feature_map: a function applied to q and k.
             log_decay: the option of `LASP2Attention`.
         """
-        softmax_layers = [layer for layer in self.layers.values() if layer.recurrence is None]
-        by_name = {layer.name: layer for layer in softmax_layers}
+        all_layers = list(self.layers.values())
+        softmax_layers = {layer.name: layer for layer in all_layers if layer.recurrence is None}
         chosen = []
-        for name in [layers] if isinstance(layers, str | int) else layers:
-            if not isinstance(name, str):
-                chosen.append(softmax_layers[as_int("layers", name, 0, len(softmax_layers) - 1)])
-            elif name in by_name:
-                chosen.append(by_name[name])
-            else:
-                expected = f"names or numbers of {list(by_name)}"
-                raise ValueError(f"layers must be {expected}, got {name!r}")
+        for given in [layers] if isinstance(layers, str | int) else layers:
+            name = given
+            if not isinstance(given, str):
+                name = all_layers[as_int("layers", given, 0, len(all_layers) - 1)].name
+            if name not in softmax_layers:
+                expected = f"names or numbers of {list(softmax_layers)}"
+                raise ValueError(f"layers must be {expected}, got {given!r}")
+            chosen.append(softmax_layers[name])
         attention = LASP2Attention(self.comm, check_ranks=self.check_ranks)
         for layer in chosen:
             layer.linear = LinearLayer(attention, feature_map, log_decay)

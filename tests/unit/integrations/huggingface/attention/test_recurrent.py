@@ -112,6 +112,17 @@ def test_the_report_counts_recurrent_layers(models):
         assert recurrent.calls == 1 and recurrent.forward_bytes and recurrent.backward_bytes
 
 
+def test_make_linear_numbers_layers_as_the_report_does(models):
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(models["gated_delta"]), comm)
+        with pytest.raises(ValueError, match=r"layers must be names or numbers of .*, got 0"):
+            sp.make_linear([0])
+        sp.make_linear([1])
+        return [layer.linear is not None for layer in sp.layers.values()]
+
+    assert virtual(1, run) == [[False, True]]
+
+
 MISTAKES = {
     "a copy": (
         lambda sp, model: copy.deepcopy(model.model.layers[0])(torch.zeros(1, 11, 32), None),
