@@ -277,6 +277,28 @@ def test_a_second_call_prepares_nothing(launched, monkeypatch):
     assert len(first) == 3 and all(a is b for a, b in zip(first, second, strict=True))
 
 
+def test_linear_calls_share_launches_between_scales(launched):
+    spans = spans_of([40, 30], [True, False], [False, True])
+    x = torch.zeros(1, 70, 2, 16, device=DEVICE)
+    state = torch.zeros(1, 1, 2, 16, 16, device=DEVICE)
+
+    def call(scale):
+        options = StateOptions(scale, True, "triton", None)
+        for local in (False, True):
+            forward = linear_backend.Forward(Inputs(x, x, x), spans, options)
+            backward = linear_backend.Backward(Inputs(x, x, x), x, spans, options, state)
+            for of_pass in (forward, backward):
+                if local:
+                    of_pass.local()
+                of_pass.finish(state)
+        return [launch for launch, _ in launched]
+
+    first = call(1.0)
+    launched.clear()
+    second = call(0.5)
+    assert len(first) > 10 and all(a is b for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.exhaustive
 def test_one_compilation_of_a_configuration():
     """Over 60 random packs, a ring's forward and backward and linear attention, on one GPU's kind.

@@ -109,6 +109,15 @@ def test_the_length_of_segments_does_not_matter():
         assert_close(x.computed(spans, rows), expected, torch.float32)
 
 
+def test_each_call_has_its_own_scale():
+    spans = spans_of([20, 17], [True, False], [False, True])
+    x = Operands.draw(spans)
+    for scale in (0.25, -0.4):
+        x = dataclasses.replace(x, scale=scale)
+        for local in (False, True):
+            assert_close(x.computed(spans, 16, local=local), x.expected(spans), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_two_steps(dtype):
     """What enters a span is added to what was computed without it, and rounded with it, once."""

@@ -19,14 +19,14 @@ class Walk(NamedTuple):
 
     tables: SegmentTables
     config: Config
-    scale: float
     reverse: bool  # whether each span is walked from its end
 
 
-def call_key(known_by: Hashable, walk: Walk, *tensors: Any) -> Hashable:
+def call_key(known_by: Hashable, walk: Walk, scale: float, *tensors: Any) -> Hashable:
     """Return the key of a call among its tables' prepared calls.
 
-    If `known_by` is given, it stands for everything but the tensors' alignment.
+    If `known_by` is given, it stands for everything but the tensors' alignment. Calls that differ
+    only in their scale have one key.
 
     Raises a ValueError that names an argument of a wrong type.
     """
@@ -34,8 +34,8 @@ def call_key(known_by: Hashable, walk: Walk, *tensors: Any) -> Hashable:
         return known_by, flash.alignments(*tensors)
     check_type("tables", walk.tables, SegmentTables)
     check_type("config", walk.config, Config)
-    check_number("scale", walk.scale)
-    return walk.config, walk.scale, bool(walk.reverse), signature(*tensors)
+    check_number("scale", scale)
+    return walk.config, bool(walk.reverse), signature(*tensors)
 
 
 def signature(*tensors: Any) -> Hashable:

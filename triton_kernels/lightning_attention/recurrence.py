@@ -36,7 +36,7 @@ from .tiles import load_chunk, load_state, power, program, rate_of, store_chunk
 
 @kernel
 def lightning_recurrence(
-    x, y, z, out, between, initial, log_decay, segments, blocks, heads, batches, scale, state_scale,
+    x, y, z, out, between, initial, log_decay, scale, state_scale, segments, blocks, heads, batches,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, z_b, z_t, z_h, z_d, o_b, o_t, o_h, s_d, s_v,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK_ROWS: tl.constexpr, SHARING: tl.constexpr, MEMBERS: tl.constexpr,
@@ -136,9 +136,9 @@ def recurrence(
     The prepared call is kept with the tables, for calls with the same arguments and signatures of
     tensors or, if `known_by` is given, for calls with the same `known_by` and alignments.
     """
-    walk = Walk(tables, config, scale, reverse)
+    walk = Walk(tables, config, reverse)
     tensors = x, y, z, out, between, initial, log_decay
-    key = "recurrence", call_key(known_by, walk, *tensors)
+    key = "recurrence", call_key(known_by, walk, scale, *tensors)
     call: Call | None = tables.prepared.get(key)
     if call is None:
         _check(*tensors)
@@ -146,8 +146,10 @@ def recurrence(
         tables.prepared[key] = call
     operands = ready((x, y, z), call.copies)
     initial = between if initial is None else initial  # a valid address that is not used
+    scale = float(scale)
+    state_scale = 1.0 if reverse else scale
     for launch in call.launches:
-        run(launch, *operands, out, between, initial, log_decay)
+        run(launch, *operands, out, between, initial, log_decay, scale, state_scale)
 
 
 def _check(
@@ -176,7 +178,7 @@ def _prepare(
     walk: Walk, x: Tensor, y: Tensor, z: Tensor, out: Tensor, between: Tensor, *, has_initial: bool
 ) -> Call:
     """Return the call of `recurrence` without its tensors."""
-    tables, config, scale, reverse = walk
+    tables, config, reverse = walk
     dim, value_dim, members = x.shape[-1], z.shape[-1], max(1, y.shape[2] // x.shape[2])
     copies = must_copy(x, y, z, members=members)
     x, y, z = ready((x, y, z), copies)
@@ -188,7 +190,7 @@ def _prepare(
     }  # fmt: skip
     batch, heads, blocks = x.shape[0], x.shape[2], triton.cdiv(value_dim, flags["BLOCK_DV"])
     arguments = (
-        tables.segments, blocks, heads, batch, float(scale), 1.0 if reverse else float(scale),
+        tables.segments, blocks, heads, batch,
         *(stride for operand in (x, y, z) for stride in strides(operand, 4)),
         *strides(out, 3), *between.stride()[-2:],
     )  # fmt: skip

@@ -40,7 +40,7 @@ from .tiles import load_chunk, load_state, power, program, rate_of, store_chunk
 
 @kernel
 def lightning_states(
-    x, y, states, log_decay, segments, blocks, heads, batches, scale,
+    x, y, states, log_decay, scale, segments, blocks, heads, batches,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK_ROWS: tl.constexpr, MEMBERS: tl.constexpr, REVERSE: tl.constexpr,
@@ -119,7 +119,7 @@ def lightning_scan(
 
 @kernel
 def lightning_carry(
-    x, before, out, initial, log_decay, segments, blocks, heads, batches, scale,
+    x, before, out, initial, log_decay, scale, segments, blocks, heads, batches,
     x_b, x_t, x_h, x_d, o_b, o_t, o_h, s_d, s_v,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK_ROWS: tl.constexpr, SHARING: tl.constexpr, REVERSE: tl.constexpr, ADD: tl.constexpr,
@@ -182,8 +182,8 @@ def states(
     λ^n x_iᵀ y_i, with n counting i and the rows before it. x is (B, T, H, D), y (B, T, H, Dv); H is
     a multiple of the Hkv heads of log_decay (Hkv,) fp64. For `known_by` see `recurrence`.
     """
-    walk = Walk(tables, config, scale, reverse)
-    key = "states", call_key(known_by, walk, x, y, log_decay)
+    walk = Walk(tables, config, reverse)
+    key = "states", call_key(known_by, walk, scale, x, y, log_decay)
     call: Call | None = tables.prepared.get(key)
     if call is None:
         call = tables.prepared[key] = _prepare_states(walk, x, y, log_decay)
@@ -193,7 +193,7 @@ def states(
     x, y = ready((x, y), call.copies)
     for launch in call.launches:
         if launch.kernel is lightning_states:
-            run(launch, x, y, between, log_decay)
+            run(launch, x, y, between, log_decay, float(scale))
         else:
             run(launch, between, final, log_decay)
     return between, final
@@ -201,7 +201,7 @@ def states(
 
 def _prepare_states(walk: Walk, x: Tensor, y: Tensor, log_decay: Tensor) -> Call:
     """Check the arguments of `states`; return the call without its tensors."""
-    tables, config, scale, reverse = walk
+    tables, config, reverse = walk
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("y", y, "B T H V", DTYPES)
@@ -216,9 +216,7 @@ def _prepare_states(walk: Walk, x: Tensor, y: Tensor, log_decay: Tensor) -> Call
         "MEMBERS": members, "REVERSE": reverse,
     }  # fmt: skip
     blocks = triton.cdiv(dim, flags["BLOCK_D"]) * triton.cdiv(value_dim, flags["BLOCK_DV"])
-    arguments = (
-        tables.summed, blocks, heads, batch, float(scale), *strides(x, 4), *strides(y, 4),
-    )  # fmt: skip
+    arguments = tables.summed, blocks, heads, batch, *strides(x, 4), *strides(y, 4)
     programs = blocks * heads * batch
     summing = launches(lightning_states, tables.summed, programs, config, arguments, flags)
     blocks, pairs = triton.cdiv(size, SCAN_BLOCK), batch * heads
@@ -248,15 +246,15 @@ def carry(
     strides of `out`. If it is `out` itself, only spans that a state enters change. For `known_by`
     see `recurrence`.
     """
-    walk = Walk(tables, config, scale, reverse)
+    walk = Walk(tables, config, reverse)
     tensors = x, before, out, initial, log_decay
-    key = "carry", before is out, call_key(known_by, walk, *tensors)
+    key = "carry", before is out, call_key(known_by, walk, scale, *tensors)
     call: Call | None = tables.prepared.get(key)
     if call is None:
         call = tables.prepared[key] = _prepare_carry(walk, *tensors)
     (x,) = ready((x,), call.copies)
     for launch in call.launches:
-        run(launch, x, out if before is None else before, out, initial, log_decay)
+        run(launch, x, out if before is None else before, out, initial, log_decay, float(scale))
 
 
 def _prepare_carry(
@@ -268,7 +266,7 @@ def _prepare_carry(
     log_decay: Tensor,
 ) -> Call:
     """Check the arguments of `carry`; return the call without its tensors."""
-    tables, config, scale, reverse = walk
+    tables, config, reverse = walk
     shapes = check_decay(log_decay)
     shapes.check("x", x, "B T H D", DTYPES)
     shapes.check("out", out, "B T H V")
@@ -287,7 +285,7 @@ def _prepare_carry(
     segments = tables.carried if before is out else tables.segments
     batch, heads, blocks = x.shape[0], x.shape[2], triton.cdiv(value_dim, flags["BLOCK_DV"])
     arguments = (
-        segments, blocks, heads, batch, float(scale),
+        segments, blocks, heads, batch,
         *strides(x, 4), *strides(out, 3), *initial.stride()[-2:],
     )  # fmt: skip
     programs = blocks * heads * batch

@@ -31,7 +31,7 @@ class Forward:
         self._operands, self._options = inputs[:3], options
         _, k, v = self._operands
         self._log_decay = _log_decay(options, spans, k)
-        (self._walk,) = _walks(("forward",), spans, options, *self._operands, self._log_decay)
+        (self._walk,) = _walks(("forward",), spans, *self._operands, self._log_decay)
         self._between, self.outgoing = self._walk.states(k, v, self._log_decay, 1.0)
         self._local: Tensor | None = None
 
@@ -80,7 +80,7 @@ class Backward:
         self._log_decay = _log_decay(options, spans, inputs.k)
         operands = *self._operands, self._log_decay
         # For dk and dv, from the end, and for dq.
-        self._walk, self._along = _walks(("backward", "queries"), spans, options, *operands)
+        self._walk, self._along = _walks(("backward", "queries"), spans, *operands)
         common = self._log_decay, options.scale
         self._between, self.outgoing = self._walk.states(inputs.q, dout, *common)
         self._local: tuple[Tensor, Tensor, Tensor] | None = None
@@ -193,9 +193,7 @@ class _Walk:
         )  # fmt: skip
 
 
-def _walks(
-    kinds: tuple[str, ...], spans: SpanStates, options: StateOptions, *operands: Tensor
-) -> list[_Walk]:
+def _walks(kinds: tuple[str, ...], spans: SpanStates, *operands: Tensor) -> list[_Walk]:
     """Return walks over the spans: k and v are the second and third operand.
 
     A kind is "forward", for out; "queries", for dq, a forward walk that no state leaves; or
@@ -206,7 +204,7 @@ def _walks(
         _, k, v, *_ = operands
         return [_Walk(_tables(spans, kind, k, v), kind == "backward", k, v) for kind in kinds]
 
-    key = LOCAL, "walks", kinds, options.scale, kernels.signature(*operands)
+    key = LOCAL, "walks", kinds, kernels.signature(*operands)
     return spans.derived(key, build)
 
 
