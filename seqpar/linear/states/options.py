@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from seqpar.core.device_tables import on_stream
 from seqpar.core.dtypes import accumulator_dtype
@@ -32,8 +32,7 @@ from seqpar.linear.inputs import Inputs
 T = TypeVar("T")
 
 MAX_KEPT_DECAYS = 1024  # each layer of a model may have its own decays
-# What `check_values` has read on a GPU, by identity and version.
-_right: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
+_right = WeakTensorKeyDictionary()  # the version in which `check_values` read a tensor on a GPU
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,9 @@ def check_values(log_decay: Tensor) -> None:
         _check(*log_decay.tolist())
     elif log_decay.is_inference():  # which has no version
         _check(*_read(log_decay))
-    elif _right.get(key := (id(log_decay), version_of(log_decay))) is not log_decay:
+    elif _right.get(log_decay) != (version := version_of(log_decay)):
         _check(*_read(log_decay))
-        _right[key] = log_decay
+        _right[log_decay] = version
 
 
 def constant_on(log_decay: Tensor, device: torch.device) -> Tensor:

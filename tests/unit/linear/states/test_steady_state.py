@@ -1,6 +1,7 @@
 """From a layout's second call on, linear attention makes the host wait for no device: it uploads no
 table, indexes with no table of the host's, and reads no number back."""
 
+import gc
 import itertools
 
 import pytest
@@ -102,6 +103,17 @@ def test_a_decay_is_reread_after_writes(monkeypatch):
     assert [id(x) for x in read] == [id(x) for x in (first, second, first)]
     with torch.inference_mode():
         state_options.check_values(torch.zeros(2, device="meta"))  # it has no version
+
+
+def test_rewritten_decays_are_remembered_once():
+    gc.collect()
+    before = len(state_options._right)
+    decays = torch.zeros(2, device="meta")
+    for _ in range(5):
+        state_options.check_values(decays.zero_())
+    assert len(state_options._right) == before + 1
+    del decays
+    assert len(state_options._right) == before
 
 
 @few_rows()
