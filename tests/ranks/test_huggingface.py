@@ -114,6 +114,23 @@ def test_a_mesh_runs_usp(ready):
     hf.assert_same(ready(4, on_mesh), expected, hf.real(hf.batch("packed")))
 
 
+def linear_on_mesh(group):
+    mesh, found = device_mesh(2, 2, names=("outer", "inner")), []
+    for ranks, strategy in ((group, "ring"), (mesh, "usp")):
+        sp = huggingface.enable(hf.tiny("LlamaForCausalLM"), ranks, strategy)
+        sp.make_linear([1])
+        loss = sp.model(**sp.shard(hf.batch("packed"))).loss
+        loss.backward()
+        found.append((loss.detach(), sp.report().layers[1]))
+    return found
+
+
+def test_layers_made_linear_compute_on_meshes(ready):
+    for (loss, layer), (loss_of_mesh, layer_of_mesh) in ready(4, linear_on_mesh):
+        torch.testing.assert_close(loss_of_mesh, loss)
+        assert layer_of_mesh == layer and layer.forward_bytes and layer.backward_bytes
+
+
 def on_other_ranks(group):
     """What a rank is told whose DDP averages over itself alone."""
     model = hf.tiny("LlamaForCausalLM")

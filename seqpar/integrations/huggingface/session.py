@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqpar.comm.agreement import check_same_weights
 from seqpar.comm.averaging import Averaging, own_weights
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.exchange import Comm, Group, as_mesh
 from seqpar.core.arguments import as_bool, as_int
 from seqpar.integrations.huggingface.attention import compiling, enabling
 from seqpar.integrations.huggingface.attention.attention import FeatureMap, LinearLayer, session_of
@@ -331,9 +331,10 @@ class SequenceParallel(EnabledModel):
                 expected = f"names or numbers of {list(softmax_layers)}"
                 raise ValueError(f"layers must be {expected}, got {given!r}")
             chosen.append(softmax_layers[name])
-        attention = LASP2Attention(self.comm, check_ranks=self.check_ranks)
+        comm = as_mesh(self.comm, self.comm.size)
+        attention = LASP2Attention(comm, check_ranks=self.check_ranks)
         for layer in chosen:
-            layer.linear = LinearLayer(attention, feature_map, log_decay)
+            layer.linear, layer.comm = LinearLayer(attention, feature_map, log_decay), comm
 
     def compile(self, **options: Any) -> None:
         """Compile the model's forward, with the options of `torch.compile`; `disable` undoes it.

@@ -162,7 +162,7 @@ def attend(
         own = _checked(module, (query, key, value), attention_mask, ScoreOptions(**known), options)
     q = _tempered(module, own.call, query.transpose(1, 2))
     decodes = own.call.decodes
-    return counted(layer, session.comm, q, lambda q: _compute(own, q, key, value), decodes), None
+    return counted(layer, q, lambda q: _compute(own, q, key, value), decodes), None
 
 
 def _tempered(module: Any, call: ModelCall, q: Tensor) -> Tensor:

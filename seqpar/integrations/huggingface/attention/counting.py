@@ -35,7 +35,7 @@ torch.library.define("seqpar::counted", "(Tensor x, Tensor handle, int event) ->
 @implementation("seqpar::counted")
 def _counted(x: Tensor, handle: Tensor, event: int) -> list[Tensor]:
     if (layer := _layers.get(int(handle))) is not None:
-        sent = layer.session.comm.sent_bytes
+        sent = layer.comm.sent_bytes
         if event == _BEGIN:
             layer.forward_bytes -= sent
         elif event == _END:
@@ -65,13 +65,14 @@ register_autograd("seqpar::counted", 1, _differentiate, _save)
 
 
 def counted(
-    layer: AttentionLayer, comm: Comm, q: Tensor, attend: Callable[[Tensor], Tensor], decodes: bool
+    layer: AttentionLayer, q: Tensor, attend: Callable[[Tensor], Tensor], decodes: bool
 ) -> Tensor:
     """Return `attend(q)`, counted each time that it runs."""
     if torch.compiler.is_compiling():
         (q,) = torch.ops.seqpar.counted(q, layer.handle, _BEGIN)
         (out,) = torch.ops.seqpar.counted(attend(q), layer.handle, _END)
         return out
+    comm: Comm = layer.comm
     before = comm.sent_bytes
     if q.requires_grad and torch.is_grad_enabled():
         q = q.view_as(q)

@@ -56,7 +56,7 @@ def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, describe_mask)
     for module, layer in session.layers.items():
-        layer.session = session
+        layer.session, layer.comm = session, session.comm
         setattr(module, KEY, layer)
     if session.traces:
         # The public setter refuses models whose layers compute attention themselves.

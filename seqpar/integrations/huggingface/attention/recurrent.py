@@ -178,7 +178,8 @@ def patch_recurrent_layers(session: EnabledModel, body: nn.Module) -> list[Overl
         if kind not in attentions:
             attentions[kind] = RecurrentAttention(comm, kind, check_ranks=session.check_ranks)
         recurrence = PatchedRecurrence(module, kind, comm, attentions[kind])
-        session.layers[module].recurrence = recurrence
+        layer = session.layers[module]
+        layer.recurrence, layer.comm = recurrence, comm
         overlays.append(Overlay(module, recurrence.functions(), _forward))
     if overlays:
         overlays += [Overlay(x, {_MASK: _mask_of_call}) for x in _making_masks(body)]
@@ -212,7 +213,7 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
             return recurrence.lightning(module, hidden)
         return own(module, **given | {"hidden_states": hidden, "attention_mask": None})
 
-    out = counted(layer, recurrence.comm, hidden, computed, decodes=False)
+    out = counted(layer, hidden, computed, decodes=False)
     return (out, None) if recurrence.kind == "constant_decay" else out
 
 

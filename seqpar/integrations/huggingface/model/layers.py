@@ -97,6 +97,7 @@ class AttentionLayer(Uncopied):
     recurrence: Any = None  # the `PatchedRecurrence` of a recurrent layer
     handle: Any = None  # a tensor: compiled graphs find this object by it
     session: Any = None  # the layer's `EnabledModel`
+    comm: Any = None  # the Comm through which the layer sends
 
 
 def kind_of(layer: type) -> str | None:
