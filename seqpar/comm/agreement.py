@@ -64,7 +64,7 @@ def compare_calls(
     last: Described = {"strategy": str(strategy), "group size": comm.size}
     label = "rank check"  # strategies may differ, so the label names none
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
-    tensor = torch.tensor([digest, [255 - x for x in digest]], dtype=torch.uint8)
+    tensor = torch.tensor([digest, [255 - x for x in digest]], dtype=torch.uint8, device="cpu")
     largest, negated = comm.maximum(tensor.to(comm.device), label=label)
     if not torch.equal(largest, 255 - negated):  # the maximum is not the minimum
         text = json.dumps(first | shared(True) | last)

@@ -369,10 +369,11 @@ def close_connections(group: ProcessGroup | None) -> None:
     """
     if group is None:
         return
+    unused = torch.empty(1, device="cpu")
     for step in range(1, group.size()):
         peer = (group.rank() + step) % group.size()
         try:
-            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([unused], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "Timed out" in str(error):
                 return

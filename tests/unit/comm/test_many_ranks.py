@@ -157,3 +157,12 @@ def test_an_error_names_the_ranks_that_differ():
         "causal must be the same on all ranks: rank 0 has False, rank 3 has True, rank 4 has True"
     )
     assert virtual(20, disagree) == [said] * 20
+
+
+def agree_on_meta(comm):
+    with torch.device("meta"):
+        compare_calls(comm, "ring", None, lambda canonical: {"causal": True})
+
+
+def test_comparing_calls_ignores_the_default_device():
+    virtual(2, agree_on_meta)

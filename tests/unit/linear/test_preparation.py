@@ -143,6 +143,18 @@ def test_first_call_finds_prepared_tables(case, backend, states, elsewhere, rehe
     assert not rehearsals
 
 
+def test_preparation_ignores_the_default_device():
+    def run(comm):
+        lin, x = LASP2Attention(comm), torch.ones(5, 2, 4)
+        options = {"heads": 2, "head_dim": 4, "dtype": torch.float32, "device": "cpu"}
+        layout, log_decay = Layout.contiguous([0, 3, 10], 2), torch.full((2,), -0.1)
+        with torch.device("meta"):
+            layout = lin.preparation(**options)(layout)
+            return lin(x, x, x, layout, log_decay=log_decay)
+
+    assert all(out.isfinite().all() for out in virtual(2, run))
+
+
 def test_prepared_tables_of_backward_travel_with_a_forward(elsewhere):
     """In compiled code tensors do not say that they will be differentiated."""
     attn = module("delta", "all_gather", 1)

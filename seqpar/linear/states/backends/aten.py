@@ -60,7 +60,7 @@ def rows_of_chunks(spans: SpanStates, size: int, device: torch.device) -> Tensor
 
     def build() -> Tensor:
         rows = [(x.length, x.since, x.until) for x in chunks_of(spans, size)]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, 3).T.contiguous()
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).T.contiguous()
 
     return kept_on(device, spans.derived, ("rows of aten chunks", size), build)
 

@@ -3,8 +3,9 @@
 import contextlib
 
 import pytest
+import torch
 
-from seqpar.comm.faults.heartbeat import PeerError
+from seqpar.comm.faults.heartbeat import PeerError, close_connections
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS
 from tests.support.heartbeats import CHECK, FORWARD, INTERVAL, LOST, TIMEOUT, Hung, World
 
@@ -279,3 +280,27 @@ def test_the_thread_makes_rounds_until_it_is_stopped():
     heart.start()
     heart.stop()
     assert world.store.values["beat 0"] == LEFT and set(ended) <= {INTERVAL}
+
+
+class FakeGroup:
+    """A gloo group of two ranks whose receives time out; it notes their devices."""
+
+    def __init__(self):
+        self.devices = []
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+    def recv(self, tensors, peer, tag):
+        self.devices += [x.device.type for x in tensors]
+        raise RuntimeError("Timed out")
+
+
+def test_closing_connections_ignores_the_default_device():
+    group = FakeGroup()
+    with torch.device("meta"):
+        close_connections(group)
+    assert group.devices == ["cpu"]
