@@ -66,7 +66,7 @@ TAIL = """
 * `deterministic=False`: the `triton` backend may add to dq atomically.
 * `deterministic="ranks"`: [the same bits](../internals/numerics.md) on any number of ranks.
 * `message_dtype=torch.int8` or `torch.float8_e4m3fn`: keys and values travel [in 8
-  bits](../internals/numerics.md), with Ring, AllGather and USP over these.
+  bits](../internals/numerics.md), with Ring, AllGather, Mesh, and USP over these.
 * `gradient_dtype=torch.bfloat16`: gradients travel [in bf16](../internals/numerics.md).
 
 The last four are options of softmax attention. Each strategy's page has its own options.
