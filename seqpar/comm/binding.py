@@ -5,10 +5,11 @@ An unpickled strategy finds its group by the group's name and ranks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -40,12 +41,16 @@ class BoundStrategy(Generic[S]):
     """A strategy on a group: the part of a module that its operators need.
 
     Modules with the same options on the same group share one, and therefore a compiled graph.
+
+    Attributes:
+        key: the string that operators carry: strategy, options, group, rank check and routing.
     """
 
     strategy: S
     comm: Comm
     check_ranks: bool
     routing: Routing | None = None
+    key: str = field(init=False)
 
     def __post_init__(self) -> None:
         if self.routing is None:
@@ -99,17 +104,19 @@ class BoundStrategy(Generic[S]):
             raise RuntimeError(f"this process has no attention module {key!r}: {wanted}")
         return found
 
-    @property
-    def key(self) -> str:
-        """The string that operators carry: strategy, options, group, rank check and routing."""
-        return f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
-
     def shared(self) -> BoundStrategy[S]:
-        """Return the bound strategy that all modules of this configuration share."""
-        known = _by_key.get(self.key)
-        if known is None or known.comm is not self.comm:
-            _by_key[self.key] = self
-            return self
+        """Return the bound strategy that all modules of this configuration share.
+
+        torch gives the name of a destroyed group to a later one. A module that has outlived its
+        group keeps its key, and so never finds the later group, whose key gets a number.
+        """
+        name = f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
+        for number in itertools.count(1):
+            key = name if number == 1 else f"{name}/{number}"
+            object.__setattr__(self, "key", key)  # before other threads can find it
+            known = _by_key.setdefault(key, self)
+            if known.comm is self.comm:
+                break
         return cast("BoundStrategy[S]", known)
 
     def keep(self) -> None:

@@ -2,15 +2,18 @@
 
 import copy
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.nn  # before there is a group, which its default arguments would hold
 
 from seqpar import LASP2Attention, Layout, make_attention
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.messages.exchange import Comm
 from tests.support.cases import module
+from tests.support.fakes import fake_group
 from tests.support.ranks import virtual
 
 RANKS, BAD = 3, 1  # how many ranks there are, and the one that is called wrongly
@@ -222,3 +225,20 @@ def test_a_program_without_its_module_names_it():
         RuntimeError, match=r"has no attention module 'Ring\(\)/gone/0/None': make it"
     ):
         BoundStrategy.of("Ring()/gone/0/None")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_outliving_its_group_raises(kind):
+    layout = Layout.zigzag(24, 2)
+    q = torch.randn(12, 2, 8, requires_grad=True)
+    with fake_group(0, 2) as group:
+        old = make(kind, group)
+        compiled = torch.compile(old, backend="aot_eager")
+        calls = [partial(attn, q, q, q, layout, causal=True) for attn in (old, compiled)]
+        losses = [call().sum() for call in calls]
+    with fake_group(1, 2) as group:  # torch gives it the name of the first one
+        new = make(kind, group)
+        new(q, q, q, layout, causal=True)
+        for call in (*calls, *(loss.backward for loss in losses)):
+            with pytest.raises(RuntimeError, match="group '0' has been destroyed"):
+                call()
