@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from seqpar.comm.faults.connection import Connection
+from seqpar.comm.faults.connection import Connection, answer_of
 from seqpar.comm.faults.heartbeat import (
     MAX_ROUNDS_PER_SECOND,
     Heartbeat,
@@ -30,9 +30,9 @@ from seqpar.core.torch_private import timeout_of
 
 FIRST_LINE_SECONDS = 3.0  # until the log has its first line
 NEXT_LINE_SECONDS = 10.0  # between two lines
+ANSWER_SECONDS = 30.0  # for the store to answer, or the group's timeout if that is shorter
 _POLL_SECONDS = 0.1  # between two looks at the store
 _SLACK_SECONDS = 60.0  # added to rank 0's own limit while rank 0 lives
-_CONNECT_SECONDS = 30.0  # for the store to accept a connection
 _log = logging.getLogger("seqpar")
 T = TypeVar("T")
 
@@ -98,7 +98,8 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
     uses = _uses.setdefault(group, Counter())
     uses[comm.name] += 1
     begun, done = (f"seqpar {x} {comm.name} {uses[comm.name]}" for x in ("begun", "done"))
-    store = Connection.open(group.get_group_store(), _CONNECT_SECONDS)
+    timeout = timeout_of(group, comm.device)
+    store = _Store(group, min(ANSWER_SECONDS, timeout.total_seconds()))
     # Messages on GPUs have no heartbeat.
     heartbeat = comm._heartbeat or heartbeat_for_a_while(group, done, comm.device)
     try:
@@ -110,7 +111,6 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
             finally:
                 with suppress(RuntimeError):
                     store.set(done, "1")
-        timeout = timeout_of(group, comm.device)
         poll = max(_POLL_SECONDS, comm.size / MAX_ROUNDS_PER_SECOND)
         with heartbeat.blame_on_failure(f"a wait: {doing}", {comm._order[0]}, "the wait"):
             _wait(store, heartbeat, (begun, done), doing, limit, timeout, poll)
@@ -120,8 +120,27 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
             heartbeat.stop()
 
 
+class _Store:
+    """A group's store. Each call, which may connect, raises a RuntimeError after `seconds`."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup, seconds: float) -> None:
+        self._store, self._seconds = group.get_group_store(), seconds
+        self._connection: Connection | None = None
+
+    def set(self, key: str, value: str) -> None:
+        answer_of(lambda: self._connected().set(key, value), self._seconds)
+
+    def check(self, key: str) -> bool:
+        return answer_of(lambda: self._connected().check([key]), self._seconds)
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            self._connection = Connection(self._store)
+        return self._connection
+
+
 def _wait(
-    store: Connection,
+    store: _Store,
     heartbeat: Heartbeat,
     keys: tuple[str, str],
     doing: str,
@@ -129,14 +148,17 @@ def _wait(
     timeout: timedelta,
     poll: float,
 ) -> None:
-    """Return when rank 0 has finished; raise a RuntimeError if it is late or a rank died."""
+    """Return when rank 0 has finished.
+
+    Raises a RuntimeError if rank 0 is late, a rank died, or the store does not answer.
+    """
     begun, done = keys
     progress, began = Progress(doing, limit), False
     end = time.monotonic() + timeout.total_seconds()
-    while not store.check([done]):
+    while not store.check(done):
         if heartbeat.verdict:
             raise RuntimeError("another rank failed")
-        if not began and store.check([begun]):
+        if not began and store.check(begun):
             began, progress = True, Progress(doing, limit)
             end = time.monotonic() + limit + max(timeout.total_seconds(), _SLACK_SECONDS)
         if began:

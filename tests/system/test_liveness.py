@@ -1,5 +1,5 @@
 """What is no fault is not taken for one: a rank whose interpreter is locked, or which stands still
-for a while, and an exit. Nor does a store whose host has died hold up those that come later."""
+for a while, and an exit. Nor does a store whose host died or stands still hold up the others."""
 
 import ctypes
 import os
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import seqpar
+from seqpar.comm import waiting
 from seqpar.comm.faults import heartbeat
 from seqpar.comm.messages.exchange import Comm
 from tests.support.faults import LIMIT, SILENCE, TIMEOUT, answers, connect, free_port, launch
@@ -122,6 +123,25 @@ def test_a_store_host_dead_before_start_is_named(how):
             f"rank {rank} was making a module for this group. "
         )
         assert seconds < TIMEOUT
+
+
+def wait_for_rank_0(rank, ranks, address, pipe):
+    """Rank 0, the store's host, is stopped while the others wait for its work."""
+    waiting.ANSWER_SECONDS = 3.0
+    connect(rank, ranks, address)
+    comm = Comm.of(dist.group.WORLD)
+    agree(comm, 0)
+    work = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+    with pytest.raises(seqpar.PeerError) as caught:
+        waiting.while_others_wait(comm, work, "some work", LIMIT)
+    pipe.send(str(caught.value))
+
+
+def test_a_wait_at_a_stopped_store_ends():
+    said = answers(*launch(wait_for_rank_0, len(RANKS), free_port()), RANKS[1:])
+    for rank, error in said.items():
+        assert error.startswith("the store does not answer: global rank 0, which keeps it, ")
+        assert f"rank {rank} was in a wait: some work and waited for rank 0" in error
 
 
 EXIT = """

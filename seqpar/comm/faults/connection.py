@@ -3,7 +3,7 @@
 torch's client has three habits that a heartbeat cannot afford. If the process that keeps the store
 has closed the connection, as it may at any normal exit, the client writes a stack trace to stderr.
 If that process is gone, connecting takes as long as the group's timeout. If it is stopped,
-connecting takes for ever.
+connecting and every other call take for ever. Callers that cannot wait use `answer_of`.
 
 Each connection therefore has an additional plain socket to the same port, without any traffic,
 which shows when the store is gone. A process shares one such socket per port among its groups,
@@ -17,8 +17,13 @@ import select
 import socket
 import threading
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+_PARTS = 10  # in which the time of a call is counted
 
 
 class Connection:
@@ -42,27 +47,9 @@ class Connection:
         self._store = store.clone()  # type: ignore[attr-defined]
 
     @classmethod
-    def open(cls, store: Store, seconds: float, parts: int = 10) -> Connection:
-        """Connect, or raise a RuntimeError if it is refused or takes longer than `seconds`.
-
-        The time is counted in `parts`, since this process may be stopped meanwhile.
-        """
-        done: list[Connection | Exception] = []
-
-        def connect() -> None:
-            try:
-                done.append(cls(store))
-            except (RuntimeError, OSError) as error:
-                done.append(error)
-
-        thread = threading.Thread(target=connect, name="seqpar connection", daemon=True)
-        thread.start()
-        for _ in range(parts):
-            if not done:
-                thread.join(seconds / parts)
-        if done and isinstance(done[0], Connection):
-            return done[0]
-        raise RuntimeError(done[0] if done else f"no answer in {seconds:.1f} s")
+    def open(cls, store: Store, seconds: float) -> Connection:
+        """Connect, or raise a RuntimeError if it is refused or takes longer than `seconds`."""
+        return answer_of(lambda: cls(store), seconds)
 
     def set(self, key: str, value: str, /) -> None:
         self._open_store().set(key, value)
@@ -80,6 +67,30 @@ class Connection:
         if self._idle is not None and self._idle.ended():
             raise RuntimeError("the store has closed its connections")
         return self._store
+
+
+def answer_of(call: Callable[[], T], seconds: float) -> T:
+    """Return the result of a call of a store, or raise a RuntimeError after `seconds`.
+
+    The time is counted in parts, since this process may be stopped meanwhile. A late call continues
+    in its thread.
+    """
+    answers: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except (RuntimeError, OSError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="seqpar store", daemon=True)
+    thread.start()
+    for _ in range(_PARTS):
+        thread.join(seconds / _PARTS)  # returns immediately if it has ended
+    if answers:
+        return answers[0]
+    raise RuntimeError(errors[0] if errors else f"no answer in {seconds:.1f} s")
 
 
 class _Idle:
