@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize  # unlike weakref's, it runs when a child process ends too
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from seqpar.comm.faults.connection import Connection
+from seqpar.comm.faults.connection import Connection, answer_of
 from seqpar.comm.faults.process_state_server import GONE
 from seqpar.comm.faults.process_states import (
     UNKNOWN,
@@ -110,8 +111,8 @@ class _Wait:
 class Heartbeat:
     """One rank's heartbeat in one group, which finds the rank at fault when a wait fails.
 
-    After the first beat, only its thread and `accuse` use the store, since a call of the store may
-    hang together with the process that keeps it.
+    After the first beat, only its thread and, with a time limit, `accuse` use the store, since a
+    call of the store may hang together with the process that keeps it.
     """
 
     def __init__(
@@ -191,8 +192,9 @@ class Heartbeat:
 
     def accuse(self, cause: str) -> str:
         """Publish `cause` as the verdict; return the one that counts, which waiting ranks read."""
-        with suppress(RuntimeError):  # the store is gone: this rank raises its own cause
-            cause = self._store.compare_set("verdict", "", cause).decode()
+        publish = partial(self._store.compare_set, "verdict", "", cause)
+        with suppress(RuntimeError):  # the store is gone or hangs: this rank raises its own cause
+            cause = answer_of(publish, MAX_STORE_INTERVALS * self._interval).decode()
         self._adopt(cause)
         self._clock.sleep(2 * self._interval)  # then all ranks that wait have read the verdict
         return cause

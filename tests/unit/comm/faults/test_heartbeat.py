@@ -1,10 +1,12 @@
 """Whom heartbeats blame, on a fake store and a fake clock: no threads, no processes, no time."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
 
+from seqpar.comm.faults import heartbeat
 from seqpar.comm.faults.heartbeat import PeerError, close_connections
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS
 from tests.support.heartbeats import CHECK, FORWARD, INTERVAL, LOST, TIMEOUT, Hung, World
@@ -261,6 +263,14 @@ def test_a_rank_without_store_raises_its_finding():
     world = World()
     world.store.trouble = RuntimeError("connection reset")
     assert world.ranks[0].accuse("rank 1 is in call 8") == "rank 1 is in call 8"
+
+
+def test_a_hanging_store_does_not_delay_a_finding(monkeypatch):
+    world, resumed = World(), threading.Event()
+    monkeypatch.setattr(heartbeat, "MAX_STORE_INTERVALS", 1)
+    world.store.compare_set = lambda *_: resumed.wait(20) and b"another cause"
+    assert world.ranks[0].accuse("rank 1 is in call 8") == "rank 1 is in call 8"
+    resumed.set()
 
 
 def test_other_errors_pass_and_end_the_wait():
