@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 from torch import Tensor
 
 from seqpar.core.hooks import hooks
 
-_MAX_THREADS = 2**15  # one for each exchange under way in this process
+Job = tuple[Future[None], Callable[[], None]]  # its result, itself
 
 
 def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], None]:
@@ -46,10 +49,58 @@ def in_this_mode(function: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+class Worker:
+    """A thread that runs jobs in order, and ends with this object.
+
+    It is a daemon: if a rank raises, the process ends even if a job still waits for a peer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._jobs.put((future, job))
+        return future
+
+
+def _work(jobs: SimpleQueue[Job | None]) -> None:
+    while (task := jobs.get()) is not None:
+        future, job = task
+        try:
+            job()
+            future.set_result(None)
+        except BaseException as error:  # raised where the exchange is waited for
+            future.set_exception(error)
+        del task, future, job  # and the tensors
+
+
+class _Workers:
+    """Threads that are started as they are needed, one per job under way, and then kept."""
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = Worker("seqpar exchange")
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                self._idle.append(worker)
+
+        return worker.submit(run)
+
+
 @cache
-def threads() -> ThreadPoolExecutor:
-    """Return the process's threads, started as they are needed and then kept."""
-    return ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="seqpar")
+def threads() -> _Workers:
+    return _Workers()
 
 
 os.register_at_fork(after_in_child=threads.cache_clear)  # threads are not forked

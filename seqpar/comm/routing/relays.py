@@ -21,8 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from copy import copy
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 
 import torch
 from torch import Tensor
@@ -30,9 +28,8 @@ from torch import Tensor
 from seqpar.comm.messages.exchange import Comm, Pending
 from seqpar.comm.messages.header import Exchange, Message
 from seqpar.comm.routing.routing import Described, Ends, Nodes, PieceLocation, Relaying, Routing
-from seqpar.core.background import in_this_mode
+from seqpar.core.background import Worker, in_this_mode
 
-Job = tuple[Future[None], Callable[[], None]]  # its result, itself
 _MAX_KEPT_PASSES = 128  # kinds of passes; a model's layers share them
 
 
@@ -47,7 +44,7 @@ class Relays:
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
         self._known: OrderedDict[str, list[Relaying]] = OrderedDict()
-        self.thread: _Thread | None = None
+        self.thread: Worker | None = None
 
     @classmethod
     def of(cls, comm: Comm, routing: Routing) -> Relays | None:
@@ -77,8 +74,8 @@ class Relays:
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         if self.thread is None:
-            self.thread = _Thread()
-        return self.thread.submit(job)
+            self.thread = Worker("seqpar relays")
+        return self.thread.submit(in_this_mode(job))
 
 
 class _Pass:
@@ -168,34 +165,6 @@ class _Pass:
         for mate, (sends, recvs) in zip(others, told, strict=True):
             known[mate] = [Described(*x) for x in sends], [Described(*x) for x in recvs]
         return Relaying.of(self._relays.nodes, comm.rank, known)
-
-
-class _Thread:
-    """A thread that runs jobs in order, and ends with this object.
-
-    It is a daemon: if a rank raises, the process ends even if a job still waits for a peer.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        Thread(target=_work, args=(self._jobs,), name="seqpar relays", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
-
-    def submit(self, job: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        self._jobs.put((future, in_this_mode(job)))
-        return future
-
-
-def _work(jobs: SimpleQueue[Job | None]) -> None:
-    while (task := jobs.get()) is not None:
-        future, job = task
-        try:
-            job()
-            future.set_result(None)
-        except BaseException as error:  # raised where the exchange is waited for
-            future.set_exception(error)
-        del task, future, job  # and the tensors
 
 
 def _post(comm: Comm, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import warnings
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import torch
 
 from seqpar.core import background
 from seqpar.core.background import run_async
+from tests.support.faults import LIMIT
+from tests.support.processes import PROCESSES
 
 
 def test_a_thread_has_the_callers_mode_and_stays():
@@ -55,6 +58,21 @@ def test_a_forked_process_has_threads_of_its_own():
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def raise_during_an_exchange():
+    run_async(lambda: threading.Event().wait() and None, torch.zeros(1))
+    sys.exit(3)
+
+
+def test_a_process_ends_during_an_exchange():
+    process = PROCESSES.Process(target=raise_during_an_exchange)
+    process.start()
+    process.join(LIMIT)
+    ended = process.exitcode
+    process.kill()
+    process.join()
+    assert ended == 3
 
 
 class Stream:
