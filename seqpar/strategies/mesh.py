@@ -70,7 +70,9 @@ class MeshAttention(Attention):
     as uneven as the work of Ring. `mask_area` returns the work of a rank for any layout and mask.
 
     Args:
-        mesh: a 2-D DeviceMesh. `seqpar.best_mesh` returns the shape that sends least.
+        mesh: a 2-D DeviceMesh. `seqpar.best_mesh` returns the shape that sends least. If it is a
+            part of a larger mesh, all ranks of the larger mesh must make the first module on it, at
+            the same point of their programs: it makes a group.
         check_ranks, deterministic, routing: as in `Attention`. `deterministic="ranks"` is refused.
         partial_dtype: the dtype of travelling partial outputs, as in `TokenRingAttention`; by
             default the accumulator's, which adds no error.

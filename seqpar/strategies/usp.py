@@ -35,7 +35,9 @@ class USPAttention(Attention):
     `Attention` for the call, which all strategies share.
 
     Args:
-        mesh: a 2-D DeviceMesh.
+        mesh: a 2-D DeviceMesh. If it is a part of a larger mesh, such as `mesh["o", "i"]`, all
+            ranks of the larger mesh must make the first module on it, at the same point of their
+            programs: it makes a group.
         outer: "ring", "all_gather", "token_ring", "mesh" (the O ranks form the mesh that sends
             least) or "disaggregated" (in place).
         check_ranks, deterministic, routing: as in `Attention`.
