@@ -110,7 +110,8 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     channel: ProcessGroup = group_of(backend, store, device)
     _use(channel, device)
-    weakref.finalize(group, channel.shutdown)
+    # Not at exit: it may wait for messages that no peer will answer.
+    weakref.finalize(group, channel.shutdown).atexit = False
     return channel
 
 

@@ -1,6 +1,7 @@
 """Communicators beside a group's own: who makes them, for which groups, and when they end."""
 
 import copy
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -133,6 +134,16 @@ def test_channels_end_with_their_group(nccl):
         nccl.used.clear()
         del group, comm
     assert nccl.made[1].calls == ["shutdown"]
+
+
+def test_an_exit_does_not_wait_for_channels(nccl, monkeypatch):
+    made, finalize = [], weakref.finalize
+    monkeypatch.setattr(weakref, "finalize", lambda *x: made.append(finalize(*x)) or made[-1])
+    with fake_group(rank=0, ranks=2) as group:
+        comm = Comm.of(group)
+        comm.join(GPU)
+        comm.channel("results")
+        assert [x.atexit for x in made] == [False]
 
 
 def test_a_group_sends_from_its_first_gpu(nccl):
