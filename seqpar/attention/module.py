@@ -152,23 +152,26 @@ class BoundModule(nn.Module, Generic[S]):
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
         except (ValueError, TypeError) as fault:
-            self._refuse(fault, q)
+            self._refuse(fault, q, k, v)
         if is_meta(q):
             self._to_call(*inputs[:2])
         return inputs
 
-    def _refuse(self, fault: Exception, q: object) -> NoReturn:
+    def _refuse(self, fault: Exception, *operands: object) -> NoReturn:
         if torch.compiler.is_compiling():
             raise fault  # the frame then runs uncompiled and reaches this line again
-        raise_fault(self._bound, fault, alone=is_meta(q))
+        raise_fault(self._bound, fault, *operands)
 
     @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Raise a fault from within the context on all ranks, if these check their calls."""
+    def agreeing(self, *operands: object) -> Iterator[None]:
+        """Raise a fault from within the context on all ranks, if these check their calls.
+
+        Only this rank raises it if all tensors among the operands are meta tensors.
+        """
         try:
             yield
         except (ValueError, TypeError) as fault:
-            self._refuse(fault, None)
+            self._refuse(fault, *operands)
 
     def _operator_inputs(self, *operands: Any, **options: Any) -> tuple[Any, Any, HeadPlacement]:
         """Return the operator's tensors, other arguments and placement of heads; send nothing."""
@@ -187,12 +190,15 @@ def _check_names(
             inspect.signature(module.forward).bind(*positional, **named)
 
 
-def raise_fault(bound: BoundStrategy[Named], fault: Exception, alone: bool) -> NoReturn:
+def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object) -> NoReturn:
+    """Raise a call's fault on all ranks, if these check their calls and some operand has data."""
+
     def resolve() -> NoReturn:
         with naming_rank(bound.comm):
             raise fault
 
-    if alone:
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    if tensors and all(map(is_meta, tensors)):
         resolve()
     bound.resolve_checked(bound.comm.device, resolve, lambda canonical: {})
     raise AssertionError

@@ -230,10 +230,10 @@ class AutoAttention(Attention):
             return self._predicted(q, k, v, layout, **options)
 
         meta = is_meta(q)
-        if not self._bound.check_ranks or meta:
+        if not self._bound.check_ranks:
             key, predicted = resolve()
-        elif self._compared:
-            with self.agreeing():
+        elif meta or self._compared:
+            with self.agreeing(q, k, v):
                 key, predicted = resolve()
         else:
             device = self._bound.comm.device

@@ -119,6 +119,9 @@ def check_tensor(
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
+    if value.is_nested or value.is_quantized:  # torch gives both the layout of dense ones
+        kind = "nested" if value.is_nested else "quantized"
+        raise ValueError(f"{name} must be a dense tensor, got a {kind} one")
     if device not in (None, value.device) and not (or_cpu and value.is_cpu):
         expected = f"{device}{', or the CPU' * or_cpu}"
         raise ValueError(f"{name} must be on q's device, {expected}, got {value.device}")

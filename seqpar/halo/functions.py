@@ -106,7 +106,7 @@ def _call(
     except ValueError as fault:
         if bound is None:
             raise  # the frame then runs uncompiled and reaches this line again
-        raise_fault(bound, fault, alone=is_meta(x))
+        raise_fault(bound, fault, x, weight, bias)
     x = as_autocast(x)
     room = room_of(layout, rank, reach)
     arguments = CallArguments(layout._handle, room, key, reach, name)

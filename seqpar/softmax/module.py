@@ -349,7 +349,7 @@ class Attention(BoundModule[Strategy]):
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
         except (ValueError, TypeError) as fault:
-            self._refuse(fault, q)
+            self._refuse(fault, q, k, v)
         if inputs[0].q.is_meta:
             self._to_call(inputs[0], inputs[1])
         return inputs

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from functools import partial
 
 import numpy as np
@@ -20,16 +21,22 @@ RANKS, BAD = 3, 1  # how many ranks there are, and the one that is called wrongl
 LAYOUT = Layout.zigzag([0, 10, 24], RANKS)
 TOKENS = LAYOUT.tokens_per_rank[BAD]
 META = torch.zeros(TOKENS, 2, 8, device="meta")
+with warnings.catch_warnings(action="ignore"):  # torch may change the one and drop the other
+    NESTED = torch.nested.nested_tensor([torch.zeros(2, 8)])
+    QUANTIZED = torch.quantize_per_tensor(torch.zeros(TOKENS, 1, 8), 0.1, 0, torch.qint8)
 
 COMMON = {  # of both kinds: changes of a call, and what the error of all ranks must say
     "no tensor": ({"q": None}, "q must be a tensor, got NoneType"),
     "a list": ({"v": [1.0]}, "v must be a tensor, got list"),
     "sparse": ({"k": torch.eye(8).to_sparse()}, "k must be a dense tensor"),
+    "nested": ({"q": NESTED}, "q must be a dense tensor, got a nested one"),
+    "quantized": ({"v": QUANTIZED}, "v must be a dense tensor, got a quantized one"),
     "q 2-D": ({"q": torch.zeros(TOKENS, 8)}, "q must be \\(T, H, D\\)"),
     "k 4-D": ({"k": torch.zeros(1, TOKENS, 1, 8)}, "k must be .* like the others"),
     "no heads": ({"q": torch.zeros(TOKENS, 0, 8)}, "q must have at least one head"),
     "no head dim": ({"q": torch.zeros(TOKENS, 2, 0)}, "q must have at least one head"),
     "another device": ({"k": META}, "k must be on q's device, cpu, got meta"),
+    "q on another device": ({"q": META}, "k must be on q's device, meta, got cpu"),
     "another dtype": ({"q": torch.zeros(TOKENS, 2, 8).int()}, "q must be of q's dtype"),
     "no layout": ({"layout": None}, "layout must be a seqpar.Layout, got NoneType"),
     "ranks": ({"layout": Layout.zigzag(36, 2)}, "layout must be for the group's 3 ranks"),
