@@ -37,11 +37,11 @@ DISTRIBUTIONS = (
     "accelerate", "trl", "datasets", "simpy", "torchft", "fla-core",
     "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
-SETTINGS = (
-    "SEQPAR_", "NCCL_", "GLOO_", "TORCH", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_", "SLURM_",
-)  # fmt: skip
-LAUNCHER_SETTINGS = (
+SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
+LAUNCHER_SETTINGS = (  # not all of Slurm's: SLURM_JWT is a secret
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST", "SLURM_JOB_ID",
 )  # fmt: skip
 TOKENS_PER_RANK, HEAD_DIM = 16, 8  # in the calls that strategies are checked with
 CALLS: dict[str, dict[str, object]] = {  # differences to a causal call of 8 query and KV heads
