@@ -178,29 +178,34 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
     missing = [x for x in tables if (id(x), device) not in _copies]
     if device.type == "cpu" or not missing:
         return False
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        reason = "a graph would copy its tables only when it is replayed"
-        raise RuntimeError(f"call the layout once before a CUDA graph captures a call: {reason}")
-    addresses = {x.untyped_storage().data_ptr() for x in missing}
-    packed = _pinned.get(addresses.pop()) if len(addresses) == 1 else None
-    if packed is not None:
-        starts = [int(x.storage_offset()) * x.itemsize for x in missing]
-    else:
-        sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in missing]
-        pins = device.type == "cuda"  # from a table: simulations skip operators on host tensors
-        packed = missing[0].new_empty(sum(sizes), dtype=torch.uint8, pin_memory=pins)
-        starts = list(accumulate(sizes, initial=0))
-        for start, x in zip(starts, missing, strict=False):
-            _view(packed, start, x).copy_(x)
-    memory = packed.to(device, non_blocking=True)
-    for start, x in zip(starts, missing, strict=False):
+    for x, on_the_device in zip(missing, new_copies(missing, device), strict=True):
         key = id(x), device
-        _copies[key] = _view(memory, start, x)
+        _copies[key] = on_the_device
         weakref.finalize(x, _copies.pop, key, None).atexit = False
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         _copied.setdefault(device, {})[stream] = stream.record_event()
     return True
+
+
+def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy at least one table to a device, in one copy that the host does not wait for."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        reason = "a graph would copy its tables only when it is replayed"
+        raise RuntimeError(f"call the layout once before a CUDA graph captures a call: {reason}")
+    addresses = {x.untyped_storage().data_ptr() for x in tables}
+    packed = _pinned.get(addresses.pop()) if len(addresses) == 1 else None
+    if packed is not None:
+        starts = [int(x.storage_offset()) * x.itemsize for x in tables]
+    else:
+        sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
+        pins = device.type == "cuda"  # from a table: simulations skip operators on host tensors
+        packed = tables[0].new_empty(sum(sizes), dtype=torch.uint8, pin_memory=pins)
+        starts = list(accumulate(sizes, initial=0))
+        for start, x in zip(starts, tables, strict=False):
+            _view(packed, start, x).copy_(x)
+    memory = packed.to(device, non_blocking=True)
+    return [_view(memory, start, x) for start, x in zip(starts, tables, strict=False)]
 
 
 def pin(memory: Tensor, size: int) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.core.device_tables import UploadedTables, on_device
+from seqpar.core.device_tables import new_copies, on_device
 from seqpar.core.memo import LOCAL
 from seqpar.layout.geometry import Geometry
 
@@ -43,9 +43,11 @@ def load_tables(layout: Geometry, other: Geometry) -> None:
                     shapes = tuple(table.shape), tuple(loaded.shape)
                     raise ValueError("other must have tables of {}, got {}".format(*shapes))
                 pairs[id(table)] = table, loaded
-        UploadedTables([loaded for _, loaded in pairs.values()], device).wait()
-        for table, loaded in pairs.values():
-            on_device(table, device).copy_(on_device(loaded, device))
+        tables, loaded_tables = zip(*pairs.values(), strict=True)
+        # Not copies that the other layout already has: these may have been replaced too.
+        copies = new_copies(loaded_tables, device)
+        for table, copy in zip(tables, copies, strict=True):
+            on_device(table, device).copy_(copy)
 
 
 def _calls(layout: Geometry) -> list[_Call]:

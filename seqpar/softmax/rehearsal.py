@@ -24,6 +24,7 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.replaced import remember
 from seqpar.softmax.call import ArgumentKeywords, CallArguments, Causal, Operands, ResolvedCall
 from seqpar.softmax.compute.max_logits import MaxLogits
+from seqpar.softmax.resolution import check_most_documents
 from seqpar.softmax.strategy import Strategy
 
 
@@ -144,6 +145,8 @@ class SoftmaxPreparation(Preparation):
             **options,
         )  # fmt: skip
         call = arguments._replace(backend=self.backend).to_call(comm, self.shape, self.has_sinks)
+        if layout.geometry.cut.most_documents:
+            check_most_documents(self.strategy, arguments.return_max_logits, self.is_routed)
         self.strategy.check(call)
         if arguments.return_max_logits:
             call = replace(call, max_logits=MaxLogits(torch.empty(self.shape.heads)))

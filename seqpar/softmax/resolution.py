@@ -35,7 +35,9 @@ def resolve(
         if decodes:
             return call
         if call.layout.cut.most_documents:
-            _check_most_documents(bound.strategy, call, operands, arguments.return_max_logits)
+            routed = bound.routing is not None
+            check_most_documents(bound.strategy, arguments.return_max_logits, routed)
+            _check_kernel_of_most_documents(call, operands)
         bound.strategy.check(call)
         if bound.strategy.rank_invariant:
             reason = rank_invariant_refusal(call.options.backend, operands.q, operands.v)
@@ -70,15 +72,18 @@ def resolve_on_ranks(
     return call, comm
 
 
-def _check_most_documents(
-    strategy: Strategy, call: ResolvedCall, operands: Operands, max_logits: bool
-) -> None:
-    """Refuse a call whose work would depend on the documents of the layout."""
+def check_most_documents(strategy: Strategy, max_logits: bool, routed: bool) -> None:
+    """Refuse a call whose work would depend on the documents of a layout with a limit."""
     if not strategy.takes_most_documents:
         name = 'deterministic="ranks"' if strategy.rank_invariant else repr(strategy.name)
         raise ValueError(f"layout must have no most_documents with {name}")
     if max_logits:
         raise ValueError("return_max_logits must be False for a layout with most_documents")
+    if routed:  # ranks agree on routes once per layout, and equal layouts share nothing
+        raise ValueError("layout must have no most_documents with routing")
+
+
+def _check_kernel_of_most_documents(call: ResolvedCall, operands: Operands) -> None:
     if is_on_cuda(operands.q):
         backend = call.options.backend
         if backend not in (DEFAULT, "triton"):

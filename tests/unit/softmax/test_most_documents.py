@@ -12,8 +12,9 @@ from seqpar.kernels.flash_attention import launching
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from seqpar import LASP2Attention, Layout, Mask, RecurrentAttention, use_backend
+from seqpar import LASP2Attention, Layout, Mask, RecurrentAttention, Routing, use_backend
 from seqpar.core import device_tables
+from seqpar.layout import replaced
 from seqpar.softmax import resolution
 from tests.support.cases import module
 from tests.support.steady import RANKS, SilentComm
@@ -120,14 +121,15 @@ def tables_read(attn, layout, monkeypatch, **options):
 @pytest.fixture
 def copied(monkeypatch):
     """Copies for the meta device are on the CPU, where they have values."""
-    upload = device_tables.upload
+    new_copies = device_tables.new_copies
 
-    def upload_values(tables, device):
+    def copies_with_values(tables, device):
         with pytest.MonkeyPatch.context() as clones:
             clones.setattr(torch.Tensor, "to", lambda x, *_, **__: x.clone())
-            return upload(tables, device)
+            return new_copies(tables, device)
 
-    monkeypatch.setattr(device_tables, "upload", upload_values)
+    for module_of_name in (device_tables, replaced):
+        monkeypatch.setattr(module_of_name, "new_copies", copies_with_values)
 
 
 @few_rows()
@@ -149,7 +151,10 @@ def test_calls_read_loaded_tables(strategy, copied, monkeypatch):
     layout.load_tables(pickle.loads(pickle.dumps(other)))
     assert read(layout) == expected
     assert read(layout_of(documents)) == own  # it is equal, but its tables were not replaced
-    layout.load_tables(layout_of(documents))
+    other = layout_of(documents)
+    read(other)
+    other.load_tables(layout_of([0, TOKENS]))
+    layout.load_tables(other)  # whose tables of its own documents were replaced on the device
     assert read(layout) == own
 
 
@@ -234,6 +239,16 @@ def test_calls_that_depend_on_documents_are_refused(options, message):
 def test_strategies_that_read_documents_refuse(strategy, module_options, message):
     attn = module(strategy, SilentComm(1, RANKS), **module_options)
     with pytest.raises(ValueError, match=message):
+        call(attn, LIMITED, causal=True)
+    sizes = {"heads": 16, "kv_heads": 8, "head_dim": 16, "dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match=message):
+        LIMITED.prepare(attn, **sizes, causal=True)
+
+
+def test_routing_is_refused():
+    """Ranks agree on routes once per layout, and equal layouts do not share what they know."""
+    attn = module("ring", SilentComm(1, RANKS), routing=Routing(2))
+    with pytest.raises(ValueError, match="layout must have no most_documents with routing"):
         call(attn, LIMITED, causal=True)
 
 
