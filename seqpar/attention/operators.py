@@ -80,10 +80,10 @@ def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
 
     In a traced graph it stays behind the call before. Compilers take operators for functions, and
     order those that do not depend on each other by the sizes on their own rank. Ranks that choose
-    different orders would exchange messages of different calls. So x, a small tensor on the CPU,
-    depends there on the call before.
+    different orders would exchange messages of different calls. So x, a small tensor, depends there
+    on the call before.
     """
-    traced = trace()
+    traced = None if torch.compiler.is_dynamo_compiling() else trace()
     if traced is None:
         return call(x)
     earlier = vars(traced).get(_EARLIER)

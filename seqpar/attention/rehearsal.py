@@ -64,12 +64,16 @@ class RehearsableCall(NamedTuple):
         return self.memo(("tables", *self.key, backward), build)
 
 
-def upload_once(call: RehearsableCall, device: torch.device, backward: bool) -> None:
-    """Copy the tables of a call to a device, with those of backward if they are prepared."""
+def upload_once(call: RehearsableCall, device: torch.device, backward: bool) -> bool:
+    """Copy the tables of a call to a device, with those of backward if they are prepared.
+
+    Returns whether they have those of backward.
+    """
     if not backward:  # in compiled code, tensors do not say that they will be differentiated
         backward = ("tables", *call.key, True) in call.memo
     build = lambda: UploadedTables(call.tables(device, backward), device)  # noqa: E731
     call.memo((LOCAL, "uploaded tables", *call.key, backward), build).wait()
+    return backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -342,11 +342,12 @@ class Layout:
         """Let this layout's calls on GPUs compute the documents of another layout.
 
         The other layout has the same ranks, tokens and `most_documents`. Its tables are copied over
-        the tables of all calls that this layout has had in this process, in the current stream.
-        CUDA graphs of these calls that are replayed in this stream, and further calls, then compute
-        the other documents. This layout's attributes do not change. To return to its own documents,
-        load a new layout of them. `prepare` builds the other layout's tables ahead of time. Copy
-        position ids and other inputs of a graph yourself.
+        the tables of all calls that this layout has had in this process, in the current stream. The
+        same calls, and CUDA graphs of them that are replayed in this stream, then compute the other
+        documents. Calls of a new kind, such as another mask or the first with a backward, are
+        refused from then on. This layout's attributes do not change. To return to its own
+        documents, load a new layout of them. `prepare` builds the other layout's tables ahead of
+        time. Copy position ids and other inputs of a graph yourself.
 
         Raise a ValueError if the other layout does not fit, or if no call of this one was on a GPU.
         """

@@ -16,6 +16,8 @@ from seqpar.core.device_tables import new_copies, on_device
 from seqpar.core.memo import LOCAL
 from seqpar.layout.geometry import Geometry
 
+_LOADED = LOCAL, "tables were replaced"
+
 
 class _Call(NamedTuple):
     device: torch.device
@@ -26,7 +28,14 @@ class _Call(NamedTuple):
 def remember(
     layout: Geometry, device: torch.device, tables_of: Callable[[Geometry], list[Tensor]]
 ) -> None:
-    """Remember a call whose tables are on a device; `tables_of` returns them for any layout."""
+    """Remember a call whose tables are on a device; `tables_of` returns them for any layout.
+
+    A kind of call that is new after `load_tables` would read tables of both layouts.
+    """
+    if _LOADED in layout.derived:
+        raise ValueError(
+            "layout must have had such a call before load_tables, which replaces tables"
+        )
     _calls(layout).append(_Call(device, tables_of(layout), tables_of))
 
 
@@ -35,6 +44,7 @@ def load_tables(layout: Geometry, other: Geometry) -> None:
     calls = _calls(layout)
     if not calls:
         raise ValueError("layout must have had a call on a GPU, which copies its tables there")
+    layout.derived(_LOADED, lambda: True)
     for device in {call.device for call in calls}:
         pairs = dict[int, tuple[Tensor, Tensor]]()  # calls share tables
         for call in (x for x in calls if x.device == device):

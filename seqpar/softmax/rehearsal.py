@@ -42,7 +42,7 @@ def upload_tables(
         UploadedTables((), device).wait()
         return
     rehearsable = _rehearsable(strategy, comm, call, device)
-    upload_once(rehearsable, device, backward)
+    backward = upload_once(rehearsable, device, backward)
     if call.layout.cut.most_documents:
         key = LOCAL, "remembered", *rehearsable.key, backward
         call.once(key, lambda: _remember(strategy, comm, call, device, backward))

@@ -344,6 +344,7 @@ def independent_calls(group):
     """For each graph of independent calls, whether each depends on the call before."""
     torch._dynamo.reset()
     softmax, linear, graphs = module("ring", group), LASP2Attention(group), []
+    in_parts = module("disaggregated", group)
 
     def record(graph, _):
         graphs.append(graph)
@@ -352,6 +353,7 @@ def independent_calls(group):
     @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
     def branches(q, k, v, layout):
         outs = [softmax(x, k, v, layout, causal=True) for x in (q, q.sin())]
+        outs.append(in_parts.finish(in_parts.begin(q, k, v, layout, causal=True)))
         outs.append(linear(q, k, v, layout))
         outs.append(seqpar.causal_conv1d(q.flatten(1), q.new_ones(16, 2), layout, group))
         return [x.sum() for x in outs]
@@ -373,7 +375,22 @@ def follow_each_other(graph):
 
 def test_independent_calls_keep_their_order(pool):
     """Inductor orders independent operators by the sizes on its own rank."""
-    assert pool(2, independent_calls) == [[[True] * 3] * 2] * 2
+    assert pool(2, independent_calls) == [[[True] * 5] * 2] * 2
+
+
+def backward_compiled(group):
+    torch._dynamo.reset()
+    attn, layout = module("ring", group), Layout.zigzag([0, 20, 40], dist.get_world_size(group))
+    q, k, v = local(layout, dist.get_rank(group))
+    whole = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(whole):
+        attn(q, k, v, layout, causal=True).sum().backward()
+    return q.grad is not None
+
+
+@EXHAUSTIVE
+def test_compiled_autograd_traces_a_whole_backward(pool):
+    assert pool(2, backward_compiled) == [True, True]
 
 
 def test_an_exported_program_loads_in_another_process(pool, tmp_path):

@@ -251,7 +251,7 @@ def _launches(
             (chosen & has_full, full_flags, has_full, False),
             (chosen & (has_cut | ~has_full), cut_flags, None, True),
         ]
-    if not most_runs:
+    if not most_runs or not sides.column_positions.size:
         return [_launch(sides, lists, tiles, *kind) for kind in kinds if kind[0].any()]
     return [_padded(_launch(sides, lists, tiles, *kind), config, most_runs) for kind in kinds]
 
@@ -269,6 +269,9 @@ def _padded(launch: Launch, config: Config, most_runs: int) -> Launch:
     # full. Where a window ends within a tile, all columns are cut.
     ends = 2 * -(-config.tile_rows // config.block_columns) + 4
     cut = tiles * ends + 2 * (columns // config.block_columns)
+    full = columns
+    if columns > rows:  # of several ranks: a tile has a run in each, and may share none
+        full += tiles * (columns // config.block_columns)
 
     def filled(table: Tensor, size: int, entry: Sequence[int] | int) -> Tensor:
         if len(table) > size:
@@ -281,7 +284,7 @@ def _padded(launch: Launch, config: Config, most_runs: int) -> Launch:
     return replace(
         launch,
         tiles=filled(launch.tiles, tiles, [rows, rows, 0, 0, 0, 0, 0, 0]),
-        full=filled(launch.full, columns if launch.has_full else 0, 0),
+        full=filled(launch.full, full if launch.has_full else 0, 0),
         cut=filled(launch.cut, cut if launch.has_cut else 0, [0] * CUT_WIDTH.value),
         has_partial=True,
     )

@@ -159,7 +159,7 @@ class Slices:
     @property
     def are_computed(self) -> bool:
         """Whether kernels run for them. If tables are padded, they do even if there is no pair."""
-        return len(self) > 0 or self.most_runs > 0
+        return len(self) > 0 or (self.most_runs > 0 and self.key_rows > 0)
 
     @property
     def key_rows(self) -> int:

@@ -135,7 +135,7 @@ torch.library.define(
 )
 torch.library.define(
     "seqpar::attention_begin_backward",
-    "(Tensor dticket, Tensor q, Tensor k, Tensor v) -> Tensor[] gradients",
+    "(Tensor dticket, Tensor q, Tensor k, Tensor v, Tensor layout) -> Tensor[] gradients",
 )
 torch.library.define(
     "seqpar::attention_finish",
@@ -255,7 +255,9 @@ def _finish_backward_fake(
 
 
 @implementation("seqpar::attention_begin_backward")
-def _begin_backward(dticket: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def _begin_backward(
+    dticket: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Tensor
+) -> list[Tensor]:
     posted = _take("backward", dticket)
     posted.bound.announce("backward")
     assert posted.output is not None
@@ -268,7 +270,9 @@ def _begin_backward(dticket: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Te
 
 
 @torch.library.register_fake("seqpar::attention_begin_backward")  # type: ignore[untyped-decorator]
-def _begin_backward_fake(dticket: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def _begin_backward_fake(
+    dticket: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Tensor
+) -> list[Tensor]:
     return [torch.empty_like(x) for x in (q, k, v)]
 
 
@@ -289,13 +293,15 @@ class _FinishedContext(CallContext):
 
 def _save_begun(ctx: _BegunContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3])
+    ctx.save_for_backward(*inputs[:3], CallArguments._make(inputs[4:]).layout)
 
 
 def _differentiate_begin(ctx: _BegunContext, dticket: Tensor | None) -> tuple[Tensor | None, ...]:
     if dticket is None:
         return None, None, None, None
-    gradients = torch.ops.seqpar.attention_begin_backward(dticket, *ctx.saved_tensors)
+    *operands, layout = ctx.saved_tensors
+    operator = torch.ops.seqpar.attention_begin_backward
+    gradients = in_order(layout, lambda x: operator(dticket, *operands, x))
     return (*gradients, None)
 
 

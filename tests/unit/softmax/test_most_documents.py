@@ -158,6 +158,26 @@ def test_calls_read_loaded_tables(strategy, copied, monkeypatch):
     assert read(layout) == own
 
 
+def test_new_kinds_of_calls_are_refused_afterwards(copied, monkeypatch):
+    layout, attn = layout_of([0, 160, TOKENS]), module("ring", SilentComm(1, RANKS))
+    tables_read(attn, layout, monkeypatch, **MASKS["causal"], backward=False)
+    layout.load_tables(layout_of([0, 300, TOKENS]))
+    tables_read(attn, layout, monkeypatch, **MASKS["causal"], backward=False)
+    for options in (MASKS["window"], MASKS["causal"]):  # the latter now with a backward
+        with pytest.raises(ValueError, match="layout must have had such a call before load_tables"):
+            tables_read(attn, layout, monkeypatch, **options)
+
+
+@few_rows()
+@pytest.mark.parametrize("cu_seqlens", [[0, 32768], [0, 160, 9000, 32768]])
+def test_tables_of_several_ranks_and_a_window_fit(cu_seqlens):
+    """In all_gather a tile has a run of each rank, and a window moves where they start."""
+    attn, layout = module("all_gather", SilentComm(6, 8)), layout_of(cu_seqlens, 8)
+    sizes = {"heads": 2, "head_dim": 16, "dtype": torch.float32}
+    with use_backend("triton"):
+        layout.prepare(attn, **sizes, device="meta", causal=True, window_size=(15001, 0))
+
+
 def test_a_remembered_call_keeps_no_layout(copied, monkeypatch):
     attn = module("ring", SilentComm(1, RANKS))
 
