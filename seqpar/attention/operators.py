@@ -78,7 +78,7 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
     """Return `call(x)`, the results of an operator that communicates.
 
-    In a traced graph it stays behind the call before. Compilers take operators for functions, and
+    A traced graph runs it after the call before. Compilers take operators for functions, and
     order those that do not depend on each other by the sizes on their own rank. Ranks that choose
     different orders would exchange messages of different calls. So x, a small tensor, depends there
     on the call before.
@@ -111,7 +111,7 @@ def register_autograd(
     The first `inputs` arguments may have gradients, and are tensors or None. `backward(ctx,
     *gradients)` returns the gradient of each of them. `save(ctx, arguments, results)` keeps the
     tensors and options that `backward` needs. Argument number `handle`, by default the first
-    behind the inputs, is the tensor for `in_order`.
+    after the inputs, is the tensor for `in_order`.
 
     `torch.library.register_autograd` does the same for any schema, in three times the time.
     """

@@ -118,8 +118,9 @@ class Layout:
         With `most_documents`, which needs `equal`, empty documents are added up to this number, and
         calls of all layouts with the same limit and tokens do the same, except for the contents of
         their tables. A CUDA graph of one can then compute another (`load_tables`). Messages are
-        those of a single document, and GPUs use our Triton kernels. Only ring, all_gather, ulysses
-        and usp take such a layout, with the masks that `causal` and `window_size` make.
+        planned for one document of all tokens, and GPUs use our Triton kernels. Only ring,
+        all_gather, ulysses and usp take such a layout, with the masks that `causal` and
+        `window_size` make.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if most_documents is None:

@@ -146,7 +146,7 @@ def test_the_same_call_gives_the_same_bits(pool, strategy, dtype, times):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "usp"])
-def test_padded_tables_equal_the_oracle(pool, strategy):
+def test_padded_triton_tables_equal_the_oracle(pool, strategy):
     """With a limit on documents. On a CPU, in Triton's interpreter, which is not for threads."""
     layout = Layout.contiguous([0, 7, 7, 60, 63, 99], 2, equal=True, most_documents=7)
     for options in (
