@@ -24,6 +24,8 @@ from tests.support.cases import (
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.tiers import examples
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
 
 @st.composite
 def cases(draw, dtype, max_tokens=40):
@@ -145,7 +147,10 @@ def test_the_same_call_gives_the_same_bits(pool, strategy, dtype, times):
             assert np.array_equal(x, y)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "usp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ring", *(pytest.param(x, marks=EXHAUSTIVE) for x in ("all_gather", "ulysses", "usp"))],
+)
 def test_padded_triton_tables_equal_the_oracle(pool, strategy):
     """With a limit on documents. On a CPU, in Triton's interpreter, which is not for threads."""
     layout = Layout.contiguous([0, 7, 7, 60, 63, 99], 2, equal=True, most_documents=7)
