@@ -137,6 +137,7 @@ def wait_for_rank_0(rank, ranks, address, pipe):
     pipe.send(str(caught.value))
 
 
+@pytest.mark.exhaustive
 def test_a_wait_at_a_stopped_store_ends():
     said = answers(*launch(wait_for_rank_0, len(RANKS), free_port()), RANKS[1:])
     for rank, error in said.items():
