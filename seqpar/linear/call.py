@@ -94,12 +94,6 @@ def shape_of(inputs: Inputs) -> OperandShape:
     return OperandShape.of(*inputs[:3])._replace(kv_heads=inputs.heads)
 
 
-def check_scale(scale: float, dtype: torch.dtype) -> None:
-    largest = torch.finfo(accumulator_dtype(dtype)).max
-    if not abs(scale) <= largest:
-        raise ValueError(f"scale must be finite, at most {largest:.3g}, got {scale}")
-
-
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
     """Return initial states as (documents, B, …), or raise; `dims` follow, as "Hkv, D, Dv"."""
     if initial_state.dim() != 4 + batched:
@@ -132,11 +126,14 @@ def check_initial_state(
         raise ValueError(f"initial_state must be {wanted}, got {found}")
 
 
-def check_layout(comm: Comm, layout: Geometry) -> None:
+def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtype) -> None:
     check_ranks_of(comm, layout=layout)
     if layout.cut.most_documents:
         reason = "what linear attention sends depends on the documents"
         raise ValueError(f"layout must have no most_documents: {reason}")
+    largest = torch.finfo(accumulator_dtype(dtype)).max
+    if not abs(scale) <= largest:
+        raise ValueError(f"scale must be finite, at most {largest:.3g}, got {scale}")
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:

@@ -14,14 +14,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import LOCAL, MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import HookedSteps, begin_backward, begin_forward
-from seqpar.linear.call import (
-    CallArguments,
-    ResolvedCall,
-    check_layout,
-    check_scale,
-    check_spans,
-    shape_of,
-)
+from seqpar.linear.call import CallArguments, ResolvedCall, check_settings, check_spans, shape_of
 from seqpar.linear.final_states import FinalGradients, FinalStates, arrival_order, ended_documents
 from seqpar.linear.inputs import Inputs, check_gates, check_heads
 from seqpar.linear.kinds import Kind, kind
@@ -81,8 +74,7 @@ class MapStrategy(LinearStrategy[MapCall]):
         layout, shape, kind = from_handle(arguments.layout), shape_of(inputs), self.kind
 
         def settle() -> StateRoutes:
-            check_layout(comm, layout)
-            check_scale(arguments.scale, shape.dtype)
+            check_settings(comm, layout, arguments.scale, shape.dtype)
             check_spans(layout, shape, elements(kind, shape.dim, shape.value_dim), "maps")
             return StateRoutes.of(layout, True, arguments.return_state, has_initial_state)
 

@@ -17,14 +17,7 @@ from seqpar.comm.messages.exchange import Comm
 from seqpar.core.memo import LOCAL, Memo
 from seqpar.layout.handle import from_handle
 from seqpar.linear.attend import begin_backward, begin_forward
-from seqpar.linear.call import (
-    CallArguments,
-    ResolvedCall,
-    check_layout,
-    check_scale,
-    check_spans,
-    shape_of,
-)
+from seqpar.linear.call import CallArguments, ResolvedCall, check_settings, check_spans, shape_of
 from seqpar.linear.final_states import FinalStates, arrival_order
 from seqpar.linear.inputs import Gradients, Inputs, check_constant_decay
 from seqpar.linear.routes import StateRoutes, StateSums
@@ -70,8 +63,7 @@ class StateStrategy(LinearStrategy[StateCall]):
             return StateOptions(arguments.scale, arguments.causal, arguments.backend, decay)
 
         def settle() -> tuple[StateRoutes, StateOptions | None]:
-            check_layout(comm, layout)
-            check_scale(arguments.scale, shape.dtype)
+            check_settings(comm, layout, arguments.scale, shape.dtype)
             if log_decay is not None:
                 if not arguments.causal:
                     where = "where no token is before another"
