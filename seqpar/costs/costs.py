@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqpar.core.arguments import as_int, check_type
+from seqpar.core.dtypes import accumulator_itemsize
 from seqpar.costs.cluster import LINKS, Cluster
 from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of, slice_tasks, span_tasks
 from seqpar.costs.model import Layer, Model
@@ -39,7 +40,7 @@ class Costs:
     @property
     def accumulator_itemsize(self) -> int:
         """Bytes of an element of partials, states and gradient sums: 8 in fp64, otherwise 4."""
-        return max(4, self.itemsize)
+        return accumulator_itemsize(self.itemsize)
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
         """Return (n,) seconds of one softmax layer's attention, with each task in a separate call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from seqpar.core.arguments import as_float, shown
+from seqpar.core.dtypes import accumulator_itemsize
 
 MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # wider than any row needs, in any unit
 
@@ -26,7 +27,8 @@ class RowBytes(NamedTuple):
     ) -> RowBytes:
         """Return the bytes of a forward pass; the gradients of a backward pass have the same."""
         width = head_dim + (head_dim if value_dim is None else value_dim)
-        return cls(heads * (width * itemsize + max(4, itemsize)), kv_heads * width * itemsize)
+        lse = accumulator_itemsize(itemsize)
+        return cls(heads * (width * itemsize + lse), kv_heads * width * itemsize)
 
     @classmethod
     def sent(
@@ -44,7 +46,8 @@ class RowBytes(NamedTuple):
         times as long as the forward pass. With a `price` neither pass then waits for messages.
         Results travel in fp32, in fp64 for fp64.
         """
-        value_dim, exact = head_dim if value_dim is None else value_dim, max(4, itemsize)
+        value_dim = head_dim if value_dim is None else value_dim
+        exact = accumulator_itemsize(itemsize)
         operands, width = head_dim * itemsize, head_dim + value_dim
         # The passes' mean time, relative to each pass.
         forward, backward = (1 + backward) / 2, (1 + 1 / backward) / 2
