@@ -44,7 +44,6 @@ def load_tables(layout: Geometry, other: Geometry) -> None:
     calls = _calls(layout)
     if not calls:
         raise ValueError("layout must have had a call on a GPU, which copies its tables there")
-    layout.derived(_LOADED, lambda: True)
     for device in {call.device for call in calls}:
         pairs = dict[int, tuple[Tensor, Tensor]]()  # calls share tables
         for call in (x for x in calls if x.device == device):
@@ -53,6 +52,7 @@ def load_tables(layout: Geometry, other: Geometry) -> None:
                     shapes = tuple(table.shape), tuple(loaded.shape)
                     raise ValueError("other must have tables of {}, got {}".format(*shapes))
                 pairs[id(table)] = table, loaded
+        layout.derived(_LOADED, lambda: True)
         tables, loaded_tables = zip(*pairs.values(), strict=True)
         # Not copies that the other layout already has: these may have been replaced too.
         copies = new_copies(loaded_tables, device)

@@ -290,14 +290,15 @@ def slices_between(
 
     def build() -> Slices:
         slices = travelling = local_slices(queries, q_rank, keys, k_rank, mask)
-        worst = queries.worst_case, keys.worst_case
-        if worst[1] is not keys:
+        if keys.cut.most_documents:
             slices = replace(slices, most_runs=2 * keys.lengths.size + keys.ranks)
-            travelling = local_slices(worst[0], q_rank, worst[1], k_rank, mask)
         if q_rank == k_rank:
             return slices
         if queries_travel:
             return slices.of_queries(slices.seeing)
+        if keys.cut.most_documents:
+            worst = queries.worst_case, keys.worst_case
+            travelling = local_slices(worst[0], q_rank, worst[1], k_rank, mask)
         return slices.of_keys(union(*travelling.k_rows.T))
 
     return _tables(queries, keys, mask)(("slices", q_rank, k_rank, queries_travel), build)
