@@ -74,15 +74,21 @@ def check_loss_function(model: Any) -> None:
 
 def check_loss_terms(model: Any) -> None:
     """Raise a ValueError if the model adds other terms to the loss of its labels than aux_loss."""
-    source = _source(type(model).forward).rpartition('"""')[2]
-    for _, branch in _LABELS_BRANCH.findall(source):
-        for term in _ADDED_TERM.findall(branch):
-            factor = _FACTOR.match(term)
-            if "aux_loss" in term or (factor and not attrgetter(factor[1])(model)):
-                continue
-            what = f"{type(model).__name__} adds {term} to its loss"
-            how = "compute your own loss from the outputs, and pass it to sp.total"
-            raise ValueError(f"labels must be None: {what}, which is not offered; {how}")
+    for term in _added_terms(type(model).forward):
+        factor = _FACTOR.match(term)
+        if factor and not attrgetter(factor[1])(model):
+            continue
+        what = f"{type(model).__name__} adds {term} to its loss"
+        how = "compute your own loss from the outputs, and pass it to sp.total"
+        raise ValueError(f"labels must be None: {what}, which is not offered; {how}")
+
+
+@cache
+def _added_terms(forward: Callable[..., Any]) -> list[str]:
+    source = _source(forward).rpartition('"""')[2]
+    branches = [branch for _, branch in _LABELS_BRANCH.findall(source)]
+    terms = [term for branch in branches for term in _ADDED_TERM.findall(branch)]
+    return [term for term in terms if "aux_loss" not in term]
 
 
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
