@@ -9,11 +9,10 @@ from seqpar.__main__ import COMMANDS, load
 PAGE = Path(__file__).parents[1] / "reference/command_line.md"
 HEAD = """# Command line
 
-`python -m seqpar COMMAND`, or `seqpar COMMAND`. `--help` behind a command shows what this page
-says; it is made from the same parsers. Commands end with status 0 if all went well, 2 for wrong
-arguments or a missing package, and 130 after Ctrl-C. Status 1 means that `bench` found a wrong
-result or a broken rule, `check` failed, `status` got no answer, `plan` found nothing that fits, or
-`elastic` could not continue.
+`python -m seqpar COMMAND`, or `seqpar COMMAND`. `--help` after a command shows the same text as
+this page. Commands end with status 0 if all went well, 2 for wrong arguments or a missing package,
+and 130 after Ctrl-C. Status 1 means that `bench` found a wrong result or a broken rule, `check`
+failed, `status` got no answer, `plan` found nothing that fits, or `elastic` could not continue.
 """
 
 

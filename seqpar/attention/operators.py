@@ -78,10 +78,9 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
     """Return `call(x)`, the results of an operator that communicates.
 
-    A traced graph runs it after the call before. Compilers take operators for functions, and
-    order those that do not depend on each other by the sizes on their own rank. Ranks that choose
-    different orders would exchange messages of different calls. So x, a small tensor, depends there
-    on the call before.
+    Compilers order operators that do not depend on each other by the sizes on their own rank. Ranks
+    that choose different orders would exchange messages of different calls. In a traced graph x, a
+    small tensor, therefore depends on the previous call.
     """
     traced = None if torch.compiler.is_dynamo_compiling() else trace()
     if traced is None:

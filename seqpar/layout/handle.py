@@ -59,10 +59,10 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
 
 
 def _mark_of(words: Ints) -> Tensor:
-    """Return an empty tensor whose shape is another one for other contents of a handle.
+    """Return an empty tensor whose shape follows from the contents of a handle.
 
-    Checkpoints only compare the shapes of saved tensors, and handles of as many documents have one
-    shape.
+    Checkpoints only compare the shapes of saved tensors. Handles have the same shape if they have
+    the same number of documents.
     """
     with torch.inference_mode(False):
         return torch.empty_strided([0, 2 + int(words[0]) % 2**40], [0, 0])

@@ -76,7 +76,7 @@ def spread(
 ) -> tuple[LayoutCut, Prediction]:
     """Return a cut with equal parts of a group's tokens on its ranks, and their prediction.
 
-    `offloading` is that of each rank.
+    Each rank offloads as `offloading` describes.
     """
     groups, heads, cu = costs.cluster.ranks, costs.heads, np.r_[0, np.cumsum(lengths)]
     table = []

@@ -186,8 +186,8 @@ def _columns(ranges: RangeList) -> list[Ints]:
 def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
     """Return two overlapping ranges (2,), and a query and a key that both have; or None.
 
-    Ranges are in order of documents and `q_starts`. The search takes n log n
-    comparisons; each range that begins also moves those that are present and have later keys.
+    Ranges are in order of documents and `q_starts`. The search takes n log n comparisons. A range
+    that begins also moves the present ranges with later keys.
     """
     pairs = _neighbours(ranges)
     one, other = (ranges.take(column) for column in pairs)
