@@ -6,7 +6,7 @@ NEWEST := .venv-newest
 # Another Python where it is installed and can make environments (pyenv shows one that is asked for), else PYTHON.
 python = $(or $(shell PYENV_VERSION=$(1) python$(1) -c 'import ensurepip, sys; print(sys.executable)' 2> /dev/null),$(PYTHON))
 # What versions of Python and torch may change: private names, operators, calls of each strategy.
-OF_VERSIONS := tests/unit/core/test_torch_private.py $(wildcard tests/unit/*/test_operator.py) \
+OF_VERSIONS := tests/unit/core/test_torch_private.py tests/unit/core/test_private_names.py $(wildcard tests/unit/*/test_operator.py) \
 	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \
 	tests/ranks/test_strategies.py tests/ranks/test_linear.py tests/ranks/test_recurrent.py
 PYTEST := $(BIN)/python -m pytest --durations=20
@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 ALONE = $(PYTEST) $(BY_FILES) -n 4 $(1) $(WATCHING)
 
-.PHONY: demo demo-hybrid demo-servers test test-all test-every-row test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
+.PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
 	bench-papers docs docs-build aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -36,16 +36,13 @@ test: $(INSTALLED)  ## run the quick tests
 	$(call ALONE,-m "alone and not exhaustive")
 
 test-all: $(INSTALLED)  ## run all tests, with more rows, and property tests with more examples
-	$(PYTEST) $(BY_FILES) -m "not alone and not every_row" --hypothesis-profile=thorough
+	$(PYTEST) $(BY_FILES) -m "not alone" --hypothesis-profile=thorough
 	$(call ALONE,-m alone --hypothesis-profile=thorough)
-
-test-every-row: $(INSTALLED)  ## run the rows of tests with 3 or more parameters that test-all leaves out
-	$(PYTEST) $(BY_FILES) -m every_row
 
 test-oldest: $(OLDEST)/.installed  ## run the kernels' tests, and those of versions, with the oldest versions that are promised
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(BY_FILES) tests/kernels $(OF_VERSIONS) -m "not exhaustive" \
 		-W "ignore:Conversion of an array with ndim > 0:DeprecationWarning"  # Triton 3.6's own
-	$(OLDEST)/bin/python -m tests.tools.aot --architecture sm_90 --kind forward
+	$(OLDEST)/bin/python -m tests.tools.aot --architecture sm_90 --kind forward --width 128
 
 test-newest: $(NEWEST)/.installed  ## run the tests of versions with the newest Python and torch that were tried
 	# Triton 3.9's interpreter makes integers of a mask and a condition: kernels run compiled alone.
@@ -55,10 +52,11 @@ test-newest: $(NEWEST)/.installed  ## run the tests of versions with the newest 
 fuzz: $(INSTALLED)  ## 2,000 random calls of every strategy on 2 to 4 ranks, against the oracle
 	$(BIN)/python -m tests.tools.fuzz
 
-fuzz-protocol: $(INSTALLED)  ## 100,000 damaged requests to an attention server, 20,000 changed replies, and 100,000 hostile messages in sequences of several clients
+fuzz-protocol: $(INSTALLED)  ## 100,000 damaged requests to an attention server, 20,000 changed replies, 100,000 hostile calls in sequences of several clients, and 10,000 connections that break HTTP/2
 	$(BIN)/python -m tests.tools.fuzz_protocol
 	$(BIN)/python -m tests.tools.fuzz_replies
 	$(BIN)/python -m tests.tools.fuzz_sequences
+	$(BIN)/python -m tests.tools.hostile_connections
 
 churn: $(INSTALLED)  ## 1,000 kills and restarts of attention servers while trainers use them
 	$(BIN)/python -m tests.tools.churn
@@ -66,9 +64,10 @@ churn: $(INSTALLED)  ## 1,000 kills and restarts of attention servers while trai
 gpu:  ## test and measure on a machine with an NVIDIA GPU; start it again to go on; ONLY=STEP runs some
 	$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m tests.tools.gpu --only "$(ONLY)"
 
-lint: $(INSTALLED)  ## linters, the type checker and the spelling
+lint: $(INSTALLED)  ## linters, the order of imports, the type checker and the spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	$(BIN)/codespell
 
@@ -101,6 +100,11 @@ bench-network: $(INSTALLED)  ## measure communication on emulated links; needs r
 bench-papers: $(INSTALLED)  ## hold published figures of papers against our code in virtual time
 	$(BIN)/python -m benchmarks.papers.run
 
+proto: $(INSTALLED)  ## write the messages of attention servers again, after a change of attention.proto
+	$(PYTHON) -m venv .venv/protoc
+	.venv/protoc/bin/pip install -q --disable-pip-version-check 'grpcio-tools==1.76.0' 'protobuf==6.33.6'
+	.venv/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. seqpar/servers/wire/attention.proto
+
 aot: $(INSTALLED)  ## compile every kernel configuration for all architectures, and hold it to its gates
 	$(BIN)/python -m tests.tools.aot
 
@@ -111,14 +115,14 @@ aot-triton-3.6: $(INSTALLED)  ## the same with the oldest Triton that is support
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqpar needs Python 3.11 or newer; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,hf,trl,plan,elastic,docs,dev]'
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench,serve,nixl,hf,trl,plan,elastic,docs,dev]'
 	@touch $@
 
 $(OLDEST)/.installed $(NEWEST)/.installed: .venv-%/.installed: pyproject.toml setup.py constraints.txt constraints-%.txt
 	$(if $(filter oldest,$*),$(call python,3.12),$(call python,3.13)) -m venv .venv-$*
 	.venv-$*/bin/pip install -q --disable-pip-version-check --no-cache-dir -c constraints-$*.txt -e .
 	.venv-$*/bin/pip install -q --disable-pip-version-check -c constraints.txt \
-		pytest pytest-timeout pytest-xdist hypothesis msgspec pyzmq xxhash
+		pytest pytest-timeout pytest-xdist allpairspy hypothesis grpcio grpcio-health-checking cryptography xxhash
 	@touch $@
 
 clean:

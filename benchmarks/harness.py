@@ -1,20 +1,26 @@
 """The protocol of all benchmarks: check answers, time fairly, and record the hardware.
 
-Contenders are timed in interleaved rounds after their answers were checked, and medians reported. A
-canary, a fixed piece of work, shows whether the machine was steady.
+`run` is the main function of a program: it parses options, calls the program's `measure`, and
+writes result files. `measure` checks answers, then times contenders in interleaved rounds
+(`turns`), and reports medians. A canary, a fixed piece of work, shows whether the machine was
+steady.
 """
 
+import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Group
-from seqpar.core.hooks import hooks
+from benchmarks import RESULTS
+from seqpar.comm.messages.comm import Group
+from seqpar.core.hooks import set_hooks
 from seqpar.costs.profile import harness
 from seqpar.costs.profile.harness import (
     CORES,
@@ -28,8 +34,10 @@ from seqpar.costs.profile.harness import (
 
 __all__ = [
     "CORES",
+    "arguments_of",
     "canary",
     "check_canary",
+    "check_error",
     "drift",
     "environment",
     "exposed",
@@ -38,11 +46,86 @@ __all__ = [
     "pyplot",
     "quartiles",
     "results_file",
+    "run",
+    "sleeping",
+    "table",
+    "turns",
     "worst_error",
     "write",
 ]
 
 MAX_CANARY_DRIFT = 0.05  # relative change of the canary's time
+Results = dict[str, Any]  # as JSON has them
+# By flag: the default; or the default, a help text, and if only some values are known, these.
+# A list means several values, and False a switch.
+Arguments = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def arguments_of(doc: str | None, arguments: Arguments) -> Namespace:
+    """Return the options of the command line. `doc` is the module's docstring."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for flag, given in arguments.items():
+        default, text, *known = given if isinstance(given, tuple) else (given, None)
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        several = isinstance(default, list)
+        parser.add_argument(
+            flag,
+            default=default,
+            help=text,
+            type=type(default[0] if several else default),
+            nargs="*" if several else None,
+            choices=known[0] if known else None,
+        )
+    return parser.parse_args()
+
+
+def run(
+    name: str,
+    doc: str | None,
+    arguments: Arguments,
+    measure: Callable[[Namespace], Results],
+    draw: Callable[[Results, Path], None] | None = None,
+    canary_is: Literal["checked", "recorded", "none"] = "checked",
+) -> Results:
+    """Run a program: measure, and write `results/<device>/<name>.json`, and its picture if drawn.
+
+    A canary that drifts refuses the run, or is only recorded. Option --no-write writes nothing.
+    """
+    options = arguments_of(
+        doc, {**arguments, "--no-write": (False, "only print: write no result files")}
+    )
+    before = canary() if canary_is != "none" else 0.0
+    results = measure(options)
+    if canary_is != "none":
+        after = canary()
+        change = check_canary(before, after) if canary_is == "checked" else drift(before, after)
+        results["canary_drift"] = change
+        print(f"the canary drifted by {change:.1%}")
+    if not options.no_write:
+        path = write(RESULTS, name, results)
+        if draw is not None:
+            draw(results, path.with_suffix(".png"))
+    return results
+
+
+def turns(contenders: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield (round, contender) of interleaved rounds, each of which begins with another one."""
+    everyone = list(contenders)
+    for i in range(rounds):
+        first = i % len(everyone)
+        for contender in everyone[first:] + everyone[:first]:
+            yield i, contender
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def canary() -> float:
@@ -70,12 +153,28 @@ def check_canary(before: float, after: float) -> float:
     return change
 
 
+def check_error(name: object, error: float, limit: float) -> None:
+    """Exit if a contender's error is above the limit."""
+    if not error <= limit:
+        raise SystemExit(f"{name} has an error of {error:.1e}: no times were measured")
+
+
 def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Return the largest RMS error of some tensors relative to the RMS of the expected ones."""
     pairs = [
         (x.detach().double(), y.detach().double()) for x, y in zip(found, expected, strict=True)
     ]
     return max(float((x - y).square().mean().sqrt() / y.square().mean().sqrt()) for x, y in pairs)
+
+
+def sleeping(seconds_per_area: float | None) -> AbstractContextManager[None]:
+    """Return a context in which computations sleep, if the seconds of a pair are given.
+
+    A computation sleeps that many seconds for each attending (query, key) pair of each query head.
+    """
+    if not seconds_per_area:
+        return nullcontext()
+    return set_hooks(replace_compute=lambda area: time.sleep(area * seconds_per_area))
 
 
 def exposed(
@@ -87,17 +186,13 @@ def exposed(
 ) -> dict[str, object]:
     """Return the result of `seqpar.exposure` for a step, and the bytes that this rank sends in it.
 
-    `sent_bytes()` is the number sent so far. With `seconds_per_area`, each computation becomes a
-    sleep of that many seconds for each attending (query, key) pair of each query head.
+    `sent_bytes()` is the number sent so far. With `seconds_per_area`, computations are `sleeping`.
     """
     before = sent_bytes()
-    with hooks.set(replace_compute=lambda area: None):
+    with set_hooks(replace_compute=lambda area: None):
         step()  # the first step also opens connections
     sent = sent_bytes() - before
-    sleeping = nullcontext()
-    if seconds_per_area is not None:
-        sleeping = hooks.set(replace_compute=lambda area: time.sleep(area * seconds_per_area))
-    with sleeping:
+    with sleeping(seconds_per_area):
         return {**harness.exposed(step, group, rounds), "bytes": sent}
 
 

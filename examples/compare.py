@@ -43,10 +43,15 @@ def compare(options: argparse.Namespace, plans: Plans) -> int:
         TimeElapsedColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    # In a log, a bar would appear only at the end of all runs.
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for label, plan in plans.items():
             task = progress.add_task(label, total=options.steps, loss="")
             results[label] = run(options, *plan, partial(show, progress, task))
+            if not console.is_terminal:
+                speed = statistics.median(results[label][0]["speeds"])
+                loss = results[label][0]["losses"][-1]
+                console.print(f"{label}: {options.steps} steps, {described(loss, speed)}")
     reference = next(iter(results.values()))
     console.print(table(options, plans, results))
     if not options.inject_fault:
@@ -63,8 +68,12 @@ def compare(options: argparse.Namespace, plans: Plans) -> int:
 
 def show(progress: Progress, task: TaskID, line: dict[str, Any]) -> None:
     """Show a training's progress."""
-    text = f"loss {line['loss']:.4f}, {line['tokens/s']:,.0f} tokens/s"
+    text = described(line["loss"], line["tokens/s"])
     progress.update(task, completed=line["step"], loss=text)
+
+
+def described(loss: float, speed: float) -> str:
+    return f"loss {loss:.4f}, {speed:,.0f} tokens/s"
 
 
 def run(
@@ -162,7 +171,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             range(1, len(result[0]["losses"]) + 1),
             result[0]["losses"],
             label=label,
-            lw=6 - i,
+            lw=1 + 5 * (1 - i / len(results)),  # curves that lie on each other can all be seen
             alpha=0.7,
         )
     axes.set_xlabel("step")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from seqpar.layout.masks.mask import Mask, Slices
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 from seqpar.linear.states.sums import Gathering, Sum
 from seqpar.softmax.backends import aten
 from seqpar.softmax.compute.call_options import CallOptions

@@ -81,7 +81,7 @@ def grpo(new, old, reference, advantages, weights, clip=0.2, beta=0.04):
     return -((gain - beta * away) * weights).sum()
 
 
-def train(policy, reference, inputs, labels, advantages, weights, total):
+def train(policy, reference, inputs, labels, advantages, weights, total, average):
     """Take two steps. Returns the log-probabilities, loss and gradients of the last one."""
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
     with torch.no_grad():
@@ -93,6 +93,7 @@ def train(policy, reference, inputs, labels, advantages, weights, total):
         new = log_probabilities(policy, inputs, labels)
         loss = total(grpo(new, old, kept, advantages, weights))
         loss.backward()
+        average()
     return new.detach(), loss.detach(), [p.grad for p in policy.parameters()]
 
 
@@ -100,7 +101,7 @@ def one_process():
     batch = completions()
     labels, *parts = (batch.pop(name) for name in NAMES)
     labels = F.pad(labels[:, 1:], (0, 1), value=-100)  # next tokens, as `shard` makes them
-    return train(*models(), batch, labels, *parts, total=lambda loss: loss)
+    return train(*models(), batch, labels, *parts, total=lambda loss: loss, average=lambda: None)
 
 
 def on_ranks(group, strategy="ring"):
@@ -109,7 +110,9 @@ def on_ranks(group, strategy="ring"):
     huggingface.enable(reference, group, strategy)
     local = sp.shard(completions())
     parts = [local.pop(name) for name in NAMES]  # of this rank's tokens
-    new, loss, gradients = train(policy, reference, local, *parts, total=sp.total)
+    new, loss, gradients = train(
+        policy, reference, local, *parts, total=sp.total, average=sp.average_gradients
+    )
     return sp.unshard(new, local), loss, gradients
 
 

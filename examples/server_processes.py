@@ -180,12 +180,14 @@ def demonstrate(options: argparse.Namespace) -> int:
     """Train with servers that leave and join. Returns the exit code: 1 after an error."""
     runs = [QUIET, DISTURBED] if options.compare else [DISTURBED]
     screen, losses, wrong = Screen(options, runs), dict[str, list[float]](), ""
+    say = screen.console.print
     with screen.live:
         for label in runs:
             screen.begin(label)
             show = lambda line, servers, label=label: screen.show(label, line, servers)  # noqa: E731
             losses[label], wrong = run(options, label == DISTURBED, show)
-    say = screen.console.print
+            if not screen.console.is_terminal:  # the display would appear only after all runs
+                say(f"{label}: {options.steps} steps, loss {losses[label][-1]:.4f}")
     if not screen.console.is_terminal:
         say()
     if wrong:

@@ -5,7 +5,7 @@ Two trainers and two servers; one server is killed while another joins:
 Also run undisturbed, and compare: losses must be the same, bit for bit:
     python examples/train_disaggregated.py --compare
 Only the trainers, with servers that already run (python -m seqpar serve --bind ADDRESS):
-    torchrun --nproc-per-node 2 examples/train_disaggregated.py --servers ipc://$XDG_RUNTIME_DIR/attention-0
+    torchrun --nproc-per-node 2 examples/train_disaggregated.py --servers ipc://${XDG_RUNTIME_DIR:?}/attention-0
 
 Trainers are data parallel: each has its own documents, and DDP averages gradients. A trainer sends
 attention to servers in tasks. Tasks do not depend on the servers that compute them, so servers that

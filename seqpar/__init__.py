@@ -3,6 +3,9 @@
 Start with `strategies/`, which has one file for each strategy.
 """
 
+import seqpar.core.checkout  # before all that imports seqpar.kernels
+
+# isort: split
 # Public packages, which users reach as `seqpar.balance` and so on after `import seqpar`.
 import seqpar.balance
 import seqpar.costs
@@ -11,12 +14,14 @@ import seqpar.integrations.flash_attn
 import seqpar.integrations.mask_functions
 import seqpar.layout.plot
 import seqpar.masks
+import seqpar.memory
+import seqpar.parity
 import seqpar.servers
 import seqpar.simulate  # noqa: F401
 from seqpar.attention.backend import use_backend
 from seqpar.auto.module import AutoAttention
 from seqpar.comm.faults.heartbeat import PeerError
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.halo.functions import causal_conv1d, token_shift
 from seqpar.integrations.context_parallel import context_parallel

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
+from seqpar import __version__
+
 COMMANDS = {
     "serve": "run an attention server for trainers",
     "status": "show the state of attention servers",
     "check": "check the results and the speed of attention servers, over each transport",
-    "keygen": "create the keys of an attention server and its clients",
+    "keygen": "make, rotate and revoke the certificates of attention servers and clients",
     "bench": "benchmark strategies and other libraries on this machine or cluster",
     "plan": "recommend how to train a model on a cluster, by simulation: seqpar.recommend",
     "explore": "draw a strategy on your lengths: layout, work, bytes and predicted time",
+    "parity": "find the first place where two recorded runs of a model differ",
     "elastic": "train on ranks of which some may die, with spares or without",
     "info": "report devices, versions and settings, and what is supported on them",
 }
@@ -27,20 +30,23 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named by the arguments and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m seqpar")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"seqpar {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, description=text, add_help=False)
     name = parser.parse_known_args(argv)[0].command
-    try:
-        command, command_parser = load(name)
-    except ImportError as error:
-        print(f"{name} needs {error.name}: pip install 'seqpar[serve]'", file=sys.stderr)
+    if name is None:
+        parser.print_help()
         return 2
+    command, command_parser = load(name)
     words = list(sys.argv[1:] if argv is None else argv)
     words.remove(name)
     try:
         status: int = command.run(command_parser.parse_args(words))
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        print(f"{name} needs {error.name}: pip install 'seqpar[serve]'", file=sys.stderr)
+        return 2
     except (ValueError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

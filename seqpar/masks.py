@@ -12,7 +12,6 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from seqpar.core.arguments import (
     CuSeqlens,
@@ -20,9 +19,11 @@ from seqpar.core.arguments import (
     as_int,
     as_int_array,
     as_lengths,
+    as_sequence,
     parse_cu_seqlens,
     shown,
 )
+from seqpar.core.compiling import outside_graphs
 
 __all__ = [
     "block_causal",
@@ -40,17 +41,20 @@ Range = tuple[int, int, int, int, int, int | None, int | None]
 Ranges = list[Range]
 
 
+@outside_graphs
 def causal(cu_seqlens: CuSeqlens, window: int | None = None) -> Ranges:
     """Return a causal mask: a query attends to itself and to all or `window` keys before it."""
     low = None if window is None else -as_int("window", window, 0)
     return [(i, 0, n, 0, n, low, 0) for i, n in _documents(cu_seqlens)]
 
 
+@outside_graphs
 def full(cu_seqlens: CuSeqlens) -> Ranges:
     """Return a mask in which every query attends to all keys of its document."""
     return [(i, 0, n, 0, n, None, None) for i, n in _documents(cu_seqlens)]
 
 
+@outside_graphs
 def chunked(cu_seqlens: CuSeqlens, chunk: int, causal: bool = True) -> Ranges:
     """Return a mask of chunks of `chunk` tokens, causal or full within each, as in Llama 4."""
     high = 0 if as_bool("causal", causal) else None
@@ -61,6 +65,7 @@ def chunked(cu_seqlens: CuSeqlens, chunk: int, causal: bool = True) -> Ranges:
     ]
 
 
+@outside_graphs
 def image_blocks(
     cu_seqlens: CuSeqlens, blocks: Sequence[tuple[int, int, int]], window: int | None = None
 ) -> Ranges:
@@ -71,7 +76,7 @@ def image_blocks(
     whole image.
     """
     ranges, lengths = causal(cu_seqlens, window), dict(_documents(cu_seqlens))
-    for i, block in enumerate(blocks):
+    for i, block in enumerate(as_sequence("blocks", blocks, "(document, start, stop)")):
         document, start, stop = _block(f"blocks[{i}]", block, lengths)
         ranges.append((document, start, stop, start, stop, 1, None))
         if window is not None and stop - start > window + 1:
@@ -79,6 +84,7 @@ def image_blocks(
     return ranges
 
 
+@outside_graphs
 def global_keys(cu_seqlens: CuSeqlens, window: int, keys: int) -> Ranges:
     """Return a causal window, plus the first `keys` keys of a document for all of its queries.
 
@@ -93,6 +99,7 @@ def global_keys(cu_seqlens: CuSeqlens, window: int, keys: int) -> Ranges:
     return ranges
 
 
+@outside_graphs
 def block_causal(cu_seqlens: CuSeqlens, block: int, window: int | None = None) -> Ranges:
     """Return a mask that is causal between blocks, such as the frames of a video.
 
@@ -108,6 +115,7 @@ def block_causal(cu_seqlens: CuSeqlens, block: int, window: int | None = None) -
     ]
 
 
+@outside_graphs
 def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Ranges:
     """Return the mask of a tree of texts, each of which continues its parent.
 
@@ -140,6 +148,7 @@ def tree(parents: Sequence[int], lengths: CuSeqlens, document: int = 0) -> Range
     return ranges
 
 
+@outside_graphs
 def shared_prefix(prefix: int, branches: CuSeqlens, document: int = 0) -> Ranges:
     """Return the mask of several continuations of one text that do not attend to each other.
 
@@ -151,6 +160,7 @@ def shared_prefix(prefix: int, branches: CuSeqlens, document: int = 0) -> Ranges
     return tree([-1] + [0] * lengths.size, np.r_[prefix, lengths], document)
 
 
+@outside_graphs
 def from_magi(
     q_ranges: Any, k_ranges: Any, attn_types: Sequence[object], cu_seqlens: CuSeqlens | None = None
 ) -> Ranges:
@@ -167,6 +177,7 @@ def from_magi(
     - 3, "bi_causal": keys between these two diagonals.
     """
     edges = [_pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)]
+    attn_types = as_sequence("attn_types", attn_types, "types of attention")
     if not len(edges[0]) == len(edges[1]) == len(attn_types):
         counts = f"{len(edges[0])}, {len(edges[1])} and {len(attn_types)}"
         raise ValueError(f"q_ranges, k_ranges and attn_types must be equally long, got {counts}")
@@ -228,9 +239,10 @@ def _cut(length: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _block(name: str, block: object, lengths: dict[int, int]) -> tuple[int, int, int]:
-    if not isinstance(block, Sequence | np.ndarray | Tensor) or len(block) != 3:
+    numbers = as_sequence(name, block, "document, start and stop")
+    if len(numbers) != 3:
         raise ValueError(f"{name} must be (document, start, stop), got {shown(block)}")
-    document, start, stop = (as_int(name, x, 0) for x in block)
+    document, start, stop = (as_int(name, x, 0) for x in numbers)
     if document not in lengths:
         raise ValueError(f"{name} must be of one of {len(lengths)} documents, got {document}")
     if not start <= stop <= lengths[document]:

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from seqpar import balance
-from seqpar.balance.predict.batch import WAYS, DocumentBatch, Offloading, Pieces
+from seqpar.balance.predict.batch import WAYS, DocumentBatch, Pieces
 from seqpar.balance.predict.prediction import predict
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Tasks
@@ -79,7 +79,7 @@ def sequence_edges(lengths: Ints, context: int) -> list[int]:
     return [*edges, lengths.size]
 
 
-def in_order(lengths: Ints, costs: balance.Costs, capacity: int, offload: float = 0.0) -> float:
+def in_order(lengths: Ints, costs: balance.Costs, capacity: int) -> float:
     """Return the seconds of a step with each document, in order, on the fewest ranks that hold it.
 
     This is ByteScale's data-aware sharding without its balance. A long document is cut over
@@ -87,8 +87,7 @@ def in_order(lengths: Ints, costs: balance.Costs, capacity: int, offload: float 
     full. Ranks wait for each other at the end of the step.
     """
     ranks = costs.cluster.ranks
-    offloading = Offloading.of(costs, capacity, offload, "none") if offload else None
-    batch = DocumentBatch.of(lengths, costs, capacity, offloading)
+    batch = DocumentBatch.of(lengths, costs, capacity)
     firsts, place, room = [], -1, 0.0
     for size, held in zip(batch.least_ranks.tolist(), batch.held.tolist(), strict=True):
         if size > 1:

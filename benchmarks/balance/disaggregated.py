@@ -8,16 +8,17 @@ is checked first: it must have every visible pair once.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.balance.documents import draw
 from benchmarks.balance.published_rule import published
 from benchmarks.balance.simulated_steps import summary, tables
@@ -139,8 +140,9 @@ def planning(repeats: int = 5) -> dict[str, Any]:
     return result
 
 
-def draw_figure(cells: dict[str, Any], homes: dict[str, float] | None, path: Path) -> None:
+def draw_figure(results: dict[str, Any], path: Path) -> None:
     """Draw the bytes against max/mean of each method, at 512K × 32, and of chosen homes."""
+    cells, homes = results["curve"], results["homes"]
     plt = harness.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
     for axis, packing in zip(axes, ("cut", "whole"), strict=True):
@@ -150,8 +152,7 @@ def draw_figure(cells: dict[str, Any], homes: dict[str, float] | None, path: Pat
             axis.plot([x["worst"] for x in points], [x["mib"] for x in points], "o-", label=name)
         axis.plot([1 + x for x in TOLERANCES], [*cell["bound"].values()], "k--", label="bound")
         axis.set(xlabel="max/mean of attention, the worst seed", title=f"documents {packing}")
-        if homes is not None:
-            axis.plot(homes["worst"], homes["mib"], "r*", label="ours, homes chosen")
+        axis.plot(homes["worst"], homes["mib"], "r*", label="ours, homes chosen")
     axes[0].set(ylabel="MiB per rank and layer")
     axes[0].legend(frameon=False)
     figure.savefig(path, dpi=120)
@@ -160,7 +161,7 @@ def draw_figure(cells: dict[str, Any], homes: dict[str, float] | None, path: Pat
 def table(cells: dict[str, Any]) -> str:
     """Return the table of MiB per rank and max/mean, at tolerance 0.05 (published rule: 0.1)."""
     head = ["cell", "at home", "bound", "ours", "published rule", "by surplus"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for name, cell in cells.items():
         home, least = cell["home"], by_tolerance(cell["bound"], 0.05)
         chosen = (
@@ -169,8 +170,8 @@ def table(cells: dict[str, Any]) -> str:
             by_tolerance(cell["by surplus"], 0.05),
         )
         row = [f"{x['mib']:,.0f}, {x['max_over_mean']:.2f}" for x in (home, *chosen)]
-        lines.append(f"| {' | '.join([name, row[0], f'{least:,.0f}', *row[1:]])} |")
-    return "\n".join(lines)
+        rows.append([name, row[0], f"{least:,.0f}", *row[1:]])
+    return harness.table(head, rows)
 
 
 def by_tolerance(values: dict[Any, Any], tolerance: float) -> Any:
@@ -178,38 +179,24 @@ def by_tolerance(values: dict[Any, Any], tolerance: float) -> Any:
     return values.get(tolerance, values.get(str(tolerance)))
 
 
-def main() -> None:
-    """Plan all cells; print the tables, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=12)
-    parser.add_argument("--parts", nargs="*", default=["curve", "homes", "planning", "tables"])
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {}
-    if "curve" in arguments.parts:
-        cells = {}
-        for context, ranks in ((2**19, 32), (2**19, 8), (2**17, 32)):
-            for packing in ("cut", "whole"):
-                print(f"{context} × {ranks}, {packing}", file=sys.stderr)
-                found = curve(ranks, context, arguments.seeds, packing == "cut")
-                cells[f"{context // 1024}K × {ranks}, {packing}"] = found
-        results["curve"] = cells
-        print(table(cells))
-    if "homes" in arguments.parts:
-        results["homes"] = chosen_homes(32, 2**19, arguments.seeds)
-        print("homes chosen:", {k: round(v, 3) for k, v in results["homes"].items()})
-    if "planning" in arguments.parts:
-        results["planning"] = planning()
-        for name, row in results["planning"].items():
-            print(f"planning {name}: {1e3 * row['seconds']:.1f} ms, {row['max_over_mean']:.3f}")
-    if "tables" in arguments.parts:
-        results["tables"] = tables()
-        print(summary(results["tables"]))
-    if not arguments.no_write:
-        path = harness.write(RESULTS, "disaggregated-plans", results)
-        if "curve" in results:
-            draw_figure(results["curve"], results.get("homes"), path.with_suffix(".png"))
+def measure(options: Namespace) -> dict[str, Any]:
+    curves = {}
+    cells = itertools.product(((2**19, 32), (2**19, 8), (2**17, 32)), ("cut", "whole"))
+    for (context, ranks), packing in cells:
+        print(f"{context} × {ranks}, {packing}", file=sys.stderr)
+        found = curve(ranks, context, options.seeds, packing == "cut")
+        curves[f"{context // 1024}K × {ranks}, {packing}"] = found
+    print(table(curves))
+    homes = chosen_homes(32, 2**19, options.seeds)
+    print("homes chosen:", {k: round(v, 3) for k, v in homes.items()})
+    plans = planning()
+    for name, row in plans.items():
+        print(f"planning {name}: {1e3 * row['seconds']:.1f} ms, {row['max_over_mean']:.3f}")
+    steps = tables()
+    print(summary(steps))
+    return {"curve": curves, "homes": homes, "planning": plans, "tables": steps}
 
 
 if __name__ == "__main__":
-    main()
+    arguments = {"--seeds": 12}
+    harness.run("disaggregated-plans", __doc__, arguments, measure, draw_figure, canary_is="none")

@@ -8,15 +8,16 @@ context, at most 512K, and capacity for a quarter more.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.balance.documents import DISTRIBUTIONS, draw
 from seqpar import balance
 from seqpar.core.arguments import Ints
@@ -32,7 +33,7 @@ MOST_REMAPPED = 32  # ranks up to which plans with remapping are made too
 MODEL, DEVICE = "llama-8b", "h100"
 
 
-def measure(name: str, context: int, ranks: int) -> dict[str, Any] | None:
+def cell_of(name: str, context: int, ranks: int) -> dict[str, Any] | None:
     """Return one cell: each method's predicted seconds over the bound, and seconds of planning."""
     tokens = min(context, MOST_TOKENS)
     expected = draw(name, 2**22, context).size * tokens * ranks / 2**22
@@ -108,7 +109,7 @@ def table(cells: dict[str, dict[str, Any]]) -> str:
     """Return the cells as a table: predicted seconds over the bound, and planning of "auto"."""
     methods = (*balance.METHODS, "auto")
     head = ["cell", "documents", *methods, "attention max/mean", "remapped", "planning"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for key, cell in cells.items():
         found = [cell["methods"].get(m) for m in methods]
         values = ["" if x is None else f"{x['over_bound']:.3f}" for x in found]
@@ -116,13 +117,13 @@ def table(cells: dict[str, dict[str, Any]]) -> str:
         remapped = cell.get("remap", {}).values()
         end = [f"{auto['attention']:.3f}", " and ".join(f"{x:.3f}" for x in remapped)]
         end.append(f"{1e3 * auto['planning']:.0f} ms")
-        row = [key, f"{cell['documents']:,}", *values, *end]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        rows.append([key, f"{cell['documents']:,}", *values, *end])
+    return harness.table(head, rows)
 
 
-def draw_figure(cells: dict[str, dict[str, Any]], path: Path) -> None:
+def draw_figure(results: dict[str, Any], path: Path) -> None:
     """Draw each method's seconds over the bound, a line a method, cells by "auto"'s own."""
+    cells = results["cells"]
     plt = harness.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for method in (*balance.METHODS, "auto"):
@@ -140,40 +141,33 @@ def draw_figure(cells: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    """Plan all cells; print the table, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
-    parser.add_argument("--contexts", nargs="*", default=[*CONTEXTS], choices=[*CONTEXTS])
-    parser.add_argument("--distributions", nargs="*", default=[*DISTRIBUTIONS])
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
+def measure(options: Namespace) -> dict[str, Any]:
     cells = {}
-    for name in arguments.distributions:
-        for context in arguments.contexts:
-            for ranks in arguments.ranks:
-                print(f"{name} {context} × {ranks}", file=sys.stderr)
-                cell = measure(name, CONTEXTS[context], ranks)
-                if cell is not None:
-                    cells[f"{name}, {context} × {ranks}"] = cell
+    for case in itertools.product(options.distributions, options.contexts, options.ranks):
+        name, context, ranks = case
+        print(f"{name} {context} × {ranks}", file=sys.stderr)
+        if (cell := cell_of(name, CONTEXTS[context], ranks)) is not None:
+            cells[f"{name}, {context} × {ranks}"] = cell
     print(table(cells))
     planned = planning()
     for row in planned:
         print("{ranks} ranks × {documents} documents: {seconds:.4f} s".format(**row))
     for name, few in (("8 and 32 ranks", True), ("more ranks", False)):
         found = [x["methods"] for key, x in cells.items() if key.endswith(("× 8", "× 32")) == few]
-        for method in (*balance.METHODS,) if found else ():
-            pairs = [(x[method]["seconds"], x["auto"]["seconds"]) for x in found if method in x]
-            ratios = [one / two for one, two in pairs]
+        for method in balance.METHODS:
+            measured = [x for x in found if method in x]
+            ratios = [x[method]["seconds"] / x["auto"]["seconds"] for x in measured]
             if ratios:
                 slower = sum(ratio < 1 for ratio in ratios)
                 print(f"{name}: auto over {method}: mean {np.mean(ratios):.2f}×, {slower} below 1")
-    if not arguments.no_write:
-        results = {"model": MODEL, "device": DEVICE, "cells": cells}
-        results |= {"planning": planned}
-        path = harness.write(RESULTS, "balance", results)
-        draw_figure(cells, path.with_suffix(".png"))
+    return {"model": MODEL, "device": DEVICE, "cells": cells, "planning": planned}
 
+
+ARGUMENTS = {
+    "--ranks": [*RANKS],
+    "--contexts": ([*CONTEXTS], None, [*CONTEXTS]),
+    "--distributions": [*DISTRIBUTIONS],
+}
 
 if __name__ == "__main__":
-    main()
+    harness.run("balance", __doc__, ARGUMENTS, measure, draw_figure, canary_is="none")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.block import Block
 from seqpar import RingAttention, balance
 
 HEADS, DIM, LAYERS, VOCABULARY = 8, 64, 2, 256
@@ -31,36 +32,17 @@ MODEL = balance.Model.from_config(
 )
 
 
-class Block(nn.Module):
-    """A layer of attention and a gated MLP, as in Llama, without positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
-        self.qkv, self.out = linear(HIDDEN, 3 * HIDDEN), linear(HIDDEN, HIDDEN)
-        self.gate_up, self.down = linear(HIDDEN, 2 * FFN), linear(FFN, HIDDEN)
-
-    def forward(self, x: Tensor, attend: Any) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(1, (3, HEADS, DIM)).unbind(1)
-        x = x + self.out(attend(q, k, v).flatten(1))
-        gate, up = self.gate_up(self.norms[1](x)).chunk(2, 1)
-        return x + self.down(F.silu(gate) * up)
-
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=False)
-
-
 @functools.cache
 def model() -> nn.ModuleDict:
     """Return the model, the same on all ranks."""
     torch.manual_seed(0)
-    parts = {"embedding": nn.Embedding(VOCABULARY, HIDDEN), "head": linear(HIDDEN, VOCABULARY)}
-    return nn.ModuleDict(parts | {"blocks": nn.ModuleList(Block() for _ in range(LAYERS))})
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    blocks = nn.ModuleList(Block(HEADS, HEADS, DIM, FFN) for _ in range(LAYERS))
+    parts = {"embedding": nn.Embedding(VOCABULARY, HIDDEN), "head": head, "blocks": blocks}
+    return nn.ModuleDict(parts)
 
 
 def loss_of(ids: Tensor, labels: Tensor, attend: Any) -> Tensor:
-    """Return the sum of the tokens' losses."""
     parts = model()
     x = parts["embedding"](ids)
     for block in parts["blocks"]:
@@ -69,7 +51,6 @@ def loss_of(ids: Tensor, labels: Tensor, attend: Any) -> Tensor:
 
 
 def dataset(lengths: list[int]) -> list[Tensor]:
-    """Return each document's tokens."""
     generator = torch.Generator().manual_seed(1)
     return list(torch.randint(VOCABULARY, (sum(lengths),), generator=generator).split(lengths))
 
@@ -86,7 +67,6 @@ def local_step(text: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def attention() -> RingAttention:
-    """Return the attention of all ranks."""
     return RingAttention(dist.group.WORLD)
 
 

@@ -14,15 +14,14 @@ measured for 2 ranks.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.balance.documents import draw
 from benchmarks.balance.rank import MODEL, checked, expected, step
 from benchmarks.network.emulated import Network
@@ -43,7 +42,7 @@ def seconds_of(found: list[Row], kind: str) -> float:
     return sum(max(times) for times in zip(*(x[kind] for x in found), strict=True))
 
 
-def measured(cluster: balance.Cluster, options: argparse.Namespace, ranks: int) -> list[Row]:
+def measured(cluster: balance.Cluster, options: Namespace, ranks: int) -> list[Row]:
     """Return a row for each context and seed: methods' predicted and measured seconds."""
     rows = []
     cells = list(itertools.product(options.contexts, options.seeds))
@@ -60,7 +59,7 @@ def measured(cluster: balance.Cluster, options: argparse.Namespace, ranks: int) 
 
 
 def compare(
-    network: Network, lengths: Ints, cluster: balance.Cluster, options: argparse.Namespace
+    network: Network, lengths: Ints, cluster: balance.Cluster, options: Namespace
 ) -> dict[str, Row]:
     """Return each method's predicted seconds, and the measured seconds of each round."""
     capacity = int(SLACK * options.tokens)
@@ -81,13 +80,11 @@ def compare(
         }
         for method, plan in plans.items()
     }
-    for turn in range(options.rounds):
-        first = turn % len(METHODS)
-        for method in METHODS[first:] + METHODS[:first]:
-            answers = network(step, texts[method])
-            found[method]["bytes"] = [x["bytes"] for x in answers]
-            for kind in kinds:
-                found[method]["seconds"][kind].append(seconds_of(answers, kind))
+    for _, method in harness.turns(METHODS, options.rounds):
+        answers = network(step, texts[method])
+        found[method]["bytes"] = [x["bytes"] for x in answers]
+        for kind in kinds:
+            found[method]["seconds"][kind].append(seconds_of(answers, kind))
     for row in found.values():
         row["medians"] = {kind: statistics.median(x) for kind, x in row["seconds"].items()}
     return found
@@ -99,8 +96,7 @@ def check(network: Network, lengths: list[int], texts: dict[str, str]) -> None:
         exact = expected(lengths)
     for method, text in texts.items():
         wrong = max(harness.worst_error(found, exact) for found in network(checked, text))
-        if wrong > TOLERANCE:
-            raise SystemExit(f"{method} has an error of {wrong:.1e}: no times were measured")
+        harness.check_error(method, wrong, TOLERANCE)
 
 
 def table(rows: list[Row]) -> str:
@@ -108,7 +104,7 @@ def table(rows: list[Row]) -> str:
     head = ["ranks", "longest document", "documents", "time", "auto, ms"]
     head += [f"{method}, of predicted" for method in METHODS]
     head += [f"{method} / auto" for method in METHODS[1:]]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for row in rows:
         methods = row["methods"]
         for kind, auto in methods["auto"]["medians"].items():
@@ -116,43 +112,12 @@ def table(rows: list[Row]) -> str:
             cells.append(f"{1e3 * auto:,.0f}")
             cells += [f"{x['medians'][kind] / x['predicted']:.3f}" for x in methods.values()]
             cells += [f"{methods[method]['medians'][kind] / auto:.3f}" for method in METHODS[1:]]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return harness.table(head, lines)
 
 
-def main() -> int:
-    """Profile the machine, measure on each number of ranks, print, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=4096, help="a rank")
-    parser.add_argument(
-        "--contexts", type=int, nargs="*", default=[4096, 2048], help="the longest documents"
-    )
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1], help="seeds of the lengths")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
-    options = parser.parse_args()
-    before = harness.canary()
-    with Network("loopback", machine.devices(), timeout=600) as network:
-        cluster = balance.Cluster(**describe(network(machine.profile, PROFILE_ROUNDS)[0]))
-    rows = [row for ranks in options.ranks for row in measured(cluster, options, ranks)]
-    after = harness.canary()
-    print(table(rows))
-    drift = harness.check_canary(before, after)
-    if not options.no_write:
-        shape = {"tokens_per_rank": options.tokens, "layers": len(MODEL.layers)}
-        shape |= {"hidden": MODEL.hidden, "heads": MODEL.heads, "head_dim": MODEL.head_dim}
-        shape |= {"ffn": MODEL.layers[0].ffn, "dtype": "fp32"}
-        results: Row = {"shape": shape, "canary_drift": drift, "profile": cluster.measured}
-        path = harness.write(RESULTS, "balance-ranks", results | {"rows": rows})
-        plot(rows, path.with_suffix(".png"))
-    return 0
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw measured and predicted seconds, one panel per number of ranks."""
+def plot(results: Row, path: Path) -> None:
+    rows = results["rows"]
     numbers = list(dict.fromkeys(row["ranks"] for row in rows))
     figure, axes = harness.pyplot().subplots(
         len(numbers), 1, figsize=(11, 3.5 * len(numbers)), layout="constrained", squeeze=False
@@ -181,5 +146,24 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def measure(options: Namespace) -> Row:
+    with Network("loopback", machine.devices(), timeout=600) as network:
+        cluster = balance.Cluster(**describe(network(machine.profile, PROFILE_ROUNDS)[0]))
+    rows = [row for ranks in options.ranks for row in measured(cluster, options, ranks)]
+    print(table(rows))
+    shape = {"tokens_per_rank": options.tokens, "layers": len(MODEL.layers)}
+    shape |= {"hidden": MODEL.hidden, "heads": MODEL.heads, "head_dim": MODEL.head_dim}
+    shape |= {"ffn": MODEL.layers[0].ffn, "dtype": "fp32"}
+    return {"shape": shape, "profile": cluster.measured, "rows": rows}
+
+
+ARGUMENTS = {
+    "--tokens": (4096, "a rank"),
+    "--contexts": ([4096, 2048], "the longest documents"),
+    "--seeds": ([0, 1], "seeds of the lengths"),
+    "--ranks": [2, 4],
+    "--rounds": 7,
+}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("balance-ranks", __doc__, ARGUMENTS, measure, plot)

@@ -26,6 +26,7 @@ from benchmarks.balance.published_rule import published
 from benchmarks.balance.task_figures import as_parts, travelling
 from benchmarks.balance.units import TENSOR, WAYS, Machine
 from benchmarks.balance.wlb_steps import wlb
+from benchmarks.harness import table
 from seqpar.balance import Tasks, disaggregate, place_homes
 from seqpar.core.arguments import Ints
 from seqpar.core.ranges import sort_keys
@@ -169,11 +170,11 @@ def summary(cells: dict[str, Any]) -> str:
     """Return the range over contexts and GPUs of each model, distribution and pipeline."""
     columns = "over WLB-LLM", "rule over WLB-LLM", "over DistCA's rule"
     head = ["model", "lengths", "stages", *columns, "published"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for (model, pipeline, name), published_range in PUBLISHED.items():
         stages = 4 if pipeline else 1
         rows = [x for key, x in cells.items() if key.startswith(f"{model}, {name}, {stages},")]
         ranges = [[row[column] for row in rows] for column in columns]
         values = [f"{min(x):.2f}–{max(x):.2f}" for x in ranges]
-        lines.append(f"| {' | '.join([model, name, str(stages), *values, published_range])} |")
-    return "\n".join(lines)
+        lines.append([model, name, str(stages), *values, published_range])
+    return table(head, lines)

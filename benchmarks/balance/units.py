@@ -35,7 +35,6 @@ class Machine(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
         return len(self.costs.model.layers)
 
     def linear(self, tokens: Floats, way: bool) -> Floats:

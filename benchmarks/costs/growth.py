@@ -9,16 +9,15 @@ list a new layout's messages is measured: CPU time, one sample. The recorded byt
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from seqpar import Layout
 from seqpar.attention.backend import use_backend
 from seqpar.costs.cluster import Cluster
@@ -28,7 +27,7 @@ from seqpar.costs.model import Model
 from seqpar.simulate import Comm, Program, play, record
 from seqpar.simulate.playback.one_rank import seconds_in_step
 from seqpar.simulate.recording.program import Post
-from seqpar.simulate.steps.layers import Attending
+from seqpar.simulate.steps.recorded_layers import Attending
 from seqpar.strategies.zeco import ZeCO
 
 RANKS = 8, 32, 128, 512, 2048, 4096, 16384
@@ -51,14 +50,12 @@ class Case(NamedTuple):
 
     @property
     def costs(self) -> Costs:
-        """The costs of the case's model on its cluster."""
         recurrent = self.strategy == "recurrent"
         model = Model.preset("qwen3-next-80b" if recurrent else MODELS[self.kind])
         return Costs(Cluster.preset(f"{self.ranks // NODE}x{NODE}-h100"), model)
 
     @property
     def attending(self) -> Attending:
-        """The layer's attention."""
         model, kind = self.costs.model, "softmax" if self.kind == "dense" else self.kind
         layer = next(x for x in model.layers if x.kind == kind)
         return Attending(model, layer, torch.bfloat16, TRANSPORTS.get(self.strategy, "all_gather"))
@@ -92,7 +89,6 @@ class Case(NamedTuple):
 
 
 def cases(ranks: tuple[int, ...] = RANKS) -> list[Case]:
-    """Return all cases, each once."""
     kinds = [(x, kind) for x in SOFTMAX for kind in ("dense", "window")]
     kinds += [(x, "linear") for x in TRANSPORTS]
     found = [
@@ -183,21 +179,16 @@ def row_of(case: Case) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Compute all cases and write the result file; `growth_page` draws it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
-    options = parser.parse_args()
+def measure(_: Namespace) -> dict[str, Any]:
+    """Compute all cases; `growth_page` draws them."""
     rows = []
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(harness.CORES, spawned) as pool:
         for row in pool.map(row_of, cases()):
             rows.append(row)
             print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-    if not options.no_write:
-        harness.write(RESULTS, "growth", {"models": MODELS, "rows": rows})
-    return 0
+    return {"models": MODELS, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("growth", __doc__, {}, measure, canary_is="none")

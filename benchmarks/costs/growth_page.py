@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, harness
 from benchmarks.costs.growth import PLAYED_RANKS, RANKS, TOKENS, TOKENS_PER_RANK
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ PANELS = (
 
 
 def rows_of() -> list[Row]:
-    """Return the rows of the committed results."""
     found: list[Row] = json.loads(next(RESULTS.rglob("growth.json")).read_text())["rows"]
     return found
 
@@ -80,7 +79,7 @@ def fastest(rows: list[Row]) -> str:
     """Return a table of the strategies that are predicted fastest, among those that fit."""
     columns = [(kind, weak) for kind in ("dense", "window", "linear") for weak in (True, False)]
     head = ["ranks", *(f"{kind}, {'weak' if weak else 'strong'}" for kind, weak in columns)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for ranks in RANKS:
         cells = [f"{ranks:,}"]
         for kind, weak in columns:
@@ -94,15 +93,14 @@ def fastest(rows: list[Row]) -> str:
             ]
             names = [row["strategy"] for row in sorted(fitting, key=lambda row: row["seconds"])]
             cells.append(", ".join(names[:2]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return harness.table(head, lines)
 
 
 def generated(rows: list[Row]) -> str:
-    """Return the tables and pictures of the page."""
     head = "strategy", "layer", "sent, GB", "messages", "memory, GB", "host, ms", "predicted, ms"
     head += "of ideal", f"predicted / simulated, {PLAYED_RANKS} ranks"
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for row in rows:
         if row["ranks"] != RANKS[-1] or row["tokens"] == TOKENS:
             continue
@@ -114,9 +112,8 @@ def generated(rows: list[Row]) -> str:
         cells = [f"{value(row):,.3g}" if value(row) < 100 else f"{value(row):,.0f}"
                  for _, value in PANELS[:-1]]  # fmt: skip
         ideal = 100 * row["ideal_seconds"] / row["seconds"]
-        cells = [row["strategy"], row["kind"], *cells, f"{ideal:.2g}%", f"{played:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    parts = ["\n".join(lines), "## The two fastest that fit in memory", fastest(rows)]
+        lines.append([row["strategy"], row["kind"], *cells, f"{ideal:.2g}%", f"{played:.2f}"])
+    parts = [harness.table(head, lines), "## The two fastest that fit in memory", fastest(rows)]
     parts.append("## Pictures")
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         name = f"{strategy}.png"
@@ -125,12 +122,10 @@ def generated(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """Return the page with the generated text replaced."""
     return GENERATED.sub(lambda _: generated(rows), PAGE.read_text())
 
 
 def main() -> None:
-    """Write the pictures and the page."""
     rows = rows_of()
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         draw(strategy, [row for row in rows if row["strategy"] == strategy])

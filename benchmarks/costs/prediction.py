@@ -12,10 +12,8 @@ On a CPU all times, including the canary's, are CPU times of the rank's core
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.kernels.softmax_workloads import pretrain_documents
 from seqpar import Layout
 from seqpar.costs.cluster import Cluster
@@ -104,7 +102,6 @@ def held_out(setting: Setting) -> list[tuple[dict[str, Any], Calls]]:
 
 
 def modules(setting: Setting) -> list[tuple[dict[str, Any], Calls]]:
-    """Return held-out linear modules."""
     scale = 8 if setting.device == "cuda" else 1
     found: list[tuple[dict[str, Any], Calls]] = []
     for tokens, width in ((300, 512), (1000, 512), (700, 768), (2000, 384)):
@@ -183,8 +180,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw predicted over measured times, of forward and of backward."""
+def plot(results: dict[str, Any], path: Path) -> None:
+    rows = results["rows"]
     figure, axes = harness.pyplot().subplots(
         1, 2, figsize=(11, 4.5), sharey=True, layout="constrained"
     )
@@ -209,49 +206,30 @@ def canary(setting: Setting) -> float:
     return statistics.median(core_seconds(lambda: x @ x, setting.device) for _ in range(50))
 
 
-def main() -> int:
-    """Measure, predict, print, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each call")
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
-    options = parser.parse_args()
-    setting, load_before = Setting.of_this_machine(), os.getloadavg()[0]
+def measure(options: Namespace) -> dict[str, Any]:
+    """Measure, predict, and print. The canary's times are CPU times too."""
+    setting = Setting.of_this_machine()
     with one_thread():
         canary(setting)
         before = canary(setting)
         found = profile(options.rounds, [*held_out(setting), *modules(setting)])
         after = canary(setting)
-    cluster = Cluster(**describe(found))
-    rows = compare(found, cluster)
+    rows = compare(found, Cluster(**describe(found)))
     for row in rows:
         print(
             f"{row['kind']:18} {row['tokens']:6} {row['pass']:9} {row['measured'] * 1e3:9.2f} ms, "
             f"predicted {row['predicted'] * 1e3:9.2f}, {row['error']:+6.1%}"
         )
-    found_errors = summary(rows)
-    for kind, sizes in found_errors.items():
+    errors = summary(rows)
+    for kind, sizes in errors.items():
         other = sizes["median_of_pairs_alone"]
         rule = "" if other is None else f"; proportional to pairs: {other:.1%}"
-        print(
-            f"{kind:18} median {sizes['median']:.1%}, 9 of 10 below {sizes['ninth_decile']:.1%}"
-            f"{rule}"
-        )
+        figures = f"median {sizes['median']:.1%}, 9 of 10 below {sizes['ninth_decile']:.1%}"
+        print(f"{kind:18} {figures}{rule}")
     drift = harness.check_canary(before, after)
-    if not options.no_write:
-        load = {"before": load_before, "after": os.getloadavg()[0]}  # processes, over a minute
-        results = {
-            "canary_drift": drift,
-            "load": load,
-            "errors": found_errors,
-            "rows": rows,
-            "profile": found,
-        }
-        path = harness.write(RESULTS, "costs", results)
-        plot(rows, path.with_suffix(".png"))
-    return 0
+    return {"canary_drift": drift, "errors": errors, "rows": rows, "profile": found}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = {"--rounds": (9, "turns of each call")}
+    harness.run("costs", __doc__, arguments, measure, plot, canary_is="none")

@@ -45,7 +45,6 @@ def device_rates() -> tuple[float, dict[torch.dtype, float]]:
 
 
 def refusal(contender: str, error: Exception) -> dict[str, str]:
-    """Return the result of a contender that failed."""
     first = f"{type(error).__name__}: {error}".splitlines()[0]
     return {"contender": contender, "refused": first[:200]}
 

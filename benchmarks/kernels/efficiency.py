@@ -1,37 +1,28 @@
-"""Compare the computation of all ranks of a strategy with one kernel over all tokens.
+"""The time of all ranks' attention kernels, which one device computes rank by rank.
 
 Ranks are virtual: they run one after another on one device and receive noise instead of messages.
 The attention kernels of every step are timed by the device's clock. The efficiency is one device's
 time for the whole sequence over the sum of the ranks' times; the loss comes from smaller tiles,
-continued partials, and merging. Results are written after each workload, and the next start
-continues there.
+continued partials, and merging. `virtual_ranks.py` is the program.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import RESULTS, harness
-from benchmarks.kernels.device import DEVICE, GPU, HEAD_START, START_AGAIN, refusal, usable
-from seqpar import Layout, USPAttention, make_attention, use_backend
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.comm.messages.header import Message
-from seqpar.core.hooks import Moment, TracedWork, hooks
+from benchmarks.kernels.device import DEVICE, GPU, HEAD_START
+from seqpar import Layout, USPAttention, make_attention
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.comm.messages.message_header import Message
+from seqpar.core.hooks import Moment, TracedWork, set_hooks
 from seqpar.softmax.call import Operands
 
-STRATEGIES = ("ring", "all_gather", "token_ring", "ulysses", "usp")
-LAYOUTS = ("zigzag", "contiguous", "striped")
 BACKEND = "triton" if GPU else "aten"
 PASSES = ("forward", "backward")
 
@@ -132,7 +123,7 @@ def timed(function: Callable[[], object]) -> float:
     clock = Clock()
     if GPU:
         torch.cuda._sleep(10 * HEAD_START)
-    with torch.no_grad(), hooks.set(trace=clock):
+    with torch.no_grad(), set_hooks(traces=(clock,)):
         function()
     return clock.seconds()
 
@@ -142,13 +133,6 @@ def median(rank: Callable[[], Rank], rounds: int) -> tuple[float, ...]:
     made = rank()
     made.seconds()
     return tuple(map(statistics.median, zip(*[made.seconds() for _ in range(rounds)], strict=True)))
-
-
-def workloads(sizes: Sizes) -> Iterator[tuple[str, str, str, list[int]]]:
-    """Yield names, strategies, layouts' kinds and cu_seqlens."""
-    for documents, kind, strategy in itertools.product((1, 32), LAYOUTS, STRATEGIES):
-        edges = [sizes.tokens * i // documents for i in range(documents + 1)]
-        yield f"{strategy}, {kind}, {documents} documents", strategy, kind, edges
 
 
 def measure(
@@ -169,56 +153,3 @@ def measure(
             "slowest": sizes.ranks * max(took) / sum(took),
         }
     return found
-
-
-def table(results: list[dict[str, Any]]) -> None:
-    """Print one line per workload."""
-    print(f"{'efficiency (slowest rank ÷ mean)':44s}" + "".join(f"{x:>18s}" for x in PASSES))
-    for result in results:
-        cells = result.get("refused", "")[:60]
-        if not cells:
-            rates = (result[x] for x in PASSES)
-            cells = "".join(f"{x['efficiency']:10.1%} ({x['slowest']:4.2f})" for x in rates)
-        print(f"{result['workload']:44s}{cells}")
-
-
-def main() -> int:
-    """Measure the remaining workloads, and print all results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument(
-        "--seconds", type=float, default=480, help="begin no workload after this time"
-    )
-    parser.add_argument("--tokens", type=int, default=65536 if GPU else 2048)
-    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="query and KV heads")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    sizes = Sizes(options.tokens, *options.heads, options.dim, options.ranks)
-    path, began = harness.results_file(options.folder, "efficiency"), time.monotonic()
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    results = known["results"] if known.get("sizes") == sizes._asdict() else []
-    done = {result["workload"] for result in results}
-    left = [x for x in workloads(sizes) if x[0] not in done]
-    for name, strategy, kind, edges in left:
-        if time.monotonic() > began + options.seconds:
-            return START_AGAIN
-        print(name, flush=True)
-        try:
-            with use_backend(BACKEND):
-                result = measure(strategy, kind, edges, sizes, options.rounds)
-        except Exception as error:
-            result = refusal(strategy, error)
-        results.append({"workload": name} | result)
-        harness.write(options.folder, "efficiency", {"sizes": sizes._asdict(), "results": results})
-        if not usable():
-            return START_AGAIN
-    table(results)
-    return int(any("refused" in result for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ from benchmarks.kernels.softmax_workloads import Workload
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 
 CHUNK = 64  # rows, for the count of FLOPs
 SOFTMAX = 2**17  # the most tokens for which softmax attention is timed too

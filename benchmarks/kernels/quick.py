@@ -11,7 +11,6 @@ exits with 1 if ours is wrong or a workload is left when the time is up.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn.attention import SDPBackend
 
+from benchmarks import harness
 from benchmarks.kernels import softmax_contenders as contenders
 from benchmarks.kernels.device import DEVICE, GPU
 from benchmarks.kernels.run import Runner, right
@@ -103,14 +103,12 @@ def rows(work: Workload, made: list[Runner], rounds: int) -> list[str]:
 
     A contender that fails in a round has no figure.
     """
-    for number in range(rounds):
-        for j in range(len(made)):
-            runner = made[(number + j) % len(made)]
-            try:
-                if len(runner.forward) == len(runner.backward) == number:
-                    runner.turn(0)
-            except Exception as error:
-                print(f"  {runner.name}: {_first_line(error)}", flush=True)
+    for number, runner in harness.turns(made, rounds):
+        try:
+            if len(runner.forward) == len(runner.backward) == number:
+                runner.turn(0)
+        except Exception as error:
+            print(f"  {runner.name}: {_first_line(error)}", flush=True)
     lines, label = [], f"{work.kind} {work.tokens} {work.heads}:{work.kv_heads} d{work.dim}"
     label += " softcap" * (work.softcap > 0)
     for way, factor in (("forward", 1.0), ("backward", BACKWARD)):
@@ -130,15 +128,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:150]
 
 
+ARGUMENTS = {
+    "--backends": (False, "compare backends, by kind of call"),
+    "--seconds": (80.0, "start no workload after these"),
+    "--rounds": 7,
+}
+
+
 def main() -> int:
-    """Check all contenders, measure the workloads, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backends", action="store_true", help="compare backends, by kind of call")
-    parser.add_argument("--seconds", type=float, default=80, help="start no workload after these")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = harness.arguments_of(__doc__, ARGUMENTS)
     began, field = time.monotonic(), backends if options.backends else libraries
     wrong = check(field)
     works = workloads(options.backends)

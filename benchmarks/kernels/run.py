@@ -14,14 +14,14 @@ GPU, results are written after each workload, and `--resume` continues after the
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
+import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmarks import RESULTS, harness
-from benchmarks.kernels import figures
 from benchmarks.kernels import softmax_contenders as contenders
 from benchmarks.kernels.device import (
     DEVICE,
@@ -47,6 +46,7 @@ from benchmarks.kernels.softmax_workloads import Workload
 # bytes: shared memory of all multiprocessors, or second-level caches
 ON_CHIP = 132 * 228 * 1024 if GPU else 2 * 2**20
 BUFFERS = 3
+FACTORS = {"forward": 1.0, "backward": 2.5}  # FLOPs, in forwards
 # relative error of a correct result: bf16 rounds inputs of the products
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -202,22 +202,41 @@ def measure(
         }
 
 
+def table(results: list[dict[str, Any]]) -> str:
+    """Return TFLOP/s by mask area, our ratio to each peer, and each share of the limit."""
+    rows = []
+    for result in results:
+        ours = next(run for run in result["runs"] if run["contender"] in ("triton", "aten"))
+        for run in result["runs"]:
+            name = result["workload"], run["contender"]
+            if "refused" in run:
+                rows.append([*name, "refused", "", "", "", run["refused"][:40]])
+                continue
+            took = {way: _median(run, way) for way in FACTORS}
+            rates = [FACTORS[way] * result["flops"] / took[way] / 1e12 for way in FACTORS]
+            ratios = [took[way] / _median(ours, way) for way in FACTORS]
+            cells = (*rates, *ratios, result["limit"] / took["forward"])
+            rows.append([*name, *("" if math.isnan(x) else f"{x:.3g}" for x in cells)])
+    head = "workload", "contender", "forward", "backward", "ours ÷ it", "backward", "of limit"
+    return harness.table(head, rows)
+
+
+def _median(run: dict[str, Any], way: str) -> float:
+    return statistics.median(run[way]) if run.get(way) else math.nan
+
+
+ARGUMENTS = {
+    "--seconds": (480.0, "start no round after this time"),
+    "--rounds": (30 if GPU else 11, "rounds, at most; at least 3"),
+    "--only": ("", "workloads whose name contains this"),
+    "--no-write": (False, "print, and write no result file"),
+    "--folder": (RESULTS, "for the result file"),
+    "--resume": (False, "continue from results, and write after each workload"),
+}
+
+
 def main() -> int:
-    """Measure every workload, print the table, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=480, help="start no round after this time")
-    parser.add_argument(
-        "--rounds", type=int, default=30 if GPU else 11, help="rounds, at most; at least 3"
-    )
-    parser.add_argument("--only", default="", help="workloads whose name contains this")
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result files")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="for result files")
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from results, and write after each workload"
-    )
-    options = parser.parse_args()
+    options = harness.arguments_of(__doc__, ARGUMENTS)
     began, path = time.monotonic(), harness.results_file(options.folder, "kernels")
     known = json.loads(path.read_text()) if options.resume and path.is_file() else {}
     results: list[dict[str, Any]] = known.get("results", [])
@@ -255,12 +274,11 @@ def main() -> int:
         if not usable():
             print(f"{name} left the device unusable")
             return START_AGAIN
-    figures.table(results)
+    print(table(results))
     if watched:
         found["canary_drift"] = harness.check_canary(before, harness.canary())
     if not options.no_write:
-        path = harness.write(options.folder, "kernels", found)
-        figures.plot(results, path.with_suffix(".png"))
+        harness.write(options.folder, "kernels", found)
     if left and options.resume:
         return START_AGAIN
     return int(

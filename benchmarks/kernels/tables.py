@@ -9,13 +9,13 @@ process's CPU time, because other programs share the machine's cores.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from seqpar.kernels import flash_attention
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.ranks.overhead import sources_at
 from seqpar import Layout
 from seqpar.layout.masks.mask import Mask, Slices, slices_between, slices_over
@@ -131,35 +131,27 @@ def row_of(name: str, contenders: dict[str, ModuleType], rounds: int) -> dict[st
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of docs/benchmarks/kernels.md."""
-    lines = ["| tables of forward and backward | MB | before | ms | before |"]
-    lines.append("|---|---|---|---|---|")
+    lines = []
     for row in rows:
         sizes, medians = row["bytes"], row["medians"]
         cells = [f"{sizes['now'] / 1e6:.1f}", "", f"{medians['now']:.1f}", ""]
         if "before" in sizes:
             cells[1], cells[3] = f"{sizes['before'] / 1e6:,.1f}", f"{medians['before']:,.1f}"
-        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([row["case"], *cells])
+    head = ["tables of forward and backward", "MB", "before", "ms", "before"]
+    return harness.table(head, lines)
 
 
-def main() -> int:
-    """Measure all cases, print them, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="the older commit")
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
-    options = parser.parse_args()
+def measure(options: Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         before = kernels_at(options.before, Path(folder))
         contenders = {"now": flash_attention, "before": before}
         rows = [row_of(name, contenders, options.rounds) for name in CASES]
     print(table(rows))
-    if not options.no_write:
-        results = {"before": options.before, "rounds": options.rounds, "rows": rows}
-        harness.write(RESULTS, "kernel-tables", results)
-    return 0
+    return {"before": options.before, "rounds": options.rounds, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = {"--rounds": 11, "--before": (BEFORE, "the older commit")}
+    harness.run("kernel-tables", __doc__, arguments, measure, canary_is="none")

@@ -39,7 +39,7 @@ BURST = (
 )  # bytes that an idle link accepts immediately; smaller buckets are not refilled in time
 TOPOLOGIES = ("mesh", "switch", "loopback")
 _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1  # <linux/sched.h>, <linux/prctl.h>
-Task = tuple[Callable[..., Any], tuple[Any, ...]]
+HostCall = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def lacking() -> str:
@@ -130,14 +130,14 @@ class Network:
                 peer_name,
                 *ends[1],
             )
-        tasks: list[Task] = [(_be_host, (rank, routes[rank], self.rate_mbit)) for rank in ranks]
-        self._ask(tasks + [(_be_switch, (names, self.rate_mbit))] * (self.topology == "switch"))
+        calls: list[HostCall] = [(_be_host, (rank, routes[rank], self.rate_mbit)) for rank in ranks]
+        self._ask(calls + [(_be_switch, (names, self.rate_mbit))] * (self.topology == "switch"))
 
-    def _ask(self, tasks: list[Task]) -> list[Any]:
-        for pipe, task in zip(self._pipes, tasks, strict=False):
-            pipe.send(task)
+    def _ask(self, calls: list[HostCall]) -> list[Any]:
+        for pipe, call in zip(self._pipes, calls, strict=False):
+            pipe.send(call)
         answers = []
-        for rank, pipe in enumerate(self._pipes[: len(tasks)]):
+        for rank, pipe in enumerate(self._pipes[: len(calls)]):
             failure, answer = (
                 pipe.recv() if pipe.poll(self.timeout) else (f"no answer in {self.timeout} s", None)
             )

@@ -8,27 +8,25 @@ Each way is first checked: received messages must equal the sent ones.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
 import socket
 import statistics
-import sys
 import threading
 import time
+from argparse import Namespace
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.network.emulated import Network, address
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.comm.messages.header import Exchange, Message
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.comm.messages.message_header import Exchange, Message
 
 RANKS, MIB, CHUNK, PORT = 4, 1 << 20, 1 << 20, 7000
 SEAM, SOCKETS, CHUNKS = "seam", "plain sockets", "1 MiB chunks"  # SEAM is Comm.exchange itself
@@ -200,17 +198,8 @@ def take(way: str, pattern: str, size: int, check: bool) -> float:
     return seconds
 
 
-def main() -> int:
-    """Measure each pattern in each way, print fractions, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rate", type=int, default=400, help="rate of a link, Mbit/s")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
-    options = parser.parse_args()
+def measure(options: Namespace) -> dict[str, Any]:
     samples: dict[str, list[float]] = {}
-    before = harness.canary()
     for topology in ("mesh", "switch"):
         with Network(topology, RANKS, options.rate) as network:
             cases = [
@@ -230,14 +219,8 @@ def main() -> int:
                     samples.setdefault(f"{topology}/{mib} MiB/{pattern}/{way}", []).append(fraction)
     medians = {key: statistics.median(values) for key, values in samples.items()}
     show(medians)
-    if not options.no_write:
-        # The drift is only reported: plain sockets are this measurement's canary.
-        drift = harness.drift(before, harness.canary())
-        setting = {"ranks": RANKS, "rate_mbit": options.rate, "canary_drift": drift}
-        found = {"setting": setting, "fraction_of_rate": medians, "samples": samples}
-        path = harness.write(RESULTS, "network-exchange", found)
-        plot(medians, path.with_suffix(".png"))
-    return 0
+    setting = {"ranks": RANKS, "rate_mbit": options.rate}
+    return {"setting": setting, "fraction_of_rate": medians, "samples": samples}
 
 
 def show(medians: dict[str, float]) -> None:
@@ -253,30 +236,7 @@ def show(medians: dict[str, float]) -> None:
     print("\nFractions of the nominal rate, and of the rate of plain sockets.")
 
 
-def plot(medians: dict[str, float], path: Path) -> None:
-    """Draw the rates of 8 MiB messages, one panel per topology."""
-    figure, both = harness.pyplot().subplots(
-        2, 1, figsize=(10, 7), layout="constrained", sharex=True
-    )
-    for axes, topology in zip(both, ("mesh", "switch"), strict=True):
-        for i, way in enumerate(WAYS):
-            heights = [
-                medians.get(f"{topology}/8 MiB/{pattern}/{way}", 0.0) for pattern in patterns(0, 1)
-            ]
-            axes.bar([x + i * 0.17 for x in range(len(heights))], heights, 0.16, label=way)
-        axes.set(
-            title=f"{topology}, 8 MiB per message",
-            ylabel="fraction of the links' rate",
-            ylim=(0, 1.05),
-        )
-    labels = [
-        pattern.replace(", ", ",\n").replace(" and", "\nand").replace("both ", "both\n")
-        for pattern in patterns(0, 1)
-    ]
-    both[1].set_xticks([x + 0.34 for x in range(len(labels))], labels, fontsize=7)
-    both[0].legend(fontsize=7, ncols=len(WAYS), loc="lower center")
-    figure.savefig(path, dpi=150)
+ARGUMENTS = {"--rate": (400, "rate of a link, Mbit/s"), "--rounds": 3}
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # plain sockets are this measurement's canary
+    harness.run("network-exchange", __doc__, ARGUMENTS, measure, canary_is="recorded")

@@ -11,25 +11,23 @@ sleeps, and predicts all other runs. `papers/lasp2.py` applies it to the paper's
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import statistics
-import sys
+from argparse import Namespace
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.network.emulated import BURST, Network
 from benchmarks.network.linear_contenders import CONTENDERS
 from benchmarks.papers import linear_cost
 from benchmarks.papers.linear_cost import Machine
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 
 HEADS, DIM = 16, 128  # as in the paper: 1 MiB per state, 8 KiB for a token's keys and values
 LOG_DECAY = -torch.logspace(-10, -3, HEADS, base=2, dtype=torch.float64)
@@ -91,7 +89,7 @@ def timed(
     )
 
 
-def measure(
+def measured(
     network: Network, lengths: list[int], rounds: int, seconds_per_area: float | None
 ) -> list[Row]:
     """Return a row for each contender, length and pass, with medians over interleaved rounds."""
@@ -161,7 +159,6 @@ def errors(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def show(rows: list[Row], constants: dict[str, float]) -> None:
-    """Print the rows, the model's constants, and its errors."""
     for row in rows:
         slowdown, off = row["total"] / row["without_communication"], row["predicted"] / row["total"]
         print(
@@ -183,64 +180,30 @@ def show(rows: list[Row], constants: dict[str, float]) -> None:
         )
 
 
-def main() -> int:
-    """Measure at each place, fit the model, print both, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048, 4096], help="a rank")
-    parser.add_argument("--rate", type=int, default=200, help="rate of a link, Mbit/s")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
-    options = parser.parse_args()
-    before, rows, area_seconds = harness.canary(), [], 0.0
+def measure(options: Namespace) -> dict[str, Any]:
+    rows, area_seconds = [], 0.0
     for topology, ranks in PLACES:
         with Network(topology, ranks, options.rate) as network:
             for contender in CONTENDERS:
-                wrong = max(network(error, contender, 64))
-                if wrong > 0.02:
-                    raise SystemExit(
-                        f"{contender} has an error of {wrong:.1%}: no times were measured"
-                    )
+                harness.check_error(contender, max(network(error, contender, 64)), 0.02)
             if not area_seconds:  # at the first place, which has 2 ranks
-                rows += measure(network, options.tokens, options.rounds, None)
+                rows += measured(network, options.tokens, options.rounds, None)
                 longest = [row for row in rows if row["tokens"] == max(options.tokens)]
                 own = [row for row in longest if row["contender"] == "data parallel"][-1]
                 area_seconds = own["total"] / sum(part.area for part in parts(own))
-            rows += measure(network, options.tokens, options.rounds, area_seconds)
-    drift = harness.drift(before, harness.canary())
+            rows += measured(network, options.tokens, options.rounds, area_seconds)
     constants = predict(rows)
     show(rows, constants)
-    print(f"the canary drifted by {drift:.1%}")
-    if not options.no_write:
-        setting = {"heads": HEADS, "head_dim": DIM, "dtype": "bf16"}
-        setting |= {"rounds": options.rounds, "canary_drift": drift}
-        model = {"constants": constants, "held_out_errors": errors(rows)}
-        found = {"setting": setting, "rows": rows, "model": model}
-        path = harness.write(RESULTS, "network-linear", found)
-        plot(rows, path.with_suffix(".png"))
-    return 0
+    setting = {"heads": HEADS, "head_dim": DIM, "dtype": "bf16", "rounds": options.rounds}
+    model = {"constants": constants, "held_out_errors": errors(rows)}
+    return {"setting": setting, "rows": rows, "model": model}
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw measured and predicted times on 4 ranks."""
-    figure, axes = harness.pyplot().subplots(1, 2, figsize=(10, 5), layout="constrained")
-    colors = {contender: f"C{i}" for i, contender in enumerate(CONTENDERS)}
-    rows = [row for row in rows if row["ranks"] == 4 and row["pass"] == PASSES[1]]
-    for axis, topology in zip(axes, ("mesh", "switch"), strict=True):
-        for contender in CONTENDERS:
-            place = topology, contender
-            chosen = [row for row in rows if (row["topology"], row["contender"]) == place]
-            tokens, color = [row["tokens"] for row in chosen], colors[contender]
-            measured, model = ([row[x] * 1e3 for row in chosen] for x in ("total", "predicted"))
-            axis.plot(tokens, measured, "o", color=color, label=contender)
-            axis.plot(tokens, model, "-", color=color)
-        axis.set(xlabel="tokens per rank", ylabel="forward + backward, ms")
-        axis.set(xscale="log", yscale="log")
-        axis.set_title(f"4 ranks, {topology}")
-    axes[0].legend(title="dots: measured, lines: model", fontsize=8)
-    figure.savefig(path, dpi=150)
-
+ARGUMENTS = {
+    "--tokens": ([512, 2048, 4096], "a rank"),
+    "--rate": (200, "rate of a link, Mbit/s"),
+    "--rounds": 3,
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("network-linear", __doc__, ARGUMENTS, measure, canary_is="recorded")

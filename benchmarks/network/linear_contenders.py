@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from seqpar import LASP2Attention, Layout
-from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.comm.messages.comm import Comm, Pending
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 
 
 class Way:

@@ -10,30 +10,29 @@ contenders.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import itertools
-import math
 import statistics
-import sys
-import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-
-import seqpar
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.network.emulated import Network
-from benchmarks.network.softmax import DIM, HEADS, PASSES, UNIT, Row, operands
-from seqpar import Layout
-from seqpar.core.hooks import hooks
+from benchmarks.network.softmax import (
+    BF16,
+    DIM,
+    HEADS,
+    LARGEST_ERROR,
+    PASSES,
+    Contender,
+    Row,
+    error,
+    step,
+    transfer_seconds,
+)
+from benchmarks.steps import module
 
-BF16 = {"partial_dtype": torch.bfloat16}
-CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
+CONTENDERS: dict[str, Contender] = {
     "ring": ("ring", {}),
     "all_gather": ("all_gather", {}),
     "token_ring": ("token_ring", {}),
@@ -41,84 +40,47 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "token_ring, bf16 partials": ("token_ring", BF16),
     "mesh, bf16 partials": ("mesh", BF16),
 }
-NAME = "network-mesh"  # of the result files
 
 
-@functools.cache
-def module(contender: str) -> torch.nn.Module:
-    """Return a contender's module on all ranks."""
-    name, options = CONTENDERS[contender]
-    side = math.isqrt(dist.get_world_size())
-    group = init_device_mesh("cpu", (side, side)) if name == "mesh" else dist.group.WORLD
-    return seqpar.make_attention(name, group, **options)
-
-
-def step(contender: str, local: int, backward: bool, seed: int = 0) -> list[torch.Tensor]:
-    """Return out and the gradients of q, k and v, of a call with `local` tokens per rank."""
-    layout = Layout.contiguous(local * dist.get_world_size(), dist.get_world_size())
-    *leaves, dout = operands(local, seed)
-    out = module(contender)(*(x.requires_grad_(backward) for x in leaves), layout, causal=False)
-    return [out.detach(), *(torch.autograd.grad(out, leaves, dout) if backward else ())]
-
-
-def error(contender: str, local: int) -> float:
-    """Return the largest RMS error of out, dq, dk and dv, over the RMS of the expected results.
-
-    Those are computed in fp64 from all ranks' tokens.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    parts = [[x.double() for x in operands(local, peer)] for peer in range(ranks)]
-    q, k, v, dout = (torch.cat(x).transpose(0, 1) for x in zip(*parts, strict=True))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    whole = F.scaled_dot_product_attention(*leaves)
-    expected = [whole, *torch.autograd.grad(whole, leaves, dout)]
-    mine = slice(rank * local, (rank + 1) * local)
-    got = step(contender, local, backward=True, seed=rank)
-    return harness.worst_error(got, [x.transpose(0, 1)[mine] for x in expected])
-
-
-def timed(contender: str, local: int, backward: bool, pair_seconds: float) -> tuple[float, int]:
+def timed(
+    contender: Contender, local: int, backward: bool, pair_seconds: float
+) -> tuple[float, int]:
     """Return this rank's seconds of a step with sleeps as computes, and the bytes it sends."""
-    before = module(contender).sent_bytes
-    dist.barrier()
-    start = time.perf_counter()
-    with hooks.set(replace_compute=lambda area: time.sleep(area * pair_seconds)):
-        step(contender, local, backward)
-    dist.barrier()
-    return time.perf_counter() - start, module(contender).sent_bytes - before
+    strategy, options = contender
+    attn = module(strategy, **options)
+    before = attn.sent_bytes
+    with harness.sleeping(pair_seconds):
+        seconds = step(local, backward).seconds(attn)
+    return seconds, attn.sent_bytes - before
 
 
-def measure(network: Network, options: argparse.Namespace) -> list[Row]:
+def measured(network: Network, options: Namespace) -> list[Row]:
     """Return a row for each contender, pass and ratio."""
-    for contender in options.contenders:
-        if (wrong := max(network(error, contender, 32))) > 0.02:
-            raise SystemExit(f"{contender} has an error of {wrong:.1%}: no times were measured")
-    transfer = 2 * UNIT * options.tokens * 8 / (network.rate_mbit * 1e6)  # of a step of Ring
+    for name in options.contenders:
+        harness.check_error(name, max(network(error, CONTENDERS[name], 32)), LARGEST_ERROR)
+    of_a_pair = transfer_seconds(network, options.tokens) / (options.tokens**2 * HEADS)
     rows: list[Row] = []
     for passes, ratio in itertools.product(PASSES, options.ratios):
-        pair_seconds = ratio * transfer / (options.tokens**2 * HEADS)
-        call = options.tokens, passes != PASSES[0], pair_seconds
-        samples: dict[str, list[float]] = {contender: [] for contender in options.contenders}
+        samples: dict[str, list[float]] = {name: [] for name in options.contenders}
         sent = {}
-        for _ in range(options.rounds):
-            for contender, times in samples.items():
-                found = network(timed, contender, *call)
-                times.append(max(seconds for seconds, _ in found))
-                sent[contender] = max(size for _, size in found)
+        for _, name in harness.turns(options.contenders, options.rounds):
+            call = options.tokens, PASSES[passes], ratio * of_a_pair
+            found = network(timed, CONTENDERS[name], *call)
+            samples[name].append(max(seconds for seconds, _ in found))
+            sent[name] = max(size for _, size in found)
         place = {"topology": network.topology, "ranks": network.ranks}
         place |= {"rate_mbit": network.rate_mbit, "pass": passes, "ratio": ratio}
-        for contender, times in samples.items():
-            figures = {"contender": contender, "seconds": statistics.median(times)}
+        for name, times in samples.items():
+            figures = {"contender": name, "seconds": statistics.median(times)}
             if "ring" in samples:  # per round, so that a slow minute affects both
                 gains = [a / b for a, b in zip(samples["ring"], times, strict=True)]
                 figures |= {"gain": statistics.median(gains), "spread": harness.quartiles(gains)}
-            rows.append(place | figures | {"samples": times, "bytes": sent[contender]})
+            rows.append(place | figures | {"samples": times, "bytes": sent[name]})
             show(rows[-1])
     return rows
 
 
 def show(row: Row) -> None:
-    """Print a row."""
     gain = f", {row['gain']:.2f} times as fast as Ring" if "gain" in row else ""
     print(
         f"{row['ranks']} ranks, {row['topology']:7}{row['rate_mbit']:4} Mbit/s {row['pass']:19} "
@@ -128,8 +90,9 @@ def show(row: Row) -> None:
     )
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(results: dict[str, Any], path: Path) -> None:
     """Draw each contender's speed over Ring's, one panel per place and pass."""
+    rows = results["rows"]
     key = lambda row: (row["topology"], row["ranks"])  # noqa: E731
     places = list(dict.fromkeys(map(key, rows)))
     size = 4.5 * len(places), 7.5
@@ -152,33 +115,25 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> int:
-    """Measure the selected settings, print them, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=512, help="a rank")
-    parser.add_argument("--rate", type=int, default=40, help="rate of a link, Mbit/s")
-    parser.add_argument("--ratios", type=float, nargs="*", default=[0, 0.5, 1, 2])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 9], choices=[4, 9, 16])
-    parser.add_argument("--topologies", nargs="*", default=["mesh", "switch"])
-    parser.add_argument("--contenders", nargs="*", default=[*CONTENDERS], choices=[*CONTENDERS])
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
-    options = parser.parse_args()
-    before, rows = harness.canary(), []
+def measure(options: Namespace) -> dict[str, Any]:
+    rows = []
     for topology, ranks in itertools.product(options.topologies, options.ranks):
         with Network(topology, ranks, options.rate, timeout=300) as network:
-            rows += measure(network, options)
-    drift = harness.drift(before, harness.canary())
-    print(f"the canary drifted by {drift:.1%}")
-    if not options.no_write:
-        shape = {"tokens_per_rank": options.tokens, "heads": HEADS, "head_dim": DIM}
-        shape |= {"dtype": "bf16", "rounds": options.rounds, "canary_drift": drift}
-        path = harness.write(RESULTS, NAME, {"shape": shape, "rows": rows})
-        plot(rows, path.with_suffix(".png"))
-    return 0
+            rows += measured(network, options)
+    shape = {"tokens_per_rank": options.tokens, "heads": HEADS, "head_dim": DIM}
+    shape |= {"dtype": "bf16", "rounds": options.rounds}
+    return {"shape": shape, "rows": rows}
 
+
+ARGUMENTS = {
+    "--tokens": (512, "a rank"),
+    "--rate": (40, "rate of a link, Mbit/s"),
+    "--ratios": [0.0, 0.5, 1.0, 2.0],
+    "--rounds": 3,
+    "--ranks": ([4, 9], None, [4, 9, 16]),
+    "--topologies": ["mesh", "switch"],
+    "--contenders": ([*CONTENDERS], None, [*CONTENDERS]),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("network-mesh", __doc__, ARGUMENTS, measure, plot, canary_is="recorded")

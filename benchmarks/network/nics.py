@@ -13,8 +13,8 @@ import itertools
 from pathlib import Path
 
 from benchmarks.network.emulated import (
+    HostCall,
     Network,
-    Task,
     _be_host,
     _be_switch,
     _command,
@@ -49,12 +49,12 @@ class Hosts(Network):
             ends = [("netns", str(self._processes[place].pid)) for place in (a, b)]
             pair = (name, *ends[0], "type", "veth", "peer", "name", peer_name, *ends[1])
             _command("ip", "link", "add", *pair)
-        tasks: list[Task] = []
+        calls: list[HostCall] = []
         for rank in ranks:
             far = [peer for peer in ranks if peer not in near[rank]]
             rates = self.rate_mbit, self.inside_mbit
-            tasks.append((_be_rank, (rank, far, near[rank], *rates)))
-        self._ask([*tasks, (_be_switch, (ports, self.rate_mbit))])
+            calls.append((_be_rank, (rank, far, near[rank], *rates)))
+        self._ask([*calls, (_be_switch, (ports, self.rate_mbit))])
 
 
 def _be_rank(rank: int, far: list[int], near: list[int], rate_mbit: int, inside_mbit: int) -> None:

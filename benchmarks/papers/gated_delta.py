@@ -17,25 +17,20 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.papers.frame import Paper, Point
 from benchmarks.recurrent.kernels import inputs_of
 from seqpar import Layout, RecurrentAttention
 from seqpar.balance import Cluster
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.kinds import kind
-from seqpar.linear.maps.options import MapOptions
+from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 KIND, TOKENS, RANKS, HEADS, DIM, ITEM = "gated_delta", 2**15, 4, 64, 128, 2
 CLUSTER = Cluster.preset(f"1x{RANKS}-h800")
-LINK = "https://github.com/fla-org/flash-linear-attention/pull/691"
-SOURCE = "pull request 691"
 BOTH = ("forward", "backward")
 PASSES = {"forward": BOTH[:1], "forward + backward": BOTH}
 ALONE = {"forward": 4.808, "backward": 15.560 - 4.808}  # ms on one device, published
-MAPS = {"forward": 2.001, "forward + backward": 5.730}
-HEADWISE = {"forward": 4.114, "forward + backward": 10.591}
 # Calls of fla's forward and of its backward that the backend "fla" makes in a pass on a rank in the
 # middle of a document. A call whose values have K more columns, for the map, counts as two.
 CALLS = {"forward": (2, 0), "backward": (2, 1)}
@@ -130,21 +125,13 @@ def total(way: Callable[[str], float], passes: str) -> float:
     return sum(map(way, PASSES[passes]))
 
 
-def paper(mini: bool = False) -> Paper:
-    """Return the times of both ways, and their shares of an ideal division."""
-    points, ideal = [], sum(ALONE.values()) / RANKS
-    for what, way, known in (
-        ("maps by all_gather", by_maps, MAPS),
-        ("all-to-all of heads", by_heads, HEADWISE),
-    ):
-        for passes, published in known.items():
-            ours = total(way, passes)
-            points.append(Point(f"{passes}, {what}", "ms", ours, published, SOURCE))
-        share = 100 * ideal / ours
-        points.append(
-            Point(f"{passes}, {what}: of ideal", "%", share, 100 * ideal / published, SOURCE)
-        )
+def predict(mini: bool) -> dict[str, float]:
+    """Return the milliseconds of both ways, and their shares of an ideal division."""
+    found, ideal = {}, sum(ALONE.values()) / RANKS
+    for what, way in (("maps by all_gather", by_maps), ("all-to-all of heads", by_heads)):
+        for passes in PASSES:
+            found[f"{passes}, {what}"] = took = total(way, passes)
+        found[f"{passes}, {what}: of ideal"] = 100 * ideal / took
     for passes in PASSES:
-        what = f'{passes}, maps by the backend "fla"'
-        points.append(Point(what, "ms", total(by_functions, passes)))
-    return Paper("gated_delta", f"[fla-core's context parallelism]({LINK})", tuple(points))
+        found[f'{passes}, maps by the backend "fla"'] = total(by_functions, passes)
+    return found

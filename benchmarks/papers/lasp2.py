@@ -1,15 +1,14 @@
 """LASP-2: tokens/s of a linear model on 64 GPUs, and its speed over LASP-1's and Ring's.
 
 A step takes a constant time for all lengths, plus our code's virtual time. The constant is fitted
-to one published point (`FITTED`). This library has no LASP-1 and no Ring for linear attention, so a
-cost model (`linear_cost.py`) gives their differences.
+to one published figure (`FITTED`). This library has no LASP-1 and no Ring for linear attention, so
+a cost model (`linear_cost.py`) gives their differences.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from benchmarks.papers.frame import Paper, Point
 from benchmarks.papers.linear_cost import Machine, compute, passes, seconds
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Model
@@ -28,17 +27,8 @@ CLUSTER = Cluster.preset("8x8-a100")  # the preset names the sources of its figu
 LINEAR_UTILIZATION = 0.3  # assumed share of the peak that the cost model's kernels reach
 AREA_FLOPS = 4 * DIM  # of softmax attention for each pair of query and key
 OURS = "LASP-2 all_gather"
-TABLE = "throughput of Linear-Llama3-1B on 64 GPUs"
-# LASP-2's tokens/s, by Ki tokens over all ranks
-PUBLISHED = {2: 1285, 16: 9305, 64: 34118, 128: 67344, 256: 130215, 512: 245353, 1024: 442221}
-# LASP-2's speed over the others'
-RATIOS = {"LASP-1": {512: 1.073, 2048: 1.152}, "Ring": {512: 1.178, 2048: 1.366}}
-FITTED = 2  # the published point to which the constant is fitted
-
-
-def published_step(length: int) -> float:
-    """Return the seconds of a step of LASP-2, as published."""
-    return length * 1024 / PUBLISHED[length]
+LENGTHS = 2, 16, 64, 128, 256, 512, 1024  # Ki tokens over all ranks
+FITTED, FITTED_RATE = 2, 1285  # Ki tokens and published tokens/s, to which a constant is fitted
 
 
 @cache
@@ -51,7 +41,7 @@ def simulated(length: int, cluster: Cluster) -> simulate.Step:
 
 def constant(cluster: Cluster) -> float:
     """Return the constant seconds of each step."""
-    return published_step(FITTED) - simulated(FITTED, cluster).seconds
+    return FITTED * 1024 / FITTED_RATE - simulated(FITTED, cluster).seconds
 
 
 def step(length: int, cluster: Cluster) -> float:
@@ -85,17 +75,14 @@ def over(contender: str, length: int, cluster: Cluster) -> float:
     return 1 + more / step(length, cluster)
 
 
-def paper(mini: bool = False) -> Paper:
+def predict(mini: bool) -> dict[str, float]:
     """Return LASP-2's tokens/s and its speed over others."""
-    cluster = Cluster.preset("2x2-a100") if mini else CLUSTER
-    points = []
-    for length in (FITTED, 64) if mini else PUBLISHED:
-        rate, known = length * 1024 / step(length, cluster), (PUBLISHED[length], TABLE)
-        points.append(Point(f"{length}K: LASP-2", "tokens/s", rate, *known, length == FITTED))
-    for name, ratios in RATIOS.items():
-        for length, published in ratios.items():
-            ours = over(name, length, cluster)
-            points.append(Point(f"{length}K: over {name}", "×", ours, published, TABLE))
+    cluster, found = Cluster.preset("2x2-a100") if mini else CLUSTER, {}
+    for length in (FITTED, 64) if mini else LENGTHS:
+        found[f"{length}K: LASP-2"] = length * 1024 / step(length, cluster)
+    for name in ("LASP-1", "Ring"):
+        for length in (512, 2048):
+            found[f"{length}K: over {name}"] = over(name, length, cluster)
     for name, what in (("LASP-2 collective", "NCCL's collective"), ("LASP-2 scan", "scan")):
-        points.append(Point(f"2048K: over the same with {what}", "×", over(name, 2048, cluster)))
-    return Paper("lasp2", "[LASP-2](https://arxiv.org/abs/2502.07563)", tuple(points))
+        found[f"2048K: over the same with {what}"] = over(name, 2048, cluster)
+    return found

@@ -9,7 +9,6 @@ from math import ceil
 import numpy as np
 
 from benchmarks.papers import megatron
-from benchmarks.papers.frame import Paper, Point
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Model
 
@@ -21,7 +20,6 @@ MODELS = {
     "33 heads": replace(LLAMA, heads=33, kv_heads=33, hidden=33 * 128),
 }
 TOKENS = (4 * K, 8 * K, 16 * K, 32 * K)  # per GPU: 32K to 512K in total
-SOURCE = "abstract of arXiv 2310.03294"
 
 
 def seconds(strategy: str, layout: str, model: Model, nodes: int, tokens: int, kept: str) -> float:
@@ -53,7 +51,7 @@ def times(name: str, nodes: int, tokens: int) -> dict[str, float]:
     return {contender: x / ours for contender, x in found.items()}
 
 
-def paper(mini: bool = False) -> Paper:
+def predict(mini: bool) -> dict[str, float]:
     """Return ratios over each baseline: their ranges over models, nodes and lengths."""
     cells = [("7B", 1, 4 * K)] if mini else [*product(MODELS, (1, 2), TOKENS)]
     found = {x: times(*x) for x in cells}
@@ -61,19 +59,18 @@ def paper(mini: bool = False) -> Paper:
     def every(contender: str) -> np.ndarray:
         return np.array([x[contender] for x in found.values() if contender in x])
 
-    points = [
-        Point("over Megatron-LM, the least", "×", every("megatron").min(), 1.24, SOURCE),
-        Point("over Megatron-LM, the most", "×", every("megatron").max(), 2.01, SOURCE),
-        Point("over Ring Attention, the most", "×", every("ring").max(), 1.67, SOURCE),
-        Point("over Ulysses, the least", "×", every("ulysses").min(), 1.26, SOURCE),
-        Point("over Ulysses, the most", "×", every("ulysses").max(), 1.88, SOURCE),
-        Point("over its own with full checkpointing, the most", "×", every("full").max()),
-        Point("over Megatron-LM that does not compute attention again, the most", "×",
-              every("fair").max()),
-    ]  # fmt: skip
+    figures = {
+        "over Megatron-LM, the least": every("megatron").min(),
+        "over Megatron-LM, the most": every("megatron").max(),
+        "over Ring Attention, the most": every("ring").max(),
+        "over Ulysses, the least": every("ulysses").min(),
+        "over Ulysses, the most": every("ulysses").max(),
+        "over its own with full checkpointing, the most": every("full").max(),
+        "over Megatron-LM that does not compute attention again, the most": every("fair").max(),
+    }
     longest = max(tokens for _, _, tokens in cells)
     for (name, nodes, tokens), ratio in found.items():
         if tokens == longest:
             of = f"{name}, {8 * nodes} GPUs, {tokens // K}K tokens each"
-            points.append(Point(f"{of}: over Megatron-LM", "×", ratio["megatron"]))
-    return Paper("lightseq", "[LightSeq](https://arxiv.org/abs/2310.03294)", tuple(points))
+            figures[f"{of}: over Megatron-LM"] = ratio["megatron"]
+    return figures

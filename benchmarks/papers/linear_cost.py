@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.core.hooks import hooks
+from seqpar.core.hooks import set_hooks
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 
 BLOCKS = 4  # as in LASP2Attention
 
@@ -60,7 +60,7 @@ def passes(tokens: int, heads: int, dim: int, itemsize: int = 2) -> list[Pass]:
         StateOptions(1.0, True, "aten", None),
     )
     areas: list[int] = []
-    with hooks.set(replace_compute=areas.append):
+    with set_hooks(replace_compute=areas.append):
         for work in (
             lambda: begin_forward(Inputs(x, x, x), spans, options),
             lambda: begin_backward(Inputs(x, x, x), x, spans, options, None),

@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.papers.attention import Shape, attention
-from benchmarks.papers.frame import Paper, Point
+from benchmarks.papers.virtual_time import Shape, attention
 from seqpar import Layout, best_mesh
 from seqpar.attention.operands import OperandShape
 from seqpar.balance import Cluster
 from seqpar.strategies.mesh import row_bytes, sent_bytes
 
 SHAPE = Shape(32, 32, 128)
-SOURCE = "abstract of arXiv 2512.20968"
 RUNS = ((64, 2**16), (64, 2**17), (64, 2**18), (128, 2**18))  # GPUs, tokens
 GROUPED = Shape(32, 8, 128)
 
@@ -53,29 +51,23 @@ def fewer(ranks: int, heads: Shape = SHAPE, causal: bool = True) -> float:
     return 100 * float(1 - ours / theirs)
 
 
-def paper(mini: bool = False) -> Paper:
+def predict(mini: bool) -> dict[str, float]:
     """Return gains of speed in virtual time, and of bytes up to 1,024 ranks."""
-    runs = ((8, 2**14),) if mini else RUNS
-    gains = [gain(*run) for run in runs]
+    gains = [gain(*run) for run in (((8, 2**14),) if mini else RUNS)]
     times = [x.times for x in gains]
-    points = [
-        Point("times as fast as Ring, the most", "×", max(times), 3.4, f"{SOURCE}, 256 GPUs"),
-        Point("times as fast as Ring, on average", "×", statistics.fmean(times), 2.9,
-              f"{SOURCE}, 256 GPUs"),
-        Point("fewer bytes than Ring's on 256 GPUs", "%", fewer(256), 85.4,
-              f"{SOURCE}, the most"),
-        Point("fewer bytes than Ring's, on average over 64, 128 and 256 GPUs", "%",
-              statistics.fmean(fewer(x) for x in (64, 128, 256)), 79.0,
-              f"{SOURCE}, on average"),
-    ]  # fmt: skip
+    most, average = "times as fast as Ring, the most", "times as fast as Ring, on average"
+    found = {most: max(times), average: statistics.fmean(times)}
+    bytes_saved = [fewer(ranks) for ranks in (64, 128, 256)]
+    found["fewer bytes than Ring's on 256 GPUs"] = bytes_saved[-1]
+    of = "fewer bytes than Ring's, on average over 64, 128 and 256 GPUs"
+    found[of] = statistics.fmean(bytes_saved)
     for x in gains:
-        of = f"{x.ranks} GPUs, {x.tokens:,} tokens"
-        points.append(Point(f"{of}: times as fast as Ring", "×", x.times))
+        found[f"{x.ranks} GPUs, {x.tokens:,} tokens: times as fast as Ring"] = x.times
     if not mini:
         grouped = gain(*RUNS[0], GROUPED)
         of = f"{RUNS[0][0]} GPUs, {RUNS[0][1]:,} tokens, 8 KV heads"
-        points.append(Point(f"{of}: times as fast as Ring", "×", grouped.times))
-        points.append(Point(f"{of}: fewer bytes", "%", 100 * grouped.less))
+        found[f"{of}: times as fast as Ring"] = grouped.times
+        found[f"{of}: fewer bytes"] = 100 * grouped.less
     for ranks in (64, 1024):
-        points.append(Point(f"{ranks:,} GPUs: fewer bytes", "%", fewer(ranks)))
-    return Paper("mesh", "[Mesh-Attention](https://arxiv.org/abs/2512.20968)", tuple(points))
+        found[f"{ranks:,} GPUs: fewer bytes"] = fewer(ranks)
+    return found

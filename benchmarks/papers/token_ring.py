@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from benchmarks.papers.attention import Shape, attention
-from benchmarks.papers.frame import Paper, Point
+from benchmarks.papers.virtual_time import Shape, attention
 from seqpar import Layout
 from seqpar.balance import Cluster, Link
 from seqpar.costs.devices import A100_FLOPS_PER_SECOND, gpu
@@ -20,7 +19,6 @@ PEAK, MEMORY, BANDWIDTH = 125e12, 24e9, 600e9  # data sheet "NVIDIA A10"
 A10 = gpu("A10", MEMORY, PEAK, BANDWIDTH, PEAK * A100_FLOPS_PER_SECOND / 312e12)
 ROUND = 7.6e-3  # published seconds of a round of Ring, which is the time of its message
 MESSAGE = 2 * TOKENS // RANKS * SHAPE.kv_heads * SHAPE.head_dim * 2  # bytes of keys and values
-SOURCE = "README, Performance"
 PCIE = Link(10e-6, MESSAGE / ROUND)
 CLUSTER = Cluster("4x-a10", 1, RANKS, 0, A10, PCIE, PCIE, PCIE)
 
@@ -36,26 +34,19 @@ def steps(outcome: Outcome) -> list[float]:
     return [1e3 * (b - a) for a, b in pairwise([*starts, outcome.seconds])]
 
 
-def paper(mini: bool = False) -> Paper:
+def predict(mini: bool) -> dict[str, float]:
     """Return the README's times of steps."""
-    layout = Layout.zigzag(TOKENS, RANKS)
-
-    def run(name: str, **options: torch.dtype) -> Outcome:
-        return attention(name, layout, CLUSTER, SHAPE, False, **options)
-
+    layout, bf16 = Layout.zigzag(TOKENS, RANKS), {"partial_dtype": torch.bfloat16}
     ring, token, wide = (
-        run("ring"),
-        run("token_ring", partial_dtype=torch.bfloat16),
-        run("token_ring"),
+        attention(name, layout, CLUSTER, SHAPE, False, **options)
+        for name, options in (("ring", {}), ("token_ring", bf16), ("token_ring", {}))
     )
     hop, own = statistics.median(steps(ring)[:-1]), steps(token)
-    points = (
-        Point("Ring, a round", "ms", hop, 7.6, SOURCE, fitted=True),
-        Point("TokenRing, steps 0 and 1: queries travel", "ms", sum(own[:2]) / 2, 3.5, SOURCE),
-        Point("TokenRing, step 2: results travel too", "ms", own[2], 4.6, SOURCE),
-        Point("Ring's round over TokenRing's step 2", "×", hop / own[2], 7.6 / 4.6,
-              SOURCE),
-        Point("Ring's whole call over TokenRing's", "×", ring.seconds / token.seconds),
-        Point("the same with partials in fp32, our default", "×", ring.seconds / wide.seconds),
-    )  # fmt: skip
-    return Paper("token_ring", "[TokenRing](https://github.com/ACA-Lab-SJTU/token-ring)", points)
+    return {
+        "Ring, a round": hop,
+        "TokenRing, steps 0 and 1: queries travel": sum(own[:2]) / 2,
+        "TokenRing, step 2: results travel too": own[2],
+        "Ring's round over TokenRing's step 2": hop / own[2],
+        "Ring's whole call over TokenRing's": ring.seconds / token.seconds,
+        "the same with partials in fp32, our default": ring.seconds / wide.seconds,
+    }

@@ -10,14 +10,10 @@ compared with an fp64 softmax over all keys.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import statistics
-import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -25,9 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
+from benchmarks.network.emulated import Network
 from seqpar import Layout, ShardedCache, make_attention
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 
 LARGEST_ERROR = 1e-5  # of out in fp32, RMS over RMS
 Step = Callable[[], object]
@@ -38,7 +35,7 @@ def drawn(tokens: int, heads: int, dim: int, seed: int) -> Tensor:
     return torch.randn(1, tokens, heads, dim, generator=torch.Generator().manual_seed(seed))
 
 
-def contenders(options: argparse.Namespace) -> tuple[dict[str, Step], float]:
+def contenders(options: Namespace) -> tuple[dict[str, Step], float]:
     """Return this rank's contenders, with one call per layer, and the error of a step."""
     heads, kv_heads, dim = options.heads, options.kv_heads, options.dim
     attn = make_attention("ring", dist.group.WORLD)
@@ -73,45 +70,29 @@ def contenders(options: argparse.Namespace) -> tuple[dict[str, Step], float]:
     return {"step": step, **repeated}, error
 
 
-def serve(
-    rank: int, ranks: int, options: argparse.Namespace, store_file: str, pipe: Connection
-) -> None:
-    """Run a rank: send the error, then each contender's seconds per layer in each round."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_file, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def timed(options: Namespace) -> tuple[float, dict[str, list[float]]]:
+    """Return the error, and each contender's seconds per layer in each round, on this rank."""
     with torch.no_grad():
         steps, error = contenders(options)
         for step in steps.values():
             step()
         found: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(options.rounds):
-            for name, step in steps.items():
-                dist.barrier()
-                start = time.perf_counter()
-                step()
-                found[name].append((time.perf_counter() - start) / options.layers)
-    pipe.send((error, found))
-    dist.barrier()
-    dist.destroy_process_group()
+        for _, name in harness.turns(steps, options.rounds):
+            dist.barrier()
+            start = time.perf_counter()
+            steps[name]()
+            found[name].append((time.perf_counter() - start) / options.layers)
+    return error, found
 
 
-def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Run all ranks. Returns the error, milliseconds per layer, and ratios."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            arguments = rank, ranks, options, f"{folder}/store", theirs
-            processes.append(context.Process(target=serve, args=arguments, daemon=True))
-            processes[-1].start()
-            pipes.append(ours)
-        answers = [pipe.recv() for pipe in pipes]
-        for process in processes:
-            process.join()
+def row_of(options: Namespace, ranks: int) -> dict[str, Any]:
+    """Return the error, milliseconds per layer on the slowest rank, and ratios."""
+    with Network("loopback", ranks, timeout=600) as network:
+        answers = network(timed, options)
+    error = max(error for error, _ in answers)
+    harness.check_error("a step", error, LARGEST_ERROR)
     samples = {
-        name: [max(of_ranks) * 1e3 for of_ranks in zip(*(x[name] for _, x in answers), strict=True)]
+        name: [max(each) * 1e3 for each in zip(*(found[name] for _, found in answers), strict=True)]
         for name in answers[0][1]
     }
     medians = {name: statistics.median(values) for name, values in samples.items()}
@@ -119,38 +100,28 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         f"step of {name} and exchange": medians["step"] / (medians[name] + medians["exchange"])
         for name in ("local", "sdpa")
     }
-    error = max(error for error, _ in answers)
+    for name, milliseconds in medians.items():
+        print(f"{ranks} ranks, {name:10s}{milliseconds:9.3f} ms per layer")
+    for name, ratio in ratios.items():
+        print(f"{ranks} ranks, {name}: {ratio:.2f}")
     return {"error": error, "milliseconds": medians, "ratios": ratios, "samples": samples}
 
 
-def main() -> int:
-    """Time the contenders, print their figures, and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    sizes = {"keys": 16_384, "heads": 8, "kv_heads": 2, "dim": 64}
-    for name, default in {**sizes, "layers": 8, "rounds": 21}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
-    options = parser.parse_args()
-    canary = 0.0 if options.no_write else harness.canary()
-    rows = {ranks: measure(options, ranks) for ranks in options.ranks}
-    for ranks, found in rows.items():
-        if found["error"] > LARGEST_ERROR:
-            print(f"wrong: the error of a step is {found['error']:.1e}")
-            return 1
-        for name, milliseconds in found["milliseconds"].items():
-            print(f"{ranks} ranks, {name:10s}{milliseconds:9.3f} ms per layer")
-        for name, ratio in found["ratios"].items():
-            print(f"{ranks} ranks, {name}: {ratio:.2f}")
-    if not options.no_write:
-        drift = harness.check_canary(canary, harness.canary())
-        shape = {name: vars(options)[name] for name in sizes}
-        results = {"shape": shape, "canary_drift": drift, "ranks": rows}
-        harness.write(RESULTS, "decoding", results)
-    return 0
+def measure(options: Namespace) -> dict[str, Any]:
+    rows = {ranks: row_of(options, ranks) for ranks in options.ranks}
+    shape = {name: vars(options)[name] for name in ("keys", "heads", "kv_heads", "dim")}
+    return {"shape": shape, "ranks": rows}
 
+
+ARGUMENTS = {
+    "--keys": (16_384, "keys of a rank"),
+    "--heads": 8,
+    "--kv-heads": 2,
+    "--dim": 64,
+    "--layers": 8,
+    "--rounds": 21,
+    "--ranks": [2, 4],
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("decoding", __doc__, ARGUMENTS, measure)

@@ -8,24 +8,21 @@ the same size with and without the digest.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
-from multiprocessing.queues import SimpleQueue
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
+from benchmarks.network.emulated import Network
 from seqpar import LASP2Attention, Layout, RecurrentAttention, causal_conv1d, make_attention
-from seqpar.comm.messages import header
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages import message_header
+from seqpar.comm.messages.comm import Comm
 
 RANKS, TOKENS, HEADS, KV_HEADS, DIM = 2, 256, 8, 4, 16
 CASES = "ring", "all_gather", "ulysses", "ring with sinks", "decode", "lasp2", "recurrent", "conv1d"
@@ -60,13 +57,12 @@ def no_headers(comm: Comm, device: torch.device) -> bool:
     return False
 
 
-def run(rank: int, store: str, calls: int, rows: SimpleQueue[dict[str, Any]]) -> None:
-    """Run a rank, and time all cases; rank 0 puts a row for each."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def timed(calls: int) -> list[dict[str, Any]]:
+    """Return a row for each case, with this rank's times."""
+    rows = []
     without = mock.patch.object(Comm, "has_headers", no_headers)
     for name in CASES:
-        call, times = call_of(name, rank), ([], [])
+        call, times = call_of(name, dist.get_rank()), ([], [])
         for i in range(2 * calls + 8):
             if i % 2:
                 without.start()
@@ -77,34 +73,26 @@ def run(rank: int, store: str, calls: int, rows: SimpleQueue[dict[str, Any]]) ->
             if i % 2:
                 without.stop()
         ours, bare = map(statistics.median, times)
-        if not rank:
-            rows.put({"case": name, "with": ours, "without": bare, "ratio": ours / bare})
-    dist.destroy_process_group()
+        rows.append({"case": name, "with": ours, "without": bare, "ratio": ours / bare})
+    return rows
 
 
-def main() -> int:
-    """Time both ranks, print, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--calls", type=int, default=300, help="calls of each case, with and without the digest"
-    )
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
-    options = parser.parse_args()
-    before = harness.canary()
-    with tempfile.TemporaryDirectory() as folder:
-        queue = multiprocessing.get_context("spawn").SimpleQueue()
-        multiprocessing.spawn(run, (f"{folder}/store", options.calls, queue), nprocs=RANKS)
-        rows = [queue.get() for _ in CASES]
-    drift = harness.check_canary(before, harness.canary())
-    print("| call | µs with | µs without | ratio |\n|---|---|---|---|")
-    for row in rows:
-        figures = f"{row['with']:.0f} | {row['without']:.0f} | {row['ratio']:.3f}"
-        print(f"| {row['case']} | {figures} |")
-    if not options.no_write:
-        sizes = {"header_bytes": header._HEADER_BYTES, "digest_bytes": header.DIGEST_BYTES}
-        harness.write(RESULTS, "headers", {**sizes, "canary_drift": drift, "rows": rows})
-    return 0
+def measure(options: Namespace) -> dict[str, Any]:
+    with Network("loopback", RANKS, timeout=600) as network:
+        rows, _ = network(timed, options.calls)
+    cells = [
+        [row["case"], f"{row['with']:.0f}", f"{row['without']:.0f}", f"{row['ratio']:.3f}"]
+        for row in rows
+    ]
+    print(harness.table(["call", "µs with", "µs without", "ratio"], cells))
+    sizes = {
+        "header_bytes": message_header._HEADER_BYTES,
+        "digest_bytes": message_header.DIGEST_BYTES,
+    }
+    return {**sizes, "rows": rows}
 
+
+ARGUMENTS = {"--calls": (300, "calls of each case, with and without the digest")}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("headers", __doc__, ARGUMENTS, measure)

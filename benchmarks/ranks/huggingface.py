@@ -11,11 +11,9 @@ writes no results: run it again.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
+from benchmarks.network.emulated import Network
 from seqpar import Layout, RingAttention
 from seqpar.integrations import huggingface
 
@@ -84,12 +83,13 @@ def enabled(model: Any, group: dist.ProcessGroup, check: bool) -> Step:
     def call(ids: Tensor) -> Tensor:
         out = model(**sp.shard({"input_ids": ids})).last_hidden_state
         sp.total(out.sum()).backward()
+        sp.average_gradients()
         return out.detach()
 
     return call
 
 
-def measure(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dict[str, list[float]]:
+def timed(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dict[str, list[float]]:
     """Return each contender's seconds per round on the slowest rank, after a check of results."""
     models = {name: block(dim) for name in (HAND, ENABLED, UNCHECKED)}
     calls = {
@@ -104,54 +104,32 @@ def measure(group: dist.ProcessGroup, tokens: int, dim: int, rounds: int) -> dic
         for x, expected in zip(models[name].parameters(), models[HAND].parameters(), strict=True):
             torch.testing.assert_close(x.grad, expected.grad)
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 1):
-        names = list(calls)
-        for name in names[i % 3 :] + names[: i % 3]:
-            models[name].zero_grad()
-            dist.barrier(group)
-            start = time.perf_counter()
-            calls[name](ids)
-            seconds = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
-            if i:  # the first round warms up
-                samples[name].append(float(seconds))
+    for i, name in harness.turns(calls, rounds + 1):
+        models[name].zero_grad()
+        dist.barrier(group)
+        start = time.perf_counter()
+        calls[name](ids)
+        seconds = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+        if i:  # the first round warms up
+            samples[name].append(float(seconds))
     return samples
 
 
-def main() -> int:
-    """Check and time all contenders, print ratios, and write the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
-    options = parser.parse_args()
-    if "RANK" not in os.environ:  # start the two ranks
-        run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.execv(sys.executable, [*run, "-m", "benchmarks.ranks.huggingface", *sys.argv[1:]])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    measure(dist.group.WORLD, options.tokens, 512, 0)  # warms up the process for the canary
-    before = harness.canary()
-    samples = measure(dist.group.WORLD, options.tokens, 512, options.rounds)
-    after = harness.canary()
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    if rank:
-        return 0
+def on_all_ranks(tokens: int, rounds: int) -> dict[str, list[float]]:
+    return timed(dist.group.WORLD, tokens, 512, rounds)
+
+
+def measure(options: Namespace) -> dict[str, Any]:
+    with Network("loopback", RANKS, timeout=600) as network:
+        samples, _ = network(on_all_ranks, options.tokens, options.rounds)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     ratios = {name: seconds / medians[HAND] for name, seconds in medians.items()}
     for name, seconds in medians.items():
         print(f"{name:30s} {seconds * 1e3:9.1f} ms   {ratios[name]:.3f} of by hand")
-    drift = harness.check_canary(before, after)
-    if not options.no_write:
-        shape = {"tokens": options.tokens, "heads": 8, "head_dim": 64, "ranks": RANKS}
-        results = {"shape": shape, "canary_drift": drift, "ratio_to_hand": ratios}
-        harness.write(RESULTS, "huggingface", results | {"seconds": samples})
-    return 0
+    shape = {"tokens": options.tokens, "heads": 8, "head_dim": 64, "ranks": RANKS}
+    return {"shape": shape, "ratio_to_hand": ratios, "seconds": samples}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("huggingface", __doc__, {"--tokens": 4096, "--rounds": 21}, measure)

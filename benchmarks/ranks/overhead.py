@@ -12,7 +12,6 @@ the same code.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import statistics
@@ -20,10 +19,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = (
@@ -55,7 +55,6 @@ class Rank:
         return json.loads(line)
 
     def end(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -122,7 +121,6 @@ def row(
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print one line per row."""
     print(
         f"{'µs':40s}{'floor':>8s}{'strategy':>10s}{'of floor':>10s}{'before':>9s}{'less':>7s}"
         f"{'call':>9s}{'before':>9s}"
@@ -137,49 +135,22 @@ def table(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the zigzag layout's figures: the floor, ours and before."""
-    pyplot = harness.pyplot()
-    figure, both = pyplot.subplots(2, 1, figsize=(9, 7), layout="constrained", sharex=True)
-    kinds = {"floor": "floor", "strategy": "ours", "strategy before": "before"}
-    for axes, direction in zip(both, PASSES, strict=True):
-        mine = [x for x in rows if (x["layout"], x["pass"]) == ("zigzag", direction)]
-        for i, (kind, label) in enumerate(kinds.items()):
-            places = [x + 0.27 * (i - 1) for x in range(len(mine))]
-            bars = axes.bar(places, [x["microseconds"][kind] for x in mine], 0.25, label=label)
-            axes.bar_label(bars, fmt="%.0f", fontsize=7)
-        axes.set_xticks(range(len(mine)), [x["strategy"] for x in mine])
-        axes.set_ylabel(f"{direction}, µs of the host")
-    both[0].legend()
-    figure.savefig(path, dpi=150)
-
-
-def main() -> int:
-    """Time all strategies, print the table, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="the older commit")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=20, help="calls of a strategy in each round")
-    parser.add_argument("--only", nargs="*", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
-    options = parser.parse_args()
-    canary = 0.0 if options.no_write else harness.canary()
+def measure(options: Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ours, before = Rank(ROOT), Rank(sources_at(options.before, Path(folder)))
-        rows = take_turns(ours, before, list(options.only), options.rounds, options.calls)
+        rows = take_turns(ours, before, options.only, options.rounds, options.calls)
         ours.end()
         before.end()
     table(rows)
-    if options.no_write:
-        return 0
-    drift = harness.drift(canary, harness.canary())
-    print(f"the canary drifted by {drift:.1%}")
-    results = {"before": options.before, "canary_drift": drift, "rows": rows}
-    plot(rows, harness.write(RESULTS, "overhead", results).with_suffix(".png"))
-    return 0
+    return {"before": options.before, "rows": rows}
 
+
+ARGUMENTS = {
+    "--before": (BEFORE, "the older commit"),
+    "--rounds": 15,
+    "--calls": (20, "calls of a strategy in each round"),
+    "--only": ([*STRATEGIES], None, STRATEGIES),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("overhead", __doc__, ARGUMENTS, measure, canary_is="recorded")

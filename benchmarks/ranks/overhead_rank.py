@@ -202,10 +202,10 @@ class Case:
             self._attention = make_attention(strategy, dist.group.WORLD)
         tokens = self._layout.token_indices(RANK).numel()
         self._operands = [
-            torch.randn(tokens, heads, DIM, dtype=torch.bfloat16, requires_grad=True)
+            torch.randn(tokens, heads, DIM, dtype=torch.float16, requires_grad=True)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         ]
-        self._dout = torch.randn(tokens, HEADS, DIM, dtype=torch.bfloat16)
+        self._dout = torch.randn(tokens, HEADS, DIM, dtype=torch.float16)
         self._time_strategy()
         for _ in range(WARM_UP):
             self.call()

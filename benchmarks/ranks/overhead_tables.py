@@ -13,12 +13,11 @@ into segments, of which a GPU gets about two for each multiprocessor.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import pickle
 import statistics
-import sys
 import time
+from argparse import Namespace
 from functools import partial
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
@@ -28,12 +27,10 @@ import numpy as np
 import torch
 import triton
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from seqpar import LASP2Attention, Layout, RecurrentAttention, make_attention, use_backend
-from seqpar.attention.rehearsal import SilentComm
-from seqpar.linear import rehearsal as linear_rehearsal
+from seqpar.attention.rehearsal import SilentComm, upload_tables
 from seqpar.linear.inputs import Inputs
-from seqpar.softmax.rehearsal import upload_tables
 
 STRATEGIES = "ring", "all_gather", "token_ring", "ulysses"
 LINEAR = "lasp2", "gated_delta"
@@ -63,7 +60,7 @@ def begin(attn: Any, layout: Layout) -> None:
     inputs = Inputs(q[None], k[None], v[None])
     arguments = attn._operator_inputs(q, k, v, layout)[1]
     linear_call = strategy.to_call(comm, arguments, inputs, False)
-    linear_rehearsal.upload_tables(strategy, comm, linear_call, inputs, True)
+    upload_tables(strategy, comm, linear_call, META, True)
 
 
 def row_of(strategy: str, rounds: int) -> dict[str, Any]:
@@ -91,28 +88,19 @@ def row_of(strategy: str, rounds: int) -> dict[str, Any]:
     return {"strategy": strategy, "medians": medians, "samples": samples}
 
 
-def main() -> int:
-    """Measure all strategies, print them, and write the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
-    options = parser.parse_args()
+def measure(options: Namespace) -> dict[str, Any]:
     triton.knobs.runtime.interpret = True  # the backend takes tensors that are not on a GPU
     torch.set_num_threads(1)
     torch.Tensor.pin_memory = torch.Tensor.clone  # type: ignore[assignment,method-assign]
     torch.multiprocessing.set_sharing_strategy("file_system")  # the other one needs two processes
     rows = []
-    print(f"| strategy | {', ms | '.join(COLUMNS)}, ms |\n|---|---|---|---|")
     for strategy in (*STRATEGIES, *LINEAR):
         with use_backend("fla" if strategy == "gated_delta" else "triton"):
-            rows.append(row := row_of(strategy, options.rounds))
-            print(f"| {strategy} | {' | '.join(f'{x:.1f}' for x in row['medians'].values())} |")
-    if not options.no_write:
-        harness.write(RESULTS, "overhead-tables", {"rounds": options.rounds, "rows": rows})
-    return 0
+            rows.append(row_of(strategy, options.rounds))
+    cells = [[row["strategy"], *(f"{x:.1f}" for x in row["medians"].values())] for row in rows]
+    print(harness.table(["strategy", *(f"{x}, ms" for x in COLUMNS)], cells))
+    return {"rounds": options.rounds, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("overhead-tables", __doc__, {"--rounds": 7}, measure, canary_is="none")

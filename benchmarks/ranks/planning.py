@@ -10,18 +10,17 @@ checked against the tables of pairs of ranks, for some peers.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-import sys
 import time
 import tracemalloc
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from seqpar import Layout, make_attention
 from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
 from seqpar.simulate import Comm
@@ -119,24 +118,17 @@ def row_of(kind: str, ranks: int, count: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Measure all cases, print them, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
-    options = parser.parse_args()
-    rows = []
-    print("| layout | ranks | documents | traffic, ms | MiB | plan, ms | MiB |")
-    print("|---|---|---|---|---|---|---|")
-    for case in CASES:
-        rows.append(row := row_of(*case, options.rounds))
-        medians = row["medians"]
-        figures = [medians[name] for name in ("traffic", "traffic MiB", "plan", "plan MiB")]
-        print(f"| {' | '.join(map(str, case))} | {' | '.join(f'{x:.1f}' for x in figures)} |")
-    if not options.no_write:
-        harness.write(RESULTS, "planning", {"rounds": options.rounds, "rows": rows})
-    return 0
+def measure(options: Namespace) -> dict[str, Any]:
+    head = ["layout", "ranks", "documents", "traffic, ms", "MiB", "plan, ms", "MiB"]
+    rows = [row_of(*case, options.rounds) for case in CASES]
+    names = ("traffic", "traffic MiB", "plan", "plan MiB")
+    cells = [
+        [*map(str, case), *(f"{row['medians'][name]:.1f}" for name in names)]
+        for case, row in zip(CASES, rows, strict=True)
+    ]
+    print(harness.table(head, cells))
+    return {"rounds": options.rounds, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("planning", __doc__, {"--rounds": 7}, measure, canary_is="none")

@@ -4,25 +4,22 @@
 default, with `deterministic="ranks"`, and with keys and values, or TokenRing's partial results, in
 8 bits. Rounds interleave all contenders; the figure is the ratio of medians to the strategy's
 default. First, each result is compared with SDPA in fp64, and the bits on 2 ranks with the bits on
-one. If the machine was unsteady, a run writes no results: run it again.
+one.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import statistics
-import sys
-import tempfile
 import time
-from multiprocessing.connection import Connection
+from argparse import Namespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
+from benchmarks.network.emulated import Network
 from seqpar import Layout, make_attention
 from seqpar.bench.workloads import contenders
 from seqpar.softmax.module import Attention
@@ -88,7 +85,6 @@ def checked(attentions: dict[Any, Attention], whole: list[Tensor], layout: Layou
 
 
 def sdpa(whole: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return out, dq, dk and dv of one call of SDPA."""
     *operands, dout = (x.to(dtype) for x in whole)
     for x in operands:
         x.requires_grad_()
@@ -96,11 +92,8 @@ def sdpa(whole: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, operands, dout)]
 
 
-def serve(rank: int, tokens: int, rounds: int, store: str, pipe: Connection) -> None:
-    """Run a rank: check all contenders, then time them in interleaved rounds."""
-    torch.set_num_threads(1)
-    files = dist.FileStore(store, RANKS)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=RANKS)
+def timed(tokens: int, rounds: int) -> Any:
+    """Check all contenders, then return the checks and the seconds of interleaved rounds."""
     generator, layout = torch.Generator().manual_seed(0), Layout.zigzag(tokens, RANKS)
     whole = [torch.randn(tokens, HEADS, DIM, generator=generator) for _ in range(4)]
     attentions = {
@@ -110,50 +103,19 @@ def serve(rank: int, tokens: int, rounds: int, store: str, pipe: Connection) -> 
     checks = checked(attentions, whole, layout)
     samples: dict[str, list[float]] = {}
     with harness.progress(rounds * len(NAMES)) as begin:
-        for _ in range(rounds):
-            for name, attn in attentions.items():
-                begin(", ".join(name))
-                dist.barrier()
-                seconds = torch.tensor(step(attn, layout, whole)[0])
-                dist.all_reduce(seconds, dist.ReduceOp.MAX)
-                samples.setdefault(", ".join(name), []).append(float(seconds))
-    pipe.send((checks, samples))
-    dist.destroy_process_group()
+        for _, name in harness.turns(NAMES, rounds):
+            begin(", ".join(name))
+            dist.barrier()
+            seconds = torch.tensor(step(attentions[name], layout, whole)[0])
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            samples.setdefault(", ".join(name), []).append(float(seconds))
+    return checks, samples
 
 
-def measured(tokens: int, rounds: int) -> Any:
-    """Return rank 0's checks and samples."""
-    context, ends = multiprocessing.get_context("spawn"), []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            arguments = rank, tokens, rounds, f"{folder}/store", theirs
-            process = context.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            ends.append((ours, process))
-        try:
-            found, _ = (pipe.recv() for pipe, _ in ends)
-        except EOFError:
-            raise SystemExit("a rank ended early, without results") from None
-        for _, process in ends:
-            process.join()
-    return found
-
-
-def main() -> int:
-    """Check and time all contenders, print ratios, and write the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
-    options = parser.parse_args()
-    before = harness.canary()
-    checks, samples = measured(options.tokens, options.rounds)
-    after = harness.canary()
-    medians = {name: statistics.median(values) for name, values in samples.items()}
+def measure(options: Namespace) -> dict[str, Any]:
+    with Network("loopback", RANKS, timeout=1200) as network:
+        (checks, samples), _ = network(timed, options.tokens, options.rounds)
+    medians = {", ".join(name): statistics.median(samples[", ".join(name)]) for name in NAMES}
     as_it_is = {name: medians[f"{name.split(', ')[0]}, {AS_IT_IS}"] for name in medians}
     ratios = {name: seconds / as_it_is[name] for name, seconds in medians.items()}
     for name, ratio in ratios.items():
@@ -161,13 +123,13 @@ def main() -> int:
         shown = ", ".join(f"{part} {x:.1e}" for part, x in found["errors"].items())
         time_of = f"{medians[name] * 1e3:8.1f} ms   {ratio:.3f}"
         print(f"{name:28s} {time_of}   {found['bytes'] / 2**20:6.1f} MiB   errors {shown}")
-    drift = harness.check_canary(before, after)
-    if not options.no_write:
-        shape = {"tokens": options.tokens, "heads": HEADS, "head_dim": DIM, "ranks": RANKS}
-        results = {"shape": shape, "canary_drift": drift, "checks": checks}
-        harness.write(RESULTS, "same-bits", results | {"ratios": ratios, "seconds": samples})
-    return 0
+    shape = {"tokens": options.tokens, "heads": HEADS, "head_dim": DIM, "ranks": RANKS}
+    return {"shape": shape, "checks": checks, "ratios": ratios, "seconds": samples}
+
+
+def main() -> None:
+    harness.run("same-bits", __doc__, {"--tokens": 8192, "--rounds": 9}, measure)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,28 +10,26 @@ than the stated share.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
+from benchmarks.network.emulated import Network
 from seqpar import LASP2Attention, Layout, RecurrentAttention, make_attention
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 
 RANKS, HEADS, DIM, MAX_TOKENS = 4, 4, 8, 512
 SOFTMAX = "ring", "all_gather", "ulysses", "token_ring", "disaggregated", "mesh", "usp"
@@ -108,14 +106,12 @@ def note(number: int, cpu: list[float]) -> dict[str, float]:
     }
 
 
-def run(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Run a rank's steps; write its notes, the time of each step, and the largest error."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    made, comm = modules(), Comm.of(dist.group.WORLD)
-    notes, times, error, end = [], [], 0.0, time.monotonic() + 60 * options.minutes
+def run(steps: int, minutes: float) -> tuple[list[dict[str, float]], list[float], float]:
+    """Run a rank's steps; return its notes, the time of each step, and the largest error."""
+    made, comm, rank = modules(), Comm.of(dist.group.WORLD), dist.get_rank()
+    notes, times, error, end = [], [], 0.0, time.monotonic() + 60 * minutes
     cpu: list[float] = []
-    for number in range(1, options.steps + 1):
+    for number in range(1, steps + 1):
         start, used = time.perf_counter(), time.process_time()
         error = max(error, step(number, rank, made))
         if error > LARGEST_ERROR:
@@ -128,8 +124,7 @@ def run(rank: int, store: str, options: argparse.Namespace) -> None:
             late = torch.tensor(float(time.monotonic() > end))
             if any(comm.all_gather(late, label="soak")):
                 break
-    Path(f"{store}.{rank}").write_text(json.dumps((notes, times, error)))
-    dist.destroy_process_group()
+    return notes, times, error
 
 
 def growth(notes: list[dict[str, float]], name: str) -> float:
@@ -140,51 +135,29 @@ def growth(notes: list[dict[str, float]], name: str) -> float:
     return statistics.median(after) / statistics.median(before) - 1
 
 
-def draw(path: Path, results: dict[str, Any]) -> None:
-    figure, axes = harness.pyplot().subplots(1, 3, figsize=(12, 3.5), layout="constrained")
-    axes[0].stairs(results["histogram"]["steps"], results["histogram"]["edges_ms"], fill=True)
-    axes[0].set(xscale="log", yscale="log", xlabel="ms per step", ylabel="steps")
-    for rank, notes in enumerate(results["ranks"]):
-        steps = [each["step"] for each in notes]
-        for axis, name in zip(axes[1:], ("memory_mib", "cpu_ms"), strict=True):
-            axis.plot(steps, [each[name] for each in notes], label=f"rank {rank}")
-    axes[1].set(ylim=(0, None), xlabel="step", ylabel="resident memory, MiB")
-    axes[2].set(ylim=(0, None), xlabel="step", ylabel="CPU ms per step")
-    axes[2].legend()
-    figure.savefig(path.with_suffix(".png"), dpi=100)
-
-
-def main() -> int:
-    """Run the steps, print what grew, and write the result file and its picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_000, help="at most, and at least 400")
-    parser.add_argument("--minutes", type=float, default=600, help="end earlier after this time")
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (f"{folder}/store", options), nprocs=RANKS)
-        found = [json.loads(Path(f"{folder}/store.{i}").read_text()) for i in range(RANKS)]
+def measure(options: Namespace) -> dict[str, Any]:
+    with Network("loopback", RANKS, timeout=60 * options.minutes + 600) as network:
+        found = network(run, options.steps, options.minutes)
     notes, times, error = [row[0] for row in found], found[0][1], max(row[2] for row in found)
-    edges = np.geomspace(min(times), max(times) * 1.001, 41)
     grown = {name: max(growth(each, name) for each in notes) for name in GROWTH}
-    results = {
+    percentiles = {str(p): float(np.percentile(times, p)) for p in (1, 50, 90, 99, 99.9)}
+    print(f"{len(times)} steps, error {error:.1e}, ms by percentile {percentiles}")
+    for name, share in grown.items():
+        print(f"{name}: {notes[0][0][name]:.1f} at first, {share:+.1%} from 2nd to last quarter")
+    return {
         "steps": len(times),
         "worst_error": error,
         "growth": grown,
-        "percentiles_ms": {str(p): float(np.percentile(times, p)) for p in (1, 50, 90, 99, 99.9)},
-        "histogram": {
-            "edges_ms": edges.tolist(),
-            "steps": np.histogram(times, edges)[0].tolist(),
-        },
+        "percentiles_ms": percentiles,
         "ranks": notes,
     }
-    print(f"{len(times)} steps, error {error:.1e}, ms by percentile {results['percentiles_ms']}")
-    for name, share in grown.items():
-        print(f"{name}: {notes[0][0][name]:.1f} at first, {share:+.1%} from 2nd to last quarter")
-    if not options.no_write:
-        draw(harness.write(RESULTS, "soak", results), results)
-    return int(any(share > GROWTH[name] for name, share in grown.items()))
 
+
+ARGUMENTS = {
+    "--steps": (10_000, "at most, and at least 400"),
+    "--minutes": (600.0, "end earlier after this time"),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    grown = harness.run("soak", __doc__, ARGUMENTS, measure, canary_is="none")["growth"]
+    sys.exit(int(any(share > GROWTH[name] for name, share in grown.items())))

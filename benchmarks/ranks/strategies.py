@@ -3,29 +3,25 @@
 2 ranks × 1 thread against one process × 2 threads of SDPA, and against two other ways to shard it:
 N tokens, 8 heads, D = 64, causal, forward and forward + backward. All contenders run in separate
 processes, and rounds interleave them; the figure is the ratio of medians. Each is first compared
-with SDPA in fp64. If the machine was unsteady, a run writes no results: run it again.
+with SDPA in fp64.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
-import multiprocessing
 import os
 import statistics
-import sys
-import tempfile
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
+from benchmarks.network.emulated import Network
 from seqpar import Layout, make_attention
 from seqpar.bench.workloads import contenders
 
@@ -50,7 +46,6 @@ def contender(name: str, rank: int, tokens: int) -> tuple[Any, Tensor]:
 
 @functools.cache
 def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return q, k, v and dout of all tokens."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(tokens, HEADS, DIM, generator=generator, dtype=torch.float64).to(dtype)
@@ -58,91 +53,49 @@ def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-def serve(rank: int, threads: int, store: str, pipe: Connection) -> None:
-    """Run a contender's process, which checks and times on request."""
-    torch.set_num_threads(threads)
-    if rank >= 0:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
-        )
-    while (task := pipe.recv()) is not None:
-        kind, name, tokens, dtype, backward = task
-        if kind == "canary":
-            pipe.send(harness.canary())
-            continue
-        function, index = contender(name, max(rank, 0), tokens)
-        q, k, v, dout = (x[index] for x in inputs(tokens, dtype))
-        operands = [x.detach().requires_grad_(backward) for x in (q, k, v)]
-        if rank >= 0:
-            dist.barrier()
-        start = time.perf_counter()
-        out = function(*operands)
-        gradients = torch.autograd.grad(out, operands, dout) if backward else ()
-        seconds = time.perf_counter() - start
-        pipe.send(seconds if kind == "time" else (index, [x.detach() for x in (out, *gradients)]))
+def call(name: str, tokens: int, dtype: torch.dtype, backward: bool) -> Any:
+    """Return the indices of this rank's tokens, its results, and the seconds of the call."""
+    torch.set_num_threads(RANKS if name == SDPA else 1)
+    rank = dist.get_rank()
+    function, index = contender(name, rank, tokens)
+    q, k, v, dout = (x[index] for x in inputs(tokens, dtype))
+    operands = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+    dist.barrier()
+    start = time.perf_counter()
+    out = function(*operands)
+    gradients = torch.autograd.grad(out, operands, dout) if backward else ()
+    seconds = time.perf_counter() - start
+    return index, [x.detach() for x in (out, *gradients)], seconds
 
 
-def packed(parts: list[tuple[Tensor, list[Tensor]]], tokens: int) -> list[Tensor]:
-    """Return the ranks' results in packed order."""
+def seconds_of(*arguments: Any) -> float:
+    time.sleep(0.05)  # threads of the previous contender may still spin
+    return call(*arguments)[2]
+
+
+def results_of(networks: dict[str, Network], name: str, tokens: int, dtype: torch.dtype) -> Any:
+    """Return out, dq, dk and dv of all tokens, in packed order."""
+    parts = networks[name](call, name, tokens, dtype, True)
     whole = [torch.empty(tokens, *x.shape[1:], dtype=torch.float64) for x in parts[0][1]]
-    for index, results in parts:
+    for index, results, _ in parts:
         for total, x in zip(whole, results, strict=True):
             total[index] = x.double()
     return whole
 
 
-class Contenders:
-    """The processes of all contenders: one for SDPA, and the ranks of the others."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens, self._folder = tokens, tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank, threads in ((-1, RANKS), *((rank, 1) for rank in range(RANKS))):
-            ours, theirs = context.Pipe()
-            arguments = (rank, threads, f"{self._folder.name}/store", theirs)
-            self._processes.append(context.Process(target=serve, args=arguments, daemon=True))
-            self._processes[-1].start()
-            self._pipes.append(ours)
-
-    def _ask(self, kind: str, name: str, dtype: torch.dtype | None, backward: bool) -> list[Any]:
-        asked = self._pipes[:1] if name == SDPA else self._pipes[1:]
-        for pipe in asked:
-            pipe.send((kind, name, self._tokens, dtype, backward))
-        return [pipe.recv() for pipe in asked]
-
-    def canary(self) -> float:
-        """Return `harness.canary` in the process of SDPA."""
-        return self._ask("canary", SDPA, None, False)[0]
-
-    def results(self, name: str, dtype: torch.dtype) -> list[Tensor]:
-        """Return out, dq, dk and dv of all tokens, in packed order."""
-        return packed(self._ask("check", name, dtype, True), self._tokens)
-
-    def seconds(self, name: str, dtype: torch.dtype, backward: bool) -> float:
-        """Return the seconds of one call on the slowest rank."""
-        time.sleep(0.05)  # threads of the previous contender may still spin
-        return max(self._ask("time", name, dtype, backward))
-
-    def end(self) -> None:
-        """End all processes."""
-        for pipe in self._pipes:
-            pipe.send(None)
-
-
 Errors = dict[str, dict[str, list[float]]]  # by dtype and contender: of out, dq, dk and dv
 
 
-def check(contenders: Contenders, names: list[str]) -> Errors:
+def check(networks: dict[str, Network], tokens: int) -> Errors:
     """Return the RMS errors against SDPA in fp64. Exits if one of ours is wrong."""
-    exact = contenders.results(SDPA, torch.float64)
+    exact = results_of(networks, SDPA, tokens, torch.float64)
     errors: Errors = {}
     for dtype in DTYPES:
         errors[dtype] = {}
-        for name in names:
+        for name in networks:
             if name == PACKAGE and dtype == "bf16":
                 continue  # raises, because it mixes dtypes
-            got = contenders.results(name, DTYPES[dtype])
+            got = results_of(networks, name, tokens, DTYPES[dtype])
             pairs = zip(got, exact, strict=True)
             found = [float((x - y).square().mean().sqrt()) for x, y in pairs]
             errors[dtype][name] = found
@@ -158,75 +111,51 @@ def check(contenders: Contenders, names: list[str]) -> Errors:
     return errors
 
 
-def take_turns(contenders: Contenders, errors: Errors, rounds: int) -> dict[str, list[float]]:
+def take_turns(
+    networks: dict[str, Network], errors: Errors, tokens: int, rounds: int
+) -> dict[str, list[float]]:
     """Return the seconds per round of each "dtype/pass/contender"."""
     samples: dict[str, list[float]] = {}
     tasks = [(dtype, backward) for dtype in DTYPES for backward in (False, True)]
     with harness.progress(rounds * len(tasks)) as begin:
-        for i in range(rounds):
-            for dtype, backward in tasks:
-                passes = "forward+backward" if backward else "forward"
-                begin(f"{dtype}, {passes}")
-                # The package is slow, and takes part in every fourth round.
-                names = [name for name in errors[dtype] if name != PACKAGE or i % 4 == 0]
-                first = i % len(names)
-                for name in names[first:] + names[:first]:
-                    seconds = contenders.seconds(name, DTYPES[dtype], backward)
-                    samples.setdefault(f"{dtype}/{passes}/{name}", []).append(seconds)
+        for dtype, backward in tasks:
+            passes = "forward+backward" if backward else "forward"
+            for i, name in harness.turns(errors[dtype], rounds):
+                if name == SDPA:
+                    begin(f"{dtype}, {passes}")
+                if name == PACKAGE and i % 4:
+                    continue  # it is slow, and takes part in every fourth round
+                found = networks[name](seconds_of, name, tokens, DTYPES[dtype], backward)
+                samples.setdefault(f"{dtype}/{passes}/{name}", []).append(max(found))
     return samples
 
 
-def main() -> int:
-    """Check and time all contenders, print ratios, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=9)
-    installed = importlib.util.find_spec("ring_attention_pytorch") is not None
-    names = [*LAYOUTS, HAND, *[PACKAGE] * installed]
-    parser.add_argument("--only", nargs="*", default=names, help="contenders in addition to SDPA")
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
-    options = parser.parse_args()
-    contenders = Contenders(options.tokens)
-    errors = check(contenders, [SDPA, *options.only])
-    before = contenders.canary()
-    samples = take_turns(contenders, errors, options.rounds)
-    after = contenders.canary()
-    contenders.end()
+def measure(options: Namespace) -> dict[str, Any]:
+    tokens = options.tokens
+    with (
+        Network("loopback", 1, timeout=600) as one,
+        Network("loopback", RANKS, timeout=600) as ranks,
+    ):
+        networks = {SDPA: one, **dict.fromkeys(options.only, ranks)}
+        errors = check(networks, tokens)
+        samples = take_turns(networks, errors, tokens, options.rounds)
     medians = {key: statistics.median(values) for key, values in samples.items()}
     baselines = {key: medians[f"{key.rsplit('/', 1)[0]}/{SDPA}"] for key in medians}
     ratios = {key: baselines[key] / seconds for key, seconds in medians.items()}
     for key, seconds in medians.items():
         print(f"{key:60s} {seconds * 1e3:9.1f} ms   {ratios[key]:.3f} of SDPA")
-    drift = harness.check_canary(before, after)
-    if not options.no_write:
-        shape = {"tokens": options.tokens, "heads": HEADS, "head_dim": DIM}
-        shape |= {"causal": True, "ranks": RANKS}
-        results = {"shape": shape, "canary_drift": drift, "rms_errors": errors}
-        results |= {"ratio_to_sdpa": ratios, "seconds": samples}
-        path = harness.write(RESULTS, "strategies", results)
-        plot(ratios, path.with_suffix(".png"))
-    return 0
+    shape = {"tokens": tokens, "heads": HEADS, "head_dim": DIM, "causal": True, "ranks": RANKS}
+    found = {"shape": shape, "rms_errors": errors}
+    return found | {"ratio_to_sdpa": ratios, "seconds": samples}
 
 
-def plot(ratios: dict[str, float], path: Path) -> None:
-    """Draw the ratios, grouped by dtype and pass."""
-    found = {key.rsplit("/", 1)[0] for key in ratios}
-    groups = sorted(found, key=lambda group: (not group.startswith("fp32"), len(group)))
-    names = list(dict.fromkeys(key.rsplit("/", 1)[1] for key in ratios))
-    figure, axes = harness.pyplot().subplots(figsize=(9, 4.5), layout="constrained")
-    for i, name in enumerate(names):
-        heights = [ratios.get(f"{group}/{name}", 0.0) for group in groups]
-        bars = axes.bar([x + i * 0.13 for x in range(len(groups))], heights, 0.12, label=name)
-        axes.bar_label(bars, [f"{height:.2f}" if height else "" for height in heights], fontsize=6)
-    middles = [x + 0.13 * (len(names) - 1) / 2 for x in range(len(groups))]
-    axes.set_xticks(middles, [group.replace("/", ", ") for group in groups])
-    axes.set_ylabel("speed, SDPA on one process = 1")
-    axes.legend(fontsize=7, ncols=3, loc="lower center")
-    figure.savefig(path, dpi=150)
-
+INSTALLED = importlib.util.find_spec("ring_attention_pytorch") is not None
+ARGUMENTS = {
+    "--tokens": 8192,
+    "--rounds": 9,
+    "--only": ([*LAYOUTS, HAND, *[PACKAGE] * INSTALLED], "contenders in addition to SDPA"),
+}
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", str(RANKS))
-    sys.exit(main())
+    harness.run("strategies", __doc__, ARGUMENTS, measure)

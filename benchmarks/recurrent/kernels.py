@@ -9,29 +9,28 @@ times of the process. fla's form is measured only if fla-core is installed.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import canary, check_canary, worst_error, write
+from benchmarks import harness
+from benchmarks.harness import worst_error
 from seqpar.costs.profile.machine import core_seconds
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.decode import decode_step
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
-from seqpar.linear.maps.options import MapOptions
+from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.routes import SpanStates
 
-RESULTS = Path(__file__).parents[1] / "results"
 LIMIT = 1e-5  # RMS error in fp32, over the RMS of the expected result
 Call = Callable[[], list[Tensor]]  # returns out, and after a backward the inputs' gradients
 # fla's module and function, and the names of our inputs in its order.
@@ -60,7 +59,6 @@ def inputs_of(name: str, tokens: int, heads: int, dim: int) -> tuple[Inputs, Ten
 
 
 def ours(name: str, inputs: Inputs, dout: Tensor, backward: bool) -> Call:
-    """Return a call of our aten backend."""
     none = np.array([-1])
     spans = SpanStates(np.array([0, inputs.q.shape[1]]), none, none)
     options = MapOptions(kind(name), inputs.q.shape[3] ** -0.5, "aten")
@@ -106,7 +104,7 @@ def naive(name: str, inputs: Inputs) -> Tensor:
     return found(*operands)[0]
 
 
-def measure(name: str, shape: tuple[int, int, int], backward: bool, rounds: int) -> dict[str, Any]:
+def measured(name: str, shape: tuple[int, int, int], backward: bool, rounds: int) -> dict[str, Any]:
     """Return a row of results: raw seconds and errors of each contender, ratios to ours."""
     inputs, dout = inputs_of(name, *shape)
     exact = Inputs(*(None if x is None else x.double() for x in inputs))  # type: ignore[arg-type]
@@ -135,32 +133,29 @@ def measure(name: str, shape: tuple[int, int, int], backward: bool, rounds: int)
     return row | {"seconds": seconds, "errors": errors, "times ours": ratios}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-write", action="store_true", help="write nothing")
-    arguments = parser.parse_args()
+def measure(options: Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    shape, rows, before = (arguments.tokens, arguments.heads, arguments.dim), [], canary()
-    for name in arguments.kinds:
+    shape, rows = (options.tokens, options.heads, options.dim), []
+    for name in options.kinds:
         for backward in (False, True):
-            row = measure(name, shape, backward, arguments.rounds)
+            row = measured(name, shape, backward, options.rounds)
             rows.append(row)
             milliseconds = 1e3 * statistics.median(row["seconds"]["seqpar, aten"])
             both = "forward and backward" if backward else "forward"
             peers = ", ".join(f"{label} {x:.1f} times" for label, x in row["times ours"].items())
             print(f"{name:15} {both:21} {milliseconds:7.1f} ms; {peers}", flush=True)
-    results = {"drift": check_canary(before, canary()), "limit": LIMIT, "rows": rows}
-    if not arguments.no_write:
-        print(write(RESULTS, "recurrent-kernels", results))
-    wrong = [row["kind"] for row in rows if row["errors"]["seqpar, aten"] > LIMIT]
-    if wrong:
-        sys.exit(f"wrong: {wrong}")
+    return {"limit": LIMIT, "rows": rows}
 
+
+ARGUMENTS = {
+    "--tokens": 4096,
+    "--heads": 4,
+    "--dim": 64,
+    "--kinds": ([*KINDS], None, [*KINDS]),
+    "--rounds": 5,
+}
 
 if __name__ == "__main__":
-    main()
+    found = harness.run("recurrent-kernels", __doc__, ARGUMENTS, measure)
+    if wrong := [x["kind"] for x in found["rows"] if x["errors"]["seqpar, aten"] > LIMIT]:
+        sys.exit(f"wrong: {wrong}")

@@ -4,44 +4,42 @@
 
 2 ranks × 1 thread against one process × 2 threads of the same module and backend, one document.
 Both run in separate processes, and rounds interleave them; the figure is the ratio of medians.
-Results are first compared with one process in fp64. If the machine was unsteady, a run writes no
-results: run it again.
+Results are first compared with one process in fp64.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
+import itertools
 import statistics
-import sys
-import tempfile
 import time
-from multiprocessing.connection import Connection
+from argparse import Namespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
+from benchmarks.network.emulated import Network
 from benchmarks.recurrent.kernels import LIMIT, inputs_of
 from seqpar import Layout, RecurrentAttention
-from seqpar.comm.messages.exchange import Comm
 from seqpar.linear.kinds import KINDS
 
 RANKS, NAMES = 2, ("q", "k", "v", "log_decay", "beta")
 PASSES = {False: "forward", True: "forward+backward"}
 LAYOUTS = {"all_gather": Layout.zigzag, "scan": Layout.contiguous, "tree": Layout.contiguous}
+Shape = tuple[int, int, int]  # tokens of all ranks, heads, and their size
+Row = dict[str, Any]
 
 
 class Call:
-    """A kind's call on a rank, or with rank −1 in one process."""
+    """A kind's call on the ranks of this process's group."""
 
-    def __init__(self, rank: int, kind: str, transport: str, shape: tuple[int, int, int]) -> None:
-        group: Any = Comm("alone", 0, 1) if rank < 0 else dist.group.WORLD
-        self._layout = LAYOUTS[transport](shape[0], 1 if rank < 0 else RANKS)
-        self._rank = max(rank, 0)
-        self._attend = RecurrentAttention(group, kind, transport)
+    def __init__(self, kind: str, transport: str, shape: Shape) -> None:
+        self._rank, ranks = dist.get_rank(), dist.get_world_size()
+        torch.set_num_threads(RANKS // ranks)  # one process uses as many cores as the ranks
+        self._layout = LAYOUTS[transport](shape[0], ranks)
+        self._attend = RecurrentAttention(dist.group.WORLD, kind, transport)
         inputs, self._dout = inputs_of(kind, *shape)
         self._inputs = {n: x for n, x in zip(NAMES, inputs, strict=True) if x is not None}
         self.index = self._layout.token_indices(self._rank)
@@ -65,119 +63,76 @@ class Call:
         return call
 
 
-def serve(rank: int, threads: int, store: str, pipe: Connection) -> None:
-    """Run a process that checks and times on request."""
-    torch.set_num_threads(threads)
-    if rank >= 0:
-        where = dist.FileStore(store, RANKS)
-        dist.init_process_group("gloo", store=where, rank=rank, world_size=RANKS)
-    while (task := pipe.recv()) is not None:
-        if task == "canary":
-            pipe.send(harness.canary())
-            continue
-        kind, transport, shape, backward, check = task
-        made = Call(rank, kind, transport, shape)
-        if check is not None:
-            pipe.send((made.index, made.prepare(True, exact=check)()))
-            continue
-        call = made.prepare(backward)
-        if rank >= 0:
-            dist.barrier()
-        start = time.perf_counter()
-        call()
-        pipe.send(time.perf_counter() - start)
+def results(kind: str, transport: str, shape: Shape, exact: bool) -> tuple[Tensor, list[Tensor]]:
+    """Return the indices of this rank's tokens, and its out and gradients."""
+    call = Call(kind, transport, shape)
+    return call.index, call.prepare(True, exact)()
 
 
-class Contenders:
-    """One process, and the ranks."""
+def seconds(kind: str, transport: str, shape: Shape, backward: bool) -> float:
+    call = Call(kind, transport, shape).prepare(backward)
+    time.sleep(0.05)  # threads of the previous contender may still spin
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
-    def __init__(self, folder: str) -> None:
-        context, self._pipes, self._processes = multiprocessing.get_context("spawn"), [], []
-        for rank, threads in ((-1, RANKS), *((rank, 1) for rank in range(RANKS))):
-            ours, theirs = context.Pipe()
-            arguments = (rank, threads, f"{folder}/store", theirs)
-            self._processes.append(context.Process(target=serve, args=arguments, daemon=True))
-            self._processes[-1].start()
-            self._pipes.append(ours)
 
-    def ask(self, alone: bool, task: Any) -> list[Any]:
-        """Return the answers of the single process, or of the ranks."""
-        asked = self._pipes[:1] if alone else self._pipes[1:]
-        for pipe in asked:
-            pipe.send(task)
-        return [pipe.recv() for pipe in asked]
-
-    def error(self, alone: bool, *call: Any) -> float:
-        """Return the largest RMS error over the RMS of one process's results in fp64."""
-        _, exact = self.ask(True, (*call, True, True))[0]
+def checked(one: Network, ranks: Network, kind: str, transport: str, shape: Shape) -> Row:
+    """Return the largest RMS errors over the RMS of one process's results in fp64."""
+    ((_, exact),) = one(results, kind, transport, shape, True)
+    errors = {}
+    for name, network in (("alone", one), ("ranks", ranks)):
         whole = [torch.empty_like(x) for x in exact]
-        for index, parts in self.ask(alone, (*call, True, False)):
+        for index, parts in network(results, kind, transport, shape, False):
             for total, x in zip(whole, parts, strict=True):
                 total[:, index] = x.double()
-        return harness.worst_error(whole, exact)
-
-    def end(self) -> None:
-        """End all processes, which write into the folder until then."""
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join()
+        errors[name] = harness.worst_error(whole, exact)
+    harness.check_error(f"{kind}, {transport}", max(errors.values()), LIMIT)
+    return errors
 
 
-def measure(
-    contenders: Contenders, kind: str, transport: str, shape: tuple[int, int, int], rounds: int
-) -> list[dict[str, Any]]:
+def compared(
+    one: Network, ranks: Network, kind: str, transport: str, shape: Shape, rounds: int
+) -> list[Row]:
     """Return a row for each pass: raw seconds, and the speed of one process over that of ranks."""
-    call = kind, transport, shape
-    errors = {name: contenders.error(name == "alone", *call) for name in ("alone", "ranks")}
-    if not max(errors.values()) <= LIMIT:
-        raise SystemExit(f"{kind}, {transport} has wrong results: {errors}; no times were measured")
+    errors, networks = checked(one, ranks, kind, transport, shape), {"alone": one, "ranks": ranks}
     rows = []
     for backward, passes in PASSES.items():
-        seconds: dict[str, list[float]] = {"alone": [], "ranks": []}
-        for i in range(rounds):
-            for name in ("alone", "ranks") if i % 2 else ("ranks", "alone"):
-                time.sleep(0.05)  # threads of the previous contender may still spin
-                found = contenders.ask(name == "alone", (*call, backward, None))
-                seconds[name].append(max(found))
-        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        samples: dict[str, list[float]] = {name: [] for name in networks}
+        for _, name in harness.turns(networks, rounds):
+            found = networks[name](seconds, kind, transport, shape, backward)
+            samples[name].append(max(found))
+        medians = {name: statistics.median(each) for name, each in samples.items()}
         row = {"kind": kind, "transport": transport, "shape": shape, "pass": passes}
         ratio = medians["alone"] / medians["ranks"]
-        rows.append(row | {"seconds": seconds, "errors": errors, "speed": ratio})
+        rows.append(row | {"seconds": samples, "errors": errors, "speed": ratio})
         print(f"{kind:14} {transport:10} {passes:16} {ratio:.2f} of one process", flush=True)
     return rows
 
 
-def main() -> int:
-    """Check and time all kinds, print ratios, and write the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), default=sorted(KINDS))
-    parser.add_argument("--transports", nargs="*", choices=sorted(LAYOUTS), default=["all_gather"])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
-    options = parser.parse_args()
+def measure(options: Namespace) -> dict[str, Any]:
     shape = options.tokens, options.heads, options.dim
-    with tempfile.TemporaryDirectory() as folder:
-        contenders = Contenders(folder)
-        before = contenders.ask(True, "canary")[0]
+    with (
+        Network("loopback", 1, timeout=600) as one,
+        Network("loopback", RANKS, timeout=600) as ranks,
+    ):
         rows = [
             row
-            for kind in options.kinds
-            for transport in options.transports
-            for row in measure(contenders, kind, transport, shape, options.rounds)
+            for kind, transport in itertools.product(options.kinds, options.transports)
+            for row in compared(one, ranks, kind, transport, shape, options.rounds)
         ]
-        after = contenders.ask(True, "canary")[0]
-        contenders.end()
-    if not options.no_write:
-        found = {"rows": rows, "canary": harness.check_canary(before, after)}
-        harness.write(RESULTS, "recurrent-ranks", found)
-    return 0
+    return {"rows": rows}
 
+
+ARGUMENTS = {
+    "--kinds": (sorted(KINDS), None, sorted(KINDS)),
+    "--transports": (["all_gather"], None, sorted(LAYOUTS)),
+    "--tokens": 4096,
+    "--heads": 4,
+    "--dim": 64,
+    "--rounds": 9,
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("recurrent-ranks", __doc__, ARGUMENTS, measure)

@@ -1,4 +1,4 @@
-"""Compare payloads between two processes, by our transports, by plain NIXL and by plain pyzmq.
+"""Compare payloads between two processes, by our transports, by plain NIXL and by plain gRPC.
 
 The next payload is sent after the last one has arrived. Each way to send has its own receiving
 process, and rounds interleave all ways.
@@ -6,24 +6,28 @@ process, and rounds interleave all ways.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
-import zmq
+import torch
 from numpy.typing import NDArray
 
+from benchmarks import harness
 from benchmarks.servers.processes import Peer, folder
 from seqpar.servers.transport.choose import own_name
-from seqpar.servers.transport.client_socket import ClientSocket
-from seqpar.servers.transport.one_sided import OneSided, available
-from seqpar.servers.transport.server_socket import ServerSocket
-from seqpar.servers.transport.zeromq import ArenaTarget, Frames, Sending, Transport
+from seqpar.servers.transport.event_loop import start
+from seqpar.servers.transport.one_sided import ArenaTarget, OneSided, available
 from seqpar.servers.wire.arena import ALIGNMENT
-from seqpar.servers.wire.limits import Limits, ServerDeadlines
+from seqpar.servers.wire.limits import MAX_MESSAGE_BYTES
+from seqpar.servers.wire.payload import CHUNK_BYTES, Incoming, Payload, PayloadTensor, chunks
+from seqpar.servers.wire.versions import data_of, joined
 
 Row = dict[str, Any]
 Bytes = NDArray[np.uint8]
@@ -38,17 +42,18 @@ class Way(NamedTuple):
 
 MIB = 2**20
 SIZES = [2**16, MIB, 8 * MIB, 64 * MIB]
-PEERS = {"nixl": "NIXL alone", "zmq": "pyzmq alone"}
+PEERS = {"nixl": "NIXL alone", "grpc": "gRPC alone"}
 BYTES = 128 * MIB  # the least bytes per round
 MOST = 64  # payloads per round
-_PATIENCE = 60.0  # seconds
+_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+_METHOD = "/bandwidth/Receive"
 
 
 def measure(rounds: int, begin: Callable[[str], None]) -> list[Row]:
     """Return a row for each size: bytes per second of each way, and ratios of ours to its peer."""
     rows = []
     with ExitStack() as stack:
-        ways = {"pyzmq alone": bare_zmq, "zmq": frames}
+        ways = {"gRPC alone": partial(streams, False), "grpc": partial(streams, True)}
         if available():
             ways |= {"NIXL alone": bare_nixl, "nixl": one_sided}
         sends = {name: stack.enter_context(way()) for name, way in ways.items()}
@@ -57,10 +62,8 @@ def measure(rounds: int, begin: Callable[[str], None]) -> list[Row]:
             data = memory(size)
             data[:] = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
             rates: dict[str, list[float]] = {name: [] for name in sends}
-            names = list(sends)
-            for turn in range(rounds + 1):
-                for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    rates[name].append(_rate(sends[name], data))
+            for _, name in harness.turns(sends, rounds + 1):
+                rates[name].append(_rate(sends[name], data))
             rates = {name: found[1:] for name, found in rates.items()}  # the first round warms up
             rows.append({"size": size, "rates": rates, "of_peer": _ratios(rates)})
     return rows
@@ -78,10 +81,10 @@ def _rate(way: Way, data: Bytes) -> float:
     if way.spinning is not None:
         way.spinning.pipe.send("go")
     way.send(data)
-    start = time.perf_counter()
+    before = time.perf_counter()
     for _ in range(times):
         way.send(data)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - before
     if way.spinning is not None:
         way.spinning.pipe.send("rest")
     return times * data.size / seconds
@@ -107,78 +110,68 @@ def _ratios(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table of the medians."""
-    lines = ["| payload, MiB | transport | ours, GB/s | its peer, GB/s | ours / peer |", "|---" * 5]
+    lines = []
     for row in rows:
         for name, ratio in row["of_peer"].items():
             ours, peer = (statistics.median(row["rates"][x]) / 1e9 for x in (name, PEERS[name]))
-            of = PEERS[name]
-            lines.append(
-                f"| {row['size'] / MIB:g} | {name} | {ours:.2f} | {peer:.2f} ({of}) | {ratio:.3f} |"
-            )
-    return "\n".join(lines)
+            of = f"{peer:.2f} ({PEERS[name]})"
+            lines.append([f"{row['size'] / MIB:g}", name, f"{ours:.2f}", of, f"{ratio:.3f}"])
+    head = ["payload, MiB", "transport", "ours, GB/s", "its peer, GB/s", "ours / peer"]
+    return harness.table(head, lines)
 
 
 @contextmanager
-def bare_zmq() -> Iterator[Way]:
-    """Send by pyzmq, without copies; the receiver reports each payload."""
-    with folder() as sockets, zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        address = f"ipc://{sockets}/s"
-        with Peer(_bare_zmq_receiver, address) as peer:
-            peer.hear()
-            socket.linger = 0
-            socket.connect(address)
+def streams(ours: bool) -> Iterator[Way]:
+    """Send a payload as a stream of chunks: as ours does, or bytes that nobody converts."""
+    pieces = dict[int, list[bytes]]()
+    with folder() as sockets, Peer(_receive_streams, f"unix:{sockets}/s", ours) as peer:
+        peer.hear()
 
-            def send(data: Bytes) -> None:
-                socket.send(data.data, copy=False)
-                socket.recv()
+        async def open_method() -> Any:
+            channel = grpc.aio.insecure_channel(f"unix:{sockets}/s")
+            return channel, channel.stream_unary(_METHOD)
 
-            yield Way(send)
+        async def send(data: Bytes) -> None:
+            if data.size not in pieces:  # a copy, which is not timed
+                whole = data.tobytes()
+                starts = range(0, data.size, CHUNK_BYTES)
+                pieces[data.size] = [whole[i : i + CHUNK_BYTES] for i in starts]
+            call = method(metadata=[("size", str(data.size))])
+            if ours:
+                for chunk in chunks([data]):
+                    await call.write(joined(b"", chunk))
+            else:
+                for chunk in pieces[data.size]:
+                    await call.write(chunk)
+            await call.done_writing()
+            await call
 
-
-def _bare_zmq_receiver(pipe: Any, address: str) -> None:
-    socket = zmq.Context().socket(zmq.PAIR)
-    socket.bind(address)
-    pipe.send("ready")
-    while True:
-        frame = socket.recv(copy=False)
-        socket.send(b"")
-        del frame
-
-
-@contextmanager
-def frames() -> Iterator[Way]:
-    """Send by our sockets and ZeroMQ's transport, to a socket like a server's."""
-    with folder() as sockets, zmq.Context() as context:
-        address = f"ipc://{sockets}/s"
-        with Peer(_frames_receiver, address) as peer:
-            peer.hear()
-            poller, transport = zmq.Poller(), Frames()
-            dialled = ClientSocket(context, poller, address, None, _PATIENCE)
-
-            def send(data: Bytes) -> None:
-                sending = transport.begin(Sending("peer", b"task", _PATIENCE), [data], None)
-                if reason := dialled.send([sending.message, *sending.frames]):
-                    raise SystemExit(f"zmq: {reason}")
-                while dialled.receive() is None:
-                    poller.poll()
-
-            yield Way(send)
-            dialled.close(0)
+        channel, method = start(open_method()).result()
+        yield Way(lambda data: start(send(data)).result())
+        start(channel.close()).result()
 
 
-def _frames_receiver(pipe: Any, address: str) -> None:
-    bound = ServerSocket(address, None, Limits(), ServerDeadlines())
-    transport, poller = Frames(), zmq.Poller()
-    poller.register(bound.socket, zmq.POLLIN)
-    pipe.send("ready")
-    while True:
-        poller.poll()
-        if (received := bound.receive()) is not None:
-            peer, (_, frame) = received
-            transport.read(peer, [frame], [len(frame)], None)
-            del received, frame  # its memory is reused for the next payload
-            bound.send(peer, [b"there"])
+def _receive_streams(pipe: Any, target: str, ours: bool) -> None:
+    async def receive(_: object, context: Any) -> bytes:
+        size = int(dict(context.invocation_metadata())["size"])
+        incoming = Incoming(Payload([PayloadTensor("data", torch.uint8, (size,))]))
+        while (raw := await context.read()) is not grpc.aio.EOF:
+            if ours:
+                incoming.take(data_of(raw))
+        return b""
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=_OPTIONS)
+        handlers = {"Receive": grpc.stream_unary_rpc_method_handler(receive)}
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("bandwidth", handlers)]
+        )
+        server.add_insecure_port(target)
+        await server.start()
+        pipe.send("ready")
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
 
 
 @contextmanager
@@ -229,32 +222,32 @@ def _bare_nixl_receiver(pipe: Any, size: int) -> None:
 @contextmanager
 def one_sided() -> Iterator[Way]:
     """Write from any memory to a peer's arena, by our transport."""
-    transport = OneSided(f"bench-{own_name()}", MIB)
-    with Peer(_one_sided_receiver, transport.open("peer", MIB), SIZES[-1]) as peer:
+    transport = OneSided(f"bench-{own_name()}")
+    with Peer(_one_sided_receiver, transport.open("peer")) as peer:
         transport.connect("peer", peer.hear())
 
         def send(data: Bytes) -> None:
-            deadline = time.monotonic() + _PATIENCE
-            sending = transport.begin(Sending("peer", b"task", deadline), [data], 0)
-            while sending.moving:
-                transport.progress(sending)
-            if sending.error is not None:
-                raise SystemExit(f"nixl: {sending.error}")
+            start(transport.write("peer", [data], 0)).result()
 
         yield Way(send, peer)
         transport.shutdown()
 
 
-def _one_sided_receiver(pipe: Any, target: ArenaTarget, size: int) -> None:
-    transport: Transport = OneSided(f"bench-{own_name()}", size)
-    arena = transport.open("peer", size)
+def _one_sided_receiver(pipe: Any, target: ArenaTarget) -> None:
+    async def poll() -> None:
+        hear = partial(asyncio.get_running_loop().run_in_executor, None, pipe.recv)
+        while True:
+            await hear()
+            await transport.polling(hear())
+
+    transport = OneSided(f"bench-{own_name()}")
+    arena = transport.open("peer")
     transport.connect("peer", target)
     pipe.send(arena)
-    _spin(pipe, transport.poll)
+    asyncio.run(poll())
 
 
 def plot(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw medians over the size of a payload."""
     sizes = [row["size"] / MIB for row in rows]
     for name in rows[0]["rates"]:
         rates = [statistics.median(row["rates"][name]) / 1e9 for row in rows]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import harness
 from benchmarks.servers.processes import DIM, DTYPE, HEADS, KV_HEADS, LIMIT, connect, servers
 from seqpar import ServerCache
 from seqpar.layout.masks.mask import Slices
@@ -90,11 +91,10 @@ def _sent(pool: ServerPool, request: Request) -> Tensor:
 
 
 def table(rows: list[Row]) -> str:
-    """Return a table of the two ways."""
-    lines = ["| transport | tokens | sent, ms | held, ms | sent, bytes | held, bytes |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = []
     for row in rows:
-        ms = " | ".join(f"{1e3 * row['seconds'][way]:.2f}" for way in ("sent", "held"))
-        sizes = " | ".join(f"{row['bytes'][way]:,}" for way in ("sent", "held"))
-        lines.append(f"| {row['transport']} | {row['length']:,} | {ms} | {sizes} |")
-    return "\n".join(lines)
+        ms = [f"{1e3 * row['seconds'][way]:.2f}" for way in ("sent", "held")]
+        sizes = [f"{row['bytes'][way]:,}" for way in ("sent", "held")]
+        lines.append([row["transport"], f"{row['length']:,}", *ms, *sizes])
+    head = ["transport", "tokens", "sent, ms", "held, ms", "sent, bytes", "held, bytes"]
+    return harness.table(head, lines)

@@ -1,79 +1,94 @@
-"""Measure the latency of an honest client while other keys keep a server busy.
+"""Measure the latency of an honest client while other certificates keep a server busy.
 
 An honest client sends one task after another to a server with keys. Its latency is measured while
-the server is otherwise idle, while a hostile key has many connections that use all their credits,
-while a hostile key has tasks with 16 times the work, and while other keys, with one connection
-each, always have tasks of the same size in flight. The latency should be at most three times the
-idle one next to a hostile key, and n + 1 times next to n busy keys. Answers are checked first, bit
-for bit. All states alternate in each round.
+the server is otherwise idle, and while other certificates do one of these:
 
-A second server is flooded: a hostile key sends payloads over several connections and never waits
-for replies. The server ends its connections when they exceed their credits, and then refuses the
-key for a while. A flood lasts longer than the first refusal, and each flood takes a new key. Real
-attackers run on other machines; here they may use one of two cores.
+- one hostile certificate keeps as many tasks in flight as 120 sessions may have, or tasks with 16
+  times the work, and sends messages that are malformed;
+- it floods the server with payloads over several connections, and neither reads results nor waits
+  for them; or four hostile certificates flood it in turn;
+- it makes control calls over 1,000 connections, each as soon as its last one is answered;
+- other clients, with a certificate and a connection each, always have tasks of the same size in
+  flight.
 
-Each state is measured from its start. A round's latency is the mean of its tasks, and `slow` the
-seconds of tasks that took more than three times the client's own latency.
+Next to hostile certificates, the latency in the worst half second should be at most three times the
+mean latency alone. Next to n busy clients, the mean latency should be at most n + 1 times as high.
+Answers are checked first, bit for bit. All states alternate in each round, and each state is
+measured from its start. Real attackers run on other machines; here they may use one of two cores.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import os
-import socket as system
+import resource
+import socket
 import statistics
-import sys
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
-import zmq
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.servers.processes import LIMIT, Peer, Server, check, connect, folder, task
-from seqpar.servers.transport.curve_keys import client_keys, generate
-from seqpar.servers.transport.sockets import secure
-from seqpar.servers.wire import protocol
+from seqpar.servers.transport.authority import add_client, generate
+from seqpar.servers.transport.certificates import ClientIdentity
+from seqpar.servers.transport.options import open_channel
+from seqpar.servers.transport.routes import Route
 from seqpar.servers.wire.codec import Packed, pack
-from seqpar.servers.wire.protocol import library_version
+from seqpar.servers.wire.payload import chunks
+from seqpar.servers.wire.versions import VERSIONS, joined
 
 Row = dict[str, Any]
-TOKENS, DEPTH = 512, 4  # of a task; tasks that a busy key has in flight
-CONNECTIONS = 120  # of the hostile key, each with DEPTH tasks; it gets no more leases
-# The hostile key's tasks: tokens, connections, and most tasks per connection.
-MANY_TASKS = TOKENS, CONNECTIONS, 1024
-LARGE_TASKS = 4 * TOKENS, 8, 1
-BUSY = (1, 2, 4)  # keys
-FLOODS = (1, 8, 40, 120)  # connections that never wait for replies
+TOKENS, DEPTH = 512, 4  # of a task; tasks that a busy client has in flight
+BUSY = (1, 2, 4)  # clients
+KEYS = 4  # hostile certificates
 _SLOW = 3.0  # times as long as alone
-FLOOD_SECONDS = 15.0  # the server refuses a key for 10 s
+_WINDOW = 0.5  # seconds
+_UNREAD = 64  # calls that each connection of a flood keeps open
+_VERSION = VERSIONS[0]
 
 
-def keys_for(path: Path, clients: int) -> tuple[Path, list[Path]]:
-    """Make the keys of a server and of trusted clients. Returns all folders."""
-    server = path / "server"
-    generate(server)
-    found = []
-    for i in range(clients):
-        own = path / f"client-{i}"
-        generate(own)
-        (own / "server.public").write_bytes((server / "server.public").read_bytes())
-        public = (own / "client.public").read_bytes()
-        (server / "trusted" / f"{i}.public").write_bytes(public)
-        found.append(own)
-    return server, found
+@dataclass(frozen=True)
+class Attack:
+    """What hostile certificates do.
+
+    Attributes:
+        kind: "tasks", "flood" or "control".
+        connections: their number, of each certificate.
+        tokens: of a task.
+        depth: the most tasks of a connection.
+        keys: the certificates, which take turns.
+    """
+
+    kind: str
+    connections: int
+    tokens: int = TOKENS
+    depth: int = 1024
+    keys: int = 1
+
+
+ATTACKS = {
+    "hostile": Attack("tasks", 120),
+    "hostile, large tasks": Attack("tasks", 8, 4 * TOKENS, 1),
+    **{f"flood of {n}": Attack("flood", n) for n in (1, 8, 40, 120)},
+    "floods of 40 in turn": Attack("flood", 40, keys=KEYS),
+    "control calls of 1,000": Attack("control", 1000),
+}
+STATES = [*ATTACKS, *(f"{n} busy" for n in BUSY)]
 
 
 def honest(pipe: Any, address: str, keys: Path) -> None:
     """Send the latencies of consecutive tasks between two times."""
     request = task(TOKENS)
-    with connect([address], "zmq", keys=keys, depth=1) as pool:
+    with connect([address], "grpc", keys=keys, depth=1) as pool:
         check(pool, [request])
         pipe.send("ready")
         while True:
@@ -89,7 +104,7 @@ def honest(pipe: Any, address: str, keys: Path) -> None:
 def busy(pipe: Any, address: str, keys: Path) -> None:
     """Keep tasks in flight between two times."""
     request = task(TOKENS)
-    with connect([address], "zmq", keys=keys, depth=DEPTH) as pool:
+    with connect([address], "grpc", keys=keys, depth=DEPTH) as pool:
         check(pool, [request])
         pipe.send("ready")
         while True:
@@ -106,265 +121,229 @@ def busy(pipe: Any, address: str, keys: Path) -> None:
 
 
 class Connection:
-    """A connection of the hostile key, which implements the protocol itself."""
+    """A connection of a hostile certificate, which makes the calls itself."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, keys: Path) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        secure(self.socket, client_keys(keys))
-        self.socket.connect(address)
-        self._number = 0
-        hello = protocol.Hello(library_version(), "hostile", ["zmq"], [])
-        end = time.monotonic() + LIMIT
-        self.socket.send(protocol.encode(hello))
-        while not isinstance(welcome := self._receive(), protocol.Welcome):
-            if time.monotonic() > end:
-                raise SystemExit(f"no lease: {welcome}")
-            time.sleep(0.1)  # the server still ends leases of an earlier flood
-            self.socket.send(protocol.encode(hello))
-        self._generation, self._secret = welcome.generation, welcome.secret
-        self.credits = welcome.credits
+    def __init__(self, address: str, keys: ClientIdentity) -> None:
+        self.channel = open_channel(Route(address, True), keys, LIMIT)
+        self.calls = 0
 
-    def ask(self, packed: Packed) -> None:
-        """Send a task, and bytes that are not a message."""
-        self._number += 1
-        header = packed.numbered(self._generation, self._number)
-        data = protocol.encode(header, self._secret)
-        self.socket.send_multipart([data, *packed.parts])
-        self.socket.send(b"no message")
+    async def begin(self) -> None:
+        """Begin a session."""
+        request = _VERSION.messages.SessionRequest(client="hostile")
+        begin = self.channel.unary_stream(f"/{_VERSION.service}/Session")
+        self._session = begin(request.SerializeToString(), wait_for_ready=True)
+        event = _VERSION.messages.SessionEvent.FromString(await self._session.read())
+        self.welcome = event.welcome
 
-    def ping(self) -> None:
-        """Renew the lease."""
-        self.socket.send(protocol.encode(protocol.Ping(self._generation), self._secret))
+    async def ask(self) -> None:
+        """Make a control call; wait for the answer."""
+        status = self.channel.unary_unary(f"/{_VERSION.service}/Status")
+        await status(b"", wait_for_ready=True)
+        self.calls += 1
 
-    def answered(self) -> bool:
-        """Read a message. Returns whether a task has ended."""
-        return isinstance(self._receive(), protocol.Result | protocol.Failed | protocol.Busy)
+    async def send(self, packed: Packed | None) -> Any:
+        """Begin a call with a task, or with a message that is malformed; return the call."""
+        call = self.channel.stream_stream(f"/{_VERSION.service}/Compute")(timeout=LIMIT)
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it was refused
+            if packed is None:
+                await call.write(b"no message")
+            else:
+                pieces = chunks(packed.parts)
+                header = packed.header(self.welcome.session)
+                await call.write(_VERSION.request(header, next(pieces)))
+                for piece in pieces:
+                    await call.write(joined(b"", piece))
+            await call.done_writing()
+        self.calls += 1
+        return call
 
-    def _receive(self) -> protocol.Message:
-        if not self.socket.poll(int(1000 * LIMIT)):
-            raise SystemExit("the server does not answer")
-        data = self.socket.recv()
-        for _ in range(protocol.frames_after(data)):
-            self.socket.recv()
-        return protocol.decode(data)
-
-
-def hostile(pipe: Any, address: str, keys: Path) -> None:
-    """Keep tasks of many connections in flight between two times."""
-    with zmq.Context() as context:
-        connections = {
-            x.socket: x for x in (Connection(context, address, keys) for _ in range(CONNECTIONS))
-        }
-        poller = zmq.Poller()
-        for socket in connections:
-            poller.register(socket, zmq.POLLIN)
-        tasks = {tokens: pack(task(tokens)) for tokens, *_ in (MANY_TASKS, LARGE_TASKS)}
-        packed = tasks[TOKENS]
-        pipe.send("ready")
-        flying = count = 0
-        stop, ping = 0.0, 0.0
+    async def tasks(self, packed: Packed) -> None:
+        """Send tasks and malformed messages one after another, and read the results."""
         while True:
-            now = time.monotonic()
-            if pipe.poll(0 if flying else 0.01):
-                start, stop, (tokens, number, depth) = pipe.recv()
-                packed = tasks[tokens]
-                time.sleep(max(0.0, start - time.monotonic()))
-                for connection in list(connections.values())[:number]:
-                    for _ in range(min(depth, connection.credits)):
-                        connection.ask(packed)
-                        flying += 1
-                count = 0
-            if now > ping:
-                ping = now + 1.0
-                for connection in connections.values():
-                    connection.ping()
-            for socket, _ in poller.poll(10):
-                if connections[socket].answered():
-                    flying -= 1
-                    count += 1
-                    if time.monotonic() < stop:
-                        connections[socket].ask(packed)
-                        flying += 1
-                    elif not flying:
-                        pipe.send(count)
+            for sent in (packed, None):
+                call = await self.send(sent)
+                with suppress(grpc.aio.AioRpcError):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+
+    async def flood(self, packed: Packed) -> None:
+        """Send tasks without reading results."""
+        unread: deque[Any] = deque()
+        while True:
+            unread.append(await self.send(packed))
+            if len(unread) > _UNREAD:
+                unread.popleft().cancel()
+
+    async def control(self) -> None:
+        """Make control calls one after another."""
+        while True:
+            await self.ask()
 
 
-def flood(pipe: Any, address: str, keys: Sequence[Path]) -> None:
-    """Send payloads over new connections between two times, without waiting for replies.
-
-    Each flood takes the next key.
-    """
+def attack(pipe: Any, address: str, folders: Sequence[Path]) -> None:
+    """Make an attack between two times, as often as it is told to; send the number of calls."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    packed = pack(task(TOKENS))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    keys = [ClientIdentity(x) for x in folders]
+    packed = {tokens: pack(task(tokens)) for tokens in {x.tokens for x in ATTACKS.values()}}
     pipe.send("ready")
-    for own in keys:
-        count, context = 0, zmq.Context()
-        poller, connections = zmq.Poller(), {}
-        for _ in range(pipe.recv()):
-            connection = Connection(context, address, own)
-            connection.socket.sndtimeo = 0
-            connections[connection.socket] = connection
-            poller.register(connection.socket, zmq.POLLIN | zmq.POLLOUT)
+
+    async def run(told: Attack) -> int:
+        groups = []
+        for own in keys[: told.keys]:
+            groups.append([Connection(address, own) for _ in range(told.connections)])
+            for connection in groups[-1]:
+                await (connection.ask() if told.kind == "control" else connection.begin())
         pipe.send("connected")
         start, stop = pipe.recv()
-        time.sleep(max(0.0, start - time.monotonic()))
-        while time.monotonic() < stop:
-            for socket, events in poller.poll(10):
-                if events & zmq.POLLIN:
-                    socket.recv()
-                if events & zmq.POLLOUT:
-                    with suppress(zmq.Again):  # the server has ended the connection
-                        connections[socket].ask(packed)
-                        count += 1
-        context.destroy(linger=0)
-        pipe.send(count)
+        for turn, group in enumerate(groups):
+            first, last = (start + x * (stop - start) / told.keys for x in (turn, turn + 1))
+            await asyncio.sleep(max(0.0, first - time.monotonic()))
+            work = packed[told.tokens]
+            flows: list[Any] = []
+            for x in group:
+                if told.kind == "tasks":
+                    depth = min(told.depth, x.welcome.requests)
+                    flows += [x.tasks(work) for _ in range(depth)]
+                else:
+                    flows.append(x.flood(work) if told.kind == "flood" else x.control())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(last - time.monotonic()):
+                    await asyncio.gather(*flows)
+        for group in groups:
+            await asyncio.gather(*(x.channel.close() for x in group))
+        return sum(x.calls for group in groups for x in group)
+
+    async def listen() -> None:
+        while True:
+            pipe.send(await run(pipe.recv()))
+
+    asyncio.run(listen())
 
 
 @dataclass(frozen=True)
 class State:
-    """Work of other keys while the honest client's latency is measured.
+    """Work of others while the honest client's latency is measured.
 
     Attributes:
         name: of the state.
         bound: how many times its own latency the honest client may wait.
-        peers: the other keys' processes, each with arguments that follow the times.
-        flood: the number of a flood's connections, which the first peer gets before the times.
+        peers: the others' processes, which get the times.
+        attack: what the only peer is told before.
     """
 
     name: str
     bound: float
-    peers: Sequence[tuple[Peer, tuple[Any, ...]]] = ()
-    flood: int = 0
+    peers: Sequence[Peer] = ()
+    attack: Attack | None = None
 
 
-def keyed_server(stack: ExitStack, clients: int) -> tuple[str, list[Path]]:
-    """Start a server; return its address and the clients' folders of keys."""
-    server_keys, keys = keys_for(Path(stack.enter_context(folder())), clients)
-    with system.create_server(("127.0.0.1", 0)) as free:
+def start_all(stack: ExitStack) -> tuple[Peer, list[State]]:
+    """Start a server and its clients; return the honest client and the states."""
+    path = Path(stack.enter_context(folder()))
+    generate(path)
+    names = [str(i) for i in range(1 + KEYS + max(BUSY))]
+    for name in names:
+        add_client(path, name)
+    own, *others = [path / "clients" / name for name in names]
+    with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    stack.enter_context(Server(address, "zmq", keys=server_keys)).status(keys[0])
-    return address, keys
-
-
-def busy_keys(stack: ExitStack) -> tuple[Peer, list[State]]:
-    """Start a server and its clients; return the honest one and the states."""
-    address, (own, second, *rest) = keyed_server(stack, 2 + max(BUSY))
+    stack.enter_context(Server(address, "grpc", keys=path)).wait(own)
     measured = stack.enter_context(Peer(honest, address, own))
-    attacker = stack.enter_context(Peer(hostile, address, second))
-    others = [stack.enter_context(Peer(busy, address, x)) for x in rest]
-    for peer in (measured, attacker, *others):
+    attacker = stack.enter_context(Peer(attack, address, others[:KEYS]))
+    clients = [stack.enter_context(Peer(busy, address, x)) for x in others[KEYS:]]
+    for peer in (measured, attacker, *clients):
         peer.hear()
-    states = [
-        State("alone", 1.0),
-        State("hostile", 3.0, [(attacker, (MANY_TASKS,))]),
-        State("hostile, large tasks", 3.0, [(attacker, (LARGE_TASKS,))]),
-    ]
-    states += [State(f"{n} busy", n + 1.0, [(x, ()) for x in others[:n]]) for n in BUSY]
-    return measured, states
+    states = [State("alone", _SLOW)]
+    states += [State(name, _SLOW, [attacker], x) for name, x in ATTACKS.items()]
+    return measured, states + [State(f"{n} busy", n + 1.0, clients[:n]) for n in BUSY]
 
 
-def floods(stack: ExitStack, rounds: int) -> tuple[Peer, list[State]]:
-    """Start a server, its honest client and floods; return the client and the states."""
-    address, (own, *others) = keyed_server(stack, 1 + rounds * len(FLOODS))
-    measured = stack.enter_context(Peer(honest, address, own))
-    attacker = stack.enter_context(Peer(flood, address, others))
-    for peer in (measured, attacker):
-        peer.hear()
-    states = [State(f"flood of {n}", 3.0, [(attacker, ())], n) for n in FLOODS]
-    return measured, [State("alone", 1.0), *states]
+def worst(latencies: Sequence[float]) -> float:
+    """Return the highest mean latency of consecutive tasks that begin within half a second."""
+    means = []
+    for i in range(len(latencies)):
+        after, seconds = i, 0.0
+        while after < len(latencies) and seconds < _WINDOW:
+            seconds += latencies[after]
+            after += 1
+        means.append(seconds / (after - i))
+    return max(means)
 
 
-def measure(
-    start_all: Callable[[ExitStack], tuple[Peer, list[State]]],
-    rounds: int,
-    seconds: float,
-    begin: Callable[[str], None],
+def measured_states(
+    only: Sequence[str], rounds: int, seconds: float, begin: Callable[[str], None]
 ) -> list[Row]:
-    """Return the honest client's mean latency in each state, over its own in the same round.
+    """Return the honest client's latency in each state, over its mean latency alone.
 
-    The first state gives its own latency.
+    `only` are the states that are measured next to "alone".
     """
     with ExitStack() as stack:
         measured, states = start_all(stack)
+        states = [x for x in states if x.name in ("alone", *only)]
         found: list[list[list[float]]] = [[] for _ in states]
-        served: list[list[int]] = [[] for _ in states]
-        for turn in range(rounds):
-            for i in range(len(states)):
-                at = (turn + i) % len(states)
-                state = states[at]
-                begin(f"{state.name}, round {turn + 1} of {rounds}")
-                if state.flood:
-                    state.peers[0][0].pipe.send(state.flood)
-                    state.peers[0][0].hear()
-                start = time.monotonic() + 0.1
-                times = start, start + (FLOOD_SECONDS if state.flood else seconds)
-                measured.pipe.send(times)
-                for peer, told in state.peers:
-                    peer.pipe.send((*times, *told))
-                found[at].append(measured.hear())
-                served[at].append(sum(peer.hear() for peer, _ in state.peers))
+        calls: list[list[int]] = [[] for _ in states]
+        for turn, at in harness.turns(range(len(states)), rounds):
+            state = states[at]
+            begin(f"{state.name}, round {turn + 1} of {rounds}")
+            if state.attack is not None:
+                state.peers[0].pipe.send(state.attack)
+                state.peers[0].hear()
+            start = time.monotonic() + 0.1
+            for peer in (measured, *state.peers):
+                peer.pipe.send((start, start + seconds))
+            found[at].append(measured.hear())
+            calls[at].append(sum(peer.hear() for peer in state.peers))
     own = [statistics.fmean(tasks) for tasks in found[0]]
     rows = []
-    for state, all_tasks, tasks_of_peers in zip(states, found, served, strict=True):
-        latencies = [statistics.fmean(tasks) for tasks in all_tasks]
-        ratios = [x / alone for x, alone in zip(latencies, own, strict=True)]
-        slow = [
-            sum(x for x in tasks if x > _SLOW * alone)
-            for tasks, alone in zip(all_tasks, own, strict=True)
-        ]
-        row = {"state": state.name, "bound": state.bound, "ratio": statistics.median(ratios)}
-        row |= {"latencies": latencies, "ratios": ratios, "slow": slow, "tasks": tasks_of_peers}
+    for state, all_tasks, calls_of_peers in zip(states, found, calls, strict=True):
+        pairs = list(zip(all_tasks, own, strict=True))
+        row: Row = {"state": state.name, "bound": state.bound, "calls": calls_of_peers}
+        row["latencies"] = [statistics.fmean(tasks) for tasks in all_tasks]
+        row["mean"] = statistics.median(statistics.fmean(x) / alone for x, alone in pairs)
+        row["worst"] = statistics.median(worst(x) / alone for x, alone in pairs)
+        row["slow"] = [sum(x for x in xs if x > _SLOW * alone) for xs, alone in pairs]
+        row["ratio"] = row["mean"] if "busy" in state.name else row["worst"]
         rows.append(row)
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the latencies as a table."""
-    columns = "others", "latency, ms", "over its own", "at most", "met", "slow, s"
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = (
+        "others",
+        "latency, ms",
+        "mean over alone",
+        "worst half second",
+        "at most",
+        "met",
+        "slow, s",
+    )
+    lines = []
     for row in rows:
         latency = 1000 * statistics.median(row["latencies"])
         met = "yes" if row["ratio"] <= row["bound"] else "no"
+        ratios = [f"{row[name]:.2f}" for name in ("mean", "worst")]
         slow = statistics.median(row["slow"])
-        cells = row["state"], f"{latency:.2f}", f"{row['ratio']:.2f}", f"{row['bound']:.0f}", met
-        lines.append(f"| {' | '.join(cells)} | {slow:.1f} |")
-    return "\n".join(lines)
+        cells = row["state"], f"{latency:.2f}", *ratios, f"{row['bound']:.0f}", met
+        lines.append([*cells, f"{slow:.1f}"])
+    return harness.table(columns, lines)
 
 
-def main() -> int:
-    """Measure, print, and write the result file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=5.0,
-        help="seconds of each state in a round, without floods",
-    )
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result file")
-    options = parser.parse_args()
+def measure(options: Namespace) -> Row:
     torch.set_num_threads(1)
-    before = harness.canary()
-    states = 3 + len(BUSY), 1 + len(FLOODS)
-    with harness.progress(options.rounds * sum(states)) as begin:
-        rows = measure(busy_keys, options.rounds, options.seconds, begin)
-        rows += measure(
-            partial(floods, rounds=options.rounds), options.rounds, options.seconds, begin
-        )
-    after = harness.canary()
+    options.no_write |= options.only != STATES
+    with harness.progress(options.rounds * (1 + len(options.only))) as begin:
+        rows = measured_states(options.only, options.rounds, options.seconds, begin)
     print(table(rows))
-    drift = harness.check_canary(before, after)
-    if not options.no_write:
-        shape = {"tokens": TOKENS, "depth": DEPTH, "connections of the hostile key": CONNECTIONS}
-        shape["tokens of large tasks"] = LARGE_TASKS[0]
-        harness.write(
-            RESULTS, "servers-fairness", {"shape": shape, "canary_drift": drift, "rows": rows}
-        )
-    return 0
+    return {"shape": {"tokens": TOKENS, "depth": DEPTH}, "rows": rows}
 
+
+ARGUMENTS = {
+    "--rounds": 3,
+    "--seconds": (6.0, "seconds of each state in a round"),
+    "--only": (STATES, "states next to alone; a part of them is not written", STATES),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("servers-fairness", __doc__, ARGUMENTS, measure)

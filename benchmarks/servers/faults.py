@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.servers.processes import LIMIT, check, connect, servers, task
 from seqpar.servers.server import worker
 from seqpar.servers.server.compute import compute
@@ -120,19 +121,15 @@ def hedging(transport: str, steps: int, begin: Callable[[str], None]) -> list[Ro
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table of steps."""
-    lines = [
-        "| one of four servers is slow | steps | median, ms | p99, ms | p99 / median |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        times = f"{1e3 * row['median']:.1f} | {1e3 * row['p99']:.1f} | {row['p99_of_median']:.2f}"
-        lines.append(f"| {row['slow']} | {row['steps']} | {times} |")
-    return "\n".join(lines)
+        times = [f"{1e3 * row[name]:.1f}" for name in ("median", "p99")]
+        lines.append([row["slow"], row["steps"], *times, f"{row['p99_of_median']:.2f}"])
+    head = ["one of four servers is slow", "steps", "median, ms", "p99, ms", "p99 / median"]
+    return harness.table(head, lines)
 
 
 def plot(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw the sorted times of steps."""
     for row in rows:
         times = np.sort(row["seconds"]) * 1e3
         dash = "-" if row["steps"] == "hedged" else ":"

@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import harness
 from benchmarks.servers.processes import LIMIT, check, connect, servers, task
 from seqpar.servers.pool import connection
-from seqpar.servers.server import results, server, worker
+from seqpar.servers.server import worker
 from seqpar.servers.server.compute import compute
+from seqpar.servers.server.service import Service
+from seqpar.servers.wire.payload import Payload
+from seqpar.servers.wire.versions import Version
 
 Row = dict[str, Any]
 TOKENS = 128
@@ -37,12 +41,12 @@ STAGES = {
 CLIENT = {
     "packed": (connection, "pack", False),
     "sending": (connection.ServerConnection, "start", True),
-    "received": (connection, "unpack_result", True),
-    "read": (connection, "unpack_result", False),
+    "received": (Version, "read_reply", True),
+    "read": (Payload, "tensors", False),
 }
 SERVER = {
-    "arrived": (server.Server, "_task", True),
-    "admitted": (server.Server, "_admit", False),
+    "arrived": (Version, "read_request", True),
+    "admitted": (worker.Worker, "add", False),
     "computing": (worker, "compute", True),
     "computed": (worker, "compute", False),
 }
@@ -52,7 +56,6 @@ class Stamps(dict[str, float]):
     """The times at which a task reached each stage, by the clock that all processes share."""
 
     def __init__(self) -> None:
-        """Start without stamps."""
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def watch(self, places: dict[str, tuple[Any, str, bool]]) -> None:
@@ -63,7 +66,6 @@ class Stamps(dict[str, float]):
             setattr(owner, function, self._stamped(original, name, before))
 
     def restore(self) -> None:
-        """Restore the functions."""
         while self._replaced:
             setattr(*self._replaced.pop())
 
@@ -80,18 +82,16 @@ class Stamps(dict[str, float]):
 
 
 def report(pipe: Any) -> None:
-    """Make a server send its stamps of a task after each answer."""
+    """Make a server tell its stamps of a task before each answer."""
     stamps = Stamps()
     stamps.watch(SERVER)
-    progress = results.ResultSender.progress
+    reply = Service._reply
 
-    def told(self: Any) -> None:
-        before = self._totals.tasks
-        progress(self)
-        if self._totals.tasks > before:
-            pipe.send(dict(stamps))
+    async def told(*arguments: Any) -> None:
+        pipe.send(dict(stamps))
+        await reply(*arguments)
 
-    results.ResultSender.progress = told  # type: ignore[method-assign]
+    Service._reply = told  # type: ignore[method-assign]
 
 
 def measure(transport: str, rounds: int, begin: Callable[[str], None]) -> Row:
@@ -155,22 +155,21 @@ def _stages(stamps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table of the added time, and one of the stages."""
-    lines = ["| transport | here, µs | there, µs | added, µs |", "|---|---|---|---|"]
-    for row in rows:
-        cells = " | ".join(f"{1e6 * row[name]:.0f}" for name in ("here", "there", "added"))
-        lines.append(f"| {row['transport']} | {cells} |")
     names = [row["transport"] for row in rows]
-    lines += ["", f"| stage | {' | '.join(f'{name}, µs' for name in names)} |"]
-    lines.append("|---" * (1 + len(names)) + "|")
-    for stage in rows[0]["stages"]:
-        cells = " | ".join(f"{1e6 * row['stages'][stage]:.0f}" for row in rows)
-        lines.append(f"| {stage} | {cells} |")
-    return "\n".join(lines)
+    whole = [
+        [row["transport"], *(f"{1e6 * row[name]:.0f}" for name in ("here", "there", "added"))]
+        for row in rows
+    ]
+    parts = [
+        [stage, *(f"{1e6 * row['stages'][stage]:.0f}" for row in rows)]
+        for stage in rows[0]["stages"]
+    ]
+    head = ["transport", "here, µs", "there, µs", "added, µs"]
+    stages = harness.table(["stage", *(f"{name}, µs" for name in names)], parts)
+    return f"{harness.table(head, whole)}\n\n{stages}"
 
 
 def plot(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw the stages of a task, one after another."""
     for i, row in enumerate(rows):
         left = 0.0
         for j, (stage, seconds) in enumerate(row["stages"].items()):

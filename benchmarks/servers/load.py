@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.servers.processes import LIMIT, Peer, Server, check, connect, servers, task
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.wire.request import Request
@@ -37,11 +38,9 @@ def throughput(
         for client in clients:
             client.hear()
         found: dict[int, list[Row]] = {count: [] for count in CLIENTS}
-        for turn in range(rounds):
-            first = turn % len(CLIENTS)
-            for count in CLIENTS[first:] + CLIENTS[:first]:
-                begin(f"{transport}: {count} clients, round {turn + 1} of {rounds}")
-                found[count].append(_turn(server, clients[:count], seconds))
+        for turn, count in harness.turns(CLIENTS, rounds):
+            begin(f"{transport}: {count} clients, round {turn + 1} of {rounds}")
+            found[count].append(_turn(server, clients[:count], seconds))
     one = statistics.median(sum(x["tasks"]) for x in found[1])
     rows = []
     for count, turns in found.items():
@@ -127,27 +126,21 @@ def _ask(pool: ServerPool, requests: Sequence[Request], count: int) -> None:
 
 
 def _resident(server: Server) -> int:
-    """Return the resident bytes of a server's process."""
     lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     (found,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
     return found
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table of throughput."""
-    lines = [
-        "| transport | clients | tasks a second | of one client's | least of mean | busy |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         cells = [row["transport"], str(row["clients"]), f"{row['tasks_per_second']:.1f}"]
-        cells += [f"{row[x]:.3f}" for x in ("of_one", "least_of_mean", "busy")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([*cells, *(f"{row[x]:.3f}" for x in ("of_one", "least_of_mean", "busy"))])
+    head = ["transport", "clients", "tasks a second", "of one client's", "least of mean", "busy"]
+    return harness.table(head, lines)
 
 
 def plot(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw tasks per second of each number of clients, over one client's."""
     for name in dict.fromkeys(row["transport"] for row in rows):
         some = [row for row in rows if row["transport"] == name]
         places = range(len(some))

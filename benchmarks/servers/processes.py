@@ -20,8 +20,8 @@ from seqpar.__main__ import main
 from seqpar.layout.masks.mask import Mask, slices_between
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server.compute import compute
-from seqpar.servers.status_client import ask
-from seqpar.servers.wire.protocol import Status
+from seqpar.servers.server.counters import Status
+from seqpar.servers.status_client import StatusError, ask
 from seqpar.servers.wire.request import Request
 from seqpar.softmax.compute.call_options import CallOptions
 
@@ -35,7 +35,6 @@ class Peer:
     """A process that runs `function(pipe, *arguments)`, and is killed at the end."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Start the process."""
         self.pipe, theirs = PROCESSES.Pipe()
         self.process = PROCESSES.Process(
             target=_run, args=(function, theirs, *arguments), daemon=True
@@ -44,13 +43,11 @@ class Peer:
         theirs.close()
 
     def hear(self) -> Any:
-        """Return the next message."""
         if not self.pipe.poll(LIMIT):
             raise TimeoutError("a process does not answer")
         return self.pipe.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
         os.kill(self.process.pid or 0, number)
 
     def __enter__(self) -> Self:
@@ -81,6 +78,18 @@ class Server(Peer):
         """
         super().__init__(_serve, address, transport, change, keys)
         self.address = address
+
+    def wait(self, keys: Path | None = None) -> None:
+        """Wait until the server answers."""
+        end = time.monotonic() + LIMIT
+        while True:
+            try:
+                self.status(keys)
+                return
+            except StatusError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
 
     def status(self, keys: Path | None = None) -> Status:
         """Return the server's status. `keys` is a client's folder of keys."""
@@ -128,7 +137,7 @@ def servers(
             for i, change in enumerate(changes)
         ]
         for server in found:
-            server.status()
+            server.wait()
         yield found
 
 

@@ -2,7 +2,7 @@
 
 On this machine, with servers and clients in separate processes, connected through Unix sockets:
 
-- payloads of 64 KiB to 64 MiB by our transports, compared with plain NIXL and plain pyzmq;
+- payloads of 64 KiB to 64 MiB by our transports, compared with plain NIXL and plain gRPC;
 - the time that a server adds to a task of 128 tokens, stage by stage;
 - tasks per second of 1, 4 and 32 clients of one server, and its busy time;
 - its memory after 100 and after 10,000 requests;
@@ -15,15 +15,14 @@ Answers are first checked bit for bit. Rounds interleave the contenders of a com
 
 from __future__ import annotations
 
-import argparse
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.servers import bandwidth, decoding, faults, latency, load
 from seqpar.servers.transport.one_sided import available
 
@@ -32,9 +31,8 @@ QUESTIONS = ["bandwidth", "latency", "load", "memory", "failover", "hedging", "d
 MICROSECOND, MEBIBYTE = 1e-6, 2**20
 
 
-def measured(options: argparse.Namespace, begin: Callable[[str], None]) -> Row:
-    """Return the results by question."""
-    transports = ["zmq", *(["nixl"] if available() else [])]
+def measured(options: Namespace, begin: Callable[[str], None]) -> Row:
+    transports = ["grpc", *(["nixl"] if available() else [])]
     rounds, results = options.rounds, dict[str, Any]()
     for question in options.only:
         if question == "bandwidth":
@@ -47,15 +45,15 @@ def measured(options: argparse.Namespace, begin: Callable[[str], None]) -> Row:
         elif question == "memory":
             results[question] = [load.memory(x, options.requests, begin) for x in transports]
         elif question == "failover":
-            results[question] = faults.failover("zmq", rounds, begin)
+            results[question] = faults.failover("grpc", rounds, begin)
         elif question == "hedging":
-            results[question] = faults.hedging("zmq", options.steps, begin)
+            results[question] = faults.hedging("grpc", options.steps, begin)
         elif question == "decoding":
             results[question] = [y for x in transports for y in decoding.measure(x, rounds, begin)]
     return results
 
 
-def _points(options: argparse.Namespace) -> int:
+def _points(options: Namespace) -> int:
     """Return the number of progress reports."""
     rounds, ends = options.rounds, 2 if available() else 1
     points = {
@@ -71,7 +69,6 @@ def _points(options: argparse.Namespace) -> int:
 
 
 def targets(results: Row) -> list[Row]:
-    """Return the targets, with the measured figures."""
     rows = []
 
     def add(what: str, found: float, bound: str, limit: float) -> None:
@@ -80,7 +77,7 @@ def targets(results: Row) -> list[Row]:
 
     largest = results.get("bandwidth", [])[-1:]
     for row in largest:
-        for name, least in (("nixl", 0.95), ("zmq", 0.90)):
+        for name, least in (("nixl", 0.95), ("grpc", 0.90)):
             if name in row["of_peer"]:
                 what = f"{name}: bandwidth over {bandwidth.PEERS[name]}'s, 64 MiB"
                 add(what, row["of_peer"][name], "at least", least)
@@ -113,19 +110,17 @@ def targets(results: Row) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows as a table."""
-    lines = ["| what | found | target | met |", "|---|---|---|---|"]
+    lines = []
     for row in rows:
         found, limit = (
             f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in (row["found"], row["limit"])
         )
         met = "yes" if row["met"] else "no"
-        lines.append(f"| {row['what']} | {found} | {row['bound']} {limit} | {met} |")
-    return "\n".join(lines)
+        lines.append([row["what"], found, f"{row['bound']} {limit}", met])
+    return harness.table(["what", "found", "target", "met"], lines)
 
 
 def report(results: Row) -> str:
-    """Return all tables."""
     parts = [table(targets(results))]
     if "bandwidth" in results:
         parts.append(bandwidth.table(results["bandwidth"]))
@@ -140,37 +135,6 @@ def report(results: Row) -> str:
     return "\n\n".join(parts)
 
 
-def main() -> int:
-    """Measure, print, and write the result files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="seconds of each number of clients in a round"
-    )
-    parser.add_argument("--steps", type=int, default=200, help="steps for percentiles")
-    parser.add_argument(
-        "--requests", type=int, default=10_000, help="requests until memory is compared"
-    )
-    parser.add_argument("--only", nargs="*", choices=QUESTIONS, default=QUESTIONS)
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    before = harness.canary()
-    with harness.progress(_points(options)) as begin:
-        results = measured(options, begin)
-    after = harness.canary()
-    print(report(results))
-    drift = harness.check_canary(before, after)
-    if not options.no_write and options.only == QUESTIONS:
-        shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bf16"}
-        found: Row = {"shape": shape, "canary_drift": drift, "targets": targets(results)}
-        path = harness.write(RESULTS, "servers", found | results)
-        plot(results, path.with_suffix(".png"))
-    return 0
-
-
 def plot(results: Row, path: Path) -> None:
     """Draw one panel for each question with several figures."""
     figure, axes = harness.pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
@@ -181,5 +145,23 @@ def plot(results: Row, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def measure(options: Namespace) -> Row:
+    torch.set_num_threads(1)
+    options.no_write |= options.only != QUESTIONS
+    with harness.progress(_points(options)) as begin:
+        results = measured(options, begin)
+    print(report(results))
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bf16"}
+    return {"shape": shape, "targets": targets(results), **results}
+
+
+ARGUMENTS = {
+    "--rounds": 7,
+    "--seconds": (2.0, "seconds of each number of clients in a round"),
+    "--steps": (200, "steps for percentiles"),
+    "--requests": (10_000, "requests until memory is compared"),
+    "--only": (QUESTIONS, "questions; a part of them is not written", QUESTIONS),
+}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("servers", __doc__, ARGUMENTS, measure, plot)

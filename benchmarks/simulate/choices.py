@@ -10,7 +10,6 @@ settings are kept: the next start continues after them.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -28,7 +27,7 @@ from benchmarks.network.emulated import Network, lacking
 from benchmarks.simulate.settings import Setting, drawn, errors, seconds, tuned
 from benchmarks.simulate.validation import TOLERANCE, asleep, joined, linked, profiled
 from seqpar.auto.choosing import Choice, choose
-from seqpar.bench.results.results import SAME, check_same
+from seqpar.bench.results.results_file import SAME, check_same
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Link
 from seqpar.costs.fit import describe
@@ -47,10 +46,7 @@ def measured(
     small = tuple(min(x, 60) for x in setting.lengths)
     answers = network(errors, setting._replace(lengths=small, pair_seconds=0.0), found)
     for candidate, wrong in zip(found, zip(*answers, strict=True), strict=True):
-        if max(wrong) > TOLERANCE:
-            raise SystemExit(
-                f"{candidate} has an error of {max(wrong):.1e}: no times were measured"
-            )
+        harness.check_error(candidate, max(wrong), TOLERANCE)
     ranks = network(seconds, setting, found, rounds)
     times = [list(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)]
     return {str(candidate): each for candidate, each in zip(found, times, strict=True)}
@@ -143,7 +139,6 @@ def summary(results: list[Row]) -> Row:
 
 
 def table(found: Row) -> str:
-    """Return a summary as a Markdown table."""
     rows = [("settings", f"{found['settings']}")]
     for name, key in (("auto", "auto"), ("prediction alone", "predicted")):
         x = found[key]
@@ -165,8 +160,7 @@ def table(found: Row) -> str:
         ("error of simulated seconds, median", f"{found['error']:.1%}"),
         ("spread of the fastest's measured seconds, median", f"{found['spread']:.1%}"),
     ]
-    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    return "\n".join(lines)
+    return harness.table(["", ""], rows)
 
 
 def plot(results: list[Row], path: Path) -> None:
@@ -222,25 +216,21 @@ def run(left: list[Setting], cluster: Cluster, rounds: int, stop: float, keep: A
     return True
 
 
+ARGUMENTS = {
+    "--settings": 100,
+    "--seed": (0, "seed of the first setting; others follow it"),
+    "--rounds": 5,
+    "--seconds": (420.0, "begin no setting after this time"),
+    "--tokens": ([2048, 16384], "from, to"),
+    "--no-links": (False, "only on cores, without root"),
+    "--folder": (RESULTS, "folder of the result files"),
+}
+
+
 def main() -> int:
-    """Measure the remaining settings, simulate all measured ones, print and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--settings", type=int, default=100)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the first setting; others follow it"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--seconds", type=float, default=420, help="begin no setting after this time"
-    )
-    parser.add_argument("--tokens", type=int, nargs=2, default=(2048, 16384), help="from, to")
-    parser.add_argument("--no-links", action="store_true", help="only on cores, without root")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result files")
-    options = parser.parse_args()
+    options = harness.arguments_of(__doc__, ARGUMENTS)
     if not options.no_links and (missing := lacking()):
-        parser.error(f"links need {missing}: try --no-links")
+        raise SystemExit(f"links need {missing}: try --no-links")
     stop = time.monotonic() + options.seconds
     path = harness.results_file(options.folder, "choices")
     known = json.loads(path.read_text()) if path.is_file() else {}

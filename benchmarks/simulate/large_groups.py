@@ -8,22 +8,21 @@ the CPU time of simulating the step, and `memory` its peak, in a new process per
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import multiprocessing
 import resource
-import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from seqpar import Layout, simulate
 from seqpar.balance import Cluster, Model
 from seqpar.simulate.playback import stand_ins
-from seqpar.simulate.steps.layers import record_attention_once
+from seqpar.simulate.steps.recorded_layers import record_attention_once
 
 MODEL, TOKENS_PER_RANK, NODE = "llama-8b", 1024, 8
 EVERY_RANK = 2**20
@@ -67,20 +66,14 @@ def row_of(strategy: str, ranks: int, mesh: tuple[int, int] | None, compares: bo
     return row
 
 
-def main() -> int:
-    """Measure all cases, print them, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
-    options = parser.parse_args()
+def measure(_: Namespace) -> dict[str, Any]:
     spawned, rows = multiprocessing.get_context("spawn"), []
     for case in CASES:
         with ProcessPoolExecutor(1, spawned) as pool:  # a new process, with empty caches
             rows.append(row := pool.submit(row_of, *case).result())
         print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-    if not options.no_write:
-        harness.write(RESULTS, "large-groups", {"model": MODEL, "rows": rows})
-    return 0
+    return {"model": MODEL, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("large-groups", __doc__, {}, measure, canary_is="none")

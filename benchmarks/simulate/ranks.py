@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import seqpar
-from benchmarks import harness
+from benchmarks.steps import Step, module
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.hooks import hooks
+from seqpar.comm.messages.comm import Comm
 
 DIM = 64
 _BEYOND_CACHES = 2**26  # bytes
@@ -48,74 +44,34 @@ class Cell(NamedTuple):
     pair_seconds: float = 0.0
 
     def made(self) -> Layout:
-        """Return the layout."""
         edges = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
         return getattr(Layout, self.layout)(edges, self.ranks)
 
 
-@functools.cache
-def module(strategy: str) -> nn.Module:
-    """Return a strategy's module on all ranks of this process's group."""
-    return seqpar.make_attention(strategy, dist.group.WORLD)
-
-
-def step(cell: Cell, attn: nn.Module, rank: int, device: str) -> Callable[[], list[Tensor]]:
-    """Return a rank's step, which returns out and the gradients of q, k and v."""
-    layout, shape = cell.made(), (sum(cell.lengths), cell.heads, DIM)
-    if device == "meta":
-        local = layout.tokens_on(rank), *shape[1:]
-        leaves = [torch.empty(local, device="meta") for _ in range(4)]
-    else:
-        generator = torch.Generator().manual_seed(0)
-        whole = torch.randn(4, *shape, generator=generator).unbind()
-        leaves = [layout.shard(x, rank, dim=0).contiguous() for x in whole]
-    *operands, dout = leaves
-    operands = [x.requires_grad_() for x in operands]
-
-    def run() -> list[Tensor]:
-        out = attn(*operands, layout, causal=True)
-        return [out, *torch.autograd.grad(out, operands, dout)]
-
-    return run
-
-
 def code(cell: Cell) -> Callable[[Comm], object]:
-    """Return the function for `simulate.record`."""
+    """Return the function for `simulate.record`: a rank's step, without data."""
+    layout = cell.made()
 
     def run(comm: Comm) -> None:
-        step(cell, seqpar.make_attention(cell.strategy, comm), comm.rank, "meta")()
+        shape = layout.tokens_on(comm.rank), cell.heads, DIM
+        *leaves, dout = (torch.empty(shape, device="meta") for _ in range(4))
+        operands = [x.requires_grad_() for x in leaves]
+        out = seqpar.make_attention(cell.strategy, comm)(*operands, layout, causal=True)
+        torch.autograd.grad(out, operands, dout)
 
     return run
 
 
 def error(cell: Cell) -> float:
     """Return the largest RMS error of this rank's results, over the RMS of the expected results."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, sum(cell.lengths), cell.heads, DIM, generator=generator).double()
-    *leaves, dout = (x.requires_grad_() for x in whole.unbind())
-    parts = zip(*(x.transpose(0, 1).split(list(cell.lengths), 1) for x in leaves), strict=True)
-    out = torch.cat([F.scaled_dot_product_attention(*x, is_causal=True) for x in parts], 1)
-    out = out.transpose(0, 1)
-    expected = [out, *torch.autograd.grad(out, leaves, dout)]
-    layout, rank = cell.made(), dist.get_rank()
-    found = step(cell, module(cell.strategy), rank, "cpu")()
-    return harness.worst_error(found, [layout.shard(x, rank, dim=0) for x in expected])
+    return Step(cell.made(), cell.heads, DIM).error(module(cell.strategy))
 
 
 def seconds(cell: Cell, rounds: int) -> list[float]:
     """Return this rank's seconds from a barrier to the end of a step, per round."""
     torch.set_num_threads(1)
-    run, times = step(cell, module(cell.strategy), dist.get_rank(), "cpu"), []
-    sleeping: AbstractContextManager[None] = nullcontext()
-    if cell.pair_seconds:
-        sleeping = hooks.set(replace_compute=lambda area: time.sleep(area * cell.pair_seconds))
-    with sleeping:
-        for _ in range(rounds + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-    return times[1:]
+    step = Step(cell.made(), cell.heads, DIM)
+    return step.times(module(cell.strategy), rounds, cell.pair_seconds)
 
 
 def exchanges(

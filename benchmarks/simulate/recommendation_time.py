@@ -7,18 +7,18 @@ of the process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 
 MODEL = "llama-8b"
 
@@ -68,22 +68,16 @@ def timed(command: list[str], cluster: str, documents: str, lengths: list[int]) 
     }
 
 
-def main() -> int:
-    """Measure all cases, print them, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-write", action="store_true", help="print, and write no result file")
-    options = parser.parse_args()
-    rows = []
-    print("| cluster | documents | seconds | CPU seconds | ways | simulated | best |")
-    print("|---|---|---|---|---|---|---|")
-    for case in CASES:
-        rows.append(row := row_of(*case))
-        figures = f"{row['seconds']:.1f} | {row['cpu']:.1f} | {row['ways']} | {row['simulated']}"
-        print(f"| {' | '.join(case)} | {figures} | {row['best']} |", flush=True)
-    if not options.no_write:
-        harness.write(RESULTS, "recommendation-time", {"model": MODEL, "rows": rows})
-    return 0
+def measure(_: Namespace) -> dict[str, Any]:
+    rows = [row_of(*case) for case in CASES]
+    cells = []
+    for case, row in zip(CASES, rows, strict=True):
+        figures = f"{row['seconds']:.1f}", f"{row['cpu']:.1f}", str(row["ways"])
+        cells.append([*case, *figures, str(row["simulated"]), row["best"]])
+    head = ["cluster", "documents", "seconds", "CPU seconds", "ways", "simulated", "best"]
+    print(harness.table(head, cells))
+    return {"model": MODEL, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("recommendation-time", __doc__, {}, measure, canary_is="none")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
-from benchmarks import harness
+from benchmarks.harness import sleeping
+from benchmarks.steps import Step
 from seqpar.attention.operands import OperandShape
 from seqpar.auto.choosing import Choice
 from seqpar.auto.measuring import measured
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.hooks import hooks
+from seqpar.comm.messages.comm import Comm
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import Candidate
 from seqpar.softmax.module import Attention
@@ -56,14 +52,12 @@ class Setting(NamedTuple):
     pair_seconds: float = 0.0
 
     def made(self) -> Layout:
-        """Return the layout."""
         edges = np.r_[0, np.cumsum(self.lengths)]
         layout: Layout = getattr(Layout, self.layout)(edges, self.ranks)
         return layout
 
     @property
     def shape(self) -> OperandShape:
-        """The shape of the operands."""
         return OperandShape(torch.float32, 1, self.heads, self.kv_heads, self.dim, self.dim)
 
     @property
@@ -118,53 +112,20 @@ def drawn(seed: int, smallest: int = 2048, largest: int = 16384, links: bool = T
             return found
 
 
-class Step:
-    """A rank's step of a setting, with any candidate."""
+def step_of(setting: Setting) -> Step:
+    """Return this rank's step of a setting, which any candidate's module can make."""
+    sizes = setting.heads, setting.dim, setting.kv_heads
+    return Step(setting.made(), *sizes, **setting.call)
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting, self._layout = setting, setting.made()
-        self.rank, generator = dist.get_rank(), torch.Generator().manual_seed(setting.seed)
-        tokens, dim = sum(setting.lengths), setting.dim
-        heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
-        whole = [torch.randn(tokens, h, dim, generator=generator) for h in heads]
-        local = [self._layout.shard(x, self.rank).contiguous() for x in whole]
-        self._whole, self._dout = whole, local.pop()
-        self._operands = [x.requires_grad_() for x in local]
 
-    def __call__(self, candidate: Candidate) -> list[Tensor]:
-        """Return out and the gradients of q, k and v."""
-        out = self._forward(candidate.make(Comm.of(dist.group.WORLD)))
-        return [out, *torch.autograd.grad(out, self._operands, self._dout)]
-
-    def _forward(self, attn: Attention) -> Tensor:
-        out: Tensor = attn(*self._operands, self._layout, **self._setting.call)
-        return out
-
-    def measured(self, choice: Choice, error: float) -> Choice:
-        """Return a choice measured like in `make_attention("auto", ...)`."""
-        comm, operands = Comm.of(dist.group.WORLD), tuple(self._operands)
-        module = functools.cache(lambda candidate: candidate.make(comm))
-        return measured(choice, error, module, self._forward, operands, comm, True)
-
-    def expected(self) -> list[Tensor]:
-        """Return the expected results, from one process in fp64."""
-        q, k, v, dout = (x.double().requires_grad_() for x in self._whole)
-        parts = []
-        split = (x.transpose(0, 1).split(self._setting.lengths, 1) for x in (q, k, v))
-        for each in zip(*split, strict=True):
-            position = torch.arange(each[0].shape[1])
-            distance = position[:, None] - position
-            seen = (distance >= 0) & (distance < (self._setting.window or distance.numel() + 1))
-            parts.append(F.scaled_dot_product_attention(*each, attn_mask=seen, enable_gqa=True))
-        out = torch.cat(parts, 1).transpose(0, 1)
-        whole = [out, *torch.autograd.grad(out, [q, k, v], dout)]
-        return [self._layout.shard(x, self.rank) for x in whole]
+def module(candidate: Candidate) -> Attention:
+    return candidate.make(Comm.of(dist.group.WORLD))
 
 
 def errors(setting: Setting, found: list[Candidate]) -> list[float]:
     """Return each candidate's largest relative RMS error on this rank."""
-    step = Step(setting)
-    return [harness.worst_error(step(each), step.expected()) for each in found]
+    step = step_of(setting)
+    return [step.error(module(each)) for each in found]
 
 
 def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[float]]:
@@ -174,18 +135,15 @@ def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[
     has another order, since a step's time also depends on the previous step.
     """
     torch.set_num_threads(1)
-    step, orders = Step(setting), np.random.default_rng(setting.seed)
+    step, orders = step_of(setting), np.random.default_rng(setting.seed)
 
     def turns() -> list[float]:
         taken = [0.0] * len(found)
         for i in orders.permutation(len(found)).tolist():
-            dist.barrier()
-            start = time.perf_counter()
-            step(found[i])
-            taken[i] = time.perf_counter() - start
+            taken[i] = step.seconds(module(found[i]))
         return taken
 
-    with computes(setting):
+    with sleeping(setting.pair_seconds):
         once = torch.tensor(sum(turns()))
         dist.broadcast(once, 0)  # the same number of rounds on all ranks
         count = max(rounds, min(MOST_ROUNDS, int(SECONDS / float(once))))
@@ -194,14 +152,12 @@ def seconds(setting: Setting, found: list[Candidate], rounds: int) -> list[list[
 
 
 def tuned(setting: Setting, choice: Choice, error: float) -> Choice:
-    """Return a choice after candidates with close predictions were measured."""
+    """Return a choice measured like in `make_attention("auto", ...)`.
+
+    Candidates with close predictions are measured.
+    """
     torch.set_num_threads(1)
-    with computes(setting):
-        return Step(setting).measured(choice, error)
-
-
-def computes(setting: Setting) -> AbstractContextManager[None]:
-    """Return a context that replaces computes by sleeps, if the setting has sleeps."""
-    if not setting.pair_seconds:
-        return nullcontext()
-    return hooks.set(replace_compute=lambda area: time.sleep(area * setting.pair_seconds))
+    step, comm = step_of(setting), Comm.of(dist.group.WORLD)
+    operands, made = tuple(step.operands), functools.cache(module)
+    with sleeping(setting.pair_seconds):
+        return measured(choice, error, made, step.forward, operands, comm, True)

@@ -8,21 +8,20 @@ cores share them by the operating system's schedule, and equally in the simulati
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import RESULTS, harness
+from benchmarks import harness
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.simulate.ranks import Cell, code, error, exchanges, seconds
 from seqpar import simulate
-from seqpar.auto.machine import operator_seconds
+from seqpar.auto.described_cluster import operator_seconds
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.device import Device, Link
 from seqpar.costs.fit import describe
@@ -100,7 +99,6 @@ def joined(network: Network, where: str, ranks: int, rounds: int) -> Link:
 
 
 def mean(ranks: list[list[float]]) -> list[float]:
-    """Return the means over ranks."""
     return [statistics.mean(x) for x in zip(*ranks, strict=True)]
 
 
@@ -113,7 +111,6 @@ def linked(cluster: Cluster, where: str, ranks: int, link: Link) -> Cluster:
 
 
 def simulated(cell: Cell, cluster: Cluster) -> float:
-    """Return the simulated seconds of a cell's step."""
     programs = simulate.record(code(cell), cell.ranks, ordered=False)
     return simulate.play(
         programs, cluster, pricing=asleep(cell.pair_seconds, cluster.device)
@@ -129,13 +126,6 @@ def measured(network: Network, cell: Cell, rounds: int) -> Row:
     return {"samples": times, "measured": middle, "spread": (upper - lower) / 2 / middle}
 
 
-def check(network: Network, cell: Cell) -> None:
-    """Exit if a strategy's results are wrong."""
-    small = cell._replace(lengths=(150, 90), pair_seconds=0.0)
-    if (wrong := max(network(error, small))) > TOLERANCE:
-        raise SystemExit(f"{cell.strategy} has an error of {wrong:.1e}: no times were measured")
-
-
 def profiled(cores: int, rounds: int) -> Cluster:
     """Return this machine, measured while `cores` cores compute, because they share its memory."""
     with Network("loopback", cores, timeout=600) as network:
@@ -145,7 +135,7 @@ def profiled(cores: int, rounds: int) -> Cluster:
 
 
 def on_ranks(
-    where: str, ranks: int, part: list[Cell], cluster: Cluster, options: argparse.Namespace
+    where: str, ranks: int, part: list[Cell], cluster: Cluster, options: Namespace
 ) -> list[Row]:
     """Return a row for each cell of these ranks, with the links measured there."""
     kind, rate = ("switch", RATE) if where == "links" else ("loopback", 0)
@@ -156,7 +146,9 @@ def on_ranks(
             cluster = linked(cluster, where, ranks, link)
             print(f"{where} {ranks}: {link}", flush=True)
         for strategy in dict.fromkeys(cell.strategy for cell in part):
-            check(network, next(cell for cell in part if cell.strategy == strategy))
+            cell = next(cell for cell in part if cell.strategy == strategy)
+            small = cell._replace(lengths=(150, 90), pair_seconds=0.0)
+            harness.check_error(strategy, max(network(error, small)), TOLERANCE)
         for cell in part:
             row = cell._asdict() | measured(network, cell, options.rounds)
             row["simulated"] = simulated(cell, cluster)
@@ -186,8 +178,12 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
     }
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw simulated over measured seconds, with the quartiles of measured seconds."""
+def publish(results: Row, path: Path) -> None:
+    """Draw simulated over measured seconds, and write the error bars of predictions.
+
+    The picture has the quartiles of measured seconds.
+    """
+    rows = results["rows"]
     figure, axis = harness.pyplot().subplots(figsize=(9, 4.5), layout="constrained")
     axis.axhspan(0.95, 1.05, color="0.92")
     axis.axhline(1, color="0.6", linewidth=0.8)
@@ -202,21 +198,14 @@ def plot(rows: list[Row], path: Path) -> None:
     axis.set(xscale="log", xlabel="measured, ms", ylabel="simulated / measured")
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
+    if {row["where"] for row in rows} == {"cores", "links"}:  # the error bars need both
+        file = Path(error_model.__file__).with_name(error_model.FILE)
+        file.write_text(json.dumps(by_place(rows), indent=1) + "\n")
 
 
-def main() -> int:
-    """Measure the device, links and steps; simulate the steps, print and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=2048, help="a rank")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--places", nargs="*", default=["cores", "links"])
-    parser.add_argument("--no-write", action="store_true", help="only print: write no result files")
-    options = parser.parse_args()
+def measure(options: Namespace) -> Row:
     if "links" in options.places and (missing := lacking()):
-        parser.error(f"links need {missing}: try --places cores")
-    before = harness.canary()
+        raise SystemExit(f"links need {missing}: try --places cores")
     chosen = [cell for cell in cells(options.tokens) if cell.where in options.places]
     rows, clusters = [], {}
     for where, ranks in dict.fromkeys((cell.where, cell.ranks) for cell in chosen):
@@ -229,21 +218,15 @@ def main() -> int:
     for name, x in errors.items():
         figures = f"median {x['median']:.1%}, worst {x['worst']:.1%}, spread {x['spread']:.1%}"
         print(f"{name:10} {figures}")
-    drift = harness.check_canary(before, harness.canary())
-    if not options.no_write:
-        results: Row = {"canary_drift": drift, "rate_mbit": RATE, "errors": errors, "rows": rows}
-        profiles = {cores: x.measured for cores, x in clusters.items()}
-        path = harness.write(RESULTS, "simulate", results | {"profiles": profiles})
-        plot(rows, path.with_suffix(".png"))
-        if {row["where"] for row in rows} == {
-            "cores",
-            "links",
-        }:  # the error bars of predictions need both
-            Path(error_model.__file__).with_name(error_model.FILE).write_text(
-                json.dumps(by_place(rows), indent=1) + "\n"
-            )
-    return 0
+    profiles = {cores: x.measured for cores, x in clusters.items()}
+    return {"rate_mbit": RATE, "errors": errors, "rows": rows, "profiles": profiles}
 
+
+ARGUMENTS = {
+    "--tokens": (2048, "a rank"),
+    "--rounds": 7,
+    "--places": ["cores", "links"],
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run("simulate", __doc__, ARGUMENTS, measure, publish)

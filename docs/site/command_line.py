@@ -9,10 +9,12 @@ from seqpar.__main__ import COMMANDS, load
 PAGE = Path(__file__).parents[1] / "reference/command_line.md"
 HEAD = """# Command line
 
-`python -m seqpar COMMAND`, or `seqpar COMMAND`. `--help` after a command shows the same text as
-this page. Commands end with status 0 if all went well, 2 for wrong arguments or a missing package,
-and 130 after Ctrl-C. Status 1 means that `bench` found a wrong result or a broken rule, `check`
-failed, `status` got no answer, `plan` found nothing that fits, or `elastic` could not continue.
+`python -m seqpar COMMAND`, or `seqpar COMMAND`. Without a command, the program lists them;
+`--version` prints the version. `--help` after a command shows the same text as this page. Commands
+end with status 0 if all went well, 2 for wrong arguments or a missing package, and 130 after
+Ctrl-C. Status 1 means that `bench` found a wrong result or a broken rule, `check` failed, `status`
+got no answer, `plan` found nothing that fits, `parity` found a difference, or `elastic` could not
+continue.
 """
 
 
@@ -49,7 +51,8 @@ def meaning(action: argparse.Action) -> str:
     shown = action.default not in (None, False, argparse.SUPPRESS, []) and "%(default)" not in (
         action.help or ""
     )
-    return f"{text} (default: `{action.default}`)" if shown and action.nargs != 0 else text
+    default = " ".join(action.default) if isinstance(action.default, list) else action.default
+    return f"{text} (default: `{default}`)" if shown and action.nargs != 0 else text
 
 
 def sentence(text: str) -> str:

@@ -30,11 +30,13 @@ OF_SEQPAR = {
 # All other public modules: the names of their `__all__`.
 MODULES = {
     "seqpar.masks": "../guides/masks.md",
+    "seqpar.memory": "../guides/memory.md",
     "seqpar.balance": "../guides/balance.md",
     "seqpar.costs": "../guides/costs.md",
     "seqpar.simulate": "../guides/simulate.md",
     "seqpar.servers": "../guides/servers.md",
     "seqpar.elastic": "../guides/elastic.md",
+    "seqpar.parity": "../guides/parity.md",
     "seqpar.layout.plot": "../guides/layouts.md",
     "seqpar.integrations.huggingface": "../guides/huggingface.md",
     "seqpar.integrations.flash_attn": "../guides/pytorch.md",

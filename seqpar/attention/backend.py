@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from seqpar.core.arguments import shown
 from seqpar.core.device_tables import device_of
+from seqpar.core.torch_private import inherited, set_inherited
 
 BACKENDS = {
     "softmax": ["aten", "flash_attn", "reference", "triton"],
@@ -25,9 +27,17 @@ _FOLDERS = {
     "recurrent": "seqpar.linear.maps.backends",
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
-DEFAULT = "default"  # `seqpar.softmax.backends.choice` or `seqpar.linear.strategy` chooses
+DEFAULT = "default"  # then softmax/attend.py or linear/linear_strategy.py chooses
 
-_forced: str | None = None  # a plain global: torch.compile guards on it, but traces no ContextVar
+
+class _Forced(threading.local):
+    """The backend of this thread's calls. torch.compile can guard on it, as it is an attribute."""
+
+    name: str | None = None
+
+
+_forced = _Forced()
+_KEY = "seqpar backend"  # the same name for uncompiled calls, which autograd's threads inherit
 
 
 @contextmanager
@@ -40,27 +50,45 @@ def use_backend(name: str) -> Iterator[None]:
     recurrent attention. Without a context, the backend is "aten". On CUDA it is "triton" for linear
     attention, "fla" for recurrent attention if it is installed, and for softmax attention the first
     of an order that depends on the GPU. A call's backward uses the backend of its forward, even
-    outside the context. The choice holds for all threads of the process, so threads should not
-    choose simultaneously.
+    outside the context. The choice holds for calls of this thread, and for checkpoints that are
+    computed again in backwards that this thread runs.
 
     Raises a ValueError for an unknown name. A call that the backend cannot compute exactly raises
     one too.
     """
-    global _forced
     known = sorted({*BACKENDS["softmax"], *BACKENDS["recurrent"]})
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"name: the backend must be one of {known}, got {shown(name)}")
-    before, _forced = _forced, name
+    with forced_backend(name):
+        yield
+
+
+@contextmanager
+def forced_backend(name: str | None) -> Iterator[None]:
+    """Use a backend, or the default, for calls of this thread within the context."""
+    before, inherited_before = _forced.name, _inherited()
+    _force(name, name)
     try:
         yield
     finally:
-        _forced = before
+        _force(before, inherited_before)
+
+
+def _force(name: str | None, name_to_inherit: str | None) -> None:
+    _forced.name = name
+    if not torch.compiler.is_dynamo_compiling():
+        set_inherited(_KEY, name_to_inherit)
+
+
+def _inherited() -> str | None:
+    """Return the backend of this thread; in autograd's threads, that of the caller of backward."""
+    return _forced.name if torch.compiler.is_dynamo_compiling() else inherited(_KEY, None)
 
 
 def current_backend(kind: str) -> str:
-    """Return the backend, or DEFAULT, of a call of this kind made now."""
-    forced = None if _forced == "fla" and kind != "recurrent" else _forced
-    return forced or DEFAULT
+    """Return the backend of a call of this kind that is made now, or DEFAULT."""
+    name = _inherited()
+    return DEFAULT if name is None or (name == "fla" and kind != "recurrent") else name
 
 
 @cache
@@ -72,7 +100,7 @@ def load_backend(kind: str, name: str) -> ModuleType:
 
 
 def refusal(kind: str, name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend cannot compute these operands, beginning with the argument, or None."""
+    """Return why a backend cannot compute these operands, beginning with an argument, or None."""
     if name == DEFAULT:
         return None
     refuse = getattr(load_backend(kind, name), "refusal", None)
@@ -89,13 +117,19 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
         if x.shape[-1] > MAX_HEAD_DIM:
             limit = f"a head dim of at most {MAX_HEAD_DIM}"
             return f'{name} must have {limit} for the backend "triton", got {x.shape[-1]}'
-    if device_of(q).type != "cuda" and not triton.knobs.runtime.interpret:
+    device, interpreted = device_of(q).type, triton.knobs.runtime.interpret
+    if device != "cuda" and not interpreted:
         return f'q must be on a CUDA device for the backend "triton", got {q.device}'
+    if interpreted and device != "meta" and q.dtype == torch.bfloat16:
+        # The interpreter keeps bf16 as integers of the same bits, and multiplies the integers.
+        place = 'for the backend "triton" in Triton\'s interpreter (TRITON_INTERPRET=1)'
+        remedy = "cast q, k and v, or use another backend"
+        return f"q must be fp16 or fp32 {place}, got torch.bfloat16: {remedy}"
     return None
 
 
 def rank_invariant_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return the reason why a backend's bits may depend on a rank's number of heads, or None."""
+    """Return why a backend's bits may depend on the number of heads on a rank, or None."""
     if q.device.type != "cuda":
         return None
     if name not in (DEFAULT, "triton"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
@@ -13,17 +13,20 @@ from torch import Tensor, nn
 
 from seqpar.attention.operands import naming_rank
 from seqpar.attention.operators import register_flop_formulas
+from seqpar.attention.rehearsal import Preparation, described_call
+from seqpar.attention.unknown_arguments import call_arguments, unknown_argument, unknown_option
 from seqpar.comm.binding import BoundStrategy, Named
 from seqpar.comm.dtensor import HeadPlacement
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import as_bool, as_int, shown
+from seqpar.core.compiling import is_traced, outside_graphs
 from seqpar.core.traffic import Traffic, summed
 from seqpar.layout.layout import Layout
 
 
 class Moving(Named, Protocol):
-    """A strategy that lists its messages without sending them."""
+    """A strategy that can list the messages of a call without sending them."""
 
     def traffic(self, call: Any, rank: int) -> list[Traffic]:
         """Return a rank's messages in a resolved call, by pass, step and peer."""
@@ -31,21 +34,34 @@ class Moving(Named, Protocol):
 
 S = TypeVar("S", bound=Moving)
 
+_MADE_OUTSIDE = "seqpar: attention modules are made outside of the graph, once, and called inside"
 NO_OPTION = {"option": False}  # metadata of a strategy's field that users cannot set
 
 
-def make_strategy(kind: type[S], options: dict[str, object], others: tuple[str, ...]) -> S:
-    """Return a strategy; the TypeError for an unknown option lists known ones and `others`."""
+def make_strategy(
+    kind: type[S],
+    options: dict[str, object],
+    others: tuple[str, ...],
+    forward: Callable[..., object],
+) -> S:
+    """Return a strategy with these options, or raise a TypeError for an unknown option.
+
+    The error lists the known options, and `others`, the further options of the module. If the call
+    of the module, `forward`, has an argument that does the work of the option, the error names it.
+    """
     known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
-            listed = ", ".join([*known, *others])
-            raise TypeError(f"{name} is not an option of {kind.name!r}, which has {listed}")
+            raise unknown_option(name, kind.name, [*known, *others], call_arguments(forward))
     return kind(**options)
 
 
 class BoundModule(nn.Module, Generic[S]):
-    """The base class of attention modules: a strategy on a group of ranks that compute together."""
+    """The base class of attention modules: a strategy, bound to the ranks that compute together."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        outside_graphs(cls.__init__, _MADE_OUTSIDE)
 
     def __init__(
         self,
@@ -92,12 +108,14 @@ class BoundModule(nn.Module, Generic[S]):
         routed = "" if routing is None else f", routing={routing}"
         return f"rank={self.rank}, ranks={self.ranks}, check_ranks={check_ranks}{routed}"
 
+    @outside_graphs
     def unsupported(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> str | None:
         """Return the reason why this rank would refuse a call with these arguments, or None.
 
-        The reason may also be the type or name of an argument. This computes and sends nothing.
+        Wrong argument types and unknown argument names are reported too. This method computes and
+        sends nothing.
         """
         try:
             self._resolve(q, k, v, layout, **options)
@@ -105,6 +123,7 @@ class BoundModule(nn.Module, Generic[S]):
             return str(refusal)
         return None
 
+    @outside_graphs
     def traffic(
         self,
         q: Tensor,
@@ -117,9 +136,9 @@ class BoundModule(nn.Module, Generic[S]):
     ) -> list[Traffic]:
         """Return the messages of a rank (default: this one) in a call, by pass, step and peer.
 
-        Takes the arguments of a call, and uses only the shapes and dtypes of tensors. This computes
-        and sends nothing. The rows of backward hold if all ranks run it and, with `return_lse`, if
-        it goes through lse too.
+        Takes the arguments of a call, and uses only the shapes and dtypes of tensors. This method
+        computes and sends nothing. The rows of the backward pass assume that all ranks run it. With
+        `return_lse`, they also assume that lse has a gradient.
         """
         call = self._resolve(q, k, v, layout, **options)
         rank = self.rank if rank is None else as_int("rank", rank, 0)
@@ -131,13 +150,61 @@ class BoundModule(nn.Module, Generic[S]):
     def _messages(self, call: Any, rank: int, options: dict[str, object]) -> list[Traffic]:
         return self._bound.strategy.traffic(call, rank)
 
+    @outside_graphs
+    def preparation(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_heads: int | None = None,
+        device: torch.device | str | None = None,
+        backward: bool = True,
+        **options: Any,
+    ) -> Preparation:
+        """Return a function that builds the tables of a layout ahead of its first call.
+
+        The result can be pickled, and `preparation(layout)` works in any process, for example in
+        the workers of `seqpar.balance.Batches(…, prepare=preparation)`. A layout that is pickled
+        afterwards contains its tables, so the first call on a GPU only copies them to the GPU. A
+        call with other arguments builds its own tables.
+
+        Args:
+            heads, kv_heads: the number of query heads, and the number of key heads or states, by
+                default the same.
+            head_dim: the head dim of q and k.
+            dtype: the dtype of q, k and v.
+            device: the device of q, k and v. Default: the current GPU, if there is one and the
+                group can send from it, otherwise the CPU.
+            backward: whether calls have a backward.
+            options: `value_dim` (by default `head_dim`), `batch` (1), and those arguments of the
+                calls on which tables depend. For softmax attention these are all arguments except
+                `kv_layout`; pass True for `sinks` and `alibi_slopes` if the calls have them. For
+                linear attention they are `causal`, `return_state`, and `initial_state`, which is
+                True if the calls have one.
+
+        Raises:
+            ValueError: if an argument is wrong, or the module decides in each call what it sends
+                (`AutoAttention`, and attention on a `ServerPool`). The message names it.
+        """
+        kv_heads = heads if kv_heads is None else kv_heads
+        described = described_call(
+            self._bound, dtype, device, backward, batch=options.pop("batch", 1), heads=heads,
+            kv_heads=kv_heads, dim=head_dim, value_dim=options.pop("value_dim", head_dim),
+        )  # fmt: skip
+        return self._preparation(described, options)
+
+    def _preparation(self, described: dict[str, Any], options: dict[str, Any]) -> Preparation:
+        """Return a preparation with the fields `described`, for calls with these options."""
+        raise NotImplementedError
+
     def _resolve(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object) -> Any:
-        call = inspect.signature(self.forward)
-        for name in options:
-            if name not in call.parameters:
-                known = ", ".join(call.parameters)
-                raise TypeError(f"{name} is not an argument of a call; those are {known}")
-        call.bind(q, k, v, layout, **options)  # raises a TypeError if one is missing
+        known = call_arguments(self.forward)
+        others = {name: x for name, x in options.items() if name not in known}
+        if others:
+            raise unknown_argument(others, known)
+        # Raises a TypeError if an argument is missing.
+        inspect.signature(self.forward).bind(q, k, v, layout, **options)
         with naming_rank(self._bound.comm):
             tensors, arguments, _ = self._operator_inputs(q, k, v, layout, **options)
         return self._to_call(tensors, arguments)
@@ -145,28 +212,33 @@ class BoundModule(nn.Module, Generic[S]):
     def _agreed_inputs(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> tuple[Any, Any, HeadPlacement]:
-        """Return `_operator_inputs`; raise their fault on all ranks, if these check their calls.
+        """Return `_operator_inputs`. If they are refused, all ranks raise the error.
 
-        Meta tensors are resolved here, because the operator's fake rule checks nothing.
+        With `check_ranks=False`, only this rank raises it. Meta tensors are resolved here, because
+        the operator's fake rule checks nothing.
         """
         try:
             inputs = self._operator_inputs(q, k, v, layout, **options)
         except (ValueError, TypeError) as fault:
             self._refuse(fault, q, k, v)
-        if is_meta(q):
+        if inputs[0][0].is_meta:
             self._to_call(*inputs[:2])
         return inputs
 
+    def _refuse_others(self, others: Mapping[str, object], *operands: object) -> NoReturn:
+        self._refuse(unknown_argument(others, call_arguments(self.forward)), *operands)
+
     def _refuse(self, fault: Exception, *operands: object) -> NoReturn:
-        if torch.compiler.is_compiling():
+        if is_traced():
             raise fault  # the frame then runs uncompiled and reaches this line again
         raise_fault(self._bound, fault, *operands)
 
     @contextmanager
     def agreeing(self, *operands: object) -> Iterator[None]:
-        """Raise a fault from within the context on all ranks, if these check their calls.
+        """Let all ranks raise a ValueError or TypeError that is raised within the context.
 
-        Only this rank raises it if all tensors among the operands are meta tensors.
+        With `check_ranks=False`, or if all tensors among `operands` are meta tensors, only this
+        rank raises it.
         """
         try:
             yield
@@ -184,14 +256,14 @@ class BoundModule(nn.Module, Generic[S]):
 def _check_names(
     module: BoundModule[Any], positional: tuple[object, ...], named: dict[str, object]
 ) -> None:
-    """Raise the TypeError of a call with wrong names on all ranks, not only on this rank."""
-    if not torch.compiler.is_compiling():
+    """Let all ranks raise the TypeError of a call in which an argument is missing."""
+    if not is_traced():
         with module.agreeing():
             inspect.signature(module.forward).bind(*positional, **named)
 
 
 def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object) -> NoReturn:
-    """Raise a call's fault on all ranks, if these check their calls and some operand has data."""
+    """Let all ranks raise this error; only this rank without `check_ranks`, or for meta tensors."""
 
     def resolve() -> NoReturn:
         with naming_rank(bound.comm):
@@ -200,7 +272,7 @@ def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object
     tensors = [x for x in operands if isinstance(x, Tensor)]
     if tensors and all(map(is_meta, tensors)):
         resolve()
-    bound.resolve_checked(bound.comm.device, resolve, lambda canonical: {})
+    bound.resolve_checked(bound.comm.device, resolve, lambda call, exact: {})
     raise AssertionError
 
 

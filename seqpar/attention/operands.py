@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operators import refuse_tangents
-from seqpar.comm.messages.exchange import Comm
-from seqpar.comm.messages.header import CallDigest
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import check_tensor
 from seqpar.core.dtypes import DTYPES
-from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
-
-_MAX_COMPARED_RANKS = 64  # comparing a layout span by span takes 0.1 ms per rank
-
 
 Scale = TypeVar("Scale")
 
@@ -94,8 +89,9 @@ def as_autocast(x: Tensor) -> Tensor:
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
     """Multiply q by a scale that is a tensor; return q and the scale that is left for q·k.
 
-    Only a tensor that requires a gradient, or (Hq,) with one scale per head, multiplies q here, so
-    that autograd computes its gradient. The product is rounded once, to q's dtype.
+    Only two kinds of tensors multiply q here, so that autograd computes their gradient: a tensor
+    that requires a gradient, and a tensor (Hq,) with one scale per head. The product is rounded
+    once, to q's dtype.
     """
     if not isinstance(scale, Tensor):
         return q, scale
@@ -107,13 +103,13 @@ def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | floa
         expected = f"a number, or a float tensor () or {heads}, one per query head, on {q.device}"
         found = f"{shape} of {scale.dtype} on {scale.device}"
         raise ValueError(f"{name} must be {expected}, got {found}")
-    # With a dimension, scale is not cast to q's dtype, nor is its gradient summed in it.
+    # A scale without dimensions would be cast to q's dtype, and its gradient summed in this dtype.
     return (q * scale.reshape(-1, 1)).to(q.dtype), 1.0
 
 
 @contextmanager
 def naming_rank(comm: Comm) -> Iterator[None]:
-    """Append the rank to a ValueError or a TypeError that is raised within."""
+    """Append the rank to the message of a ValueError or TypeError raised within the context."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -125,7 +121,10 @@ def naming_rank(comm: Comm) -> Iterator[None]:
 def check_layouts(**layouts: object) -> None:
     for name, value in layouts.items():
         if not isinstance(value, Layout):
-            raise ValueError(f"{name} must be a seqpar.Layout, got {type(value).__name__}")
+            way_out = "make one with seqpar.Layout.zigzag(cu_seqlens, ranks)"
+            raise ValueError(
+                f"{name} must be a seqpar.Layout, got {type(value).__name__}: {way_out}"
+            )
 
 
 def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
@@ -136,10 +135,12 @@ def check_ranks_of(comm: Comm, **layouts: Geometry) -> None:
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPES or x.dtype != q.dtype:
-            found = f"{x.dtype} with {q.dtype}"
-            raise ValueError(f"{name} must be of q's dtype, one of {DTYPES}, got {found}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q must be of one of the dtypes {DTYPES}, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            way_out = "cast it, or call under torch.autocast"
+            raise ValueError(f"{name} must be of q's dtype, {q.dtype}, got {x.dtype}: {way_out}")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> None:
@@ -163,23 +164,16 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, tokens: int, kv_tokens: int) -> 
             raise ValueError(f"{name} must have q's batch size, {q.shape[0]}, got {x.shape[0]}")
         if x.shape[1] != expected:
             wanted = f"the {expected} tokens its layout gives this rank"
-            raise ValueError(f"{name} must have {wanted}, got {x.shape[1]}")
+            found = f"{x.shape[1]} in (B, T, H, D) = {tuple(x.shape)}"
+            raise ValueError(f"{name} must have {wanted}, got {found}{_way_out(name, x, expected)}")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k must have q's head dim, {q.shape[3]}, got {k.shape[3]}")
 
 
-def digest_of_call(
-    layout: Geometry, key: Hashable, describe: Callable[[bool], Mapping[str, object]]
-) -> CallDigest:
-    """Return the digest of `describe(canonical)`, made once; many ranks compare documents only."""
-    canonical = layout.ranks <= _MAX_COMPARED_RANKS
-
-    def build() -> CallDigest:
-        arguments = dict(describe(canonical))
-        if not canonical:
-            arguments["layout"] = layout.cu_seqlens.tolist()
-            arguments.pop("kv_layout", None)
-        return CallDigest.of(arguments)
-
-    digests = layout.derived(("call digests",), lambda: Memo(MAX_KEPT_SETTINGS))
-    return digests(key, build)
+def _way_out(name: str, x: Tensor, expected: int) -> str:
+    """Return how to get the expected tokens from a tensor that is transposed, or whole."""
+    if x.shape[2] == expected:
+        return f": its heads come before its tokens, so give {name}.transpose(-3, -2)"
+    if x.shape[1] > expected:
+        return f": of a whole tensor, give layout.shard({name}, attn.rank)"
+    return ""

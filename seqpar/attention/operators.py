@@ -1,52 +1,74 @@
-"""Registration of torch operators, for both kinds of attention."""
+"""The operators that calls lower to: one forward and one backward, registered with torch.
+
+Communication is part of them, so torch.compile and checkpointing treat a call as a single operator.
+A layout enters as a handle (`seqpar.layout.handle`), and a module as a string that is determined by
+its configuration (`seqpar.comm.binding`). Neither specialises a compiled graph on a batch.
+
+`CallOperator` has everything that all kinds of calls share. `softmax/softmax_operator.py`,
+`linear/linear_operator.py` and `halo/halo_operator.py` have what differs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 
-from seqpar.core.torch_private import DispatchKeys, below_autograd, set_transform_refusal, trace
+from seqpar.attention.call_arguments import Carried, fields_of
+from seqpar.comm.agreement import Described
+from seqpar.comm.binding import BoundStrategy
+from seqpar.comm.messages.comm import Comm
+from seqpar.comm.messages.message_header import CallDigest, empty_numbers
+from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
+from seqpar.core.torch_private import (
+    DispatchKeys,
+    argument_names,
+    below_autograd,
+    never_compiled,
+    set_transform_refusal,
+    trace,
+)
+from seqpar.layout.geometry import Geometry
 
-Count = Annotated[int, "SymInt"]  # torch.compile does not specialise on it
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    Count: "SymInt",
-    int: "int",
-    float: "float",
-    bool: "bool",
-    str: "str",
-}
-
-
-def schema_of(arguments: type) -> str:
-    """Return the schema of a NamedTuple's fields, such as "Tensor layout, SymInt tokens"."""
-    hints = get_type_hints(arguments, include_extras=True)
-    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
-
-
-# Operator -> the function of its arguments that counts its FLOPs.
+# An operator -> the function of its arguments that counts its FLOPs.
 FLOP_FORMULAS: dict[object, Callable[..., int]] = {}
 
 
-# Operator -> its implementation, which simulations run on meta tensors.
+# An operator -> its implementation, which simulations call with meta tensors.
 IMPLEMENTATIONS: dict[object, Callable[..., list[Tensor]]] = {}
 
 F = TypeVar("F", bound=Callable[..., list[Tensor]])
 
 
 def implementation(operator: str) -> Callable[[F], F]:
+    """Register a function that computes an operator.
+
+    If the operator has the argument `strategy`, the key of a BoundStrategy, the function runs
+    within `Comm.turn`, so that two threads cannot exchange messages on one group at the same time.
+    """
+
     def register(function: F) -> F:
-        torch.library.impl(operator, ("cpu", "cuda"))(function)
-        name = operator.removeprefix("seqpar::")
-        IMPLEMENTATIONS[getattr(torch.ops.seqpar, name).default] = function
+        overload = getattr(torch.ops.seqpar, operator.removeprefix("seqpar::")).default
+        names = argument_names(overload)
+
+        def in_turn(*arguments: Any) -> list[Tensor]:
+            with BoundStrategy.of(arguments[place]).comm.turn():
+                return function(*arguments)
+
+        has_strategy = "strategy" in names
+        place = names.index("strategy") if has_strategy else 0
+        # If a graph breaks here, torch.compile would trace this function like any other.
+        called = never_compiled(in_turn if has_strategy else function)
+        torch.library.impl(operator, ("cpu", "cuda"))(called)
+        IMPLEMENTATIONS[overload] = function
         return function
 
     return register
@@ -66,6 +88,7 @@ torch.library.define("seqpar::after", "(Tensor x, Tensor earlier) -> Tensor")
 
 
 @torch.library.impl("seqpar::after", ("cpu", "cuda"))
+@never_compiled
 def _after(x: Tensor, earlier: Tensor) -> Tensor:
     return x.clone()
 
@@ -76,11 +99,11 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 
 
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-    """Return `call(x)`, the results of an operator that communicates.
+    """Return `call(x)`, the results of an operator that communicates; x is a small tensor.
 
-    Compilers order operators that do not depend on each other by the sizes on their own rank. Ranks
-    that choose different orders would exchange messages of different calls. In a traced graph x, a
-    small tensor, therefore depends on the previous call.
+    Compilers may order operators that do not depend on each other by the sizes on their own rank.
+    Ranks that choose different orders would exchange messages of different calls. While a graph is
+    traced, x is therefore replaced by a copy that depends on the results of the previous call.
     """
     traced = None if torch.compiler.is_dynamo_compiling() else trace()
     if traced is None:
@@ -96,6 +119,13 @@ _EARLIER = "_earlier_call_of_seqpar"
 
 def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def differentiated(tensors: Iterable[Tensor | None]) -> bool:
+    for x in tensors:  # noqa: SIM110  `any` takes several times as long
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def register_autograd(
@@ -134,15 +164,15 @@ def register_autograd(
             return tuple(results)
 
         @staticmethod
+        @never_compiled
         def backward(ctx: object, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             return None, None, *backward(ctx, *gradients)
 
+    @never_compiled
     def differentiable(keys: DispatchKeys, *arguments: Any) -> list[Tensor]:
-        differentiated = arguments[:inputs]
-        if torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in differentiated
-        ):
-            return list(Derivative.apply(keys, arguments, *differentiated))
+        tensors = arguments[:inputs]
+        if torch.is_grad_enabled() and differentiated(tensors):
+            return list(Derivative.apply(keys, arguments, *tensors))
         return call(keys, arguments)
 
     _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
@@ -177,3 +207,313 @@ def refuse_tangents(**tensors: Tensor | None) -> None:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             reason = "seqpar attention has no forward-mode derivative"
             raise ValueError(f"{name} must not have a tangent: {reason}")
+
+
+class Resolved(Protocol):
+    """What strategies read of a call other than its tensors, after all checks."""
+
+    @property
+    def layout(self) -> Geometry: ...
+
+
+T = TypeVar("T", bound=tuple[Any, ...])  # a NamedTuple of the tensors that may have gradients
+A = TypeVar("A", bound=tuple[Any, ...])  # a NamedTuple of the other arguments
+C = TypeVar("C", bound=Resolved)
+Compared = dict[str, Tensor | None]  # small tensors whose values ranks compare, by name
+
+_MAX_COMPARED_RANKS = 64  # comparing a layout span by span takes 0.1 ms per rank
+
+
+class Results(NamedTuple):
+    """The results of a forward: `outs` may have gradients, and `kept` is kept for backward."""
+
+    outs: Sequence[Tensor]
+    kept: Sequence[Tensor]
+
+
+class Saved(NamedTuple):
+    """What a forward saves for its backward, in addition to the call's arguments."""
+
+    tensors: Sequence[Tensor | None]
+    sizes: Sequence[int]  # sizes of gradients that cannot be read from the tensors
+
+
+class CallContext(FunctionCtx):
+    """The attributes that a forward leaves for its backward."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    save_for_backward: Callable[..., None]  # torch types it without None
+    settings: Sequence[object]
+    given: list[bool]  # which of the saved tensors are not None
+    sizes: Sequence[int]
+    has_gradient: list[bool]
+    bound: BoundStrategy[Any]
+    handles: Sequence[Tensor | None]
+
+
+class CallOperator(ABC, Generic[T, A, C]):
+    """One kind of call: an operator that computes it, and an operator that computes its gradients.
+
+    The forward operator takes the tensors and then the arguments. It returns three things: its
+    results that have a gradient; the numbers of the call, (ranks,) on the CPU, which its messages
+    carry (`seqpar.comm.messages.message_header`); and tensors that are kept for backward. The
+    backward operator takes the gradients of the results, the fields of `Saved`, the numbers and the
+    arguments. Its messages carry the numbers of its forward.
+    """
+
+    name: ClassVar[str]  # of the forward; backward is `name`_backward
+    outs: ClassVar[int]  # the number of results that have a gradient
+
+    def __init__(self, tensors: Any, arguments: Any) -> None:
+        self.tensors, self.arguments = tensors, Carried[A](arguments)
+        self._count = len(tensors._fields)
+
+    # What differs between kinds of calls.
+
+    @abstractmethod
+    def resolve(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> C:
+        """Return the resolved call; raise a ValueError if it is wrong or cannot be computed."""
+
+    @abstractmethod
+    def agreed(self, bound: BoundStrategy[Any], call: C, arguments: A, exact: bool) -> Described:
+        """Return what must be the same on all ranks, as JSON, by the names that users know.
+
+        With `exact`, equal layouts have equal descriptions even if they were made in different
+        ways. Without it they may differ, and the description takes less time.
+        """
+
+    @abstractmethod
+    def key(self, call: C, arguments: A) -> Hashable:
+        """Return a key of everything on which `agreed` depends, except for the layout."""
+
+    @abstractmethod
+    def forward(self, strategy: Any, comm: Comm, call: C, tensors: T, arguments: A) -> Results: ...
+
+    @abstractmethod
+    def empty(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> Results:
+        """Return empty tensors of the shapes and dtypes of the results, for torch.compile."""
+
+    @abstractmethod
+    def save(
+        self,
+        bound: BoundStrategy[Any],
+        tensors: T,
+        arguments: A,
+        outs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+    ) -> Saved:
+        """Return what backward needs, given the `Results`."""
+
+    @abstractmethod
+    def resolve_again(
+        self, bound: BoundStrategy[Any], comm: Comm, arguments: A, saved: Saved
+    ) -> tuple[C, Compared]:
+        """Return the call and the tensors that ranks compare, for a backward."""
+
+    @abstractmethod
+    def backward(
+        self,
+        strategy: Any,
+        comm: Comm,
+        call: C,
+        gradients: Sequence[Tensor | None],
+        saved: Saved,
+    ) -> list[Tensor]:
+        """Return the gradients of the tensors that have one, given those of the results."""
+
+    @abstractmethod
+    def empty_gradients(self, arguments: A, saved: Saved) -> list[Tensor]:
+        """Return empty tensors of the shapes and dtypes of the gradients, for torch.compile."""
+
+    @abstractmethod
+    def flops(self, tensors: T, arguments: A) -> int: ...
+
+    @abstractmethod
+    def backward_flops(self, arguments: A, saved: Saved) -> int: ...
+
+    def compared(self, tensors: T, arguments: A) -> Compared:
+        """Return small tensors whose values must be the same on all ranks, by name."""
+        return {}
+
+    def has_gradient(self, tensors: T) -> list[bool]:
+        return [x is not None for x in tensors]
+
+    # What all kinds share.
+
+    def registered(self) -> Self:
+        """Register both operators with torch."""
+        forward, backward = f"seqpar::{self.name}", f"seqpar::{self.name}_backward"
+        operands = ", ".join(x.schema for x in fields_of(self.tensors))
+        gradients = ", ".join(f"Tensor? gradient_{i}" for i in range(self.outs))
+        # `saved` has only the tensors that are not None, and `given` says which these are, because
+        # torch would not see that gradients in a list with None may be differentiated.
+        saved = "Tensor[] saved, bool[] given, SymInt[] sizes, Tensor numbers"
+        schema = self.arguments.schema
+        torch.library.define(forward, f"({operands}, {schema}) -> Tensor[] results")
+        torch.library.define(backward, f"({gradients}, {saved}, {schema}) -> Tensor[] gradients")
+        self._forward_op = getattr(torch.ops.seqpar, self.name)
+        self._backward_op = getattr(torch.ops.seqpar, f"{self.name}_backward")
+        implementation(forward)(self._forward)
+        implementation(backward)(self._backward)
+        torch.library.register_fake(forward)(self._fake)
+        torch.library.register_fake(backward)(self._backward_fake)
+        register_autograd(forward, self._count, self._differentiate, self._save_for_backward)
+        torch.library.register_autograd(backward, refuse_double_backward)
+        refuse_transforms(forward)
+        FLOP_FORMULAS[self._forward_op] = self._flops
+        FLOP_FORMULAS[self._backward_op] = self._backward_flops
+        return self
+
+    def __call__(self, tensors: T, arguments: A) -> list[Tensor]:
+        """Call the operator; below autograd, torch calls `_forward`."""
+        results: list[Tensor] = self._forward_op(*tensors, *self.arguments.flat(arguments))
+        return results
+
+    def begin(self, bound: BoundStrategy[Any], tensors: T, arguments: A) -> tuple[C, Comm]:
+        """Return the resolved call and its Comm, whose messages carry a digest of the arguments.
+
+        With `check_ranks`, all ranks raise the same error if one of them refuses the call or their
+        calls differ.
+        """
+        device, compared = tensors[0].device, self.compared(tensors, arguments)
+
+        def described(call: C, exact: bool) -> Described:
+            known = {name: x for name, x in compared.items() if x is not None and not x.is_meta}
+            values = {name: x.tolist() for name, x in known.items()}
+            return self.agreed(bound, call, arguments, exact) | values
+
+        call, comm = bound.resolve_checked(
+            device, lambda: self.resolve(bound, tensors, arguments), described
+        )
+        self.describe(bound, comm, call, arguments, device, compared)
+        return call, comm
+
+    def describe(
+        self,
+        bound: BoundStrategy[Any],
+        comm: Comm,
+        call: C,
+        arguments: A,
+        device: torch.device,
+        compared: Compared,
+    ) -> None:
+        """Put a digest of the call's arguments into the headers of its messages."""
+        if not comm.has_headers(device):
+            return
+        exact = call.layout.ranks <= _MAX_COMPARED_RANKS
+
+        def build() -> CallDigest:
+            described = self.agreed(bound, call, arguments, exact)
+            if not exact:  # many ranks compare documents only
+                described["layout"] = call.layout.cu_seqlens.tolist()
+                described.pop("kv_layout", None)
+            names = {"strategy": str(bound.strategy), "routing": str(bound.routing)}
+            return CallDigest.of(described | names)
+
+        digests = call.layout.derived(("call digests",), lambda: Memo(MAX_KEPT_SETTINGS))
+        digest = digests((self.name, self.key(call, arguments)), build)
+        comm.digest = digest.extended(**compared)
+
+    def _split(self, flat: Sequence[Any]) -> tuple[T, A]:
+        tensors = self.tensors._make(flat[: self._count])
+        return tensors, self.arguments.restored(flat[self._count :])
+
+    def _forward(self, *flat: Any) -> list[Tensor]:
+        tensors, arguments = self._split(flat)
+        bound = BoundStrategy.of(arguments.strategy)  # type: ignore[attr-defined]
+        call, comm = self.begin(bound, tensors, arguments)
+        device = tensors[0].device
+        bound.announce("forward")
+        if bound.routing is not None:
+            comm = self._routed(bound, comm, call, arguments, device, "forward")
+        with without_autocast(tensors[0]):
+            outs, kept = self.forward(bound.strategy, comm, call, tensors, arguments)
+            return [*outs, comm.numbers.as_tensor(), *kept]
+
+    def _routed(
+        self,
+        bound: BoundStrategy[Any],
+        comm: Comm,
+        call: C,
+        arguments: A,
+        device: torch.device,
+        direction: str,
+    ) -> Comm:
+        """Return the Comm of one pass of a call, with messages relayed as in `comm/routing/`."""
+        return bound.routed(comm, device, direction, self.agreed(bound, call, arguments, False))
+
+    def _fake(self, *flat: Any) -> list[Tensor]:
+        tensors, arguments = self._split(flat)
+        bound = BoundStrategy.of(arguments.strategy)  # type: ignore[attr-defined]
+        outs, kept = self.empty(bound, tensors, arguments)
+        return [*outs, empty_numbers(bound.comm.size), *kept]
+
+    def _restored(self, flat: Sequence[Any]) -> tuple[Saved, Tensor, A]:
+        """Return what the backward operator was given after the gradients of the results."""
+        tensors, given, sizes, numbers, *carried = flat[self.outs :]
+        found = iter(tensors)
+        saved = Saved([next(found) if some else None for some in given], sizes)
+        return saved, numbers, self.arguments.restored(carried)
+
+    def _backward(self, *flat: Any) -> list[Tensor]:
+        gradients, (saved, numbers, arguments) = flat[: self.outs], self._restored(flat)
+        bound = BoundStrategy.of(arguments.strategy)  # type: ignore[attr-defined]
+        bound.announce("backward")
+        first = saved.tensors[0]
+        assert first is not None
+        with without_autocast(first):
+            device, comm = first.device, bound.comm.call(numbers)
+            call, compared = self.resolve_again(bound, comm, arguments, saved)
+            self.describe(bound, comm, call, arguments, device, compared)
+            if bound.routing is not None:
+                comm = self._routed(bound, comm, call, arguments, device, "backward")
+            return self.backward(bound.strategy, comm, call, gradients, saved)
+
+    def _backward_fake(self, *flat: Any) -> list[Tensor]:
+        saved, _, arguments = self._restored(flat)
+        return self.empty_gradients(arguments, saved)
+
+    def keep_call(
+        self, ctx: CallContext, bound: BoundStrategy[Any], flat: Sequence[Any]
+    ) -> Sequence[Tensor | None]:
+        """Keep the arguments `flat` for backward; return the tensors among them, to be saved."""
+        count = self.arguments.tensors
+        ctx.set_materialize_grads(False)
+        ctx.bound = bound  # kept alive until backward, with its key
+        ctx.handles, ctx.settings = flat[:count], flat[count:]  # hooks may copy what is saved
+        return ctx.handles
+
+    def kept_call(self, ctx: CallContext) -> tuple[Sequence[Any], list[Any]]:
+        """Return the arguments that `keep_call` kept, and the tensors saved after their tensors."""
+        count, saved = self.arguments.tensors, list(ctx.saved_tensors)
+        return (*saved[:count], *ctx.settings), saved[count:]
+
+    def _save_for_backward(
+        self, ctx: CallContext, inputs: tuple[Any, ...], results: list[Tensor]
+    ) -> None:
+        tensors, arguments = self._split(inputs)
+        outs, numbers, kept = results[: self.outs], results[self.outs], results[self.outs + 1 :]
+        ctx.mark_non_differentiable(numbers, *kept)
+        bound = BoundStrategy.of(arguments.strategy)  # type: ignore[attr-defined]
+        handles = self.keep_call(ctx, bound, inputs[self._count :])
+        saved = self.save(bound, tensors, arguments, outs, kept)
+        ctx.sizes, ctx.has_gradient = saved.sizes, self.has_gradient(tensors)
+        ctx.given = [x is not None for x in saved.tensors]
+        mark = getattr(handles[0], "mark", None)  # a checkpoint compares it with that of its rerun
+        ctx.save_for_backward(*handles, mark, numbers, *[x for x in saved.tensors if x is not None])
+
+    def _differentiate(
+        self, ctx: CallContext, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        arguments, (_, numbers, *tensors) = self.kept_call(ctx)
+        saved = *gradients[: self.outs], tensors, ctx.given, ctx.sizes
+        operator = self._backward_op
+        found = iter(in_order(numbers, lambda x: operator(*saved, x, *arguments)))
+        return tuple([next(found) if some else None for some in ctx.has_gradient])
+
+    def _flops(self, *flat: Any, out_val: object = None) -> int:
+        return self.flops(*self._split(flat))
+
+    def _backward_flops(self, *flat: Any, out_val: object = None) -> int:
+        saved, _, arguments = self._restored(flat)
+        return self.backward_flops(arguments, saved)

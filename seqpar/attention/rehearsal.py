@@ -1,33 +1,39 @@
-"""Rehearsals of calls, for softmax and linear attention.
+"""Find the tables of a call before it begins, and send them to the device in one copy.
 
-A rehearsal finds the tables of a call before it begins (`core/device_tables.py`), without messages.
-A `Preparation` rehearses a module's calls ahead of time, in any process.
+Tables are the small tensors that strategies and kernels read, such as the rows to send. A
+rehearsal finds them by running the code of a strategy on meta tensors (`core/device_tables.py`).
+Nothing is computed or sent. A `Preparation` rehearses the calls of a module ahead of time, in any
+process.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
 from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.comm.messages.header import Message
-from seqpar.core.arguments import as_bool, as_int, shown
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.comm.messages.message_header import Message
+from seqpar.core.arguments import as_bool, as_device, as_int, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.core.device_tables import UploadedTables, rehearse
 from seqpar.core.dtypes import DTYPES
+from seqpar.core.hooks import hooks
 from seqpar.core.memo import LOCAL, Memo
 from seqpar.kernels.gpus import Gpu, assume, gpu_of
+from seqpar.layout.geometry import Geometry
 from seqpar.layout.layout import Layout
+from seqpar.layout.replaced import remember
 
 
 class SilentComm(Comm):
-    """The ranks of a group, without messages."""
+    """Stands for a group's Comm in a rehearsal: it has the ranks, and sends no messages."""
 
     def __init__(self, rank: int, size: int, is_routed: bool) -> None:
         super().__init__("silent", rank, size)
@@ -46,34 +52,98 @@ class SilentComm(Comm):
         return self
 
 
-class RehearsableCall(NamedTuple):
-    """A call whose tables a rehearsal finds, once for all calls that differ only in tensors."""
+class RehearsableCall(Protocol):
+    """What a rehearsal reads of a resolved call."""
 
-    memo: Memo  # keeps the tables with the layout
-    key: tuple[Hashable, ...]  # everything but the passes on which the tables depend
-    run: Callable[[bool], None]  # runs forward, and with True backward, on meta tensors
+    @property
+    def rank(self) -> int: ...
 
-    def tables(self, device: torch.device, backward: bool) -> list[Tensor]:
-        """Return the tables of forward, and with `backward` of backward, on the CPU."""
+    @property
+    def ranks(self) -> int: ...
 
-        def build() -> list[Tensor]:
-            with rehearse(device) as rehearsal:
-                self.run(backward)
-            return list(rehearsal.tables.values())
+    @property
+    def layout(self) -> Geometry: ...
 
-        return self.memo(("tables", *self.key, backward), build)
+    @property
+    def kept(self) -> Memo:
+        """The cache that keeps the tables with the layout."""
+
+    @property
+    def variant(self) -> tuple[Hashable, ...]:
+        """All other values on which tables depend, apart from the strategy and the layout."""
 
 
-def upload_once(call: RehearsableCall, device: torch.device, backward: bool) -> bool:
-    """Copy the tables of a call to a device, with those of backward if they are prepared.
+class Rehearsing(Protocol):
+    """A strategy whose calls can be rehearsed."""
 
-    Returns whether they have those of backward.
+    @property
+    def rehearses(self) -> bool: ...
+
+    def rehearse(self, comm: Comm, call: Any, backward: bool) -> None:
+        """Request the tables of forward and, if `backward`, those of backward, on meta tensors."""
+
+
+def upload_tables(
+    strategy: Rehearsing, comm: Comm, call: RehearsableCall, device: torch.device, backward: bool
+) -> None:
+    """Copy the tables of forward and, if `backward`, those of backward to a device in one copy.
+
+    If a preparation has built the tables of backward, they are copied in any case. Calls that
+    differ only in their tensors share the tables, and only the first of these calls copies them.
     """
-    if not backward:  # in compiled code, tensors do not say that they will be differentiated
-        backward = ("tables", *call.key, True) in call.memo
-    build = lambda: UploadedTables(call.tables(device, backward), device)  # noqa: E731
-    call.memo((LOCAL, "uploaded tables", *call.key, backward), build).wait()
-    return backward
+    if device.type == "cpu" or hooks().replace_compute is not None:
+        return
+    if not strategy.rehearses:  # its tables are copied when first needed, on any stream
+        UploadedTables((), device).wait()
+        return
+    key = _key(strategy, comm, call, device)
+    if not backward:  # compiled code calls this without knowing whether backward will follow
+        backward = ("tables", *key, True) in call.kept
+
+    def build() -> UploadedTables:
+        return UploadedTables(tables_of(strategy, comm, call, device, backward), device)
+
+    call.kept((LOCAL, "uploaded tables", *key, backward), build).wait()
+    if call.layout.cut.most_documents:
+        remembered = LOCAL, "remembered", *key, backward
+        call.kept(remembered, lambda: _remember(strategy, comm, call, device, backward))
+
+
+def tables_of(
+    strategy: Rehearsing, comm: Comm, call: RehearsableCall, device: torch.device, backward: bool
+) -> list[Tensor]:
+    """Return the tables of forward and, if `backward`, those of backward, on the CPU.
+
+    The call's plans and tables are kept with its layouts from then on.
+    """
+
+    def build() -> list[Tensor]:
+        with rehearse(device) as rehearsal:
+            silent = SilentComm(call.rank, call.ranks, comm.is_routed)
+            strategy.rehearse(silent, call, backward)
+        return list(rehearsal.tables.values())
+
+    return call.kept(("tables", *_key(strategy, comm, call, device), backward), build)
+
+
+def _key(
+    strategy: Rehearsing, comm: Comm, call: RehearsableCall, device: torch.device
+) -> tuple[Hashable, ...]:
+    return strategy, comm.is_routed, device, *call.variant  # type: ignore[arg-type]
+
+
+def _remember(
+    strategy: Rehearsing, comm: Comm, call: Any, device: torch.device, backward: bool
+) -> None:
+    """Keep what `Layout.load_tables` needs to replace this call's tables for other documents."""
+    without_documents = call.without_documents()  # else the layout would hold itself in its cache
+    silent = SilentComm(comm.rank, comm.size, comm.is_routed)
+
+    def tables(layout: Geometry) -> list[Tensor]:
+        of_layout = without_documents.altered(layout=layout, kv_layout=layout)
+        return tables_of(strategy, silent, of_layout, device, backward)
+
+    remember(call.layout, device, tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,32 +154,36 @@ class Preparation(ABC):
     layout, and returns the layout.
     """
 
-    # rank, ranks, is_routed: the module's place in its group, and whether it relays messages
+    # The module's rank, the number of ranks, and whether the group relays messages.
     rank: int
     ranks: int
     is_routed: bool
+    strategy: Rehearsing
     shape: OperandShape  # the dtype and sizes of the operands
     backend: str
     backward: bool  # whether the calls have a backward
-    # device, gpu: the device of the operands, and the facts about it if it is a GPU
+    # The device of the operands and, for a GPU, its properties.
     device: torch.device
     gpu: Gpu | None
 
+    @outside_graphs
     def __call__(self, layout: Layout) -> Layout:
-        """Build the tables of a layout, which keeps them and takes them along when it is pickled.
+        """Build the tables of a layout and keep them in it; return the layout.
 
-        Raise a ValueError if the call would be refused with this layout.
+        The tables are pickled with the layout. Raises a ValueError if the call would be refused
+        with this layout.
         """
         if not isinstance(layout, Layout):
             raise ValueError(f"layout must be a seqpar.Layout, got {shown(layout)}")
         if self.gpu is not None:
             assume(self.device, self.gpu)
-        self._build(SilentComm(self.rank, self.ranks, self.is_routed), layout)
+        comm = SilentComm(self.rank, self.ranks, self.is_routed)
+        tables_of(self.strategy, comm, self._call(comm, layout), self.device, self.backward)
         return layout._with_tables()
 
     @abstractmethod
-    def _build(self, comm: Comm, layout: Layout) -> None:
-        """Build the tables, after the checks of a call."""
+    def _call(self, comm: Comm, layout: Layout) -> RehearsableCall:
+        """Return the resolved call, which has passed all checks."""
 
 
 def described_call(
@@ -119,23 +193,27 @@ def described_call(
     backward: bool,
     **sizes: int,
 ) -> dict[str, Any]:
-    """Return all fields of a `Preparation` but its backend; `sizes` are an `OperandShape`'s.
+    """Return the fields of a `Preparation`, all except its backend.
 
-    Raise a ValueError that names a wrong argument.
+    `sizes` are the sizes of an `OperandShape`. Raises a ValueError that names a wrong argument.
     """
-    counts = {name: as_int(name, size, 1) for name, size in sizes.items()}
+    counts = {
+        name: as_int("head_dim" if name == "dim" else name, size, 1, 2**31 - 1)
+        for name, size in sizes.items()
+    }
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {shown(dtype)}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         device = device if bound.comm.sends_from(torch.device(device)) else "cpu"
-    device = torch.device(device)
+    device = as_device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return {
         "rank": bound.comm.rank,
         "ranks": bound.comm.size,
         "is_routed": bound.routing is not None,
+        "strategy": bound.strategy,
         "shape": OperandShape(dtype, **counts),
         "backward": as_bool("backward", backward),
         "device": device,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.attention.backend import use_backend
 from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm
-from seqpar.costs.cluster import Cluster
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.torch_private import beside_the_caller
+from seqpar.costs.cluster import Cluster, as_cluster
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import Candidate, table
 from seqpar.simulate.playback.one_rank import seconds_in_step
@@ -72,13 +73,13 @@ class SimulatedCall:
             q = empty(layout.tokens_on(comm.rank), shape.heads, shape.dim)
             keys = kv_layout.tokens_on(comm.rank)
             k, v = (empty(keys, shape.kv_heads, dim) for dim in (shape.dim, shape.value_dim))
-            out = candidate.make(comm)(q, k, v, layout, **self.options)
+            # Not the module: global hooks, such as those of FlopCounterMode, would add operators.
+            attend: Callable[..., Any] = candidate.make(comm).forward
+            out = attend(q, k, v, layout, **self.options)
             if self.backward:
                 out.backward(torch.empty_like(out))
 
-        # The ranks' backend may refuse tensors without data. It does not change simulated costs.
-        with torch.enable_grad(), use_backend("aten"):
-            return record(code, layout.ranks, only=only, ordered=ordered)
+        return record(code, layout.ranks, only=only, ordered=ordered)
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,10 @@ class Choice:
         return f"on {self.cluster}:\n{table(rows)}"
 
 
+@outside_graphs
+@beside_the_caller()
 def choose(
-    cluster: Cluster,
+    cluster: Cluster | str,
     found: Sequence[Candidate],
     shape: OperandShape,
     layout: Layout,
@@ -139,7 +142,7 @@ def choose(
     candidates whose tensors exceed a device's memory are impossible.
 
     Args:
-        cluster: the devices and their links.
+        cluster: the devices and their links, or the name of a preset.
         found: the candidates; equally fast ones keep this order.
         shape: the shapes of the operands.
         layout: which rank holds which tokens.
@@ -151,6 +154,7 @@ def choose(
     Raises:
         ValueError: if no candidate can compute the call; the message has each one's reason.
     """
+    cluster = as_cluster(cluster)
     if ordered is None:
         ordered = cluster.overlaps
     simulated_call = SimulatedCall(shape, layout, call, backward)

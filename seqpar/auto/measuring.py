@@ -11,8 +11,8 @@ from torch import Tensor
 
 from seqpar.attention.module import is_meta
 from seqpar.auto.choosing import CandidatePrediction, Choice
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.hooks import hooks
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.hooks import hooks, set_hooks
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.playback.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
@@ -27,7 +27,7 @@ MAX_RELATIVE_ERRORS = 2 * 2**0.5
 
 def can_be_measured(q: Tensor) -> bool:
     """Return whether a call would take its usual time; the answer is the same on all ranks."""
-    replaced = hooks.skip_messages or hooks.replace_compute is not None
+    replaced = hooks().skip_messages or hooks().replace_compute is not None
     return not (is_meta(q) or replaced or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
@@ -97,7 +97,7 @@ def measured(
         own = torch.tensor(times, dtype=torch.float64, device=comm.device)
         return torch.stack(comm.all_gather(own, label="seconds")).amax(0)
 
-    with hooks.set(trace=None):
+    with set_hooks(traces=()):
         # No message precedes the first round, so that modules first compare their calls.
         once = float(run(1, False).sum())
         rounds = max(MIN_ROUNDS, int(MAX_ROUNDS_SECONDS / once))

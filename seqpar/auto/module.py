@@ -7,27 +7,27 @@ import inspect
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from seqpar.attention.module import is_meta
+from seqpar.attention.unknown_arguments import call_arguments, unknown_option
 from seqpar.auto.choosing import Choice, choose
-from seqpar.auto.machine import MEASURE_SECONDS, cluster_of_rank_0
+from seqpar.auto.described_cluster import MEASURE_SECONDS, cluster_of_rank_0
 from seqpar.auto.measuring import can_be_measured, leaves_of, measured
-from seqpar.comm.messages.exchange import Comm, Group, as_mesh
-from seqpar.core.arguments import Deterministic, Ints, as_bool, as_deterministic, as_float, shown
+from seqpar.comm.messages.comm import Comm, Group, as_mesh
+from seqpar.core.arguments import Deterministic, Ints, as_bool, as_deterministic, as_float
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.torch_private import beside_the_caller
 from seqpar.core.traffic import Traffic
-from seqpar.costs.cluster import Cluster
+from seqpar.costs.cluster import Cluster, as_cluster
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import Candidate, as_strategies, candidates
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.playing import require_simpy
 from seqpar.simulate.recording.recording import RecordingComm
-from seqpar.softmax.call import CallKeywords
 from seqpar.softmax.module import Attention
 from seqpar.softmax.strategy import Strategy
 from seqpar.strategies.registry import CHOOSERS
@@ -71,12 +71,13 @@ class AutoAttention(Attention):
         group: a process group or a mesh, whose ranks are counted along its rows.
         check_ranks, deterministic: as in `Attention`. With `check_ranks`, the first call and
             `decode` raise an error on all ranks if their clusters or options differ.
-        cluster: the cluster of the ranks, the same on all of them; `Cluster` defines the place of
-            each rank. None: rank 0's `Cluster.here()`, which it sends to the others. All ranks must
-            then construct the module together and be on one host. The first time on a machine,
-            rank 0 measures it, which takes 15 seconds on a quiet CPU, while the other ranks wait
-            without regard to the group's timeout. It saves the result in $SEQPAR_CACHE or
-            ~/.cache/seqpar; `Cluster.here()` in an earlier program does the same.
+        cluster: the cluster of the ranks, or the name of a preset, the same on all of them;
+            `Cluster` defines the place of each rank. None: rank 0's `Cluster.here()`, which it
+            sends to the others. All ranks must then construct the module together and be on one
+            host. The first time on a machine, rank 0 measures it, which takes 15 seconds on a quiet
+            CPU, while the other ranks wait without regard to the group's timeout. It saves the
+            result in $SEQPAR_CACHE or ~/.cache/seqpar; `Cluster.here()` in an earlier program does
+            the same.
         strategies: names of the strategies to choose from. None: all.
         backward: whether calls are differentiated, which decides what is simulated; in inference
             mode they never are.
@@ -106,7 +107,7 @@ class AutoAttention(Attention):
         check_ranks: bool = False,
         deterministic: Deterministic = True,
         *,
-        cluster: Cluster | None = None,
+        cluster: Cluster | str | None = None,
         strategies: Sequence[str] | None = None,
         backward: bool = True,
         once: bool = False,
@@ -115,7 +116,7 @@ class AutoAttention(Attention):
         **others: object,
     ) -> None:
         for name in others:
-            raise TypeError(f"{name} is not an option of 'auto', which has {', '.join(_OPTIONS)}")
+            raise unknown_option(name, "auto", list(_OPTIONS), call_arguments(self.forward))
         require_simpy()
         if as_deterministic(deterministic) == "ranks":
             Auto().to_rank_invariant()  # raises the refusal
@@ -128,10 +129,9 @@ class AutoAttention(Attention):
             raise ValueError(f"measure_seconds must be 0 or more and finite, got {seconds}")
         if isinstance(comm, RecordingComm):
             raise ValueError("group must be of ranks that run: record a strategy, not the choice")
-        if not isinstance(cluster, Cluster | None):
-            raise TypeError(f"cluster must be a Cluster or None, got {shown(cluster)}")
         if cluster is None:
             cluster = cluster_of_rank_0(comm, seconds)
+        cluster = as_cluster(cluster)
         if comm.size > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
             expected = f"a cluster of at least the group's {comm.size} ranks"
             raise ValueError(f"cluster must be {expected}, got one of {cluster.ranks}")
@@ -182,11 +182,12 @@ class AutoAttention(Attention):
 
         This makes the choice if there is none, without computing or sending anything; until a call
         has measured the candidates, the choice follows the predictions. Of the tensors, only shapes
-        and dtypes matter. No other thread may compute attention meanwhile: it would be recorded.
+        and dtypes matter.
         """
         self.choice = self._known_choice(q, k, v, layout, **options)
         return self._module(self.choice.candidate)
 
+    @outside_graphs
     def unsupported(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: object
     ) -> str | None:
@@ -200,6 +201,7 @@ class AutoAttention(Attention):
             return str(refusal)
         return module.unsupported(q, k, v, layout, **options)
 
+    @outside_graphs
     def traffic(
         self,
         q: Tensor,
@@ -214,9 +216,8 @@ class AutoAttention(Attention):
         chosen = self.chosen(q, k, v, layout, **options)
         return chosen.traffic(q, k, v, layout, rank=rank, **options)
 
-    def mask_area(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
-    ) -> Ints:
+    @outside_graphs
+    def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
         """Return (ranks, steps): `Attention.mask_area` of the chosen module."""
         return self.chosen(q, k, v, layout, **options).mask_area(q, k, v, layout, **options)
 
@@ -237,7 +238,7 @@ class AutoAttention(Attention):
                 key, predicted = resolve()
         else:
             device = self._bound.comm.device
-            (key, predicted), _ = self._bound.resolve_checked(device, resolve, lambda _: {})
+            (key, predicted), _ = self._bound.resolve_checked(device, resolve, lambda *_: {})
             self._compared = True
         choice = self._measured.get(key)
         if choice is None and self._measure and can_be_measured(q):
@@ -299,12 +300,9 @@ class AutoAttention(Attention):
         backward = self._differentiated()
 
         def build() -> Choice:
-            with beside_the_caller():
-                return choose(
-                    *(self.cluster, self._candidates, call.shape, layout),
-                    backward=backward,
-                    **shared,
-                )
+            return choose(
+                *(self.cluster, self._candidates, call.shape, layout), backward=backward, **shared
+            )
 
         layouts = call.layout.digest, call.kv_layout.digest
         key = *layouts, call.mask, call.shape, call.has_sinks, backward

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from seqpar.bench.results.results import Check, Row, SweepResults
-from seqpar.bench.workers import links, reference
-from seqpar.bench.workers.ranks import PointError, RankProcesses, RankTask, StartError
-from seqpar.bench.workers.reference import CheckSums
+from seqpar.bench.results.results_file import Check, Row, SweepResults
+from seqpar.bench.workers import links, oracle
+from seqpar.bench.workers.oracle import CheckSums
+from seqpar.bench.workers.ranks import PointError, RankProcesses, RankRequest, StartError
 from seqpar.bench.workloads.contenders import ONE
-from seqpar.bench.workloads.workloads import DTYPES, SweepOptions, Workload
+from seqpar.bench.workloads.workloads import SweepOptions, Workload
+from seqpar.core.options import DTYPES
 from seqpar.strategies.registry import attention_modules
 
 MAX_PREFLIGHT_SECONDS = 600.0
@@ -103,7 +104,11 @@ class _Measured:
         row = self.rows[name]
         if row["failed"] is not None:
             return None
-        task: RankTask = {"do": action, "workload": self.workload.as_dict(), "contender": name}
+        request: RankRequest = {
+            "do": action,
+            "workload": self.workload.as_dict(),
+            "contender": name,
+        }
         remaining = self.limit - row["spent"]
         # Another contender may have crashed the ranks; their restart is not this one's time.
         self.ranks.ready(self.workload.ranks)
@@ -111,7 +116,7 @@ class _Measured:
         try:
             if remaining <= 0:
                 raise PointError("it took too long", late=True)
-            return self.ranks.ask(self.workload.ranks, task, remaining)
+            return self.ranks.ask(self.workload.ranks, request, remaining)
         except PointError as error:
             # The limit applies to all steps of the point together.
             row["failed"] = f"it took more than {self.limit:g} s" if error.late else str(error)
@@ -127,28 +132,28 @@ def judge(
 
     `one` is the row of one device, the reference; None: of one device, compared to PyTorch.
     """
-    errors, sizes = reference.add([answer["errors"] for answer in answers])
-    eager, _ = reference.add([answer["eager"] for answer in answers])
+    errors, sizes = oracle.add([answer["errors"] for answer in answers])
+    eager, _ = oracle.add([answer["eager"] for answer in answers])
     if not math.isfinite(sum(errors.values())):
         return {"errors": None, "relative": None}, "wrong, so it was not timed: it has NaN or inf"
     relative = max(error / (sizes[name] or 1.0) for name, error in errors.items())
     check: Check = {"errors": errors, "relative": relative}
-    if workload.tokens < reference.MIN_TOKENS_FOR_RATIOS:
+    if workload.tokens < oracle.MIN_TOKENS_FOR_RATIOS:
         eps = torch.finfo(DTYPES[workload.dtype]).eps
         rounding = {name: eps * max(1.0, size) for name, size in sizes.items()}
-        return check, reference.wrong(errors, rounding, reference.MAX_ROUNDINGS)
+        return check, oracle.wrong(errors, rounding, oracle.MAX_ROUNDINGS)
     if one is None:
-        return check, reference.wrong(errors, eager, reference.MAX_KERNEL_ERROR_RATIO)
+        return check, oracle.wrong(errors, eager, oracle.MAX_KERNEL_ERROR_RATIO)
     if one["check"] is None or (one["failed"] or "").startswith("wrong"):
         return check, f"nothing to compare it with: one device failed: {one['failed']}"
     allowed = one["check"]["errors"] or {}
     check["of_one_device"] = max(errors[name] / (allowed[name] or 1.0) for name in allowed)
-    reason = reference.wrong(errors, allowed, reference.MAX_ERROR_RATIO)
+    reason = oracle.wrong(errors, allowed, oracle.MAX_ERROR_RATIO)
     if reason is None and "spot" in answers[0]:
-        spot, _ = reference.add([answer["spot"]["errors"] for answer in answers])
-        plain, _ = reference.add([answer["spot"]["eager"] for answer in answers])
-        ratio = reference.MAX_ERROR_RATIO * reference.MAX_KERNEL_ERROR_RATIO
-        reason = reference.wrong(spot, plain, ratio)
+        spot, _ = oracle.add([answer["spot"]["errors"] for answer in answers])
+        plain, _ = oracle.add([answer["spot"]["eager"] for answer in answers])
+        ratio = oracle.MAX_ERROR_RATIO * oracle.MAX_KERNEL_ERROR_RATIO
+        reason = oracle.wrong(spot, plain, ratio)
         if reason is None:
             check["spot"] = spot["out"]
     return check, reason

@@ -10,7 +10,8 @@ from typing import NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
+from seqpar.comm.messages.message_header import hint_at, in_words
 
 _MAX_LISTED = 16  # ranks in an error; of more, rank 0 and those that differ from it
 C = TypeVar("C")
@@ -38,16 +39,24 @@ def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
 
 
 def check_on_all_ranks(
-    comm: Comm, strategy: object, resolve: Callable[[], C], shared: Callable[[bool], Described]
+    comm: Comm,
+    strategy: object,
+    resolve: Callable[[], C],
+    shared: Callable[[bool], Described],
+    hint: str = "",
 ) -> C:
     """Return `resolve()` if all ranks make the same call; otherwise see `compare_calls`."""
     call, fault = attempt(resolve)
-    compare_calls(comm, strategy, fault, shared)
+    compare_calls(comm, strategy, fault, shared, hint)
     return call
 
 
 def compare_calls(
-    comm: Comm, strategy: object, fault: Fault | None, shared: Callable[[bool], Described]
+    comm: Comm,
+    strategy: object,
+    fault: Fault | None,
+    shared: Callable[[bool], Described],
+    hint: str = "",
 ) -> None:
     """Raise the same error on all ranks unless they make the same call and none has a fault.
 
@@ -55,7 +64,8 @@ def compare_calls(
     know. `shared(False)` costs less, and may differ for equal arguments. Ranks compare a digest of
     `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If digests differ, all ranks also get all
     `shared(True)` as text, in as many messages. If texts differ too, all ranks raise the same
-    ValueError, or the TypeError with which one of them refuses the call.
+    ValueError, or the TypeError with which one of them refuses the call. `hint` ends the error of
+    arguments that differ.
 
     Every call must run this. If a rank skipped it, because it had checked the same call before, a
     rank with another call would wait for it.
@@ -68,38 +78,47 @@ def compare_calls(
     largest, negated = comm.maximum(tensor.to(comm.device), label=label)
     if not torch.equal(largest, 255 - negated):  # the maximum is not the minimum
         text = json.dumps(first | shared(True) | last)
-        _explain([json.loads(of_rank) for of_rank in comm.all_gather_text(text, label=label)])
+        texts = comm.all_gather_text(text, label=label)
+        _explain([json.loads(of_rank) for of_rank in texts], hint)
     if fault is not None:
         _raise(fault)
 
 
-def check_same_weights(comm: Comm, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise a ValueError that names the first tensor in which ranks differ, on all of them.
+def check_same_model(
+    comm: Comm,
+    weights: Iterable[tuple[str, Tensor]],
+    settings: Described,
+    cause: str | None = None,
+) -> None:
+    """Raise a ValueError that names the first setting or tensor in which ranks differ, on all.
 
-    Each rank reads its tensors once and sends 64 bits per tensor. Tensors that are on the meta
-    device on one rank are not compared.
+    Each rank reads its tensors once, and sends 64 bits per tensor and the settings as text. Tensors
+    that are on the meta device on one rank are not compared. `cause` ends the error.
     """
     if comm.size == 1:
         return
     named = [(name, x) for name, x in weights if type(x) in (Tensor, torch.nn.Parameter)]
-    digests = [_digest(x).to(comm.device) for _, x in named]
+    digests = [digest(x).to(comm.device) for _, x in named]
     numbers = torch.stack(digests).tolist() if digests else []
     own = {
         name: [str(x.dtype), list(x.shape), number]
         for (name, x), number in zip(named, numbers, strict=True)
     }
-    texts = comm.all_gather_text(json.dumps(own), label="weights")
-    ranks = [json.loads(text) for text in texts]
+    described = json.dumps([settings, own], default=lambda x: type(x).__name__)
+    texts = comm.all_gather_text(described, label="weights")
+    _check_equal([json.loads(text)[0] for text in texts])
+    ranks = [json.loads(text)[1] for text in texts]
     for name in ranks[0]:
         values = [described.get(name) for described in ranks]
         if None not in values and any(value != values[0] for value in values):
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             reason = f"{name} is not the same on rank {other} as on rank 0"
+            reason += f": {cause}" if cause else ""
             raise ValueError(f"model must have the same weights on all ranks: {reason}")
 
 
 @torch.no_grad()
-def _digest(x: Tensor) -> Tensor:
+def digest(x: Tensor) -> Tensor:
     """Return an int64 hash () of a tensor's bits, computed on the tensor's device."""
     x = torch.view_as_real(x) if x.is_complex() else x
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
@@ -115,11 +134,15 @@ def _digest(x: Tensor) -> Tensor:
     return (flat * weights).sum()
 
 
-def _explain(ranks: list[Described]) -> None:
+def _explain(ranks: list[Described], hint: str) -> None:
     """Raise the error that all ranks raise, unless they have the same arguments."""
     for described in ranks:
         if described["fault"]:
             _raise(Fault(*cast(tuple[bool, str], described["fault"])))
+    _check_equal(ranks, hint)
+
+
+def _check_equal(ranks: list[Described], hint: str = "") -> None:
     for name in ranks[0]:
         values = [described.get(name) for described in ranks]  # other strategies have other names
         if any(value != values[0] for value in values):
@@ -127,8 +150,20 @@ def _explain(ranks: list[Described]) -> None:
             if len(values) > _MAX_LISTED:
                 chosen = [i for i in chosen if values[i] != values[0]]
                 chosen = [0, *chosen[: _MAX_LISTED - 1]]
-            listed = ", ".join(f"rank {rank} has {values[rank]}" for rank in chosen)
-            raise ValueError(f"{name} must be the same on all ranks: {listed}")
+            texts = _in_words(values)
+            listed = ", ".join(f"rank {rank} has {texts[rank]}" for rank in chosen)
+            end = hint or hint_at([name])
+            raise ValueError(f"{name} must be the same on all ranks: {listed}{end}")
+
+
+def _in_words(values: Sequence[object]) -> list[str]:
+    """Return the values as an error shows them; of values with parts, only parts that differ."""
+    parts = [value for value in values if isinstance(value, dict)]
+    if len(parts) < len(values):
+        return [in_words(value) for value in values]
+    names = dict.fromkeys(name for value in parts for name in value if name != "digest")
+    differ = [name for name in names if any(x.get(name) != parts[0].get(name) for x in parts)]
+    return [in_words({name: x[name] for name in differ or ["digest"] if name in x}) for x in parts]
 
 
 def _raise(fault: Fault) -> NoReturn:

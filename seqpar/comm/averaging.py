@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import (
     calling_modules,
     check_averaged,
+    ddp_hooks,
     ddp_parameters,
+    fsdp1_hook,
     fsdp1_ignored,
+    fsdp2_divisor,
     fsdp2_groups,
+    fsdp2_hook,
     fsdp2_names,
     fsdp2_tensors,
-    gradient_hooks,
-    has_hooks,
-    returned_by_grad,
 )
 
 _RULE = "must average gradients over all ranks of the group"
@@ -31,44 +34,57 @@ _OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")  # do not average over all ra
 
 @dataclass
 class Averaging:
-    """The parameters of a model that DDP or FSDP average, as found in one call of the model."""
+    """The DDP and FSDP wrappers that average a model's gradients, as found in one call of it.
 
-    averaged: bool = False  # whether the gradients of at least one trainable parameter are
-    flattened: bool = False  # whether FSDP1 has flattened parameters: a call uses parts of them
+    Attributes:
+        wrappers: the modules of DDP and FSDP1, and the parameter groups of FSDP2.
+        flattened: whether FSDP1 is among them, whose calls use parts of flat parameters.
+        in_no_sync: whether DDP's `no_sync` was active, so that DDP averages later.
+    """
+
+    wrappers: list[object] = field(default_factory=list)
+    flattened: bool = False
+    in_no_sync: bool = False
     _ddps: list[DistributedDataParallel] = field(default_factory=list)
-    _fsdp2: list[object] = field(default_factory=list)
-    _by_ddp: list[Tensor] = field(default_factory=list)
-    _in_no_sync: list[Tensor] = field(default_factory=list)
-    _parameters: set[int] = field(default_factory=set)
-    _places: set[tuple[int, str]] = field(default_factory=set)
+    _by_ddp: set[int] = field(default_factory=set)  # ids of parameters
+    _in_fsdp1: set[int] = field(default_factory=set)  # ids of modules
+    _ignored_by_fsdp1: set[int] = field(default_factory=set)  # ids of parameters
+    # Ids of modules with the names of parameters, which FSDP2 replaces in each call
+    _by_fsdp2: set[tuple[int, str]] = field(default_factory=set)
 
-    def has(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
-        """Return whether DDP or FSDP average this parameter, so that seqpar need not sum it.
+    @property
+    def kinds(self) -> str:
+        """The names of the wrappers, for messages."""
+        ddp = any(isinstance(x, DistributedDataParallel) for x in self.wrappers)
+        fsdp = any(not isinstance(x, DistributedDataParallel) for x in self.wrappers)
+        return " and ".join(["DDP"] * ddp + ["FSDP"] * fsdp)
 
-        A parameter with hooks is an exception. Its hooks run before DDP averages, and need the sum
-        over the group. DDP can average this sum again, since it is the same on all ranks.
-        """
-        if id(parameter) in self._parameters:
-            return not has_hooks(parameter)
-        return (id(module), name) in self._places
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Return the names of trainable parameters that no wrapper averages, if there are any."""
+        if not self.wrappers:
+            return []
+        return [
+            f"{name}.{own}" if name else own
+            for name, module in model.named_modules()
+            for own, x in module.named_parameters(recurse=False)
+            if x.requires_grad and not self._has(module, own, x)
+        ]
 
-    def left_local(self) -> list[Tensor]:
-        """Return the parameters that a DDP in `no_sync` manages and does not average now."""
-        return [x for x in self._in_no_sync if not has_hooks(x)]
+    def _has(self, module: nn.Module, name: str, x: Tensor) -> bool:
+        in_fsdp1 = id(module) in self._in_fsdp1 and id(x) not in self._ignored_by_fsdp1
+        return in_fsdp1 or id(x) in self._by_ddp or (id(module), name) in self._by_fsdp2
 
     def leaves(self) -> set[int]:
         """Return the ids of tensors whose gradients DDP or FSDP2 average, in whichever module."""
-        return self._parameters | {id(x) for group in self._fsdp2 for x in fsdp2_tensors(group)}
+        groups = [x for x in self.wrappers if not isinstance(x, nn.Module)]
+        return self._by_ddp | {id(x) for group in groups for x in fsdp2_tensors(group)}
 
     def check_backward(self, first: bool) -> None:
-        """Raise a ValueError if the backward that runs now does not let DDP average.
+        """Raise a ValueError if DDP would not average in the backward that begins.
 
         `first` is True if no other backward has begun since the last call of the model.
         """
-        if returned_by_grad(self._by_ddp):
-            reason = "DDP averages in loss.backward() only"
-            raise ValueError(f"torch.autograd.grad must not be given parameters in DDP: {reason}")
-        if self._ddps and not first:
+        if not first and any(ddp.require_backward_grad_sync for ddp in self._ddps):
             way_out = "add the losses, and call backward() once after the last forward"
             reason = "DDP averages in the first backward after a forward only"
             raise ValueError(f"loss.backward() must not be called again: {reason}; {way_out}")
@@ -106,38 +122,40 @@ class Averaging:
         return averaging
 
     def _add_ddp(self, ddp: DistributedDataParallel, comm: Comm) -> None:
-        _check("DDP", ddp, dist.get_process_group_ranks(ddp.process_group), comm)
-        parameters = ddp_parameters(ddp)
-        self._parameters |= {id(x) for x in parameters}
-        trained = [x for x in parameters if x.requires_grad]
-        self._by_ddp += trained
+        _check("DDP", ddp_hooks(ddp), dist.get_process_group_ranks(ddp.process_group), comm)
+        self.wrappers.append(ddp)
+        named = ddp.module.named_parameters()
+        averaged = [x for name, x in named if name not in ddp.parameters_to_ignore]
+        trainable, before = sum(x.requires_grad for x in averaged), ddp_parameters(ddp)
+        if torch.is_grad_enabled() and trainable > before:
+            reason = f"{trainable} are trainable, and {before} were when DDP was made"
+            way_out = "wrap the model in DDP again after you unfreeze parameters"
+            raise ValueError(
+                f"model must not have trainable parameters that DDP leaves out: {reason}; {way_out}"
+            )
+        self._by_ddp |= set(map(id, averaged))
         if ddp.require_backward_grad_sync:
             self._ddps.append(ddp)
         else:
-            self._in_no_sync += trained
-        self.averaged |= bool(self._by_ddp)
+            self.in_no_sync = True
 
     def _add_fsdp1(self, fsdp: FullyShardedDataParallel, comm: Comm) -> None:
-        _check("FSDP", fsdp, dist.get_process_group_ranks(fsdp.process_group), comm)
-        ignored = {id(x) for x in fsdp1_ignored(fsdp)}
-        self.averaged = self.flattened = True
-        for module in fsdp.modules():
-            for name, x in module.named_parameters(recurse=False, remove_duplicate=False):
-                if id(x) not in ignored:
-                    self._places.add((id(module), name))
+        _check("FSDP", [fsdp1_hook(fsdp)], dist.get_process_group_ranks(fsdp.process_group), comm)
+        self.wrappers.append(fsdp)
+        self.flattened = True
+        self._in_fsdp1 |= {id(x) for x in fsdp.modules()}
+        self._ignored_by_fsdp1 |= {id(x) for x in fsdp1_ignored(fsdp)}
 
     def _add_fsdp2(self, module: nn.Module, comm: Comm) -> None:
         for group in fsdp2_groups(module):
-            self._fsdp2.append(group)
             mesh = group.mesh_info.mesh.mesh.flatten().tolist()
-            _check("FSDP", group, mesh, comm)
-            divisor = getattr(group, "gradient_divide_factor", None)
+            _check("FSDP", [fsdp2_hook(group)], mesh, comm)
+            divisor = fsdp2_divisor(group)
             if divisor is not None and divisor != len(mesh):
                 stated = f"set_gradient_divide_factor({divisor}) makes it divide by another number"
                 raise ValueError(f"FSDP {_RULE}: {stated}")
-            for owner, name in fsdp2_names(group):
-                self._places.add((id(owner), name))
-                self.averaged |= bool(getattr(owner, name).requires_grad)
+            self.wrappers.append(group)
+            self._by_fsdp2 |= {(id(owner), name) for owner, name in fsdp2_names(group)}
 
 
 def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -170,13 +188,24 @@ def like(local: Tensor, x: Tensor) -> Tensor:
     )
 
 
-def _check(name: str, wrapped: object, averaged: list[int], comm: Comm) -> None:
+def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient whose parts on a mesh are those of x; tensor parallelism may leave sums."""
+    if not (isinstance(x, DTensor) and isinstance(gradient, DTensor)):
+        return gradient
+    if gradient.placements != x.placements:
+        return gradient.redistribute(placements=x.placements)
+    return gradient
+
+
+def _check(name: str, hooks: Sequence[object | None], averaged: list[int], comm: Comm) -> None:
     """Raise a ValueError unless gradients are averaged over the group, by hooks known to do so."""
     own = comm.processes
     if not set(own) <= set(averaged):
         stated = f"it averages over ranks {averaged}, and the group has {own}"
         raise ValueError(f"{name} {_RULE}: {stated}")
-    for hook in gradient_hooks(wrapped):
+    for hook in hooks:
+        if hook is None:
+            continue
         hook_name = getattr(hook, "__name__", type(hook).__name__)
         of_torch = str(getattr(hook, "__module__", None)).startswith(_HOOKS)
         if not of_torch or hook_name in _OTHER_HOOKS:

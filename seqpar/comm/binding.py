@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from seqpar.comm.agreement import C, Described, Fault, attempt, compare_calls
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.agreement import C, Described, attempt, compare_calls
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.comm.routing.relays import Relays
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import shown
@@ -129,60 +129,48 @@ class BoundStrategy(Generic[S]):
         self,
         device: torch.device,
         resolve: Callable[[], C],
-        shared: Callable[[bool], Described],
+        shared: Callable[[C, bool], Described],
     ) -> tuple[C, Comm]:
         """Return `resolve()`, and the Comm of a new call, whose tensors are on `device`.
 
-        With `check_ranks`, raises unless all ranks make the same call; see `begin_compared_call`.
-        Without it, a call that this rank refuses takes no number, since the other ranks may still
-        wait for the correct call.
+        With `check_ranks`, all ranks raise the same error unless they make the same call and none
+        refuses it. `shared(call, exact)` returns the arguments of the resolved call that must be
+        the same on all ranks; see `compare_calls`. Without `check_ranks`, a call that this rank
+        refuses takes no number, since the other ranks may still wait for the correct call.
         """
         if not self.check_ranks:
-            return resolve(), self.begin_call(device)
+            call = resolve()
+            comm = self.comm.call()
+            comm.join(device)
+            return call, comm
         call, fault = attempt(resolve)
-        return call, self.begin_compared_call(device, fault, shared)
-
-    def begin_call(self, device: torch.device) -> Comm:
-        comm = self.comm.call()
-        comm.join(device)
-        return comm
-
-    def begin_compared_call(
-        self, device: torch.device, fault: Fault | None, shared: Callable[[bool], Described]
-    ) -> Comm:
-        """Return the Comm of a new call, if all ranks make the same one and none refuses it.
-
-        Otherwise all ranks raise the same error. `fault` is the error with which this rank refuses
-        the call. `shared` returns the arguments that must be the same on all ranks; see
-        `compare_calls`.
-        """
         comm = self.comm.call()
         if comm.sends_from(device):  # otherwise `fault` is set on this rank
             comm.join(device)
 
-        def compared(canonical: bool) -> Described:
-            return shared(canonical) | {"routing": str(self.routing)}
+        def compared(exact: bool) -> Described:
+            if fault is not None:  # which all ranks raise
+                return {}
+            return shared(call, exact) | {"routing": str(self.routing)}
 
         compare_calls(comm, self.strategy, fault, compared)
-        return comm
+        return call, comm
 
-    def routed(
-        self, comm: Comm, device: torch.device, direction: str, shared: Callable[[], Described]
-    ) -> Comm:
-        """Return the Comm of one pass of a call; if routing is on, it relays messages.
+    def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
+        """Return the Comm of one pass of a call, which relays messages as `routing` says.
 
-        The tensors are on `device`. `shared` returns everything on which the messages depend, the
-        same on all ranks.
+        The tensors are on `device`. `shared` is everything on which the messages depend, the same
+        on all ranks.
         """
-        relays = None if self.routing is None else Relays.of(self.comm, self.routing)
+        assert self.routing is not None
+        relays = Relays.of(self.comm, self.routing)
         if relays is None:
             return comm
-        kind = json.dumps([str(self.strategy), direction, shared()])
-        return relays.in_pass(comm, device, kind)
+        return relays.in_pass(comm, device, json.dumps([str(self.strategy), direction, shared]))
 
     def announce(self, direction: str) -> None:
-        if hooks.trace is not None:
-            hooks.trace.begin(f"{self.strategy.name} {direction}", self.comm.rank)
+        if (trace := hooks().trace) is not None:
+            trace.begin(f"{self.strategy.name} {direction}", self.comm.rank)
 
 
 def _rebind(

@@ -93,3 +93,27 @@ def is_dtensor(x: object) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
+
+
+def local_block(x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+    """Return this rank's part of a tensor, and the index of its first element in the whole tensor.
+
+    None if the part of a DTensor is no block of it: a partial sum, or an interleaved shard.
+    """
+    if not is_dtensor(x):
+        return x, (0,) * x.dim()
+    from torch.distributed.tensor import Replicate, Shard
+
+    offsets, sizes = [0] * x.dim(), list(x.shape)
+    coordinate = x.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+    for i, placement in enumerate(x.placements):  # type: ignore[attr-defined]
+        if type(placement) is Shard:
+            dim = placement.dim
+            chunk = -(-sizes[dim] // x.device_mesh.size(i))  # type: ignore[attr-defined]
+            start = min(chunk * coordinate[i], sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(chunk, sizes[dim] - start)
+        elif type(placement) is not Replicate:
+            return None
+    local = x.to_local()  # type: ignore[attr-defined]
+    return (local, tuple(offsets)) if list(local.shape) == sizes else None

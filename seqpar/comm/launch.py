@@ -15,10 +15,10 @@ from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from seqpar.comm.faults.heartbeat import close_connections
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import forget_failed_group
 
-_FOREVER = timedelta(days=7)
+FOREVER = timedelta(days=7)
 _START = timedelta(minutes=10)  # the longest time until all processes of a launcher have begun
 
 
@@ -43,7 +43,7 @@ def place() -> LaunchedProcess | None:
         address = environ.get("MASTER_ADDR", "127.0.0.1"), _int("MASTER_PORT", 29500)
         return LaunchedProcess(rank, size, local, *address, rank == 0 and not by_agent)
     if _int("SLURM_STEP_NUM_TASKS", 1) < 2 or "SLURM_PROCID" not in environ:
-        return None  # a batch script is one process, however many tasks its job has
+        return None  # a batch script is one process, however many srun would start
     rank, size, local = _int("SLURM_PROCID"), _int("SLURM_STEP_NUM_TASKS"), _int("SLURM_LOCALID", 0)
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     port = _int("MASTER_PORT", 20000 + _int("SLURM_JOB_ID", 0) % 20000)
@@ -89,7 +89,7 @@ def connect(host: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> 
     The timeout is that of connecting.
     """
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    store.set_timeout(_FOREVER)
+    store.set_timeout(FOREVER)
     return store
 
 
@@ -99,7 +99,7 @@ def join(
     rank: int,
     size: int,
     device: torch.device,
-    timeout: timedelta = _FOREVER,  # measurements have their own limits
+    timeout: timedelta = FOREVER,  # measurements have their own limits
 ) -> Comm:
     """Return the group of all processes that join under this name, on a CPU or on GPUs."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.comm.launch import mesh_of_all
+from seqpar.comm.messages.comm import Comm, Group
 
 
 def available() -> dict[str, bool]:
@@ -26,6 +28,24 @@ def available() -> dict[str, bool]:
 
 def rank_of_all() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
+
+
+def members_of(group: Group | None) -> tuple[int, list[int]]:
+    """Return this process's number, and the numbers of a group's processes in the group's order.
+
+    None is the group of all processes, or this process alone if there is no default group.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, [0]
+    if group is None:
+        members = list(range(dist.get_world_size()))
+    elif isinstance(group, DeviceMesh):
+        members = group.mesh.flatten().tolist()
+    elif isinstance(group, dist.ProcessGroup):
+        members = dist.get_process_group_ranks(group)
+    else:
+        members = Comm.of(group).processes
+    return dist.get_rank(), members
 
 
 class _AllToAll(torch.autograd.Function):

@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from seqpar.comm.faults.connection import Connection, answer_of
 from seqpar.comm.faults.heartbeat import (
     MAX_ROUNDS_PER_SECOND,
     Heartbeat,
     heartbeat_for_a_while,
 )
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.faults.store_connection import Connection, answer_of
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import timeout_of
 
 FIRST_LINE_SECONDS = 3.0  # until the log has its first line

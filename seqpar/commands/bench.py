@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 from seqpar.bench import sweep
-from seqpar.bench.results import gate, plots, report
-from seqpar.bench.results.results import SweepResults, alone
+from seqpar.bench.results import gate, plots, sweep_report
+from seqpar.bench.results.results_file import SweepResults, alone
 from seqpar.bench.workers.ranks import RankProcesses, StartError, follow
-from seqpar.bench.workloads.workloads import DTYPES, PASSES, PRESETS, SCALINGS, SweepOptions
+from seqpar.bench.workloads.workloads import PASSES, PRESETS, SCALINGS, SweepOptions
 from seqpar.comm.launch import place
 from seqpar.commands import seconds
+from seqpar.core.options import DTYPES, dtype_name
 from seqpar.costs.profile import harness
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(
         "--peers", help='other libraries to measure; default: those installed; "none": no others'
     )
-    add_list("--lengths", help="tokens per batch or per rank (see --scaling)")
+    add_list("--lengths", help="tokens per batch or per rank (see --scaling), as in 4096,512K,1M")
     parser.add_argument(
         "--scaling",
         choices=SCALINGS,
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list("--heads", help="query heads:KV headsxhead dim, as in 64:8x128")
     add_list("--masks", help="masks such as causal, full, window:1024, prefix, causal-pile")
     add_list("--ranks", help="numbers of ranks")
-    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--dtype", choices=DTYPES, type=dtype_name, help="dtype of q, k and v")
     add_list("--passes", help=f"any of {', '.join(PASSES)}")
     parser.add_argument(
         "--preset", choices=PRESETS, help="heads, masks, dtype and passes of a published benchmark"
@@ -95,17 +96,17 @@ def _interrupt(*_: object) -> None:
 
 def conclude(results: SweepResults, rules: list[gate.Rule], as_json: bool) -> int:
     """Write and print figures, plots and a page; return the exit status."""
-    report.complete(results.rows)
+    sweep_report.complete(results.rows)
     broken = gate.broken(rules, results.rows)
     results.content["broken"] = broken
     results.write()
     folder = results.path.parent
     pictures = plots.draw(results.rows, folder)
-    (folder / "bench.md").write_text(report.markdown(results.content, pictures))
+    (folder / "bench.md").write_text(sweep_report.markdown(results.content, pictures))
     if as_json:
         print(json.dumps(results.content, indent=1))
     else:
-        report.show(results.content)
+        sweep_report.show(results.content)
         print(f"\n{results.path}, {folder / 'bench.md'} and {len(pictures)} pictures")
     for text in broken:
         print(f"broken: {text}", file=sys.stderr)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 import torch
 
 from seqpar.commands import add_servers, seconds
-from seqpar.servers.check import check
-from seqpar.servers.status_client import ask
-from seqpar.servers.transport.choose import transports_of
-from seqpar.servers.wire.protocol import ProtocolError
+from seqpar.servers.server_check import check
+from seqpar.servers.transport.addresses import check_peer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports",
         nargs="+",
-        choices=["zmq", "nixl"],
-        help="transports to check; default: all that both sides have",
+        choices=["grpc", "nixl"],
+        default=["grpc"],
+        help="transports to check",
     )
     parser.add_argument(
         "--timeout", type=seconds, default=5.0, help="seconds to wait for a connection"
@@ -29,10 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per server and transport. Returns 1 if a check fails."""
+    for address in arguments.addresses:
+        check_peer("address", address)
     torch.set_num_threads(1)
     failed = False
     for address in arguments.addresses:
-        for transport in arguments.transports or _offered(address, arguments):
+        for transport in arguments.transports:
             found = check(address, transport, arguments.keys, arguments.timeout)
             failed |= bool(found.error)
             text = found.error or (
@@ -41,12 +41,3 @@ def run(arguments: argparse.Namespace) -> int:
             )
             print(f"{address}  {transport}  {text}")
     return int(failed)
-
-
-def _offered(address: str, arguments: argparse.Namespace) -> Sequence[str]:
-    """Return the transports that both a server and this process have."""
-    try:
-        theirs = ask(address, arguments.keys, arguments.timeout).transports
-    except (TimeoutError, ProtocolError):
-        return ["zmq"]  # its check fails with the reason
-    return [name for name in transports_of(None) if name in theirs]

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 
-from seqpar.comm.launch import store_of
+from seqpar.comm.private_store import serve_private_store
 from seqpar.elastic.launcher import Launcher, LauncherLimits
 from seqpar.elastic.messages import VARIABLE
 
+# All ranks are on this host, so no other host needs to reach them, whatever the environment says.
+_GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
 LIMITS = {
     "spares": "more processes, which wait to replace dead ones",
     "restarts": "processes that may be started in place of dead ones",
@@ -33,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the training on this host; return the exit code, 0 if it is done."""
     limits = LauncherLimits(**{name: getattr(arguments, name) for name in ("ranks", *LIMITS)})
-    store, (host, port) = store_of(None)
+    store, folder = serve_private_store()
     command = [sys.executable, arguments.script, *arguments.arguments]
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        # The second variable tells errors which process keeps the store.
-        variables = {VARIABLE: f"{host} {port} {number}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        return subprocess.Popen(command, env=os.environ | variables)
+        # The last variable tells errors which process keeps the store.
+        variables = {VARIABLE: f"{number} {folder}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return subprocess.Popen(command, env=os.environ | _GLOO | variables)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return Launcher(store, start, limits).run()

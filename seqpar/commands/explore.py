@@ -7,13 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 
 from seqpar.core.arguments import as_int
+from seqpar.core.options import LENGTH_FORMS, dtype_name
 from seqpar.explore.page import milliseconds, page, size
+from seqpar.explore.page_server import HOST, listening
 from seqpar.explore.question import CHOICES, Question, answer
-from seqpar.explore.server import HOST, listening
 from seqpar.simulate.playback.playing import require_simpy
 
 MEANINGS = {
-    "lengths": "tokens of each document: 20000,4096 or 4096x3",
+    "lengths": f"tokens of each document: {LENGTH_FORMS}",
     "ranks": "number of ranks",
     "strategy": "strategy of softmax attention",
     "layout": "how documents are cut",
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(Question):
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=type(field.default),
+            type=dtype_name if field.name == "dtype" else type(field.default),
             default=field.default,
             choices=CHOICES.get(field.name),
             help=MEANINGS[field.name],

@@ -17,11 +17,12 @@ import torch
 from torch.cuda import nccl
 
 from seqpar.attention.backend import BACKENDS, refusal
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.comm.plain import available
 from seqpar.core.arguments import as_int
 from seqpar.core.dtypes import DTYPES
-from seqpar.core.torch_private import missing
+from seqpar.core.memory import usable_memory
+from seqpar.core.torch_private import TORCH
 from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.softmax.backends.aten_cuda import load_cudnn
@@ -32,10 +33,10 @@ from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
 
 DISTRIBUTIONS = (
-    "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "flash-attn-4", "pyzmq",
-    "msgspec", "xxhash", "nixl", "prometheus-client", "rich", "matplotlib", "transformers",
-    "accelerate", "trl", "datasets", "simpy", "torchft", "fla-core",
-    "ring-attention-pytorch", "torchtitan",
+    "seqpar", "torch", "triton", "numpy", "einops", "flash-attn", "flash-attn-4", "grpcio",
+    "grpcio-health-checking", "protobuf", "cryptography", "xxhash", "nixl", "prometheus-client",
+    "rich", "matplotlib", "transformers", "accelerate", "trl", "datasets", "simpy", "torchft",
+    "fla-core", "ring-attention-pytorch", "torchtitan",
 )  # fmt: skip
 SETTINGS = ("SEQPAR_", "NCCL_", "GLOO_", "TORCH", "TRITON_", "NIXL_", "UCX_", "OMP_", "CUDA_")
 LAUNCHER_SETTINGS = (  # not all of Slurm's: SLURM_JWT is a secret
@@ -92,9 +93,7 @@ def describe(ranks: int) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "capability": environment["capability"],
             "matrix units": environment["matrix_units"],
-            "memory, GiB": round(
-                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-            ),
+            "usable memory, GiB": round(usable_memory() / 2**30, 1),
         },
         "devices": devices(),
         "links": links(Path("/sys/class")),
@@ -105,7 +104,7 @@ def describe(ranks: int) -> dict[str, Any]:
             "torch": torch.__version__,  # package metadata may omit the build
         },
         "builds": builds() | {"commit of seqpar": environment["commit"] or "not a checkout"},
-        "missing in torch": missing(),
+        "missing in torch": TORCH.missing(),
         "settings": settings,
         "kernels": kernel_table(),
         "flash attention": packages(),

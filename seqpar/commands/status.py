@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 
 from seqpar.commands import add_servers, seconds
-from seqpar.servers.server.counters import HEADINGS, cells
-from seqpar.servers.status_client import ask
-from seqpar.servers.wire.protocol import ProtocolError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +16,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table of servers. Returns 1 if a server does not answer."""
+    # These need the extra "serve"; `--help` does not.
+    from seqpar.servers.server.counters import HEADINGS, cells
+    from seqpar.servers.status_client import StatusError, ask
+
     heading = ["address", *HEADINGS, "state"]
     rows, failed = [heading], False
     for address in arguments.addresses:
         try:
             status = ask(address, arguments.keys, arguments.timeout)
-        except (TimeoutError, ProtocolError) as error:
+        except StatusError as error:
             rows.append([address, *[""] * (len(heading) - 2), str(error)])
             failed = True
             continue

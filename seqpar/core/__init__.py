@@ -2,5 +2,6 @@
 and every private name of torch that seqpar uses.
 
 Start with `memo.py`, which keeps the tables that the next call with a layout uses again.
-`torch_private.py` is the file to read when a new release of torch breaks something.
+`torch_private.py` is the file to read when a new release of torch breaks something, and
+`private_names.py` has the table that it and other libraries' private names are in.
 """

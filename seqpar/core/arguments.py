@@ -24,6 +24,7 @@ CuSeqlens = int | Sequence[int] | NDArray[np.generic] | Tensor
 WindowSize = Sequence[int | None] | None
 Deterministic = bool | Literal["ranks"]
 
+MAX_LISTED = 8  # of many values in an error
 _MAX_SHOWN_CHARACTERS = 200  # of a wrong value in an error
 # Errors of conversions of a wrong value, such as a meta tensor or an integer of 5,000 digits.
 _UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
@@ -38,6 +39,12 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
 
 
+def listed(values: Sequence[object]) -> str:
+    """Return the first values as an error lists them."""
+    texts = [str(x) for x in values[:MAX_LISTED]]
+    return ", ".join([*texts, "…"] if len(values) > MAX_LISTED else texts)
+
+
 def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError naming it.
 
@@ -49,7 +56,10 @@ def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | Non
         # operator.index would make torch.compile specialise on the value of an int.
         number: int = value if isinstance(value, int) else operator.index(value)
     except _UNFIT:
-        raise ValueError(f"{name} must be an integer, got {shown(value)}") from None
+        way_out = ""
+        if hasattr(value, "size") and (hasattr(value, "rank") or hasattr(value, "get_rank")):
+            way_out = ": the size of a group is torch.distributed.get_world_size(group)"
+        raise ValueError(f"{name} must be an integer, got {shown(value)}{way_out}") from None
     if minimum is not None and number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {shown(number)}")
     if maximum is not None and number > maximum:
@@ -89,6 +99,32 @@ def as_float(name: str, value: Any) -> float:
         except _UNFIT:
             pass
     raise ValueError(f"{name} must be a number, got {shown(value)}")
+
+
+def as_choice(name: str, value: object, known: Sequence[str]) -> str:
+    """Return `value`, one of the known strings, or raise a ValueError that names it."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {shown(value)}")
+    return value
+
+
+def as_device(value: Any) -> torch.device:
+    """Return the device that `value` describes, or raise a ValueError."""
+    try:
+        return torch.device(value)
+    except _UNFIT:
+        expected = "a device of torch, such as 'cuda:0'"
+        raise ValueError(f"device must be {expected}, got {shown(value)}") from None
+
+
+def as_sequence(name: str, values: object, kind: str) -> list[Any]:
+    """Return the entries of a list, a tuple or an array; `kind` describes them in the error."""
+    if not isinstance(values, str | bytes | dict):
+        try:
+            return list(values)  # type: ignore[call-overload]
+        except _UNFIT:
+            pass
+    raise ValueError(f"{name} must be a sequence of {kind}, got {shown(values)}")
 
 
 def as_path(name: str, value: object) -> Path:
@@ -206,7 +242,8 @@ def parse_window(window_size: WindowSize) -> tuple[int, int]:
         return -1, -1
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
         expected = "two integers, (left, right), or None"
-        raise ValueError(f"window_size must be {expected}, got {shown(window_size)}")
+        way_out = "a sliding window of w keys, with the query's own, is (w - 1, 0)"
+        raise ValueError(f"window_size must be {expected}, got {shown(window_size)}: {way_out}")
     left, right = (
         -1 if bound is None else as_int("window_size: a bound (-1 is unlimited)", bound, -1)
         for bound in window_size

@@ -6,15 +6,18 @@ import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import cache
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from seqpar.core.hooks import hooks
+from seqpar.core.hooks import hooks, with_hooks
 
+T = TypeVar("T")
 Job = tuple[Future[None], Callable[[], None]]  # its result, itself
 
 
@@ -24,8 +27,8 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
     On a GPU it runs after all work queued on the current stream, and the returned function makes
     the current stream wait. On a CPU, the returned function raises the error of `function`.
     """
-    if hooks.beside is not None:
-        return hooks.beside(function)
+    if (beside := hooks().beside) is not None:
+        return beside(function)
     device = tensors[0].device
     if device.type != "cuda":
         return threads().submit(in_this_mode(function)).result
@@ -38,13 +41,13 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
     return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def in_this_mode(function: Callable[[], None]) -> Callable[[], None]:
-    """Return a function for other threads, which have their own modes, without autograd."""
-    inference = torch.is_inference_mode_enabled()
+def in_this_mode(function: Callable[[], T]) -> Callable[[], T]:
+    """Return a function for other threads, with this thread's mode and hooks, without autograd."""
+    inference, observed = torch.is_inference_mode_enabled(), with_hooks(function)
 
-    def run() -> None:
+    def run() -> T:
         with torch.inference_mode(inference), torch.no_grad():
-            function()
+            return observed()
 
     return run
 
@@ -67,14 +70,14 @@ class Worker:
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
-    while (task := jobs.get()) is not None:
-        future, job = task
+    while (submitted := jobs.get()) is not None:
+        future, job = submitted
         try:
             job()
             future.set_result(None)
         except BaseException as error:  # raised where the exchange is waited for
             future.set_exception(error)
-        del task, future, job  # and the tensors
+        del submitted, future, job  # and the tensors
 
 
 class _Workers:
@@ -99,11 +102,33 @@ class _Workers:
 
 
 @cache
+def _setting_threads() -> AbstractContextManager[bool]:
+    return Lock()
+
+
+def set_own_threads(count: int) -> None:
+    """Set this thread's number of torch threads, and that of no other thread."""
+
+    def in_a_new_thread(function: Callable[[], None]) -> None:
+        thread = Thread(target=function)
+        thread.start()
+        thread.join()
+
+    torch.get_num_threads()  # or torch would set this thread's number at its first operator
+    default = list[int]()
+    with _setting_threads():
+        in_a_new_thread(lambda: default.append(torch.get_num_threads()))
+        torch.set_num_threads(count)  # also sets the number of threads that start later
+        in_a_new_thread(lambda: torch.set_num_threads(*default))
+
+
+@cache
 def threads() -> _Workers:
     return _Workers()
 
 
 os.register_at_fork(after_in_child=threads.cache_clear)  # threads are not forked
+os.register_at_fork(after_in_child=_setting_threads.cache_clear)  # one may have held the lock
 
 
 @cache

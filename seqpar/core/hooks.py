@@ -1,7 +1,8 @@
 """Hooks with which traces and measurements observe attention calls, or replace parts of them.
 
-The exchange and the primitives read `hooks`, and `seqpar.tracing` sets it. It holds for the whole
-process, since autograd runs backward in its own threads.
+The exchange and the primitives read `hooks()`, and `seqpar.tracing` and simulations set them. They
+hold for one thread, for autograd's threads in backwards that this thread runs, and for our own
+threads in work of this thread's calls. Calls of other threads are neither observed nor replaced.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from seqpar.core.device_tables import rehearsing
+from seqpar.core.torch_private import inherited, set_inherited
 
 T = TypeVar("T")
 Moment = float | torch.cuda.Event  # seconds, or an event whose seconds are read later
@@ -57,11 +60,12 @@ class Recorder(Protocol):
         """Record posted messages; return a function that makes the context of waiting for them."""
 
 
+@dataclass(frozen=True)
 class Hooks:
     """Functions that observe or replace communication and computation.
 
     Attributes:
-        trace: records computations and exchanges, unless it is None.
+        traces: of these, the last records computations and exchanges.
         skip_messages: whether exchanges send nothing. Received tensors are then arbitrary.
         replace_compute: called with the area of each computation, instead of the computation;
             results are then arbitrary. None: computations run.
@@ -69,21 +73,14 @@ class Hooks:
             function that waits for the end. None: a thread or a stream runs the function.
     """
 
-    def __init__(self) -> None:
-        self.trace: Recorder | None = None
-        self.skip_messages = False
-        self.replace_compute: Callable[[int], None] | None = None
-        self.beside: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+    traces: tuple[Recorder, ...] = ()
+    skip_messages: bool = False
+    replace_compute: Callable[[int], None] | None = None
+    beside: Callable[[Callable[[], None]], Callable[[], None]] | None = None
 
-    @contextmanager
-    def set(self, **values: object) -> Iterator[None]:
-        """Set some of the attributes within the context."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
+    @property
+    def trace(self) -> Recorder | None:
+        return self.traces[-1] if self.traces else None
 
     def computing(
         self, device: torch.device, work: Callable[[], TracedWork]
@@ -98,10 +95,10 @@ class Hooks:
 
     @contextmanager
     def _observed(self, device: torch.device, work: Callable[[], TracedWork]) -> Iterator[bool]:
-        start, replace = moment(device), self.replace_compute
-        if replace is not None:
-            replace(work().area)
-        yield replace is None
+        start, instead = moment(device), self.replace_compute
+        if instead is not None:
+            instead(work().area)
+        yield instead is None
         if self.trace is not None:
             self.trace.compute(start, moment(device), work())
 
@@ -119,4 +116,40 @@ class Hooks:
 
 
 _COMPUTES = nullcontext(True)
-hooks = Hooks()
+_KEY, _NONE = "seqpar hooks", Hooks()
+
+
+def hooks() -> Hooks:
+    """Return the hooks of this thread's calls."""
+    return inherited(_KEY, _NONE)
+
+
+def put_hooks(**values: Any) -> None:
+    """Set some of this thread's hooks."""
+    set_inherited(_KEY, replace(hooks(), **values))
+
+
+@contextmanager
+def set_hooks(**values: Any) -> Iterator[None]:
+    """Set some of this thread's hooks within the context."""
+    before = {name: getattr(hooks(), name) for name in values}
+    put_hooks(**values)
+    try:
+        yield
+    finally:
+        put_hooks(**before)
+
+
+def with_hooks(function: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that other threads run with this thread's hooks."""
+    observed = hooks()
+
+    def run() -> T:
+        before = hooks()
+        set_inherited(_KEY, observed)
+        try:
+            return function()
+        finally:
+            set_inherited(_KEY, before)
+
+    return run

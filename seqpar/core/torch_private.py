@@ -1,38 +1,34 @@
 """The private names of torch that seqpar uses, each with a reason and a version of torch.
 
-No other file uses a private name of torch. A release of torch may drop one: `missing()` lists the
-names that are gone. A function that needs one of those raises a RuntimeError that names it; the
+No other file uses a private name of torch. A release of torch may drop one: `TORCH.missing()` lists
+the names that are gone. A function that needs one of those raises a RuntimeError that names it; the
 other functions work.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
-from importlib import import_module
 from traceback import walk_stack
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from seqpar.core.private_names import PrivateNames, Use
+
 Kernel = Callable[..., tuple[Tensor, ...]]
 T = TypeVar("T", bound=Callable[..., object])
+V = TypeVar("V")
 DDP = torch.nn.parallel.DistributedDataParallel
 DispatchKeys = torch._C.DispatchKeySet
-
-
-class Use(NamedTuple):
-    """Why seqpar uses a private name, and the first version of torch known to have it."""
-
-    since: str
-    why: str
 
 
 NAMES = {
@@ -64,22 +60,21 @@ NAMES = {
         "2.1", "compiled graphs take layouts of any size from the first call on"
     ),
     "torch._dynamo.eval_frame.OptimizedModule": Use(
-        "2.0", "to refuse a sharded batch in a compiled model that seqpar has not enabled"
-    ),
-    "torch._dynamo.disable": Use(
-        "2.7", "it marks functions that must not be traced; `mark_disabled` sets the same marks"
-    ),
-    "torch._dynamo.assume_constant_result": Use(
-        "2.0", "it marks functions with constant results; `mark_constant` sets the same mark"
+        "2.0", "to refuse a model that torch.compile has wrapped, whose checks it would compile too"
     ),
     "torch.utils._python_dispatch._disable_current_modes": Use(
         "2.1", "to compute within a checkpoint's forward without its modes, which record operators"
+    ),
+    "torch._C._autograd._saved_tensors_hooks_is_enabled": Use(
+        "1.13", "where hooks of saved tensors are disabled, none of them have to be replaced"
     ),
     "torch._transformer_encoder_layer_fwd": Use(
         "1.12", "to refuse the fast path of nn.TransformerEncoderLayer in compiled functions"
     ),
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": Use(
-        "2.8", "to never compile a mode's function by itself, which returns wrong values"
+        "2.8",
+        "to never compile a mode's function by itself, which returns wrong values, nor an "
+        "operator's, which compiles the planner",
     ),
     "torch._C._dynamo.eval_frame._FrameExecStrategy": Use("2.8", "an argument of the above"),
     "torch._C._dynamo.eval_frame._FrameAction": Use("2.8", "an argument of the above"),
@@ -89,13 +84,17 @@ NAMES = {
     "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode": Use(
         "2.0", "to refuse torch.func's transforms, which would return zeros"
     ),
+    "torch.ops.aten.add.Tensor._schema": Use("1.11", "the names of an operator's arguments"),
     "torch._C._AutoDispatchBelowAutograd": Use(
         "2.0", "derivatives of operators: those of torch.library take 0.1 ms more per call"
     ),
     "torch._C._get_dispatch_mode": Use(
-        "2.1", "to recognise a call that is traced, whose order a graph must keep"
+        "2.1", "to recognise a call that is traced, whose order a graph must keep, on its thread"
     ),
-    "torch._C._TorchDispatchModeKey": Use("2.1", "the kind of mode that traces functional graphs"),
+    "torch._C._TorchDispatchModeKey": Use(
+        "2.1", "the kinds of modes that trace functional graphs, and that make fake tensors"
+    ),
+    "torch._C.DispatchKeySet": Use("2.0", "the type of these keys"),
     "torch._C._after_autograd_keyset": Use("2.4", "the dispatch keys below autograd"),
     "torch.Tensor._version": Use("2.0", "to read a GPU tensor again only after a write"),
     "torch._C._swap_tensor_impl": Use(
@@ -129,66 +128,91 @@ NAMES = {
     "torch.nn.Module._call_impl": Use(
         "1.6", "to find the modules around a running model, such as DDP's and FSDP's"
     ),
-    "torch.nn.utils._named_member_accessor.swap_tensor": Use(
-        "2.0", "to use tensors in place of parameters, as torch.func.functional_call does"
-    ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Use(
         "2.6", "to find the parameters that FSDP2 averages, and over which ranks"
     ),
     "torch.nn.parallel.DistributedDataParallel._check_reducer_finalized": Use(
         "2.0", "to check at the end of a backward that DDP averaged in it, not in the next call"
     ),
-    "torch._C._will_engine_execute_node": Use(
-        "2.0", "to refuse torch.autograd.grad under DDP, which would average no gradients"
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": Use(
+        "1.9", "to know how many parameters DDP averages, those that it found trainable"
     ),
     "torch._C._current_graph_task_id": Use(
         "2.0", "to tell a checkpoint's recomputation from the user's own calls"
     ),
+    "torch._C._stash_obj_in_tls": Use(
+        "2.0", "to set a value for one thread, which autograd's threads inherit in its backwards"
+    ),
+    "torch._C._is_key_in_tls": Use("2.0", "to know whether a thread has such a value"),
+    "torch._C._get_obj_in_tls": Use("2.0", "to read such a value"),
     "torch.utils._python_dispatch.TorchDispatchMode": Use(
         "1.13", "to observe each operator of a simulated step"
     ),
     "torch.UntypedStorage._cdata": Use("2.0", "to identify memory without data"),
     "torch.ops.aten._unsafe_view": Use("1.0", "to know that a simulated operator copies nothing"),
+    "torch.ops.aten._is_any_true": Use(
+        "2.0", "to answer anomaly mode, which asks whether simulated gradients have a NaN"
+    ),
+    "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE": Use(
+        "2.0", "to leave the names of wrappers out of the names of a model's modules"
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE": Use(
+        "2.0", "the same for wrappers that checkpoint"
+    ),
+    "torch.nn.parallel.distributed._DDPSink": Use(
+        "2.0", "to follow one output of a model through DDP's node in autograd's graph"
+    ),
+    "torch.ops._c10d_functional.all_reduce": Use(
+        "2.1", "to know operators that send messages, by their namespace"
+    ),
+    "torch._library.custom_ops.CustomOpDef": Use(
+        "2.4", "to read the arguments of FlashAttention's functions, which may be operators"
+    ),
     "torch.autograd.Variable._execution_engine": Use(
         "1.0", "to sum gradients over ranks at the end of backward, as DDP does"
     ),
 }
 
+# Attributes of objects, which their classes do not have: each is checked when it is read.
+ATTRIBUTES = {
+    "_compiled_call_impl": Use("2.0", "to know modules that were compiled by their own compile()"),
+    "_fsdp_param_groups": Use("2.12", "to find the parameters that FSDP2 averages"),
+    "_fsdp_param_group": Use("2.4", "the same before torch 2.12"),
+    "_module_info": Use("2.4", "the modules and names of a parameter of FSDP2's"),
+    "_unsharded_param": Use("2.4", "the tensor that a call uses in place of such a parameter"),
+    "_ignored_params": Use("2.0", "the parameters inside FSDP1 that it does not average"),
+    "_comm_hooks": Use("2.1", "the functions that reduce gradients in the place of DDP"),
+    "_comm_hook": Use("2.1", "the function that reduces gradients in the place of FSDP1"),
+    "_all_reduce_hook": Use("2.5", "the function that reduces gradients in the place of FSDP2"),
+    "gradient_divide_factor": Use("2.8", "the number by which FSDP2 divides gradients"),
+    "_forward_pre_hooks": Use("2.0", "to call a module without its hooks, or to check them"),
+    "_forward_hooks": Use("2.0", "the same for hooks after the module"),
+    "_backward_pre_hooks": Use("2.0", "the same for hooks before its backward"),
+    "_backward_hooks": Use("2.0", "the same for hooks after its backward"),
+    "_buffers": Use("2.0", "to call a module without a change of its buffers"),
+    "_init_fn": Use("2.4", "the function of an operator, which has its arguments"),
+    "_torchdynamo_disable": Use("2.1", "the mark of functions that must not be traced"),
+    "_torchdynamo_disable_msg": Use("2.7", "the reason in this mark"),
+    "_dynamo_marked_constant": Use("2.1", "the mark of functions with constant results"),
+    "_orig_mod": Use(
+        "2.0",
+        "the same for modules that torch.compile returns",
+        "torch._dynamo.eval_frame.OptimizedModule.__init__",
+    ),
+    "compile_wrapper": Use(
+        "2.6",
+        "the function that runs compiled code, to know that a caller is compiled",
+        "torch._dynamo.eval_frame._TorchDynamoContext.__call__",
+    ),
+}
 
-def missing() -> dict[str, str]:
-    """Return the names that this torch lacks, each with its use."""
-    return {name: use.why for name, use in NAMES.items() if _found(name) is None}
+
+TORCH = PrivateNames("torch", NAMES, ATTRIBUTES)
+_get = TORCH.get
 
 
 def _kernel(name: str) -> Kernel:
     return cast(Kernel, _get(f"torch.ops.aten.{name}"))
-
-
-@cache
-def _get(name: str) -> Any:
-    """Return the object of this name, one of NAMES; raise a RuntimeError if torch lacks it."""
-    found = _found(name)
-    if found is None:
-        since, why = NAMES[name]
-        here = f"torch {torch.__version__} has no {name}"
-        raise RuntimeError(f"{here} (torch had it in {since}), which seqpar uses: {why}")
-    return found
-
-
-def _found(name: str) -> Any | None:
-    """Return the object of this name, or None. Imports its module if necessary."""
-    found: Any = torch
-    path = "torch"
-    for part in name.split(".")[1:]:
-        path = f"{path}.{part}"
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            try:
-                found = import_module(path)
-            except ImportError:
-                return None
-    return found
 
 
 # ATen's fused attention on CPUs, its FlashAttention-2 on CUDA, and its call of cuDNN: each function
@@ -222,7 +246,22 @@ def compiler_is_loaded() -> bool:
 def mark_dynamic(tensor: Tensor, *dims: int) -> None:
     """Make torch.compile accept other sizes of these dims from the first call on."""
     if compiler_is_loaded():
+        _check_marks()
         _get("torch._dynamo.maybe_mark_dynamic")(tensor, dims)
+
+
+@cache
+def _check_marks() -> None:
+    """Raise a RuntimeError if the compiler, once it is loaded, does not know our marks."""
+
+    def function() -> None: ...
+
+    disabled = torch.compiler.disable(function, reason="")
+    TORCH.read(disabled, "_torchdynamo_disable")
+    TORCH.read(disabled, "_torchdynamo_disable_msg")
+    TORCH.read(torch.compiler.assume_constant_result(function), "_dynamo_marked_constant")
+    for name in _STRATEGIES:
+        _get(name)
 
 
 def mark_disabled(function: Callable[..., object], reason: str) -> None:
@@ -248,6 +287,10 @@ def set_transform_refusal(operator: str, refusal: Callable[..., None]) -> None:
     torch.library.impl(operator, _get(key).name)(refusal)
 
 
+def argument_names(operator: Any) -> list[str]:
+    return [argument.name for argument in TORCH.read(operator, "_schema").arguments]
+
+
 def below_autograd(
     operator: Any, keys: DispatchKeys, arguments: tuple[object, ...]
 ) -> list[Tensor]:
@@ -263,9 +306,15 @@ def trace() -> Any:
     return _get("torch._C._get_dispatch_mode")(kind)
 
 
+def has_fake_mode() -> bool:
+    """Return whether this thread is within a FakeTensorMode."""
+    kind = _get("torch._C._TorchDispatchModeKey").FAKE
+    return _get("torch._C._get_dispatch_mode")(kind) is not None
+
+
 def version_of(tensor: Tensor) -> int:
     """Return a number that grows with each write to a tensor, except to inference tensors."""
-    return tensor._version
+    return cast(int, TORCH.read(tensor, "_version"))
 
 
 def process_groups() -> list[torch.distributed.ProcessGroup]:
@@ -285,7 +334,7 @@ def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> A
 
 def timeout_of(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of a process group's backend for a device."""
-    return cast(timedelta, backend_of(group, device).options._timeout)
+    return cast(timedelta, TORCH.read(backend_of(group, device).options, "_timeout"))
 
 
 def start_coalescing(group: torch.distributed.ProcessGroup, device: torch.device) -> None:
@@ -303,7 +352,8 @@ def end_coalescing(
 
 def copy_options(backend: Any, options: Any) -> None:
     """Copy the config and the timeout of an NCCL backend to the `options` of another one."""
-    options.config, options._timeout = backend.options.config, backend.options._timeout
+    options.config = backend.options.config
+    options._timeout = TORCH.read(backend.options, "_timeout")
 
 
 def group_of(backend: Any, store: Any, device: torch.device) -> torch.distributed.ProcessGroup:
@@ -316,7 +366,7 @@ def group_of(backend: Any, store: Any, device: torch.device) -> torch.distribute
 
 def base_of(x: Tensor) -> Tensor | None:
     """Return the tensor of which `x` is a view, or None if `x` is not a view."""
-    return x._base
+    return cast(Tensor | None, TORCH.read(x, "_base"))
 
 
 def swap_contents(a: Tensor, b: Tensor) -> None:
@@ -354,8 +404,63 @@ def calling_modules() -> list[torch.nn.Module]:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module was compiled, by torch.compile or by its method compile()."""
-    compiled = vars(module).get("_compiled_call_impl")  # the method sets it
-    return compiled is not None or type(module) is compiled_modules()
+    return (
+        TORCH.read(module, "_compiled_call_impl") is not None or type(module) is compiled_modules()
+    )
+
+
+def uncompiled(module: torch.nn.Module) -> dict[str, Any]:
+    """Return attributes with which a compiled module runs without the compiler."""
+    if not is_compiled(module):
+        return {}
+    if type(module) is compiled_modules():
+        return {"forward": next(module.children())}
+    return {"_compiled_call_impl": None}
+
+
+def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """Return the tables of a module's hooks before and after its forward."""
+    return [TORCH.read(module, "_forward_pre_hooks"), TORCH.read(module, "_forward_hooks")]
+
+
+def bare(module: torch.nn.Module, copy: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return attributes with which a module runs without hooks, compiler and change of buffers."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    hooks = {kind: type(TORCH.read(module, kind))() for kind in kinds}
+    buffers = {name: copy(x) for name, x in TORCH.read(module, "_buffers").items()}
+    TORCH.read(module, "_compiled_call_impl")
+    return hooks | {"_buffers": buffers, "_compiled_call_impl": None}
+
+
+@contextmanager
+def observed_compiled_call(
+    module: torch.nn.Module, observe: Callable[[object], object]
+) -> Iterator[None]:
+    """Call `observe` with each result of a module that was compiled by its method compile().
+
+    Hooks of such a module are compiled with it, so they would not see its results as they are.
+    """
+    compiled = TORCH.read(module, "_compiled_call_impl")
+
+    def call(*arguments: Any, **options: Any) -> object:
+        result = compiled(*arguments, **options)
+        observe(result)
+        return result
+
+    module.__dict__["_compiled_call_impl"] = call
+    try:
+        yield
+    finally:
+        module.__dict__["_compiled_call_impl"] = compiled
+
+
+def wrappers_names() -> set[str]:
+    """Return the names under which wrappers of a module keep it."""
+    if compiler_is_loaded():
+        TORCH.check_named("_orig_mod")
+    fsdp = _get("torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE")
+    name = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE"
+    return {"module", "_orig_mod", fsdp, _get(name)}
 
 
 def compiled_modules() -> type[torch.nn.Module] | None:
@@ -367,6 +472,7 @@ def compiled_modules() -> type[torch.nn.Module] | None:
 
 def runs_compiled() -> bool:
     """Return whether a caller of this function is code that torch.compile made."""
+    TORCH.check_named("compile_wrapper")
     codes = (frame.f_code for frame, _ in walk_stack(inspect.currentframe()))
     return any(
         code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
@@ -374,22 +480,12 @@ def runs_compiled() -> bool:
     )
 
 
-def parameters_in(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own parameters by name, in a tenth of the time of named_parameters."""
-    return cast(dict[str, Tensor | None], vars(module)["_parameters"])
-
-
-def put_tensor(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
-    """Make a module use a tensor in place of its parameter of this name."""
-    _get("torch.nn.utils._named_member_accessor.swap_tensor")(module, name, tensor)
-
-
 def fsdp2_groups(module: torch.nn.Module) -> list[Any]:
     """Return the groups of parameters that FSDP2 shards together for a module."""
     state = _get("torch.distributed.fsdp.FSDPModule._get_fsdp_state")(module)
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.12 a module had one at most
-        groups = [getattr(state, "_fsdp_param_group", None)]
+    # Before torch 2.12 a module had one group at most.
+    groups = TORCH.read(state, "_fsdp_param_groups", "_fsdp_param_group")
+    groups = groups if isinstance(groups, list | tuple) else [groups]
     return [group for group in groups if group is not None]
 
 
@@ -397,33 +493,56 @@ def fsdp2_names(group: Any) -> list[tuple[torch.nn.Module, str]]:
     """Return the module and name of each parameter of one of FSDP2's groups."""
     places: list[tuple[torch.nn.Module, str]] = []
     for parameter in group.fsdp_params:
-        info = getattr(parameter, "_module_info")  # noqa: B009 - a private name
+        info = TORCH.read(parameter, "_module_info")
         places.append((info.module, info.param_name))
         places += zip(info.shared_modules, info.shared_param_names, strict=True)
     return places
 
 
-def fsdp2_tensors(group: Any) -> list[Tensor | None]:
-    """Return the tensors that a call uses in place of the parameters of one of FSDP2's groups."""
-    return [getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params]
+def fsdp2_tensors(group: Any) -> list[Tensor]:
+    """Return the tensors that a call used in place of the parameters of one of FSDP2's groups."""
+    tensors: list[Tensor] = []
+    for parameter in group.fsdp_params:
+        declared = "_unsharded_param" in type(parameter).__annotations__
+        if hasattr(parameter, "_unsharded_param") or not declared:  # else no call has used it yet
+            tensors.append(TORCH.read(parameter, "_unsharded_param"))
+    return tensors
 
 
 def fsdp1_ignored(module: torch.nn.Module) -> set[Tensor]:
     """Return the parameters inside a FullyShardedDataParallel that FSDP does not manage."""
-    return cast(set[Tensor], getattr(module, "_ignored_params", set()))
+    return cast(set[Tensor], TORCH.read(module, "_ignored_params"))
 
 
-def ddp_parameters(ddp: DDP) -> list[Tensor]:
-    """Return the parameters whose gradients a DistributedDataParallel averages."""
-    return cast(list[Tensor], getattr(ddp, "_module_parameters", list(ddp.module.parameters())))
+def ddp_hooks(ddp: DDP) -> list[object]:
+    """Return the users' functions that reduce gradients in the place of DDP."""
+    return [hook for hook, _ in TORCH.read(ddp, "_comm_hooks")]
 
 
-def gradient_hooks(wrapped: object) -> list[object]:
-    """Return the users' functions that reduce gradients in the place of DDP or FSDP."""
-    hooks = [hook for hook, _ in getattr(wrapped, "_comm_hooks", ())]  # DDP
-    names = ("_comm_hook", "_all_reduce_hook")  # FSDP1's module, and FSDP2's group
-    hooks += [getattr(wrapped, name, None) for name in names]
-    return [hook for hook in hooks if hook is not None]
+def ddp_parameters(ddp: DDP) -> int:
+    """Return how many parameters DDP averages: those that were trainable when it was made."""
+    found = _get("torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data")(ddp)
+    return cast(int, found["num_parameter_tensors"])
+
+
+def fsdp1_hook(module: torch.nn.Module) -> object | None:
+    """Return the user's function that reduces gradients in the place of FSDP1, or None."""
+    return TORCH.read(module, "_comm_hook")
+
+
+def fsdp2_hook(group: Any) -> object | None:
+    """Return the user's function that reduces gradients in the place of FSDP2, or None."""
+    return TORCH.read(group, "_all_reduce_hook")
+
+
+def fsdp2_divisor(group: Any) -> float | None:
+    """Return the number by which FSDP2 divides gradients if the user has set one, or None."""
+    return cast(float | None, TORCH.read(group, "gradient_divide_factor"))
+
+
+def ddp_node() -> str:
+    """Return the name of the node through which DDP passes all outputs of a model."""
+    return f"{_get('torch.nn.parallel.distributed._DDPSink').__name__}Backward"
 
 
 def check_averaged(ddp: DDP) -> None:
@@ -431,30 +550,42 @@ def check_averaged(ddp: DDP) -> None:
     _get("torch.nn.parallel.DistributedDataParallel._check_reducer_finalized")(ddp)
 
 
-def has_hooks(x: Tensor) -> bool:
-    """Return whether users read a parameter's gradient, or step its optimizer, in backward."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
-    return any(getattr(x, name, None) for name in names)
-
-
-def returned_by_grad(leaves: list[Tensor]) -> bool:
-    """Return whether torch.autograd.grad runs now, and returns the gradient of one of the leaves.
-
-    DDP's hooks of leaves are then not called.
-    """
-    executes = _get("torch._C._will_engine_execute_node")
-    for x in leaves:
-        try:
-            if executes(torch.autograd.graph.get_gradient_edge(x).node):
-                return False
-        except RuntimeError:  # torch raises it if grad returns this gradient
-            return True
-    return False
-
-
 def in_backward() -> bool:
     """Return whether this thread runs a backward; checkpoints are recomputed there."""
     return bool(_get("torch._C._current_graph_task_id")() != -1)
+
+
+def inherited(name: str, default: V) -> V:
+    """Return the value that `set_inherited` has set in this thread, or the default.
+
+    In a thread of autograd, it is the value of the thread that called backward.
+    """
+    if not _get("torch._C._is_key_in_tls")(name):
+        return default
+    return cast(V, _get("torch._C._get_obj_in_tls")(name))
+
+
+def set_inherited(name: str, value: object) -> None:
+    """Set a value of this thread, which autograd's threads inherit."""
+    if _stash_steals_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _get("torch._C._stash_obj_in_tls")(name, value)
+
+
+@cache
+def _stash_steals_references() -> bool:
+    """Return whether torch does not count its reference to a value of a thread, as in torch 2.11.
+
+    It drops the reference when the value is replaced, so the value would be freed while others use
+    it.
+    """
+    probe = object()
+    before = sys.getrefcount(probe)
+    _get("torch._C._stash_obj_in_tls")("seqpar probe", probe)
+    if sys.getrefcount(probe) > before:
+        return False
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return True
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -469,7 +600,7 @@ def dispatch_mode() -> Any:
 
 def memory_of(x: Tensor) -> int:
     """Return a number that identifies a tensor's memory, even on the meta device."""
-    return x.untyped_storage()._cdata
+    return cast(int, TORCH.read(x.untyped_storage(), "_cdata"))
 
 
 def unsafe_view() -> object:
@@ -477,17 +608,36 @@ def unsafe_view() -> object:
     return _get("torch.ops.aten._unsafe_view")
 
 
+def sends_messages(operator: Any) -> bool:
+    """Return whether an operator is one of torch.distributed's."""
+    _get("torch.ops._c10d_functional.all_reduce")
+    return operator.namespace in ("c10d", "_c10d_functional")
+
+
+def function_of(operator: Any) -> Any:
+    """Return the function of which torch.library.custom_op made an operator, or `operator`."""
+    of_library = isinstance(operator, _get("torch._library.custom_ops.CustomOpDef"))
+    return TORCH.read(operator, "_init_fn") if of_library else operator
+
+
+def is_any_true() -> object:
+    """Return the operator with which anomaly mode asks whether a gradient has a NaN."""
+    return _get("torch.ops.aten._is_any_true")
+
+
 @contextmanager
 def beside_the_caller() -> Iterator[None]:
     """Compute outside the caller's dispatch modes and hooks of saved tensors."""
     modes = _get("torch.utils._python_dispatch._disable_current_modes")
-    with saved_tensors_hooks(lambda x: x, lambda x: x), modes():
+    has_hooks = _get("torch._C._autograd._saved_tensors_hooks_is_enabled")()
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x) if has_hooks else nullcontext()
+    with hooks, modes():
         yield
 
 
 def fast_encoder_layer() -> object:
-    """Return the kernel of nn.TransformerEncoderLayer's fast path, or None if torch lacks it."""
-    return _found("torch._transformer_encoder_layer_fwd")
+    """Return the kernel of nn.TransformerEncoderLayer's fast path."""
+    return _get("torch._transformer_encoder_layer_fwd")
 
 
 def inlined_only(function: T) -> T:
@@ -496,9 +646,28 @@ def inlined_only(function: T) -> T:
     If torch.compile compiles a mode's `__torch_function__` by itself, after a graph break, the
     function returns the value of one attribute for another: its guards confuse their getters.
     """
-    strategy = _found("torch._C._dynamo.eval_frame._FrameExecStrategy")
-    action = _found("torch._C._dynamo.eval_frame._FrameAction")
-    set_strategy = _found("torch._C._dynamo.eval_frame.set_code_exec_strategy")
-    if strategy and action and set_strategy:  # without them, only graph breaks are unsafe
-        set_strategy(function.__code__, strategy(action.SKIP, action.DEFAULT))
+    return _skipped(function, "DEFAULT")
+
+
+def never_compiled(function: T) -> T:
+    """Mark a function that torch.compile may not compile, nor the functions that it calls.
+
+    The function may still be traced inside a caller. Unlike the wrapper of
+    `torch.compiler.disable`, the mark takes no time in a call.
+    """
+    return _skipped(function, "SKIP")
+
+
+_STRATEGIES = (
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame._FrameAction",
+)
+
+
+def _skipped(function: T, callees: str) -> T:
+    set_strategy, strategy, action = map(TORCH.find, _STRATEGIES)
+    if strategy and action and set_strategy:  # `_check_marks` refuses to compile without them
+        code = inspect.unwrap(function).__code__  # wrappers such as no_grad's share theirs
+        set_strategy(code, strategy(action.SKIP, getattr(action, callees)))
     return function

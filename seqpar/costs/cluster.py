@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from seqpar.core.arguments import as_int, check_type
+from seqpar.core.arguments import as_int, check_type, shown
 from seqpar.costs.device import Device, Fabric, Link, Torus, build, fabric_as_dict, fabric_from_dict
 from seqpar.costs.devices import NODES, core, node_like
 from seqpar.costs.fit import SHARED_MEMORY, describe
@@ -88,10 +88,10 @@ class Cluster:
         There can be any number of nodes, with 1 to 8 devices each. A node with fewer than 8 devices
         has proportionally fewer NICs. Devices: h100, h200, h800, a100, a800.
         """
-        match = re.fullmatch(r"(\d+)x(\d+)-(\w+)", str(name).lower())
+        match = re.fullmatch(r"(\d+)x(\d+)-(\w+)", name.lower() if isinstance(name, str) else "")
         if not match or match[3] not in NODES:
             known = ", ".join(NODES)
-            raise ValueError(f'preset must be like "4x8-h100", of {known}; got {name!r}')
+            raise ValueError(f'preset must be like "4x8-h100", of {known}; got {shown(name)}')
         nodes, devices, kind = int(match[1]), int(match[2]), NODES[match[3]]
         if not 1 <= devices <= 8:
             raise ValueError(f"preset {name!r}: a node has 1 to 8 devices, got {devices}")
@@ -229,6 +229,19 @@ class Cluster:
             return _from_fields(json.loads(text))
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"this is not JSON: {error}") from None
+
+
+def as_cluster(value: Cluster | str) -> Cluster:
+    """Return a Cluster, or the preset of this name; raise an error that names `cluster`."""
+    if isinstance(value, str):
+        try:
+            return Cluster.preset(value)
+        except ValueError as fault:
+            raise ValueError(f"cluster: {fault}") from None
+    if not isinstance(value, Cluster):
+        expected = "a Cluster or the name of a preset, such as '4x8-h100'"
+        raise TypeError(f"cluster must be {expected}, got {shown(value)}")
+    return value
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.core.arguments import as_int, check_type
+from seqpar.core.arguments import as_bool, as_choice, as_int, check_type
 from seqpar.core.dtypes import accumulator_itemsize
-from seqpar.costs.cluster import LINKS, Cluster
+from seqpar.costs.cluster import LINKS, Cluster, as_cluster
 from seqpar.costs.grid import Floats, Tasks, as_amounts, owners_of, slice_tasks, span_tasks
-from seqpar.costs.model import Layer, Model
+from seqpar.costs.model import Layer, Model, as_model
 from seqpar.layout.masks.mask import Slices
 
 CHECKPOINTING = ("none", "attention", "full")
@@ -23,14 +23,13 @@ CHECKPOINTING = ("none", "attention", "full")
 class Costs:
     """The cost of work and messages of a `model` on a `cluster`.
 
+    Each may be given by the name of its preset, as in `Costs("1x8-h100", "llama-8b")`.
     Softmax attention is looked up in the device's measured grid (see `Grid`). Other costs are
     amounts divided by rates.
     """
 
-    def __init__(self, cluster: Cluster, model: Model) -> None:
-        check_type("cluster", cluster, Cluster)
-        check_type("model", model, Model)
-        self.cluster, self.model = cluster, model
+    def __init__(self, cluster: Cluster | str, model: Model | str) -> None:
+        self.cluster, self.model = as_cluster(cluster), as_model(model)
 
     @property
     def itemsize(self) -> int:
@@ -47,7 +46,9 @@ class Costs:
 
         `heads` is the number of query heads on the device, by default all.
         """
-        grid, heads = self.cluster.device.attention, self._heads(heads)
+        check_type("tasks", tasks, Tasks)
+        backward, heads = as_bool("backward", backward), self._heads(heads)
+        grid = self.cluster.device.attention
         return grid.alone(tasks, heads, self.model.head_dim, backward)
 
     def attention_call(
@@ -63,7 +64,9 @@ class Costs:
         `owner` is (n,), the owner of each task, for example a rank or a step of a rank; by default
         all tasks have one owner.
         """
-        grid, heads = self.cluster.device.attention, self._heads(heads)
+        check_type("tasks", tasks, Tasks)
+        backward, heads = as_bool("backward", backward), self._heads(heads)
+        grid = self.cluster.device.attention
         return grid.together(tasks, heads, self.model.head_dim, backward, owner, owners)
 
     def slice_seconds(self, slices: Slices, backward: bool = False) -> float:
@@ -72,7 +75,7 @@ class Costs:
 
     def recurrent_call(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of one linear layer's attention over a number of tokens."""
-        tokens = as_amounts("tokens", tokens)
+        tokens, backward = as_amounts("tokens", tokens), as_bool("backward", backward)
         call = self.cluster.device.recurrent.call[backward]
         return np.where(tokens > 0, call + self._recurrent_work(tokens, backward), 0.0)
 
@@ -83,7 +86,8 @@ class Costs:
         earlier keys of the document, or to those in a layer's window. Linear layers are included.
         The constant cost of calls (`call_seconds`) is not, so the work of spans can be added up.
         """
-        starts, stops = (np.asarray(x, np.float64) for x in (starts, stops))
+        starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
+        backward = as_bool("backward", backward)
         grid, heads, head_dim = self.cluster.device.attention, self.model.heads, self.model.head_dim
         seconds = np.zeros(np.broadcast_shapes(starts.shape, stops.shape))
         for layer, count in self._attentions:
@@ -96,7 +100,7 @@ class Costs:
 
     def call_seconds(self, backward: bool = False) -> float:
         """Return the constant seconds of attention's calls in all layers."""
-        device = self.cluster.device
+        device, backward = self.cluster.device, as_bool("backward", backward)
         return sum(
             count * (device.recurrent if x.kind == "linear" else device.attention).call[backward]
             for x, count in self._attentions
@@ -135,7 +139,7 @@ class Costs:
         least the time to read their weights from memory.
         """
         device, tokens = self.cluster.device, as_amounts("tokens", tokens)
-        ways = 2 if backward else 1
+        ways = 2 if as_bool("backward", backward) else 1
         flops = ways * self.model.flops_per_token
         reading = ways * self.model.flops_per_token / 2 * self.itemsize / device.memory_bandwidth
         computing = tokens * flops / device.reached_rate
@@ -155,8 +159,7 @@ class Costs:
                 of the two nodes forward 1/x of the message each (Zeppelin's routing), which takes
                 b_inside·n(x − 1)/x before and after b_between·n/x.
         """
-        if link not in LINKS:
-            raise ValueError(f"link must be one of {LINKS}, got {link!r}")
+        as_choice("link", link, LINKS)
         cluster, nbytes = self.cluster, as_amounts("nbytes", nbytes)
         if link != "between":
             return getattr(cluster, link).seconds(nbytes)
@@ -191,8 +194,7 @@ class Costs:
         "attention", which also keeps the results of attention, as `seqpar.checkpoint` does. Neither
         logits, which are computed in pieces, nor copies of tokens for several experts are included.
         """
-        if checkpointing not in CHECKPOINTING:
-            raise ValueError(f"checkpointing must be one of {CHECKPOINTING}, got {checkpointing!r}")
+        as_choice("checkpointing", checkpointing, CHECKPOINTING)
         counts = self.model.counts
         whole = {layer: self._layer_bytes(layer) for layer in counts}
         if checkpointing == "none":
@@ -264,7 +266,7 @@ class Costs:
         return list(kinds.values())
 
     def _heads(self, heads: int | None) -> int:
-        return self.model.heads if heads is None else as_int("heads", heads, 1)
+        return self.model.heads if heads is None else as_int("heads", heads, 1, 2**31 - 1)
 
     def _recurrent_work(self, tokens: Floats, backward: bool) -> Floats:
         r = self.model.recurrence
@@ -275,9 +277,7 @@ class Costs:
 
     def _sharding(self, ranks: int | None, stage: int) -> tuple[int, int]:
         ranks = self.cluster.ranks if ranks is None else ranks
-        ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0)
-        if stage > 3:
-            raise ValueError(f"stage must be 0 to 3, got {stage}")
+        ranks, stage = as_int("ranks", ranks, 1), as_int("stage", stage, 0, 3)
         return ranks, stage
 
     def _result_bytes(self, layer: Layer) -> int:

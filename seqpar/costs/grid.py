@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from seqpar.core.arguments import Ints, as_bool, as_float, as_int
+from seqpar.core.arguments import Ints, as_bool, as_float, as_int, shown
 from seqpar.layout.masks.mask import Slices
 
 Floats = NDArray[np.float64]
@@ -20,7 +20,13 @@ TABLES = ("forward", "backward", "window_forward", "window_backward")
 
 
 def as_amounts(name: str, values: ArrayLike) -> Floats:
-    array = np.asarray(values, np.float64)
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        found = np.asarray("")
+    if found.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be numbers, got {shown(values)}")
+    array = found.astype(np.float64)
     if not (array >= 0).all():
         wrong = array.ravel()[np.argmin(array.ravel() >= 0)]
         raise ValueError(f"{name} must be at least 0, got {wrong}")
@@ -49,10 +55,14 @@ class Tasks:
         cls, rows: ArrayLike, keys: ArrayLike, pairs: ArrayLike, windowed: ArrayLike = 0.0
     ) -> Tasks:
         """Create tasks from numbers or arrays, which are broadcast to one shape."""
-        arrays = (np.asarray(x, np.float64) for x in (rows, keys, pairs, windowed))
-        q, k, p, fraction = np.broadcast_arrays(*arrays)
-        for name, x in (("rows", q), ("keys", k), ("pairs", p)):
-            as_amounts(name, x)
+        named = {"rows": rows, "keys": keys, "pairs": pairs, "windowed": windowed}
+        arrays = [as_amounts(name, values) for name, values in named.items()]
+        try:
+            q, k, p, fraction = np.broadcast_arrays(*arrays)
+        except ValueError:
+            shapes = ", ".join(str(x.shape) for x in arrays)
+            expected = "arrays that broadcast to one shape"
+            raise ValueError(f"{', '.join(named)} must be {expected}, got {shapes}") from None
         if (p > q * k).any():
             raise ValueError("pairs must be at most rows · keys")
         if not ((fraction >= 0) & (fraction <= 1)).all():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from seqpar.core.arguments import as_int
+from seqpar.core.arguments import as_choice, as_int, shown
 from seqpar.linear.kinds import kind as kind_of
 
 KINDS = ("softmax", "window", "linear")
@@ -153,8 +153,7 @@ class Model:
     @classmethod
     def preset(cls, name: str) -> Model:
         """Return a published model by name, as "llama-8b"; an unknown name's error lists all."""
-        if name not in PUBLISHED_CONFIGS:
-            raise ValueError(f"preset must be one of {', '.join(PUBLISHED_CONFIGS)}; got {name!r}")
+        as_choice("preset", name, tuple(PUBLISHED_CONFIGS))
         return replace(cls.from_config(PUBLISHED_CONFIGS[name]), name=name)
 
     @classmethod
@@ -258,7 +257,25 @@ class _Config:
         return as_int(f"config.{names[0]}", value, 0 if default == 0 else 1)
 
 
+def as_model(value: Model | str) -> Model:
+    """Return a Model, or the preset of this name; raise an error that names `model`."""
+    if isinstance(value, str):
+        try:
+            return Model.preset(value)
+        except ValueError as fault:
+            raise ValueError(f"model: {fault}") from None
+    if not isinstance(value, Model):
+        way_out = "Model.from_config makes one of a transformers config"
+        expected = "a Model or the name of a preset, such as 'llama-8b'"
+        raise TypeError(f"model must be {expected}, got {shown(value)}: {way_out}")
+    return value
+
+
 def read_config(config: object) -> dict[str, Any]:
+    if config is None or isinstance(config, str | int | float | list | tuple):
+        expected = "a transformers config, or the mapping in config.json"
+        way_out = "Model.preset has published models by name"
+        raise ValueError(f"config must be {expected}, got {shown(config)}: {way_out}")
     attributes = _Config(config)
     if attributes.get("hidden_size") is None and attributes.get("text_config") is not None:
         attributes = _Config(attributes.get("text_config"))  # the text part of a multimodal model

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from seqpar.comm import launch
+from seqpar.comm.private_store import PrivateStore
 
-VARIABLE = "SEQPAR_ELASTIC"  # of the environment: "HOST PORT PROCESS"
+VARIABLE = "SEQPAR_ELASTIC"  # of the environment: "PROCESS FOLDER", with the store's folder
 
 
 class ProcessReport(NamedTuple):
@@ -63,10 +64,11 @@ class LauncherRendezvous:
 
     def __init__(self, address: str) -> None:
         """`address` is the value of `VARIABLE`."""
-        host, port, number = address.split()
+        number, folder = address.split(maxsplit=1)
         self._number, self._reports = int(number), 0
         # Two, because a group sets its timeout on its store.
-        self._answers, self._groups = (launch.connect(host, int(port)) for _ in range(2))
+        self._answers, self._groups = PrivateStore(folder), PrivateStore(folder)
+        self._answers.set_timeout(launch.FOREVER)
 
     def place(self, report: ProcessReport) -> Place:
         self._reports += 1

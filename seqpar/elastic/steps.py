@@ -20,7 +20,7 @@ from torch import Tensor
 
 from seqpar.comm.dtensor import is_dtensor
 from seqpar.comm.launch import join, leave
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.elastic.lighthouse import VARIABLE as LIGHTHOUSE
 from seqpar.elastic.lighthouse import LighthouseRendezvous
 from seqpar.elastic.messages import VARIABLE, LauncherRendezvous, Place, ProcessReport

@@ -11,13 +11,14 @@ from itertools import pairwise
 import numpy as np
 
 from seqpar.core.arguments import Ints
+from seqpar.core.options import dtype_name
 from seqpar.explore.question import CHOICES, Answer, Question
 from seqpar.layout.layout import Layout
 from seqpar.layout.plot import COLOURS, held_fractions
 from seqpar.simulate.playback.outcome import Outcome
 
 MAX_NUMBERED_CELLS = 1024  # larger tables have only colours
-WIDTH, LEFT = 760, 62
+WIDTH, LEFT = 760, 96
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2530; --dim: #667; --paper: #fff; --card: #f5f6f8;
   --lane: #e9ebef; --flight: #c2354f; }
@@ -37,11 +38,13 @@ button { background: #2a5db0; color: #fff; border: 0; align-self: end; cursor: p
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem;
   margin: 0 0 1rem; } dt { color: var(--dim); font-size: .78rem; }
 dd { margin: 0; font-size: 1.2rem; } .error { border-left: 4px solid var(--flight); }
-div.wide { overflow-x: auto; } svg { width: 100%; min-width: 34rem; display: block; }
+svg { width: 100%; display: block; }
 svg text { font-size: 11.5px; fill: var(--ink); } svg .dim { fill: var(--dim); }
 .end { text-anchor: end; } .middle { text-anchor: middle; }
 .lane { fill: var(--lane); } .ink { fill: var(--ink); } .flight { fill: var(--flight); }
 .cell { stroke: var(--card); stroke-width: .6; } code { overflow-wrap: anywhere; }
+@media (max-width: 39rem) { /* A picture is drawn smaller there, so its words are larger in it. */
+  svg text { font-size: 20px; } svg text.number { font-size: 18px; } svg .tight { display: none; } }
 """
 
 
@@ -67,8 +70,9 @@ def form(texts: dict[str, str]) -> str:
     for field in fields(Question):
         name, value = field.name, texts.get(field.name, str(field.default))
         if name in CHOICES:
+            chosen = dtype_name(value)
             options = "".join(
-                f"<option{' selected' if x == value else ''}>{x}</option>" for x in CHOICES[name]
+                f"<option{' selected' if x == chosen else ''}>{x}</option>" for x in CHOICES[name]
             )
             entry = f'<select name="{name}">{options}</select>'
         else:
@@ -119,7 +123,7 @@ def pictures(result: Answer) -> list[str]:
 
 def section(title: str, words: str, picture: str) -> str:
     head = f"<h2>{title}</h2><p>{escape(words)}</p>"
-    return f'<section>{head}<div class="wide">{picture}</div></section>'
+    return f"<section>{head}{picture}</section>"
 
 
 def again(question: Question) -> str:
@@ -153,10 +157,10 @@ def colour(rank: int) -> str:
 def lanes(layout: Layout, cu_seqlens: Ints) -> str:
     held = held_fractions(layout, 380)
     ranks, columns = held.shape
-    step, lane = (WIDTH - LEFT) / columns, 18.0
+    step, lane = (WIDTH - LEFT) / columns, 22.0
     body = ""
     for rank, row in enumerate(held):
-        body += text(LEFT - 8, lane * rank + 12, f"rank {rank}", 'class="end"')
+        body += text(LEFT - 8, lane * rank + 17, f"rank {rank}", 'class="end"')
         body += rectangle(LEFT, lane * rank, WIDTH - LEFT, lane - 2, 'class="lane"')
         edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
         for start, stop in pairwise(edges):
@@ -174,11 +178,14 @@ def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: 
     ranks, count = values.shape
     width = min((WIDTH - LEFT) / max(count, 1), 110.0)
     height, most = 26.0, max(int(values.max(initial=0)), 1)
+    tight = " tight" if width < 76 else ""  # where numbers would overlap on a narrow page
     body = ""
     for column in range(count) if count <= 24 else ():
-        body += text(LEFT + (column + 0.5) * width, 12, columns[column], 'class="middle dim"')
+        body += text(
+            LEFT + (column + 0.5) * width, 15, columns[column], f'class="middle dim number{tight}"'
+        )
     for rank in range(ranks):
-        y = 18 + rank * height
+        y = 20 + rank * height
         body += text(LEFT - 8, y + 16, f"rank {rank}", 'class="end"')
         for column in range(count):
             value = int(values[rank, column])
@@ -186,8 +193,8 @@ def table(values: Ints, columns: list[str], shown: Callable[[int], str], label: 
             x, title = LEFT + column * width, f"rank {rank}, {columns[column]}: {value:,}"
             body += rectangle(x + 1, y + 1, width - 2, height - 2, fill, title)
             if values.size <= MAX_NUMBERED_CELLS and width > 44 and value:
-                body += text(x + width / 2, y + 16, shown(value), 'class="middle"')
-    return svg(18 + ranks * height, body, label)
+                body += text(x + width / 2, y + 16, shown(value), f'class="middle number{tight}"')
+    return svg(20 + ranks * height, body, label)
 
 
 def timeline(outcome: Outcome) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
-import torch
 
 from seqpar.attention.operands import OperandShape
 from seqpar.auto.choosing import SimulatedCall
 from seqpar.core.arguments import Ints, as_int
+from seqpar.core.options import DTYPES, dtype_name, read_lengths
 from seqpar.costs.cluster import Cluster
 from seqpar.layout.layout import Layout
 from seqpar.simulate.candidates import STRATEGIES, Candidate
@@ -25,7 +25,7 @@ CHOICES = {
     "strategy": STRATEGIES,
     "layout": ("zigzag", "contiguous", "striped"),
     "causal": ("yes", "no"),
-    "dtype": ("bfloat16", "float16", "float32"),
+    "dtype": tuple(DTYPES),
 }
 MAX_TOKENS, MAX_DOCUMENTS, MAX_RANKS = 2**22, 1024, 64
 MAX_PARTS = 2**12  # ranks² × documents, so that an answer takes seconds
@@ -36,7 +36,7 @@ SAME = "same"  # the cluster with one H100 for each rank
 class Question:
     """A call of attention on ranks. A wrong field raises a ValueError that names it."""
 
-    lengths: str = "20000,8192,4096,480"  # tokens per document; "4096x3" is three of 4,096
+    lengths: str = "20000,8192,4096,480"  # tokens per document, as `read_lengths` reads them
     ranks: int = 4  # the number of ranks
     strategy: str = "ring"  # a strategy of softmax attention
     layout: str = "zigzag"  # how documents are cut: "zigzag", "contiguous" or "striped"
@@ -46,7 +46,7 @@ class Question:
     head_dim: int = 128  # of q, k and v
     window: int = -1  # the number of keys before its own that a query attends to; −1: all
     causal: str = "yes"  # "yes" or "no"
-    dtype: str = "bfloat16"  # of q, k and v
+    dtype: str = "bf16"  # of q, k and v
     cluster: str = SAME  # a preset, as "4x8-h100"; "same": one H100 per rank, 8 per node
 
     def __post_init__(self) -> None:
@@ -55,6 +55,7 @@ class Question:
             ("kv_heads", 1, 1024), ("head_dim", 1, 1024), ("window", -1, MAX_TOKENS),
         ):  # fmt: skip
             object.__setattr__(self, name, as_int(name, getattr(self, name), least, most))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         for name, known in CHOICES.items():
             if (got := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {got!r}")
@@ -84,14 +85,7 @@ class Question:
         return cls(**values)
 
     def documents(self) -> list[int]:
-        lengths: list[int] = []
-        for word in self.lengths.replace(",", " ").split():
-            length, _, times = word.partition("x")
-            if not length.isdecimal() or (times and not times.isdecimal()) or word.endswith("x"):
-                raise ValueError(f"lengths must be like 4096,512 or 4096x3, got {word!r}")
-            if int(times or 1) > MAX_DOCUMENTS - len(lengths):
-                raise ValueError(f"lengths must be of at most {MAX_DOCUMENTS} documents")
-            lengths += [int(length)] * int(times or 1)
+        lengths = read_lengths("lengths", self.lengths, MAX_DOCUMENTS)
         if not 0 < sum(lengths) <= MAX_TOKENS:
             raise ValueError(f"lengths must be 1 to {MAX_TOKENS:,} tokens, got {sum(lengths):,}")
         return lengths
@@ -133,7 +127,7 @@ def answer(question: Question, check: Callable[[], None] = lambda: None) -> Answ
     cu_seqlens = np.cumsum([0, *question.documents()])
     layout: Layout = getattr(Layout, question.layout)(cu_seqlens, question.ranks)
     sizes = 1, question.heads, question.kv_heads, question.head_dim, question.head_dim
-    shape = OperandShape(getattr(torch, question.dtype), *sizes)
+    shape = OperandShape(DTYPES[question.dtype], *sizes)
     options = {"causal": is_causal, "window_size": (question.window, 0 if is_causal else -1)}
     call = SimulatedCall(shape, layout, options)
     programs = call.record(question.candidate(), ordered=cluster.overlaps, check=check)

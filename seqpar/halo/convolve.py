@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.halo.rows import HaloRows
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import seqpar.halo.operator  # noqa: F401  defines torch.ops.seqpar.causal_conv1d
 from seqpar.attention.module import is_meta, raise_fault
 from seqpar.attention.operands import as_autocast, check_layouts
 from seqpar.attention.operators import refuse_tangents, register_flop_formulas
 from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.core.arguments import as_bool
-from seqpar.core.compiling import constant_in_graphs
-from seqpar.halo.call import (
-    CallArguments,
-    Halo,
-    as_activation,
-    check,
-    check_tensors,
-    room_of,
-    width_of,
-)
+from seqpar.comm.dtensor import is_dtensor
+from seqpar.comm.messages.comm import Comm, Group
+from seqpar.core.arguments import as_bool, check_tensor, shown
+from seqpar.core.compiling import constant_in_graphs, is_traced, outside_graphs
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.traffic import Traffic, summed
+from seqpar.halo.halo_operator import CONVOLUTION, ConvolutionArguments, ConvolutionTensors, Halo
+from seqpar.halo.rows import sent_rows
+from seqpar.layout.handle import sizes_of
 from seqpar.layout.layout import Layout
+
+ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
 
 def causal_conv1d(
@@ -46,7 +44,7 @@ def causal_conv1d(
     rank that has one of the w − 1 tokens before them: in x's dtype without an activation, in fp32
     (fp64 for fp64) with one. Each place where a document is cut between ranks costs w − 1 rows in
     either pass, whatever the lengths, if such places are at least w − 1 tokens apart.
-    `seqpar.halo.call.traffic` returns the messages of each rank.
+    `seqpar.halo.functions.traffic` returns the messages of each rank.
 
     Sums are computed in fp32 (fp64 for fp64), and rounded once. Backward keeps x and the received
     rows.
@@ -92,7 +90,7 @@ def _call(
     weight, bias, activation = convolution or (None, None, None)
     bound = None
     check_ranks = as_bool("check_ranks", check_ranks)
-    if torch.compiler.is_compiling():
+    if is_traced():
         rank, key = _kept_on(group, check_ranks)
     else:
         bound = halo_on(group, check_ranks)  # keeps its key valid until the call
@@ -109,11 +107,11 @@ def _call(
         raise_fault(bound, fault, x, weight, bias)
     x = as_autocast(x)
     room = room_of(layout, rank, reach)
-    arguments = CallArguments(layout._handle, room, key, reach, name)
-    rows = x if x.dim() == 3 else x[None]
+    arguments = ConvolutionArguments(layout._handle, room, key, reach, name)
+    tensors = ConvolutionTensors(x if x.dim() == 3 else x[None], weight, bias)
     if bound is not None and is_meta(x):  # the operator's fake rule checks nothing
-        check(bound.comm, arguments, rows, weight, bias)
-    out: Tensor = torch.ops.seqpar.causal_conv1d(rows, weight, bias, *arguments)[0]
+        CONVOLUTION.resolve(bound, tensors, arguments)
+    out = CONVOLUTION(tensors, arguments)[0]
     return out if x.dim() == 3 else out[0]
 
 
@@ -129,3 +127,66 @@ def _kept_on(group: Group, check_ranks: bool) -> tuple[int, str]:
     bound = halo_on(group, check_ranks)
     bound.keep()
     return bound.comm.rank, bound.key
+
+
+@outside_graphs
+def traffic(
+    layout: Layout,
+    rank: int,
+    width: int,
+    channels: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    activation: str | None = None,
+) -> list[Traffic]:
+    """Return a rank's messages in a call of `causal_conv1d` of this `width`, by pass and peer.
+
+    A token's row is sent once to each rank that needs it; in backward with an activation, in fp32
+    (fp64 for fp64). `token_shift` is a call of width 2. This computes and sends nothing.
+    """
+    back = accumulator_dtype(dtype) if as_activation(activation) else dtype
+    return summed(
+        [
+            Traffic(direction, 0, peer, 1, count * batch * channels * rows.itemsize)
+            for direction, rows in (("forward", dtype), ("backward", back))
+            for peer, count in sent_rows(layout.geometry, rank, width - 1, direction == "backward")
+        ]
+    )
+
+
+def room_of(layout: Layout, rank: int, reach: int) -> int:
+    """Return the maximum number of rows that a rank receives in forward; can be traced."""
+    rank = rank % layout.ranks
+    lacking = layout.tokens - layout.tokens_on(rank)
+    return torch.sym_min(reach * sizes_of(layout._sizes[rank]).continued, lacking)
+
+
+def as_activation(activation: object) -> str:
+    if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
+        expected = "None, 'silu' or 'swish'"
+        raise ValueError(f"activation must be {expected}, got {shown(activation)}")
+    return ACTIVATIONS[activation]
+
+
+def width_of(weight: Tensor | None) -> int:
+    check_tensor("weight", weight)
+    assert weight is not None
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must be (C, w), with w at least 1, got {tuple(weight.shape)}")
+    return int(weight.shape[1])
+
+
+def check_tensors(x: Tensor, **others: Tensor | None) -> None:
+    check_tensor("x", x)
+    for name, tensor in {"x": x, **others}.items():
+        if is_dtensor(tensor):
+            instead = "channels are independent: give the local ones, as to_local() returns them"
+            raise ValueError(f"{name} must be no DTensor: {instead}")
+    if x.dim() not in (2, 3) or x.shape[-1] == 0:
+        raise ValueError(f"x must be (T, C) or (B, T, C), with channels, got {tuple(x.shape)}")
+    for name, other in others.items():
+        if other is not None:
+            check_tensor(name, other)
+            if other.device != x.device:
+                raise ValueError(f"{name} must be on x's device, {x.device}, got {other.device}")

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from seqpar.attention.operands import check_layouts
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.core.arguments import as_bool, as_dim, as_float, as_int, check_tensor, shown
+from seqpar.core.compiling import is_traced
 from seqpar.core.torch_private import fast_encoder_layer, inlined_only, swap_contents, within_modes
 from seqpar.integrations.sdpa import SdpaArguments, attend, attention_on, check_call
 from seqpar.layout.layout import Layout
@@ -46,7 +47,6 @@ _SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax, torch.ops.aten.softmax.i
 _SOFTMAXES |= {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
 _SOFTMAXES |= {torch.logsumexp, Tensor.logsumexp, torch.special.softmax, torch.special.logsumexp}
 _ATTENTIONS = "attention", "attn", "transformer_encoder_layer"  # parts of functions' names
-_ENCODER_LAYER = fast_encoder_layer()
 _LOCAL_KEYS = (
     "within context_parallel attends to this rank's keys only, if its last dimension is keys: "
     "call F.scaled_dot_product_attention, which attends to the keys of all ranks"
@@ -135,7 +135,8 @@ def context_parallel(
             if not any(x is kept for kept in no_restore_buffers):
                 swapped.append((x, part))
         del parts
-        with _ToAllRanks(attn, layout, replicated):
+        # Otherwise an error that one rank has before a call, or in its mask, leaves others waiting.
+        with attn._bound.comm.telling_errors(), _ToAllRanks(attn, layout, replicated):
             yield attn
     finally:
         _entered.active = False
@@ -156,16 +157,17 @@ class _ToAllRanks(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.attn, self.layout, self.replicated_keys = attn, layout, replicated_keys
+        self.encoder_layer = fast_encoder_layer()
 
     @inlined_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_traced():
             if func is F.multi_head_attention_forward:
                 raise _refusal("multi_head_attention_forward")
-            if func is _ENCODER_LAYER:
+            if func is self.encoder_layer:
                 raise _refusal("_transformer_encoder_layer_fwd")
             if func in _SOFTMAXES:
                 self._warn_of_local_keys(args, kwargs)
@@ -223,7 +225,7 @@ class _ToAllRanks(TorchFunctionMode):
         **options: Unpack[_SdpaOptions],
     ) -> Tensor:
         replicated = self.replicated_keys and self._is_replicated(key)
-        if not (replicated or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        if not (replicated or torch.is_grad_enabled() or is_traced()):
             _refuse_reentrant_checkpoint()
         operands = query, key, value
         with self.attn.agreeing():
@@ -326,7 +328,9 @@ def _shards(
         check_tensor(name, x)
         if type(x) not in (Tensor, nn.Parameter) or x.requires_grad:
             expected = "a plain tensor that requires no gradient"
-            raise ValueError(f"{name} must be {expected}, got {shown(type(x))}")
+            found = f"a {type(x).__name__}{' that requires one' * x.requires_grad}"
+            way_out = "detach it, or give the blocks layout.shard(x, rank, dim)"
+            raise ValueError(f"{name} must be {expected}, got {found}: {way_out}")
         if any(x is other for other in buffers[:i]):
             raise ValueError(f"{name} must not be among the buffers twice")
         dim = as_dim(f"buffer_seq_dims[{i}]", dim)

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from seqpar.attention.operands import check_layouts
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.core.arguments import (
     CuSeqlens,
     WindowSize,

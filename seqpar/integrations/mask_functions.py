@@ -26,6 +26,7 @@ from seqpar.core.arguments import (
     check_function,
     parse_cu_seqlens,
 )
+from seqpar.core.compiling import outside_graphs
 from seqpar.core.ranges import UNLIMITED, overlapping
 from seqpar.masks import Range, Ranges
 
@@ -36,6 +37,7 @@ _MODULE = "transformers.masking_utils"
 _SAMPLED_PAIRS = 512  # on which the function is compared with the areas
 
 
+@outside_graphs
 def ranges_of(
     mask_function: Callable[..., Any],
     q_length: int,

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from seqpar.attention.operands import check_layouts
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.core.arguments import as_bool, as_float, check_tensor, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.layout.layout import Layout
@@ -122,13 +122,11 @@ _NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softma
 
 def attention_on(group: Group | None, strategy: str | Attention, **options: Any) -> Attention:
     if not isinstance(strategy, Attention):
-        if group is None:
-            raise ValueError("group must be given where strategy is a name, got None")
         if not isinstance(strategy, str) or strategy not in attention_modules():
             expected = f"an attention module, or one of {sorted(attention_modules())}"
             raise ValueError(f"strategy must be {expected}, got {shown(strategy)}")
         try:
-            return make_attention(strategy, group, **options)
+            return make_attention(strategy, group, **options)  # type: ignore[arg-type]  # refused
         except ValueError as fault:  # some name `mesh`, which is `group` here
             text = str(fault)
             raise ValueError(f"group{text[4:]}" if text.startswith("mesh ") else text) from None
@@ -152,7 +150,8 @@ def check_call(
     attn_mask, dropout_p, is_causal, enable_gqa, axes = arguments
     if attn_mask is not None:
         instead = "documents are the layout's; prefix_lens and window_size are the other masks"
-        raise ValueError(f"attn_mask must be None: {instead}")
+        enable = "transformers makes a mask where position_ids jump: enable its models by seqpar's"
+        raise ValueError(f"attn_mask must be None: {instead}. {enable} huggingface.enable")
     if as_float("dropout_p", dropout_p) != 0:
         raise ValueError(f"dropout_p must be 0, got {dropout_p}: no rank has all of the weights")
     keys_of = layout if kv_layout is None else kv_layout

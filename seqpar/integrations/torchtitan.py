@@ -20,7 +20,7 @@ from torchtitan.models.common.attention import FlexAttention, GQAttention, Varle
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.compiling import outside_graphs
 from seqpar.core.torch_private import version_of
 from seqpar.layout.layout import Layout

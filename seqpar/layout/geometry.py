@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.core.arguments import Ints
+from seqpar.core.arguments import MAX_LISTED, Ints, listed
 from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
 from seqpar.layout.cuts.cut import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
@@ -209,6 +209,20 @@ class Geometry:
         holding = self.holdings[rank]
         first = self.cu_seqlens[holding.documents]
         return ranges(first + holding.starts, first + holding.stops)
+
+    def described(self) -> dict[str, str]:
+        """Return the content in words that errors show of layouts that differ."""
+        tokens = self.cut.token_counts(self.cu_seqlens)
+        words = {
+            "documents": f"{self.lengths.size} documents of {listed(self.lengths.tolist())} tokens",
+            "ranks": f"{listed(tokens.tolist())} tokens on {self.ranks} ranks",
+        }
+        for rank in range(min(self.ranks, MAX_LISTED)):
+            columns = Holding(self.cut.columns(self.cu_seqlens, rank)).columns
+            first = [column[: MAX_LISTED + 1].tolist() for column in columns]
+            spans = listed(list(zip(*first, strict=True)))
+            words[f"rank {rank}"] = f"spans (document, start, stop) {spans} on rank {rank}"
+        return words | {"digest": f"spans with the digest {self.digest[:16]}"}
 
     @cached_property
     def digest(self) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import Ints
-from seqpar.core.torch_private import mark_dynamic
+from seqpar.core.torch_private import mark_dynamic, never_compiled
 from seqpar.layout.cuts.contiguous import Contiguous
 from seqpar.layout.cuts.cut import Counts, Spans
 from seqpar.layout.cuts.fixed_chunks import FixedChunks
@@ -115,13 +115,14 @@ def from_handle(handle: Tensor) -> Geometry:
     return geometry
 
 
-def name_of(handle: Tensor, canonical: bool) -> str:
-    """Return 16 hexadecimal digits that name a layout in errors and comparisons.
+def described(handle: Tensor, canonical: bool) -> object:
+    """Return what names a layout when ranks compare their layouts.
 
-    With `canonical`, equal layouts of any cuts have the same name, which may take seconds.
+    With `canonical`, it is the same for equal layouts of any cuts, in words for errors, which may
+    take seconds.
     """
     if canonical:
-        return from_handle(handle).digest[:16]
+        return from_handle(handle).described()
     return key_of(handle.numpy()).hex()[:16]
 
 
@@ -186,6 +187,7 @@ def read_indices(name: str, geometry: Geometry, rank: int) -> Tensor:
     return torch.from_numpy(geometry.holdings[rank].positions.astype(np.int64))
 
 
+@never_compiled
 def _read_on_cpu(name: str, layout: Tensor, rank: int, tokens: int) -> Tensor:
     return read_indices(name, from_handle(layout), rank)
 

@@ -16,18 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.core.arguments import (
     MAX_DOCUMENT_TOKENS,
     CuSeqlens,
     Ints,
+    as_choice,
     as_int,
     check_tensor,
     parse_cu_seqlens,
     shown,
     to_device,
 )
-from seqpar.core.compiling import outside_graphs
+from seqpar.core.compiling import is_traced, outside_graphs
 from seqpar.core.device_tables import pin
 from seqpar.core.memo import LOCAL
 from seqpar.layout import handle
@@ -202,8 +203,7 @@ class Layout:
         before. It must begin at 0. `kind` is "contiguous", "zigzag" or "striped", and takes
         `options`.
         """
-        if kind not in ("contiguous", "zigzag", "striped"):
-            raise ValueError(f"kind must be contiguous, zigzag or striped, got {kind!r}")
+        as_choice("kind", kind, ("contiguous", "zigzag", "striped"))
         make: Callable[..., Layout] = getattr(cls, kind)
         return make(cu_seqlens_of(position_ids), ranks, **options)
 
@@ -392,7 +392,7 @@ class Layout:
     def _numbers(self, name: str, rank: int) -> Tensor:
         """From an operator in graphs only; a FakeTensorMode refuses it real handles."""
         rank = self._rank(rank)
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             return handle.read_indices(name, self.geometry, rank)
         return getattr(torch.ops.seqpar, name)(self._handle, rank, self.tokens_on(rank))
 
@@ -402,7 +402,7 @@ class Layout:
 
     def _tokens_on(self, ranks: slice) -> int:
         """Traceable by torch.compile."""
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             return sum(self.tokens_per_rank[ranks])
         edges = (self._sizes[min(edge, self.ranks)] for edge in (ranks.start, ranks.stop))
         first, behind = (handle.sizes_of(sizes).tokens_before for sizes in edges)

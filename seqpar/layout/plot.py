@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.core.arguments import as_path
+from seqpar.core.arguments import as_path, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.layout.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -51,8 +52,10 @@ def held_fractions(layout: DrawnLayout, columns: int = MAX_COLUMNS) -> NDArray[n
     return np.array(counts) / np.maximum(np.bincount(column, minlength=columns), 1)
 
 
+@outside_graphs
 def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
     """Return (ranks,): the number of (query, key) pairs of each rank under a causal mask."""
+    _check_layout(layout)
     return np.array([(x.positions + 1).sum(dtype=np.int64) for x in layout.geometry.holdings])
 
 
@@ -65,6 +68,7 @@ def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
     return np.where(mask.visible(geometry), owner[:, None], -1)
 
 
+@outside_graphs
 def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     """Draw layouts of one packed batch below each other, with their names, into the file `path`.
 
@@ -72,6 +76,7 @@ def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     bars to the right are the ranks' shares of the work under a causal mask, and the number next to
     them is the busiest rank's work divided by the mean.
     """
+    _check_names("layouts", layouts)
     path = _checked(path, *layouts.values())
     heights = [min(0.27 * layout.geometry.ranks, 5.0) for layout in layouts.values()]
     figure = _new_figure(9.0, sum(heights) + 0.15 * len(heights) + 0.75)
@@ -90,12 +95,14 @@ def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     figure.savefig(path, dpi=180)
 
 
+@outside_graphs
 def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | Path) -> None:
     """Draw masks over one layout side by side, with their names, into the file `path`.
 
     A row is a query and a column is a key. A visible pair has the colour of the rank that holds the
     query. Raises a ValueError that names `layout` if it has more than 2,000 tokens.
     """
+    _check_names("masks", masks)
     path = _checked(path, layout)
     if (tokens := layout.geometry.tokens) > MAX_MASK_TOKENS:
         most = MAX_MASK_TOKENS
@@ -113,9 +120,19 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
 
 def _checked(path: str | Path, *layouts: DrawnLayout) -> Path:
     for layout in layouts:
-        if not hasattr(layout, "geometry"):
-            raise TypeError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
+        _check_layout(layout)
     return as_path("path", path)
+
+
+def _check_layout(layout: DrawnLayout) -> None:
+    if not hasattr(layout, "geometry"):
+        raise TypeError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
+
+
+def _check_names(name: str, values: Mapping[str, object]) -> None:
+    if not isinstance(values, Mapping) or not values:
+        expected = "a mapping from names to what is drawn, with one at least"
+        raise TypeError(f"{name} must be {expected}, got {shown(values)}")
 
 
 def _new_figure(width: float, height: float) -> Figure:

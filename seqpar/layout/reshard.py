@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.core.arguments import Ints, as_dim, check_tensor, shown
 from seqpar.core.device_tables import kept_on
 from seqpar.core.memo import LOCAL

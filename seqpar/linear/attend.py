@@ -1,9 +1,9 @@
 """The primitive of linear attention: (inputs, spans) -> out and what leaves spans; its backward.
 
-All that later tokens of its document need of a span is a state, or a map (`states/options.py` and
-`maps/options.py` have the formulas). How they move between ranks is a strategy's business. Every
-strategy computes only with `begin_forward` and `begin_backward`. `inputs.py` has the legend of
-shapes.
+All that later tokens of its document need of a span is a state, or a map
+(`states/state_options.py` and `maps/map_options.py` have the formulas). How they move between ranks
+is a strategy's business. Every strategy computes only with `begin_forward` and `begin_backward`.
+`inputs.py` has the legend of shapes.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class HookedSteps(Generic[O, R]):
 
     def _compute(self, step: Callable[[], T], *names: StepName) -> T | None:
         """Return `step()`, or None if a hook replaced it."""
-        with hooks.computing(self._device, lambda: self._work(*names)) as computes:
+        with hooks().computing(self._device, lambda: self._work(*names)) as computes:
             return step() if computes else None
 
     @property

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.device_tables import TableHolder
 from seqpar.core.traffic import Traffic
-from seqpar.linear.call import ResolvedCall
+from seqpar.linear.linear_call import LinearCall
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.scanning import as_table
 
@@ -25,7 +25,7 @@ class FinalStates:
     `own` (ended, B, H, K, V) has a state for each document whose last token this rank holds.
     """
 
-    def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
+    def __init__(self, comm: Comm, call: LinearCall, own: Tensor, strategy: str) -> None:
         self._plan = arrival_order(call, own.device)
         self._states = own.new_empty((self._plan.states, *own.shape[1:]))
         self._states[self._plan.own] = own
@@ -67,19 +67,19 @@ class ArrivalOrder(TableHolder):
         self.order = None if in_order else as_table(order)
 
 
-def arrival_order(call: ResolvedCall, device: torch.device) -> ArrivalOrder:
+def arrival_order(call: LinearCall, device: torch.device) -> ArrivalOrder:
     routes, rank = call.routes, call.rank
     return call.once_on(device, ("final states",), lambda: ArrivalOrder(routes, rank))
 
 
-def ended_documents(call: ResolvedCall, device: torch.device) -> list[Tensor]:
+def ended_documents(call: LinearCall, device: torch.device) -> list[Tensor]:
     """Return the documents that end on each rank."""
     routes = call.routes
     build = lambda: [as_table(routes.ended(rank)) for rank in range(routes.ranks)]  # noqa: E731
     return call.once_on(device, ("final gradients",), build)
 
 
-def final_states_traffic(call: ResolvedCall, rank: int, gradients: bool) -> list[Traffic]:
+def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[Traffic]:
     """Return the messages of a rank for the final states, and for their gradients if sent."""
     ended = [call.routes.ended(peer).size * call.state_bytes for peer in range(call.routes.ranks)]
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
@@ -95,7 +95,7 @@ class FinalGradients:
     `own` (documents, B, H, K, V) are this rank's gradients.
     """
 
-    def __init__(self, comm: Comm, call: ResolvedCall, own: Tensor, strategy: str) -> None:
+    def __init__(self, comm: Comm, call: LinearCall, own: Tensor, strategy: str) -> None:
         ended = ended_documents(call, own.device)
         self._own = own.index_select(0, ended[comm.rank])
         arriving = (0, *own.shape) if not len(self._own) else (len(comm.peers), *self._own.shape)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import check_tensor
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.linear.kinds import Kind
@@ -49,6 +50,21 @@ class Inputs(NamedTuple):
         return self.k.shape[0], self.heads, self.k.shape[3], self.v.shape[3]
 
 
+class CallTensors(NamedTuple):
+    """The tensors that the operator takes: the inputs, and the initial states, if there are any."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    initial: Tensor | None  # (documents, B, H, K, V)
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(*self[:-1])
+
+
 class Gradients(NamedTuple):
     """The gradients of `Inputs`, in their dtypes; None for those that the kind does not have."""
 
@@ -63,6 +79,17 @@ class Gradients(NamedTuple):
         """Return `make(x)` for each input x, in order; None for an input that is None."""
         made = [None if x is None else make(x) for x in inputs]
         return cls(*made)  # type: ignore[arg-type]  # None where an input is None
+
+
+def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inputs:
+    """Return uninitialized q, k and v of a shape, whose kv_heads is the number of states."""
+    heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.dim, shape.dim)
+    return Inputs(
+        *(
+            torch.empty(shape.batch, tokens, *sizes, dtype=shape.dtype, device=device)
+            for sizes in zip(heads, (*dims, shape.value_dim), strict=True)
+        )
+    )
 
 
 def expand(inputs: Inputs) -> Inputs:

@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-import seqpar.linear.operator  # noqa: F401  defines torch.ops.seqpar.linear_attention
 from seqpar.attention.backend import DEFAULT, current_backend
 from seqpar.attention.module import BoundModule
 from seqpar.attention.operands import check_layouts, fold_scale, prepare_operands
 from seqpar.attention.operators import refuse_tangents
-from seqpar.attention.rehearsal import Preparation, described_call
+from seqpar.attention.rehearsal import Preparation
+from seqpar.attention.unknown_arguments import unknown_argument
 from seqpar.comm.dtensor import HeadPlacement, local_heads
-from seqpar.core.arguments import as_bool, as_float, check_tensor
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.arguments import as_bool, check_tensor
 from seqpar.layout.handle import sizes_of
 from seqpar.layout.layout import Layout
-from seqpar.linear.call import CallArguments, ResolvedCall, batch_second, returned
-from seqpar.linear.inputs import Inputs
-from seqpar.linear.rehearsal import LinearPreparation, empty_inputs
-from seqpar.linear.strategy import LinearStrategy
-
-OperatorTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-class OptionalArguments(TypedDict, total=False):
-    """The keyword arguments of a call of either module."""
-
-    causal: bool
-    log_decay: Tensor | None
-    beta: Tensor | None
-    scale: float | Tensor
-    initial_state: Tensor | None
-    return_state: bool
+from seqpar.linear.inputs import CallTensors, empty_inputs
+from seqpar.linear.linear_call import (
+    CARRIED,
+    LinearArguments,
+    LinearCall,
+    batch_second,
+    returned,
+)
+from seqpar.linear.linear_operator import LINEAR_ATTENTION
+from seqpar.linear.linear_strategy import LinearStrategy
 
 
-class PreparedOptions(TypedDict, total=False):
-    """Further arguments of `preparation`."""
-
-    value_dim: int
-    batch: int
-    causal: bool
+@dataclass(frozen=True, kw_only=True)
+class LinearPreparation(Preparation):
+    strategy: LinearStrategy[Any]
+    # initial_state: whether the calls begin with states
     initial_state: bool
-    return_state: bool
+    options: dict[str, Any]  # the scalars of the calls
+
+    def _call(self, comm: Comm, layout: Layout) -> LinearCall:
+        arguments = CARRIED.of(
+            self.options, layout=layout._handle, states_in=0, documents=0,  # for traced graphs only
+            strategy="", backend=self.backend,
+        )  # fmt: skip
+        inputs = empty_inputs(self.shape, 0, torch.device("meta"))
+        return self.strategy.to_call(comm, arguments, inputs, self.initial_state)
 
 
 class LinearModule(BoundModule[LinearStrategy[Any]]):
@@ -53,79 +54,40 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
     _decay: Literal["constant", "head", "key"] | None
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[OptionalArguments]
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         tensors, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
-        out, states, *_ = torch.ops.seqpar.linear_attention(*tensors, *arguments)
+        out, states, *_ = LINEAR_ATTENTION(tensors, arguments)
         return returned(out, states if arguments.return_state else None, q.dim() == 4, heads)
 
-    def preparation(
-        self,
-        *,
-        heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        kv_heads: int | None = None,
-        device: torch.device | str | None = None,
-        backward: bool = True,
-        **options: Unpack[PreparedOptions],
-    ) -> Preparation:
-        """Return a function that builds the tables of a layout ahead of its first call.
-
-        It is used like `preparation` of softmax attention. Tables do not depend on decays, beta or
-        scales.
-
-        Args:
-            heads, kv_heads: the number of query heads, and of states, by default the same.
-            head_dim: the head dim of q and k.
-            dtype: the dtype of q, k and v.
-            device: the device of q, k and v. Default: the current GPU, if there is one and the
-                group can send from it, otherwise the CPU.
-            backward: whether calls have a backward.
-            options: `value_dim` (by default `head_dim`), `batch` (1), `initial_state` (whether
-                there are any), and `causal` and `return_state` as in a call.
-
-        Raises:
-            ValueError: if an argument is wrong. The message names it.
-        """
-        strategy, kv_heads = self._bound.strategy, heads if kv_heads is None else kv_heads
-        described = described_call(
-            self._bound, dtype, device, backward, batch=options.pop("batch", 1), heads=heads,
-            kv_heads=kv_heads, dim=head_dim, value_dim=options.pop("value_dim", head_dim),
-        )  # fmt: skip
+    def _preparation(self, described: dict[str, Any], options: dict[str, Any]) -> Preparation:
+        strategy, shape = self._bound.strategy, described["shape"]
         recurrent = strategy.family == "recurrent"
-        if heads % kv_heads and not (recurrent and kv_heads % heads == 0):
-            expected = f"a multiple {'or a divisor ' * recurrent}of kv_heads, {kv_heads}"
-            raise ValueError(f"heads must be {expected}, got {heads}")
-        flags: dict[str, Any] = {
-            name: as_bool(name, options.pop(name, default))  # type: ignore[misc]
-            for name, default in (
-                ("causal", True),
-                ("initial_state", False),
-                ("return_state", False),
-            )
-        }
-        if recurrent and not flags["causal"]:
+        if shape.heads % shape.kv_heads and not (recurrent and shape.kv_heads % shape.heads == 0):
+            expected = f"a multiple {'or a divisor ' * recurrent}of kv_heads, {shape.kv_heads}"
+            raise ValueError(f"heads must be {expected}, got {shape.heads}")
+        initial_state = as_bool("initial_state", options.pop("initial_state", False))
+        known = [x for x in CARRIED.options if x != "scale"]  # on which no table depends
+        others = {name: x for name, x in options.items() if name not in known}
+        if others:
+            raise unknown_argument(others, ["value_dim", "batch", "initial_state", *known])
+        if recurrent and not as_bool("causal", options.get("causal", True)):
             raise ValueError("causal must be True for recurrent layers, got False")
-        if options:
-            raise TypeError(f"preparation got unexpected arguments: {', '.join(options)}")
         forced = current_backend(strategy.family)
-        inputs = empty_inputs(described["shape"], 0, described["device"])
+        inputs = empty_inputs(shape, 0, described["device"])
         return LinearPreparation(
             **described,
-            **flags,
-            strategy=strategy,
+            initial_state=initial_state,
+            options=options,
             backend=strategy.default_backend(inputs) if forced == DEFAULT else forced,
         )
 
-    def _to_call(self, tensors: OperatorTensors, arguments: CallArguments) -> ResolvedCall:
-        *inputs, initial = tensors
-        strategy, comm = self._bound.strategy, self._bound.comm
-        return strategy.resolve(comm, arguments, Inputs(*inputs), initial)  # type: ignore[arg-type]
+    def _to_call(self, tensors: CallTensors, arguments: LinearArguments) -> LinearCall:
+        return LINEAR_ATTENTION.resolve(self._bound, tensors, arguments)
 
     def _operator_inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[OptionalArguments]
-    ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> tuple[CallTensors, LinearArguments, HeadPlacement]:
         strategy, decay_heads = self._bound.strategy, {"head": -1, "key": -2}
         of_states = strategy.family == "linear"
         head_dims = {
@@ -147,15 +109,13 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
         causal = as_bool("causal", options.get("causal", True))
         sizes = sizes_of(layout._sizes[self.rank % layout.ranks])
         states_in = sizes.continued if initial is None else sizes.spans
-        arguments = CallArguments(
+        arguments = CARRIED.of(
+            {**options, "scale": scale},
             layout=layout._handle,
             states_in=states_in if causal else sizes.runs,
             documents=sizes.documents,
             strategy=self._key,
             backend=current_backend(strategy.family),
-            causal=causal,
-            scale=as_float("scale", scale),
-            return_state=as_bool("return_state", options.get("return_state", False)),
         )
         if log_decay is not None and self._decay == "constant":
             if of_states:  # another device would mislead the operator's dispatch
@@ -169,4 +129,4 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
             beta = beta[None]
         if initial is not None:
             initial = batch_second(initial, batched, strategy.state_dims)
-        return (q, k, v, log_decay, beta, initial), arguments, heads
+        return CallTensors(q, k, v, log_decay, beta, initial), arguments, heads

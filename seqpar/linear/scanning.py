@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.comm.messages.comm import Comm, Pending
 from seqpar.core.arguments import Ints
 from seqpar.core.background import run_async
 from seqpar.core.device_tables import TableHolder

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import seqpar.linear.operator
-import seqpar.softmax.operator
+import seqpar.linear.linear_operator
+import seqpar.softmax.softmax_operator
 import seqpar.softmax.tasks.split  # noqa: F401  defines the operators
 from seqpar.core.arguments import check_function
 

@@ -137,7 +137,7 @@ def _is_parameter(x: Tensor) -> bool:
         return True
     if type(owner) is not Tensor or owner.grad_fn is None:  # a subclass may have no address
         return False
-    # An enabled Hugging Face model computes with such aliases, which torch does not mark as views.
+    # Autograd functions may return an alias of a parameter, which torch does not mark as a view.
     leaves = [getattr(node, "variable", None) for node, _ in owner.grad_fn.next_functions]
     plain = [x for x in leaves if type(x) is nn.Parameter and x.layout == torch.strided]
     return any(x.data_ptr() == owner.data_ptr() for x in plain)

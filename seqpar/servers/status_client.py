@@ -1,53 +1,68 @@
-"""Request a server's status, without a lease."""
+"""Request a server's status, without a session."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
-import zmq
+import grpc
 
+from seqpar.servers.server.counters import Status
 from seqpar.servers.transport.addresses import check_keys, check_peer
-from seqpar.servers.transport.client_socket import ClientSocket
-from seqpar.servers.transport.curve_keys import client_keys
-from seqpar.servers.wire import protocol
-from seqpar.servers.wire.protocol import Message, ProtocolError, Status
+from seqpar.servers.transport.certificates import ClientIdentity
+from seqpar.servers.transport.options import open_blocking_channel
+from seqpar.servers.transport.routes import Route
+from seqpar.servers.wire.texts import printable
+from seqpar.servers.wire.versions import VERSIONS, Version
 
-_LOOK = 0.1  # seconds between checks whether a Unix socket exists
+_LOOK_SECONDS = 0.1  # between two looks whether a server listens
+
+
+class StatusError(RuntimeError):
+    """A server has not told its status."""
 
 
 def ask(address: str, keys: Path | None, timeout: float) -> Status:
     """Return a server's status.
 
-    Raises a TimeoutError after `timeout` seconds without an answer, a ProtocolError if the answer
-    is not a status, and a ValueError that names a wrong argument.
+    Raises a StatusError with the reason if the server does not answer within `timeout` seconds, or
+    answers something else, and a ValueError that names a wrong argument.
     """
-    own = None if keys is None else client_keys(keys)
-    check_keys("address", check_peer("address", address), own)
-    poller = zmq.Poller()
-    with zmq.Context() as context:
-        dialled = ClientSocket(context, poller, address, own, timeout)
+    identity = None if keys is None else ClientIdentity(keys)
+    check_keys("address", check_peer("address", address), identity)
+    route = _route(address, identity is not None, timeout)
+    with closing(route), open_blocking_channel(route, identity, timeout) as channel:
+        for version in VERSIONS:
+            try:
+                return _ask(channel, version, timeout)
+            except grpc.RpcError as error:
+                last = version is VERSIONS[-1]
+                if last or error.code() != grpc.StatusCode.UNIMPLEMENTED:
+                    why = printable(error.details() or error.code().name)
+                    reason = f"{address} has not answered within {timeout:g} s: {why}"
+                    raise StatusError(reason) from None
+    raise AssertionError("unreachable")
+
+
+def _route(address: str, has_keys: bool, timeout: float) -> Route:
+    """Return a route to a server that listens within `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while True:
         try:
-            dialled.send([protocol.encode(protocol.StatusRequest())])
-            message = _answer(dialled, poller, address, timeout)
-        finally:
-            dialled.close(0)
-    if not isinstance(message, Status):
-        raise ProtocolError(f"{address} has not said its status")
-    return message
+            return Route(address, has_keys)
+        except OSError as error:
+            if time.monotonic() > end:
+                why = f"{address} has not answered within {timeout:g} s: {error}"
+                raise StatusError(why) from None
+        time.sleep(_LOOK_SECONDS)
 
 
-def _answer(dialled: ClientSocket, poller: zmq.Poller, address: str, timeout: float) -> Message:
-    """Return the first message; a TimeoutError has the reasons why none arrived, where known."""
-    end, reasons = time.monotonic() + timeout, dict[str, None]()
-    while (left := end - time.monotonic()) > 0:
-        fault = dialled.connect()
-        if fault is not None:
-            reasons = {fault: None}
-        poller.poll(1 + int(min(left, _LOOK) * 1000))
-        if (frames := dialled.receive()) is not None:
-            return protocol.decode(frames[0])
-        if (reason := dialled.broken()) is not None:
-            reasons[reason] = None
-    why = ": ".join([f"{address} has not answered within {timeout:g} s", *reasons])
-    raise TimeoutError(why)
+def _ask(channel: grpc.Channel, version: Version, timeout: float) -> Status:
+    call = channel.unary_unary(f"/{version.service}/Status")
+    request = version.messages.StatusRequest().SerializeToString()
+    reply = version.read(version.messages.StatusReply, call(request, timeout=timeout))
+    fields = {field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields}
+    texts = {name: printable(x) for name, x in fields.items() if isinstance(x, str)}
+    transports = [printable(x) for x in reply.transports]
+    return Status(**fields | texts | {"transports": transports})

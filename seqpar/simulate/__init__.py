@@ -10,7 +10,7 @@ training steps and `recommendations/` ranks them. Start with `recording/recordin
 
 from seqpar.auto.choosing import Choice, choose
 from seqpar.auto.module import AutoAttention
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recommendations.recommendation import Recommendation, Recommendations
@@ -19,7 +19,7 @@ from seqpar.simulate.recording.program import Program
 from seqpar.simulate.recording.recording import record
 from seqpar.simulate.recording.serving import record_served
 from seqpar.simulate.steps.pipeline import pipeline
-from seqpar.simulate.steps.steps import Step, step
+from seqpar.simulate.steps.training_step import Step, step
 
 __all__ = [
     "AutoAttention",

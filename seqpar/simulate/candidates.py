@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from seqpar.comm.messages.exchange import Comm, as_mesh
+from seqpar.comm.messages.comm import Comm, as_mesh
 from seqpar.core.arguments import shown
 from seqpar.costs.cluster import Cluster
 from seqpar.softmax.module import Attention

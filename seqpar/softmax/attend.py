@@ -3,25 +3,96 @@
 A *partial* (out, lse) summarises attention over a set of keys; partials over disjoint sets merge
 associatively. Strategies decide what moves between ranks. All of them compute only with `attend`,
 `attend_blocks` and `attend_backward`.
+
+A *backend* computes a block of keys. Users may force one. Otherwise CPUs use `aten`, and CUDA
+devices the first kernel of `backends/kernel_order.py` that computes a block completely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from seqpar.attention.backend import DEFAULT
-from seqpar.core.device_tables import rehearsing
-from seqpar.core.hooks import hooks
+from seqpar.attention.backend import DEFAULT, load_backend
+from seqpar.core.device_tables import is_on_cuda, rehearsing
+from seqpar.core.hooks import Hooks, hooks
 from seqpar.layout.masks.mask import Blocks, Slices
-from seqpar.softmax.backends import reference
-from seqpar.softmax.backends.choice import Backend, choose_backend
+from seqpar.softmax.backends import aten_cuda, reference
+from seqpar.softmax.backends.kernel_order import best_backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
+
+# (q, blocks, slices of the blocks, options, sinks, tensors to write to or None) -> out, lse
+ForwardBlocks = Callable[
+    [
+        Tensor,
+        Iterable[Sequence[Tensor]],
+        Blocks,
+        CallOptions,
+        Tensor | None,
+        tuple[Tensor, Tensor] | None,
+    ],
+    tuple[Tensor, Tensor],
+]
+
+
+class Backend(Protocol):
+    """A module that computes attention over the keys that a rank has."""
+
+    @property
+    def forward_blocks(self) -> ForwardBlocks | None:
+        """A function that computes all blocks of keys in turn, if the backend has one."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        partial: Partial,
+        options: CallOptions,
+    ) -> None:
+        """Merge into `partial` the attention of q (B, T, Hq, D) over k and v."""
+
+    def backward(
+        self,
+        output: OutputGradient,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: Slices,
+        gradients: PartialGradients,
+        options: CallOptions,
+    ) -> None:
+        """Add to `gradients` what flows through the slices."""
+
+
+def choose_backend(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
+) -> Backend:
+    name = options.backend
+    if name == DEFAULT:
+        name = default_backend(q, k, v, slices, options)
+    return load_backend("softmax", name)
+
+
+def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:
+    """Return the name of the backend for a block of keys, if users force none.
+
+    It depends only on the type of the device, the dtype, the head dims, the options and the slices.
+    Backward therefore uses the same backend for a block as forward.
+    """
+    if options.rank_invariant:  # `rank_invariant_refusal` has checked the call
+        return "triton" if is_on_cuda(q) else "aten"
+    if not aten_cuda.computes(q):
+        return "aten"
+    if slices.most_runs:  # no other kernel's launches are the same for all documents
+        return "triton"
+    return best_backend(q, v, slices, options)
 
 
 class SoftmaxWork(NamedTuple):
@@ -62,10 +133,10 @@ def attend(
     """
     if not slices.are_computed or not q.numel():
         return
-    if max_logits is not None and hooks.replace_compute is None:
+    if max_logits is not None and hooks().replace_compute is None:
         max_logits.update(reference.max_logits(q, k, slices, options))
     chosen = choose_backend(q, k, v, slices, options)
-    with hooks.computing(q.device, lambda: SoftmaxWork.of(q, v.shape[3], slices)) as computes:
+    with hooks().computing(q.device, lambda: SoftmaxWork.of(q, v.shape[3], slices)) as computes:
         if computes:
             chosen.forward(q, k, v, slices, partial, options)
         else:
@@ -98,10 +169,10 @@ def attend_blocks(
     blocks = chain([(k, v)], arriving)
     del k, v  # only `blocks` holds them now
     forward_blocks = None if common is None else common.forward_blocks
-    if forward_blocks is not None and q.numel() and hooks.replace_compute is None:
-        if hooks.trace is not None and not rehearsing():
+    if forward_blocks is not None and q.numel() and hooks().replace_compute is None:
+        if (trace := hooks().trace) is not None and not rehearsing():
             works = [SoftmaxWork.of(q, value_dim, slices) for slices in slices_of_blocks.slices]
-            blocks = hooks.computes_between(hooks.trace, blocks, works, q.device)
+            blocks = Hooks.computes_between(trace, blocks, works, q.device)
         if max_logits is not None:
             blocks = _update_max_logits(max_logits, q, blocks, slices_of_blocks, options)
         out, lse = forward_blocks(q, blocks, slices_of_blocks, options, sinks, into)
@@ -110,7 +181,9 @@ def attend_blocks(
     arriving = iter(blocks)
     for slices in slices_of_blocks.slices:  # built while their block of keys travels
         k, v = next(arriving)  # `zip` would keep the block while the next one arrives
-        partial = partial or Partial.nothing(q, v, None if into is None else into[0])
+        if partial is None:
+            single = len(slices_of_blocks.slices) == 1
+            partial = Partial.nothing(q, v, None if into is None else into[0], single=single)
         attend(q, k, v, slices, partial, options, max_logits)
         del k, v  # frees the block before the next one arrives and its successor is posted
     assert partial is not None
@@ -174,7 +247,7 @@ def attend_backward(
     if slices.are_computed and q.numel():
         chosen = choose_backend(q, k, v, slices, options)
         work = lambda: SoftmaxWork.of(q, v.shape[3], slices, backward=True)  # noqa: E731
-        with hooks.computing(q.device, work) as computes:
+        with hooks().computing(q.device, work) as computes:
             if computes:
                 chosen.backward(output, q, k, v, slices, gradients, options)
             else:

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
-from typing import NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 from torch import Tensor
 
 from seqpar.attention.backend import current_backend
+from seqpar.attention.call_arguments import Carried, Count, Option
 from seqpar.attention.operands import OperandShape, check_layouts, check_ranks_of
-from seqpar.attention.operators import Count, schema_of
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.arguments import (
-    CuSeqlens,
-    WindowSize,
-    as_bool,
-    as_float,
-    as_int_tensor,
-    parse_window,
-    shown,
-)
+from seqpar.attention.unknown_arguments import unknown_argument
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.arguments import as_bool, as_float, as_int_tensor, parse_window, shown
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import MAX_KEPT_SETTINGS, Memo
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.handle import from_handle, name_of
+from seqpar.layout.handle import described, from_handle
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks import mask_ranges
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
-from seqpar.softmax.compute.call_options import (
-    CallOptions,
-    check_numbers,
-    check_slopes,
-    parse_slopes,
-    parse_softcap,
-)
+from seqpar.softmax.compute.call_options import CallOptions, check_slopes, parse_slopes
 from seqpar.softmax.compute.max_logits import MaxLogits
 
 T = TypeVar("T")
@@ -50,49 +37,6 @@ class Operands(NamedTuple):
     k: Tensor  # (B, Tkv_local, Hkv, D)
     v: Tensor  # (B, Tkv_local, Hkv, Dv)
     sinks: Tensor | None = None  # (Hq,), or None
-
-    @property
-    def shape(self) -> OperandShape:
-        """The dtype and sizes that are the same on all ranks."""
-        return OperandShape.of(self.q, self.k, self.v)
-
-    @property
-    def differentiated(self) -> bool:
-        return any(x is not None and x.requires_grad for x in self)
-
-
-class DecodeKeywords(TypedDict, total=False):
-    """Keyword arguments that calls and `Attention.decode` have in common; see `forward`."""
-
-    prefix_lens: CuSeqlens | None
-    window_size: WindowSize
-    mask: Mask | None
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    return_max_logits: bool
-    dropout_p: float
-
-
-class DecodeOptions(DecodeKeywords, total=False):
-    """The options of `Attention.decode` that `ShardedCache` passes on."""
-
-    causal: Causal
-    softmax_scale: float | Tensor | None
-    sinks: Tensor | None
-    return_lse: bool
-
-
-class ArgumentKeywords(DecodeKeywords, total=False):
-    """The keyword arguments that become `CallArguments`."""
-
-    causal: Causal
-    kv_layout: Layout | None
-    softmax_scale: float | Tensor | None
-    return_lse: bool
-
-
-class CallKeywords(ArgumentKeywords, total=False):
-    sinks: Tensor | None
 
 
 class CallArguments(NamedTuple):
@@ -113,76 +57,54 @@ class CallArguments(NamedTuple):
     tokens: Count
     kv_tokens: Count
     strategy: str
-    backend: str
     causal: bool
     left: Count
     right: Count
-    scale: float
-    softcap: float
-    return_lse: bool
-    return_max_logits: bool
-    deterministic: bool
+    return_lse: Annotated[bool, Option(as_bool, False)]
+    return_max_logits: Annotated[bool, Option(as_bool, False)]
+    options: CallOptions
 
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         strategy: str,
-        head_dim: int,
         layout: Layout,
+        head_dim: int,
         merged: slice,
         deterministic: bool,
-        **options: Unpack[ArgumentKeywords],
+        user: dict[str, Any],
     ) -> CallArguments:
-        """Make the arguments from a user's options.
+        """Make the arguments from a user's options: keyword arguments of `Attention.forward`.
 
         It checks types, because the operator only takes the right ones; `to_call` checks values.
         `merged` are the ranks whose tokens this rank computes with.
         """
-        user: ArgumentKeywords = {**_DEFAULTS, **options}
-        if len(user) > len(_DEFAULTS):
-            unknown = next(name for name in user if name not in _DEFAULTS)
-            raise TypeError(f"got an unexpected keyword argument {unknown!r}")
-        kv_layout = layout if user["kv_layout"] is None else user["kv_layout"]
+        if not user.keys() <= _KNOWN.keys():
+            others = {name: x for name, x in user.items() if name not in _KNOWN}
+            raise unknown_argument(others, [*_KNOWN, "sinks"])
+        kv_layout = layout if user.get("kv_layout") is None else user["kv_layout"]
         check_layouts(layout=layout, kv_layout=kv_layout)
-        if as_float("dropout_p", user["dropout_p"]) != 0:
+        if as_float("dropout_p", user.get("dropout_p", 0.0)) != 0:
             reason = "dropout is not offered over sharded keys"
             raise ValueError(f"dropout_p must be 0, got {user['dropout_p']}: {reason}")
         prefix_lens, ranges, causal, left, right = _parse_mask(user)
-        scale = head_dim**-0.5 if user["softmax_scale"] is None else user["softmax_scale"]
-        return cls(
+        if user.get("softmax_scale") is None:
+            user = {**user, "softmax_scale": head_dim**-0.5}
+        return CARRIED.of(
+            user,
             layout=layout._handle,
             kv_layout=kv_layout._handle,
             prefix_lens=prefix_lens,
             ranges=ranges,
-            alibi_slopes=parse_slopes(user["alibi_slopes"]),
+            alibi_slopes=parse_slopes(user.get("alibi_slopes")),
             tokens=layout._tokens_on(merged),
             kv_tokens=kv_layout._tokens_on(merged),
             strategy=strategy,
-            backend=current_backend("softmax"),
             causal=causal,
             left=left,
             right=right,
-            scale=as_float("softmax_scale", scale),
-            softcap=parse_softcap(user["softcap"]),
-            return_lse=as_bool("return_lse", user["return_lse"]),
-            return_max_logits=as_bool("return_max_logits", user["return_max_logits"]),
+            backend=current_backend("softmax"),
             deterministic=deterministic,
         )
-
-    @classmethod
-    def restored(
-        cls, saved: Sequence[T], settings: tuple[object, ...]
-    ) -> tuple[CallArguments, list[T]]:
-        """Split tensors that autograd saved, `tensors` first, into the arguments and the rest."""
-        count = _TENSOR_FIELDS
-        return cls(*saved[:count], *settings), list(saved[count:])  # type: ignore[arg-type]
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the first fields, which autograd must save as tensors."""
-        return self[:_TENSOR_FIELDS]  # type: ignore[return-value]
-
-    def settings(self) -> tuple[object, ...]:
-        return self[_TENSOR_FIELDS:]
 
     def to_call(self, comm: Comm, shape: OperandShape, has_sinks: bool) -> ResolvedCall:
         """Return the resolved call; raise a ValueError if a layout, the mask or a number is wrong.
@@ -192,18 +114,18 @@ class CallArguments(NamedTuple):
         layout = from_handle(self.layout)
         kv_layout = layout if self.kv_layout is self.layout else from_handle(self.kv_layout)
 
-        def check_settings() -> tuple[Mask, CallOptions, Memo]:
+        def check_settings() -> tuple[Mask, Memo]:
             _check_layouts(comm, layout, kv_layout)
             mask = self._mask(layout, kv_layout)
             if layout.cut.most_documents or kv_layout.cut.most_documents:
                 _check_most_documents(layout, kv_layout, mask)
-            options = CallOptions(self.scale, self.softcap, self.backend, self.deterministic)
-            check_numbers(options, shape)
-            return mask, options, _kept(layout, kv_layout, comm.rank, mask, options, shape)
+            self.options.check(shape.dtype)
+            return mask, _kept(layout, kv_layout, comm.rank, mask, self.options, shape)
 
         checked = layout.derived_with(kv_layout)(("settled",), lambda: Memo(MAX_KEPT_SETTINGS))
-        key = comm.rank, comm.size, shape, *self.mask_contents(), *self.settings()
-        mask, options, kept = checked(key, check_settings)
+        key = comm.rank, comm.size, shape, *self.mask_contents(), *self[CARRIED.tensors :]
+        mask, kept = checked(key, check_settings)
+        options = self.options
         if self.alibi_slopes is not None:
             options = options.with_slopes(check_slopes(self.alibi_slopes, shape))
         return ResolvedCall(
@@ -232,52 +154,35 @@ class CallArguments(NamedTuple):
         prefix = None if self.prefix_lens is None else self.prefix_lens.numpy().tobytes()
         return prefix, None if self.ranges is None else mask_ranges.key_of_handle(self.ranges)
 
-    def shared(self, has_sinks: bool, canonical: bool) -> dict[str, object]:
+    def agreed(self, has_sinks: bool, exact: bool) -> dict[str, object]:
         """Return the values that must be the same on all ranks, under their public names.
 
-        Equal layouts that were made in different ways are only equal if `canonical`, which takes
+        Equal layouts that were made in different ways are only equal if `exact`, which takes
         longer.
         """
-        _, ranges = self.mask_contents()
+        ranges = None if self.ranges is None else mask_ranges.described(self.ranges, exact)
         return {
-            "layout": name_of(self.layout, canonical),
-            "kv_layout": name_of(self.kv_layout, canonical),
-            "causal": self.causal,
+            "layout": described(self.layout, exact),
+            "kv_layout": described(self.kv_layout, exact),
+            **CARRIED.agreed(self),
             "window_size": [self.left, self.right],
             "prefix_lens": None if self.prefix_lens is None else self.prefix_lens.tolist(),
-            "mask": None if ranges is None else ranges.hex()[:16],
-            "softmax_scale": self.scale,
-            "softcap": self.softcap,
-            "backend": self.backend,
+            "mask": ranges,
             "alibi_slopes": self.alibi_slopes is not None,
             "sinks": has_sinks,
-            "return_lse": self.return_lse,
-            "return_max_logits": self.return_max_logits,
-            "deterministic": self.deterministic,
         }
 
 
-_TENSOR_FIELDS = 5  # layout, kv_layout, prefix_lens, ranges and alibi_slopes
-SCHEMA = schema_of(CallArguments)
-_DEFAULTS: ArgumentKeywords = {
-    "causal": ...,
-    "kv_layout": None,
-    "prefix_lens": None,
-    "window_size": (-1, -1),
-    "mask": None,
-    "softmax_scale": None,
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "return_lse": False,
-    "return_max_logits": False,
-    "dropout_p": 0.0,
-}
+CARRIED: Carried[CallArguments] = Carried(CallArguments)
+# The arguments of a call that are no scalars, or that several fields follow from.
+_OTHERS = "causal", "kv_layout", "prefix_lens", "window_size", "mask", "alibi_slopes", "dropout_p"
+_KNOWN = dict.fromkeys((*_OTHERS, *CARRIED.options))
 
 
-def _parse_mask(user: ArgumentKeywords) -> tuple[Tensor | None, Tensor | None, bool, int, int]:
+def _parse_mask(user: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, bool, int, int]:
     """Return prefix_lens, ranges, causal, left and right; raise an error that names a wrong one."""
-    causal, mask, prefix_lens = user["causal"], user["mask"], user["prefix_lens"]
-    left, right = parse_window(user["window_size"])
+    causal, mask, prefix_lens = user.get("causal", ...), user.get("mask"), user.get("prefix_lens")
+    left, right = parse_window(user.get("window_size", (-1, -1)))
     if mask is None:
         if causal is ...:
             raise TypeError("causal must be given, True or False, unless there is a mask")
@@ -351,6 +256,17 @@ class ResolvedCall:
             return self  # which has neither
         max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
         return replace(self, options=call.options.of_heads(heads), max_logits=max_logits)
+
+    @property
+    def variant(self) -> tuple[Hashable, ...]:
+        """Everything on which tables depend, except for the strategy and what `kept` is for."""
+        tracks = self.options.slopes is not None, self.max_logits is not None
+        return self.has_sinks, self.return_lse, *tracks
+
+    def without_documents(self) -> ResolvedCall:
+        """Return the call for all documents of a layout with `most_documents`."""
+        worst = self.layout.worst_case
+        return replace(self, layout=worst, kv_layout=worst, kept=Memo(), max_logits=None)
 
     @property
     def ranks(self) -> int:

@@ -5,6 +5,7 @@ Legend: B batch, T query tokens, Hq query heads, Hkv KV heads, D head dim (Dv of
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from seqpar.attention.operands import check_layouts, check_ranks_of
 from seqpar.attention.operators import unit_stride, without_autocast
-from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.arguments import CuSeqlens, check_tensor, parse_cu_seqlens
+from seqpar.comm.agreement import Described
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.arguments import CuSeqlens, check_tensor, parse_cu_seqlens, shown
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.memo import Memo
 from seqpar.layout.layout import Layout
@@ -23,8 +24,7 @@ from seqpar.layout.masks.mask import Blocks
 from seqpar.softmax.attend import attend_blocks
 from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import Partial
-from seqpar.softmax.resolution import resolve_on_ranks
-from seqpar.softmax.strategy import Strategy
+from seqpar.softmax.softmax_operator import AttentionOperator, Bound
 from seqpar.softmax.wire.row_messages import Packing, RowFormat
 
 
@@ -76,19 +76,51 @@ def refuse_gradients(**tensors: object) -> None:
             raise ValueError(f"{name} must require no gradient: decode has none; use torch.no_grad")
 
 
-def attend_to_cache(
-    bound: BoundStrategy[Strategy], arguments: CallArguments, operands: Operands
-) -> tuple[Tensor, Tensor]:
+def unknown_layer(layer: object, known: Collection[object]) -> ValueError:
+    """Return the error for a layer whose keys and values no `put` has stored in a cache."""
+    names = shown(list(known)) if known else "none yet"
+    way_out = "call put(layer, k, v) for each layer after the prefill"
+    return ValueError(
+        f"layer must be one that put has stored, {names}, got {shown(layer)}: {way_out}"
+    )
+
+
+class _Decode(AttentionOperator):
+    """A call that any strategy computes in the same way, and that is no operator of torch.
+
+    Every rank has all queries, so layouts of queries differ between ranks. Their documents are
+    compared instead.
+    """
+
+    name = "decode"
+
+    def check(
+        self, bound: Bound, call: ResolvedCall, tensors: Operands, arguments: CallArguments
+    ) -> None:
+        pass
+
+    def agreed(
+        self, bound: Bound, call: ResolvedCall, arguments: CallArguments, exact: bool
+    ) -> Described:
+        described = call.shape.described() | arguments.agreed(call.has_sinks, exact)
+        del described["layout"]
+        return described | {"cu_seqlens": call.layout.cu_seqlens.tolist()}
+
+
+_DECODE = _Decode()
+
+
+def attend_to_cache(bound: Bound, arguments: CallArguments, operands: Operands) -> list[Tensor]:
     """Return out and lse of queries that all ranks have, over the keys of all ranks.
 
     q is (B, T, Hq, D); k and v are this rank's, (B, Tkv_local, Hkv, D or Dv).
     """
     q, k, v, sinks = operands
-    call, comm = resolve_on_ranks(bound, arguments, operands, decodes=True)
-    bound.announce("decode")
-    with without_autocast(q):
+    with bound.comm.turn(), without_autocast(q):
+        call, comm = _DECODE.begin(bound, operands, arguments)
+        bound.announce("decode")
         operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v), sinks)
-        return _attend_and_merge(comm, call, operands)
+        return list(_attend_and_merge(comm, call, operands))
 
 
 def _attend_and_merge(comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+import re
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Never
 
 import numpy as np
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor
 from seqpar.attention.backend import current_backend
 from seqpar.attention.module import BoundModule, make_strategy
 from seqpar.attention.operands import fold_scale, prepare_operands
-from seqpar.attention.rehearsal import Preparation, described_call
+from seqpar.attention.rehearsal import Preparation
+from seqpar.attention.unknown_arguments import call_arguments, unknown_argument
 from seqpar.comm.dtensor import HeadPlacement, local_heads
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import (
     CuSeqlens,
@@ -28,24 +31,42 @@ from seqpar.core.compiling import outside_graphs
 from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask
-from seqpar.softmax.call import (
-    ArgumentKeywords,
-    CallArguments,
-    CallKeywords,
-    Causal,
-    DecodeKeywords,
-    Operands,
-    ResolvedCall,
-)
-from seqpar.softmax.compute.max_logits import max_logits_traffic
+from seqpar.softmax.call import CallArguments, Causal, Operands, ResolvedCall
+from seqpar.softmax.compute.max_logits import MaxLogits, max_logits_traffic
 from seqpar.softmax.decode import attend_to_cache, layout_of_queries, refuse_gradients
-from seqpar.softmax.operator import as_result, attention_op
-from seqpar.softmax.rehearsal import PreparedOptions, SoftmaxPreparation
-from seqpar.softmax.resolution import resolve
+from seqpar.softmax.softmax_operator import ATTENTION, as_result, check_most_documents
 from seqpar.softmax.strategy import Strategy
 
 OperatorInputs = tuple[Operands, CallArguments, HeadPlacement]
 COMMON_OPTIONS = ("check_ranks", "deterministic", "routing")  # options that all strategies have
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxPreparation(Preparation):
+    strategy: Strategy
+    options: dict[str, Any]  # the other arguments of the call
+    deterministic: bool
+    has_sinks: bool
+    has_slopes: bool
+
+    def _call(self, comm: Comm, layout: Layout) -> ResolvedCall:
+        strategy, shape = self.strategy, self.shape
+        size = strategy.merged_size(self.ranks)
+        first = self.rank // size * size
+        slopes = torch.zeros(shape.heads) if self.has_slopes else None  # of any value
+        user = {**self.options, "alibi_slopes": slopes}
+        arguments = CallArguments.of(
+            "", layout, shape.dim, slice(first, first + size), self.deterministic, user
+        )
+        options = arguments.options._replace(backend=self.backend)
+        arguments = arguments._replace(options=options)
+        call = arguments.to_call(comm, shape, self.has_sinks)
+        if layout.geometry.cut.most_documents:
+            check_most_documents(strategy, arguments.return_max_logits, self.is_routed)
+        strategy.check(call)
+        if arguments.return_max_logits:
+            call = replace(call, max_logits=MaxLogits(torch.empty(shape.heads)))
+        return call
 
 
 class Attention(BoundModule[Strategy]):
@@ -55,7 +76,8 @@ class Attention(BoundModule[Strategy]):
     layout. They differ in what they send.
 
     Args:
-        group: a process group or a 1-D DeviceMesh.
+        group: a process group or a 1-D DeviceMesh. Calls on a group have one order, the same on all
+            ranks; threads that call at the same time need a group each.
         check_ranks: first compare a digest of each call between ranks, in ⌈log₂ P⌉ messages of 64
             bytes. If ranks disagree, all then raise the same ValueError instead of hanging.
         deterministic: with True, the same call gives the same bits; on CPUs this always holds. With
@@ -80,7 +102,7 @@ class Attention(BoundModule[Strategy]):
     ) -> None:
         if type(self) is Attention:
             raise TypeError("Attention has no strategy: use make_attention(name, group)")
-        strategy = make_strategy(self.strategy, options, COMMON_OPTIONS)
+        strategy = make_strategy(self.strategy, options, COMMON_OPTIONS, self.forward)
         self._bind(strategy, group, check_ranks, deterministic, routing)
 
     def _bind(
@@ -115,6 +137,7 @@ class Attention(BoundModule[Strategy]):
         return_lse: bool = False,
         return_max_logits: bool = False,
         dropout_p: float = 0.0,
+        **others: Never,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of this rank's queries over the keys of all ranks, within documents.
 
@@ -160,6 +183,8 @@ class Attention(BoundModule[Strategy]):
                 PyTorch, and each rank sends 4·Hq bytes (8·Hq for fp64) to each other rank. Not on a
                 `ServerPool`.
             dropout_p: must be 0; dropout over sharded keys is not offered.
+            others: refused; the TypeError names the argument to give instead, for names of SDPA,
+                flash-attn and transformers.
 
         Returns:
             out (T_local, Hq, Dv), or with the batch in front, in q's dtype. With `return_lse`,
@@ -172,7 +197,9 @@ class Attention(BoundModule[Strategy]):
             ValueError: if the call is wrong or cannot be computed exactly. It names the argument,
                 and is raised before anything is sent.
         """
-        operands, arguments, heads = self._inputs(
+        if others:
+            self._refuse_others(others, q, k, v)
+        operands, arguments, heads = self._agreed_inputs(
             q,
             k,
             v,
@@ -190,8 +217,7 @@ class Attention(BoundModule[Strategy]):
             return_max_logits=return_max_logits,
             dropout_p=dropout_p,
         )
-        out, lse, _, *more = attention_op(operands, arguments)
-        return as_result(out, lse, arguments, heads, q.dim() == 3, *more[:1])
+        return as_result(ATTENTION(operands, arguments), arguments, heads, q.dim() == 3)
 
     def _messages(self, call: ResolvedCall, rank: int, options: dict[str, object]) -> list[Traffic]:
         rows = super()._messages(call, rank, options)
@@ -212,7 +238,7 @@ class Attention(BoundModule[Strategy]):
         softmax_scale: float | Tensor | None = None,
         sinks: Tensor | None = None,
         return_lse: bool = False,
-        **options: Unpack[DecodeKeywords],
+        **options: Any,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute attention of queries that all ranks have, over keys that stay on their ranks.
 
@@ -237,8 +263,8 @@ class Attention(BoundModule[Strategy]):
             softmax_scale: as in a call.
             sinks: as in a call.
             return_lse: also return the natural-log lse of the keys, without the sinks.
-            options: `prefix_lens`, `window_size`, `softcap`, `alibi_slopes` and `mask`, as in a
-                call. In a mask, positions of queries count the queries in q.
+            options: further arguments, as in a call; `return_max_logits` must be False. In a mask,
+                positions of queries count the queries in q.
 
         Returns:
             out (T, Hq, Dv), or with the batch in front, in q's dtype; or (out, lse), with lse
@@ -258,78 +284,48 @@ class Attention(BoundModule[Strategy]):
             layout = layout_of_queries(self._bound.comm, q, k_cache, cu_seqlens, kv_layout)
         if causal is ... and options.get("mask") is None:
             causal = True
-        operands, arguments, heads = self._inputs(
-            q,
-            k_cache,
-            v_cache,
-            layout,
-            causal=causal,
-            kv_layout=kv_layout,
-            softmax_scale=softmax_scale,
-            sinks=sinks,
-            return_lse=return_lse,
-            **options,
-        )
-        out, lse = attend_to_cache(self._bound, arguments, operands)
-        return as_result(out, lse, arguments, heads, q.dim() == 3)
+        try:
+            operands, arguments, heads = self._agreed_inputs(
+                q,
+                k_cache,
+                v_cache,
+                layout,
+                causal=causal,
+                kv_layout=kv_layout,
+                softmax_scale=softmax_scale,
+                sinks=sinks,
+                return_lse=return_lse,
+                **options,
+            )
+            results = attend_to_cache(self._bound, arguments, operands)
+        except ValueError as fault:  # a call names the caches k and v
+            text = re.sub(r"^([kv]) ", r"\1_cache ", str(fault))
+            raise ValueError(text) from None
+        return as_result(results, arguments, heads, q.dim() == 3)
 
-    def preparation(
-        self,
-        *,
-        heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        kv_heads: int | None = None,
-        device: torch.device | str | None = None,
-        backward: bool = True,
-        **options: Unpack[PreparedOptions],
-    ) -> Preparation:
-        """Return a function that builds the tables of a layout ahead of its first call.
-
-        The result can be pickled, and `preparation(layout)` works in any process, for example in
-        the workers of `seqpar.balance.Batches(…, prepare=preparation)`. A layout that is pickled
-        afterwards takes its tables along. The first call on a GPU then only copies them there. A
-        call with other arguments builds its own tables.
-
-        Args:
-            heads, kv_heads: Hq, and Hkv, by default the same.
-            head_dim: D, the head dim of q and k.
-            dtype: the dtype of q, k and v.
-            device: the device of q, k and v. Default: the current GPU, if there is one and the
-                group can send from it, otherwise the CPU.
-            backward: whether calls have a backward.
-            options: `value_dim` (by default `head_dim`), `batch` (1), `sinks` and `alibi_slopes`
-                (whether there are any), and `causal`, `prefix_lens`, `window_size`, `mask`,
-                `softmax_scale`, `softcap`, `return_lse` and `return_max_logits` as in a call.
-
-        Raises:
-            ValueError: if an argument is wrong, or the module decides in each call what it sends
-                (`AutoAttention`, and attention on a `ServerPool`). The message names it.
-        """
-        strategy = self._bound.strategy
+    def _preparation(self, described: dict[str, Any], options: dict[str, Any]) -> Preparation:
+        strategy, shape = self._bound.strategy, described["shape"]
         if not strategy.rehearses:
             expected = "a module whose messages depend only on the layout"
             raise ValueError(f"attn must be {expected}, got {strategy.name!r}")
-        kv_heads = heads if kv_heads is None else kv_heads
-        described = described_call(
-            self._bound, dtype, device, backward, batch=options.pop("batch", 1), heads=heads,
-            kv_heads=kv_heads, dim=head_dim, value_dim=options.pop("value_dim", head_dim),
-        )  # fmt: skip
-        if heads % kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, {kv_heads}, got {heads}")
+        if shape.heads % shape.kv_heads:
+            expected = f"a multiple of kv_heads, {shape.kv_heads}"
+            raise ValueError(f"heads must be {expected}, got {shape.heads}")
+        known = [x for x in call_arguments(self.forward)[4:] if x not in ("kv_layout", "dropout_p")]
+        others = {name: x for name, x in options.items() if name not in known}
+        if others:
+            raise unknown_argument(others, ["value_dim", "batch", *known])
         return SoftmaxPreparation(
             **described,
-            strategy=strategy,
             has_sinks=as_bool("sinks", options.pop("sinks", False)),
             has_slopes=as_bool("alibi_slopes", options.pop("alibi_slopes", False)),
-            options=options,  # type: ignore[arg-type]
+            options=options,
             backend=current_backend("softmax"),
             deterministic=bool(self.deterministic),
         )
 
-    def mask_area(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
-    ) -> Ints:
+    @outside_graphs
+    def mask_area(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Ints:
         """Return (ranks, steps): the area that each rank computes in each step.
 
         An area is the number of (query, key) pairs that the mask allows, times query heads. Pass
@@ -342,18 +338,6 @@ class Attention(BoundModule[Strategy]):
         steps = [self._bound.strategy.areas(call, rank) for rank in range(self.ranks)]
         return np.array(steps, dtype=np.int64)
 
-    def _inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
-    ) -> OperatorInputs:
-        """Do what `_agreed_inputs` does, so that q goes straight from this file to the operator."""
-        try:
-            inputs = self._operator_inputs(q, k, v, layout, **options)
-        except (ValueError, TypeError) as fault:
-            self._refuse(fault, q, k, v)
-        if inputs[0].q.is_meta:
-            self._to_call(inputs[0], inputs[1])
-        return inputs
-
     def _operator_inputs(
         self,
         q: Tensor,
@@ -362,7 +346,7 @@ class Attention(BoundModule[Strategy]):
         layout: Layout,
         *,
         sinks: Tensor | None = None,
-        **options: Unpack[ArgumentKeywords],
+        **options: Any,
     ) -> OperatorInputs:
         """Return the operands, the operator's other arguments, and the heads' place on a mesh."""
         tensors = {
@@ -381,10 +365,8 @@ class Attention(BoundModule[Strategy]):
         size = self._bound.strategy.merged_size(self.ranks)
         first = self.rank // size * size
         merged, deterministic = slice(first, first + size), bool(self.deterministic)
-        arguments = CallArguments.of(
-            self._key, q.shape[-1], layout, merged, deterministic=deterministic, **options
-        )
+        arguments = CallArguments.of(self._key, layout, q.shape[-1], merged, deterministic, options)
         return Operands(q, k, v, sinks), arguments, heads
 
     def _to_call(self, operands: Operands, arguments: CallArguments) -> ResolvedCall:
-        return resolve(self._bound, arguments, operands)
+        return ATTENTION.resolve(self._bound, operands, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +15,15 @@ from seqpar.core.arguments import (
     MAX_DOCUMENT_TOKENS,
     Ints,
     as_int,
+    as_sequence,
     check_tensor,
     parse_window,
     shown,
 )
+from seqpar.core.compiling import outside_graphs
 from seqpar.core.memo import Memo
 from seqpar.layout.layout import Layout
-from seqpar.softmax.call import DecodeOptions
-from seqpar.softmax.decode import refuse_gradients
+from seqpar.softmax.decode import refuse_gradients, unknown_layer
 from seqpar.softmax.module import Attention
 
 
@@ -215,6 +216,7 @@ class ShardedCache:
             argument, and is raised before anything is sent or stored.
     """
 
+    @outside_graphs
     def __init__(
         self,
         attn: Attention,
@@ -270,6 +272,7 @@ class ShardedCache:
         needed = np.where(self._dropped_first, self._window or 0, 0)
         return int((self._rows.lengths - needed).min())
 
+    @outside_graphs
     def put(self, layer: Hashable, k: Tensor, v: Tensor) -> None:
         """Store this rank's keys and values of a layer's prefill.
 
@@ -290,6 +293,7 @@ class ShardedCache:
         if not np.array_equal(held, self._rows.capacities[rank]):
             self._rearrange(stored, held)
 
+    @outside_graphs
     def extend(self, tokens: int = 1) -> None:
         """Begin a step in which each sequence gets `tokens` more tokens."""
         new = as_int("tokens", tokens, 1, MAX_DOCUMENT_TOKENS - self.length)
@@ -302,6 +306,7 @@ class ShardedCache:
         self._step_tokens = new
         self._derived = Memo()
 
+    @outside_graphs
     def truncate(self, length: int) -> None:
         """Drop the last tokens of each sequence, such as rejected proposals.
 
@@ -317,13 +322,15 @@ class ShardedCache:
             stored.length = min(stored.length, length)
         self._derived = Memo()
 
+    @outside_graphs
     def select(self, sequences: Sequence[int]) -> None:
         """Keep these sequences, in this order, such as the beams that continue.
 
         A sequence may occur several times. Each rank copies its own rows; nothing is sent.
         """
         last = self.sequences - 1
-        kept = [as_int("sequences", i, 0, last) for i in sequences]
+        numbers = as_sequence("sequences", sequences, "integers")
+        kept = [as_int(f"sequences[{i}]", x, 0, last) for i, x in enumerate(numbers)]
         if not kept:
             raise ValueError("sequences must have at least one")
         if any(stored.length < self.length for stored in self._layers.values()):
@@ -340,6 +347,7 @@ class ShardedCache:
             stored.length += self.length - before
         self._derived = Memo()
 
+    @outside_graphs
     def attend(
         self,
         layer: Hashable,
@@ -348,7 +356,7 @@ class ShardedCache:
         v: Tensor,
         *,
         chunk: int | None = None,
-        **options: Unpack[DecodeOptions],
+        **options: Any,
     ) -> Tensor | tuple[Tensor, ...]:
         """Store the step's keys and values, and return attention of its queries over all keys.
 
@@ -369,6 +377,7 @@ class ShardedCache:
             stored.length = before  # the layer has not attended, and may try again
             raise
 
+    @outside_graphs
     def append(self, layer: Hashable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the step's keys and values, and return this rank's k and v for `decode`.
 
@@ -395,6 +404,7 @@ class ShardedCache:
         stored.length = self.length
         return stored.k.narrow(-3, 0, self.rows), stored.v.narrow(-3, 0, self.rows)
 
+    @outside_graphs
     def decode(
         self,
         q: Tensor,
@@ -402,7 +412,7 @@ class ShardedCache:
         v: Tensor,
         *,
         chunk: int | None = None,
-        **options: Unpack[DecodeOptions],
+        **options: Any,
     ) -> Tensor | tuple[Tensor, ...]:
         """Return attention of the step's queries over the k and v that `append` returned.
 
@@ -418,7 +428,7 @@ class ShardedCache:
         """Return a layer, or raise a ValueError if no step has begun or it left one out."""
         stored = self._layers.get(layer)
         if stored is None:
-            raise ValueError(f"layer must be one that was put, {list(self._layers)}, got {layer!r}")
+            raise unknown_layer(layer, self._layers)
         if not self._step_tokens or stored.length < self.length - self._step_tokens:
             expected = "must attend once in each step of extend"
             progress = f"has {stored.length} of {self.length} tokens"
@@ -439,7 +449,7 @@ class ShardedCache:
             self._rearrange(stored, held, dropped=dropped)
             stored.length = self.length
 
-    def _check_options(self, chunk: int | None, options: DecodeOptions) -> None:
+    def _check_options(self, chunk: int | None, options: dict[str, Any]) -> None:
         if self._window is not None:
             left, _ = parse_window(options.get("window_size", (-1, -1)))
             refused = {"chunk": chunk} | {x: options.get(x) for x in ("mask", "prefix_lens")}

@@ -6,15 +6,17 @@ heads, D head dim of q and k, Dv head dim of v.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from seqpar.attention.module import NO_OPTION
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.call import Operands, ResolvedCall
+from seqpar.softmax.compute.max_logits import MaxLogits
 from seqpar.softmax.compute.partial import OutputGradient
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv, like q, k and v
@@ -125,3 +127,28 @@ class Strategy:
         `tokens` and `kv_tokens` are as in `CallArguments`.
         """
         return []
+
+    def rehearse(self, comm: Comm, call: ResolvedCall, backward: bool) -> None:
+        """Run forward, and with `backward` backward, on meta tensors, which computes nothing."""
+        shape, rank, meta = call.shape, call.rank, torch.device("meta")
+        tokens, kv_tokens = (x.holdings[rank].tokens for x in (call.layout, call.kv_layout))
+        q, k, v = (
+            torch.empty(shape.batch, *sizes, dtype=shape.dtype, device=meta)
+            for sizes in (
+                (tokens, shape.heads, shape.dim),
+                (kv_tokens, shape.kv_heads, shape.dim),
+                (kv_tokens, shape.kv_heads, shape.value_dim),
+            )
+        )
+        sinks = torch.empty(shape.heads, device=meta) if call.has_sinks else None
+        if (slopes := call.options.slopes) is not None:
+            call = replace(call, options=call.options.with_slopes(slopes.to(meta)))
+        if call.max_logits is not None:
+            call = replace(call, max_logits=MaxLogits.nothing(q))
+        out, lse, residuals = self.forward(comm, call, Operands(q, k, v, sinks))
+        if not backward:
+            return
+        if not residuals or self.keeps_operands:
+            residuals = [q, k, v, out, lse, *residuals]
+        dlse = torch.empty_like(lse) if call.return_lse else None
+        self.backward(comm, call, torch.empty_like(out), dlse, sinks, residuals)

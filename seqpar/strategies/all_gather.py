@@ -1,12 +1,16 @@
-"""AllGather attention: the keys and values that a rank needs, all posted before compute."""
+"""AllGather attention: the keys and values that a rank needs, all posted before compute.
+
+To the loop `ring` of docs/internals/in_300_lines.md, this strategy adds that all messages are
+posted at the start.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from seqpar.softmax.keys.plan import Distances
-from seqpar.softmax.keys.strategy import KeyStrategy
+from seqpar.softmax.keys.key_plan import Distances
+from seqpar.softmax.keys.key_strategy import KeyStrategy
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import register
 

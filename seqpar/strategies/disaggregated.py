@@ -1,5 +1,8 @@
 """Disaggregated attention: a plan assigns each task to a rank, or to an attention server.
 
+To the loop `disaggregated` of docs/internals/in_300_lines.md, this strategy adds a plan that
+balances the work, messages that carry each row to a server only once, and separate servers.
+
 Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
 (2025), sections 3 and 4. Unlike there, the keys of a task may be split, because partials merge at
 the owner of the queries; local work hides the messages even with one batch; and results return
@@ -17,7 +20,7 @@ from torch import Tensor
 from seqpar.attention.module import make_strategy
 from seqpar.balance.disaggregation.disaggregate import disaggregate
 from seqpar.balance.disaggregation.row_bytes import RowBytes
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import Deterministic, as_float, shown
 from seqpar.core.traffic import Traffic
@@ -27,14 +30,14 @@ from seqpar.costs.model import Layer, Model
 from seqpar.layout.tasks.task_rows import TaskRows
 from seqpar.layout.tasks.tasks import TaskRectangles
 from seqpar.servers.pool.pool import ServerPool
-from seqpar.servers.strategy import OnServers
+from seqpar.servers.server_strategy import OnServers
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
 from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.strategy import ForwardResult
-from seqpar.softmax.tasks.plan import Planner, Plans, TaskPlan, task_traffic
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
 from seqpar.softmax.tasks.task_attention import TaskExchange, complete_backward, complete_forward
+from seqpar.softmax.tasks.task_plan import Planner, Plans, TaskPlan, task_traffic
 from seqpar.strategies.registry import register
 
 # A stage has about this many foreign rows, or more if the largest number of stages is reached.
@@ -99,8 +102,10 @@ class Disaggregated(SplitStrategy[TaskExchange]):
             self.task_rows(call, direction)
 
     def agreed(self, call: ResolvedCall) -> dict[str, object]:
-        passes = {"plan": "forward", "backward_plan": "backward"}
-        return {name: self.task_rows(call, direction).digest for name, direction in passes.items()}
+        return {
+            "plan": self.task_rows(call, "forward").described,
+            "backward_plan": self.task_rows(call, "backward").described,
+        }
 
     def task_plan(self, call: ResolvedCall, direction: str) -> TaskPlan:
         key = "task plan", *self._chosen(direction)
@@ -264,7 +269,8 @@ class DisaggregatedAttention(SplitAttention):
         if not isinstance(group, ServerPool):
             super().__init__(group, check_ranks, deterministic, routing=routing, **options)
             return
-        strategy = replace(make_strategy(OnServers, options, COMMON_OPTIONS), pool=group)
+        strategy = make_strategy(OnServers, options, COMMON_OPTIONS, self.forward)
+        strategy = replace(strategy, pool=group)
         self._bind(strategy, group.comm, check_ranks, deterministic, routing)
 
     def extra_repr(self) -> str:

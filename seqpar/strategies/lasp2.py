@@ -1,29 +1,33 @@
 """LASP-2: ranks exchange states of linear attention, once in forward and once in backward.
 
+To the loop `lasp2` of docs/internals/in_300_lines.md, this strategy adds decay, packed documents in
+any layout, and a backward pass.
+
 Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid" (2025),
 algorithms 1 to 4. States travel while ranks compute with their own tokens
-(`seqpar.linear.states.strategy`). They belong to spans here, so any layout works, and a rank gets
-only the states that its spans need: for contiguous and zigzag layouts, at most one state of a
+(`seqpar.linear.states.state_strategy`). They belong to spans here, so any layout works, and a rank
+gets only the states that its spans need: for contiguous and zigzag layouts, at most one state of a
 document from every other rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Never
 
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import shown
 from seqpar.core.traffic import Traffic
 from seqpar.layout.layout import Layout
 from seqpar.linear.decode import decode_linear_step
+from seqpar.linear.linear_strategy import Exchange
 from seqpar.linear.module import LinearModule
-from seqpar.linear.states.strategy import StateCall, StateStrategy
+from seqpar.linear.states.state_strategy import StateCall, StateStrategy
 from seqpar.linear.states.sums import Gathering
-from seqpar.linear.strategy import Exchange
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO
 
@@ -121,7 +125,8 @@ class LASP2Attention(LinearModule):
     traces), hidden under the last work of the pass.
 
     Args:
-        group: a process group or a 1-D DeviceMesh.
+        group: a process group or a 1-D DeviceMesh. Calls on a group have one order, the same on all
+            ranks; threads that call at the same time need a group each.
         transport: "all_gather" or "scan".
         blocks: the most blocks into which "scan" cuts a state. They are equal in size, so it uses
             the largest number up to this that divides B·Hkv·D.
@@ -169,6 +174,7 @@ class LASP2Attention(LinearModule):
         scale: float | Tensor = 1.0,
         initial_state: Tensor | None = None,
         return_state: bool = False,
+        **others: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute linear attention of this rank's queries over the keys of all ranks, by document.
 
@@ -194,6 +200,7 @@ class LASP2Attention(LinearModule):
                 begins. Its gradient here comes only through this rank's outputs: sum it over ranks,
                 as a parameter's.
             return_state: also return the documents' final states, the same bits on every rank.
+            others: refused; the TypeError names the argument to give instead, for names of fla.
 
         Returns:
             out (T_local, Hq, Dv), or with the batch in front, in q's dtype; or (out, state), both
@@ -203,6 +210,8 @@ class LASP2Attention(LinearModule):
             ValueError: the call is wrong or cannot be computed exactly. The message names the
                 argument. Nothing has been sent.
         """
+        if others:
+            self._refuse_others(others, q, k, v)
         return self._attend(
             q,
             k,

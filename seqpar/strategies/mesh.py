@@ -1,5 +1,8 @@
 """Mesh attention: queries travel within rows of ranks, keys and values within columns.
 
+This strategy runs the loop `token_ring` of docs/internals/in_300_lines.md within each row of a mesh
+of ranks, over the keys that the loop `ring` brings within each column.
+
 A rank receives C − 1 blocks of queries and R − 1 blocks of keys, where Ring receives P − 1 blocks
 of keys. One row is TokenRing; one column has the traffic of Ring. Unlike in the paper, only
 necessary rows travel, directly to the rank that needs them, and some local work hides the last
@@ -16,13 +19,14 @@ import torch
 
 from seqpar.attention.module import NO_OPTION, make_strategy
 from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import Deterministic, Ints, as_bool, as_int, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import COMMON_OPTIONS, Attention
-from seqpar.softmax.queries.strategy import TileStrategy, partial_bytes
+from seqpar.softmax.queries.tile_strategy import TileStrategy, partial_bytes
 from seqpar.softmax.wire.message_dtypes import check_digits, check_message_dtype, encoded_width
 from seqpar.strategies.registry import register
 
@@ -125,11 +129,12 @@ class MeshAttention(Attention):
         **options: object,
     ) -> None:
         comm = Comm.of(mesh)
-        strategy = make_strategy(Mesh, options, COMMON_OPTIONS)
+        strategy = make_strategy(Mesh, options, COMMON_OPTIONS, self.forward)
         strategy = replace(strategy, columns=comm.shape[-1])
         self._bind(strategy, comm, check_ranks, deterministic, routing)
 
 
+@outside_graphs
 def best_mesh(
     ranks: int,
     *,

@@ -1,26 +1,30 @@
-"""Recurrent attention: ranks exchange the maps of spans and compose them along each document."""
+"""Recurrent attention: ranks exchange the maps of spans and compose them along each document.
+
+To the loop `lasp2` of docs/internals/in_300_lines.md, this strategy adds that a span is summarised
+by a map from the state that enters the span to the state that leaves it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Never
 
 from torch import Tensor
 
 from seqpar.comm.dtensor import HeadPlacement
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import as_bool, shown
 from seqpar.layout.layout import Layout
-from seqpar.linear.call import CallArguments
 from seqpar.linear.decode import decode_step
-from seqpar.linear.inputs import Inputs
+from seqpar.linear.inputs import CallTensors, Inputs
 from seqpar.linear.kinds import kind as kind_of
+from seqpar.linear.linear_call import LinearArguments
+from seqpar.linear.linear_strategy import LinearStrategy
 from seqpar.linear.maps.gather import AllGather
+from seqpar.linear.maps.map_strategy import MapStrategy
 from seqpar.linear.maps.scan import Scan
-from seqpar.linear.maps.strategy import MapStrategy
 from seqpar.linear.maps.tree import Tree
-from seqpar.linear.module import LinearModule, OperatorTensors, OptionalArguments
-from seqpar.linear.strategy import LinearStrategy
+from seqpar.linear.module import LinearModule
 from seqpar.strategies.lasp2 import LASP2
 from seqpar.strategies.registry import register
 from seqpar.strategies.zeco import ZeCO
@@ -87,7 +91,8 @@ class RecurrentAttention(LinearModule):
     that holder, hidden under the first work of the pass.
 
     Args:
-        group: a process group or a 1-D DeviceMesh.
+        group: a process group or a 1-D DeviceMesh. Calls on a group have one order, the same on all
+            ranks; threads that call at the same time need a group each.
         kind: "linear", "constant_decay", "scalar_decay", "vector_decay", "delta", "gated_delta" or
             "kda".
         transport: "all_gather", "scan" or "tree".
@@ -139,6 +144,7 @@ class RecurrentAttention(LinearModule):
         scale: float | Tensor = 1.0,
         initial_state: Tensor | None = None,
         return_state: bool = False,
+        **others: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute recurrent attention of this rank's queries over the tokens of all ranks.
 
@@ -165,6 +171,8 @@ class RecurrentAttention(LinearModule):
             out (T_local, max(Hq, H), V), or with the batch in front, in q's dtype; or (out, state),
             both differentiable, with the state like `initial_state`.
         """
+        if others:
+            self._refuse_others(others, q, k, v)
         return self._attend(
             q,
             k,
@@ -197,8 +205,8 @@ class RecurrentAttention(LinearModule):
         return decode_step(self.kind.name, Inputs(q, k, v, log_decay, beta), state, scale)
 
     def _operator_inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[OptionalArguments]
-    ) -> tuple[OperatorTensors, CallArguments, HeadPlacement]:
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any
+    ) -> tuple[CallTensors, LinearArguments, HeadPlacement]:
         if self._bound.strategy.family == "linear":
             if options.get("beta") is not None:
                 raise ValueError(f"beta must be None for the kind {self.kind.name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.core.arguments import Deterministic, shown
 from seqpar.linear.module import LinearModule
 from seqpar.servers.pool.pool import ServerPool

@@ -1,5 +1,8 @@
 """Ring attention: queries stay, keys and values travel in steps.
 
+To the loop `ring` of docs/internals/in_300_lines.md, this strategy adds that the messages of one
+step travel while the step before is computed.
+
 At step s, a rank computes with the keys of the rank s places before it while the keys of step s + 1
 arrive. Unlike in the paper, owners send rows directly and only to ranks that need them.
 """
@@ -8,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seqpar.softmax.keys.plan import Distances
-from seqpar.softmax.keys.strategy import KeyStrategy
+from seqpar.softmax.keys.key_plan import Distances
+from seqpar.softmax.keys.key_strategy import KeyStrategy
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import register
 

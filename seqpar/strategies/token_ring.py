@@ -1,5 +1,8 @@
 """TokenRing attention: keys and values stay, queries travel, and their results return.
 
+To the loop `token_ring` of docs/internals/in_300_lines.md, this strategy adds a backward pass, and
+results that return while the next queries are computed.
+
 At step s, rank r computes for the queries of rank r − s. Meanwhile the queries of the next step
 arrive, and the previous results leave, in separate exchanges: otherwise results would leave a step
 later. The paper has no backward. Here q, dout, lse and delta travel, dq returns, and dk and dv
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.module import Attention
-from seqpar.softmax.queries.strategy import TileStrategy
+from seqpar.softmax.queries.tile_strategy import TileStrategy
 from seqpar.strategies.registry import register
 
 

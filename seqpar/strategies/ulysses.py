@@ -1,5 +1,8 @@
 """Ulysses attention: an all-to-all exchanges tokens for heads.
 
+To the loop `ulysses` of docs/internals/in_300_lines.md, this strategy adds any number of heads, and
+groups of heads, of which one is exchanged while another is computed.
+
 Query heads are divided over ranks as evenly as possible, at most ⌈Hq/P⌉ per rank. A KV head goes to
 every rank that has one of its query heads. The exchanges of one group of heads hide under the
 compute of another. On a mesh (`usp.py`), heads are exchanged within rows of `inner` ranks, and
@@ -16,13 +19,13 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.module import NO_OPTION
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import as_int, shown
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
-from seqpar.softmax.heads.exchange import (
+from seqpar.softmax.heads.head_exchange import (
     HeadExchange,
     HeadGroups,
     HeadPlan,

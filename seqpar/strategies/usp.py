@@ -1,5 +1,8 @@
 """USP: ranks of a row of a mesh exchange heads, and another strategy runs between rows.
 
+To the loop `ulysses` of docs/internals/in_300_lines.md, this strategy adds that a second strategy,
+such as Ring, computes the attention of the exchanged heads between the rows.
+
 The code is in `ulysses.py`: Ulysses is a mesh with one row.
 """
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seqpar.attention.module import make_strategy
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.comm.routing.routing import Routing
 from seqpar.core.arguments import Deterministic, shown
 from seqpar.softmax.module import Attention
@@ -75,7 +78,7 @@ class USPAttention(Attention):
         if not isinstance(outer, str) or outer not in outers:
             raise ValueError(f"outer must be one of {sorted(outers)}, got {shown(outer)}")
         own = ("outer", "head_groups", "keep", "check_ranks", "deterministic", "routing")
-        between = make_strategy(outers[outer].strategy, outer_options, own)
+        between = make_strategy(outers[outer].strategy, outer_options, own, self.forward)
         comm = Comm.of(mesh)
         usp = USP(head_groups, keep, inner=comm.shape[-1], outer=between)
         self._bind(usp, comm, check_ranks, deterministic, routing)

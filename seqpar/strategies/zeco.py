@@ -1,5 +1,8 @@
 """ZeCO's All-Scan: states pass from span to span, each rank adding its own, in blocks.
 
+In the loop `lasp2` of docs/internals/in_300_lines.md, this strategy replaces the gathering of all
+states: a rank receives the sum of the earlier states, adds its own state, and sends the sum on.
+
 "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (2025), section 3. A
 rank receives one state for each of its spans, and sends on λ^L times it plus the state of its span
 of L rows. A state of K blocks passes through P ranks in the time of (P − 2 + K) / K transfers.
@@ -17,16 +20,16 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import Ints, as_int
 from seqpar.core.device_tables import TableHolder
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
+from seqpar.linear.linear_strategy import Exchange
 from seqpar.linear.scanning import Rounds, ScannedStates, joined
-from seqpar.linear.states.options import StateOptions
-from seqpar.linear.states.strategy import StateCall, StateStrategy
-from seqpar.linear.strategy import Exchange
+from seqpar.linear.states.state_options import StateOptions
+from seqpar.linear.states.state_strategy import StateCall, StateStrategy
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.core.arguments import as_int, check_function
-from seqpar.core.hooks import hooks
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.hooks import set_hooks
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ class Exposure:
         return statistics.median(self.fractions)
 
 
+@outside_graphs
 def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Exposure:
     """Measure how much of the communication of `step` is not hidden under compute.
 
     All ranks of `group` call this with the same step. A round runs the step in three ways:
     unchanged, with exchanges that send nothing, and without the compute of attention. One round
     warms up, and `rounds` rounds are measured. In the second and third way results are arbitrary,
-    so the step must not update anything that you want to keep. All ranks get the same numbers.
+    so the step must not update anything that you want to keep. The step makes its calls in this
+    thread; calls of other threads are computed as usual. All ranks get the same numbers.
 
     Time that ranks wait for each other because their work is uneven counts as exposed; zigzag
     layouts avoid it. A stall in one round does not change a median of three or more.
@@ -89,9 +92,9 @@ def exposure(step: Callable[[], object], group: Group, rounds: int = 5) -> Expos
     times: list[tuple[float, float, float]] = []
     for _ in range(rounds + 1):
         whole = timed()
-        with hooks.set(skip_messages=True):
+        with set_hooks(skip_messages=True):
             compute = timed()
-        with hooks.set(replace_compute=lambda area: None):
+        with set_hooks(replace_compute=lambda area: None):
             communication = timed()
         times.append((whole, compute, communication))
     return Exposure(tuple(times[1:]))

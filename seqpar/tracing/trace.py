@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from seqpar.comm.messages.exchange import Comm, Group
-from seqpar.comm.messages.header import Message
+from seqpar.comm.messages.comm import Comm, Group
+from seqpar.comm.messages.message_header import Message
 from seqpar.core.arguments import as_path
-from seqpar.core.hooks import Moment, TracedWork, hooks, moment
+from seqpar.core.hooks import Moment, TracedWork, hooks, moment, put_hooks
 
 ChromeEvent = dict[str, object]  # a JSON object of Chrome's trace format
 EVENT_KINDS = ("compute", "wait", "flight")  # in the order of the rows of the picture
@@ -39,7 +39,7 @@ class Event:
 
 
 class Trace:
-    """The events of this process within `seqpar.trace()`.
+    """The events of a thread's calls within `seqpar.trace()`.
 
     When the context has ended, events are complete and their times are seconds.
     """
@@ -170,24 +170,18 @@ def _named(kind: str, ids: dict[str, int], name: str) -> ChromeEvent:
     return {"name": f"{kind}_name", "ph": "M", "args": {"name": name}, **ids}
 
 
-_active: list[Trace] = []  # of this process, in the order in which they began
-
-
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Record what this process's attention calls compute, send and wait for, forward and backward.
+    """Record what this thread's attention calls compute, send and wait for, forward and backward.
 
-    On a GPU, times are measured on the current stream: a wait is the time for which the stream was
-    blocked. Of several traces, the one that began last records.
+    The trace also has what autograd's and seqpar's own threads do for these calls. On a GPU, times
+    are measured on the current stream: a wait is the time for which the stream was blocked. Of
+    several traces, the one that began last records.
     """
-    before, recorded = hooks.trace, Trace()
-    hooks.trace = recorded
-    _active.append(recorded)
+    recorded = Trace()
+    put_hooks(traces=(*hooks().traces, recorded))
     try:
         yield recorded
     finally:
-        _active.remove(recorded)
-        if hooks.trace is recorded:
-            others = None if isinstance(before, Trace) else before  # a Trace may have ended
-            hooks.trace = _active[-1] if _active else others
+        put_hooks(traces=tuple(x for x in hooks().traces if x is not recorded))
         recorded.end()

@@ -15,7 +15,7 @@ from seqpar.kernels.lightning_attention import reference
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.backends import triton as backend
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 from tests.kernels.operands import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -30,6 +30,7 @@ def far_apart(operands, stride, dim=1):
 
 TRITON_REFUSES = [  # dtype, (D, Dv), whether there is the interpreter, and what the refusal says
     (torch.float64, (8, 8), True, "q must be bf16, fp16 or fp32"),
+    (torch.bfloat16, (8, 8), True, "q must be fp16 or fp32"),
     (torch.float32, (257, 8), True, "q must have a head dim of at most 256"),
     (torch.float32, (8, 300), True, "v must have a head dim of at most 256"),
     (torch.float32, (8, 8), False, "q must be on a CUDA device"),

@@ -14,7 +14,7 @@ from benchmarks.kernels.efficiency import Alone
 from seqpar import Layout, make_attention, use_backend
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as backend
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 from seqpar.servers.server.compute import compute
 from tests.kernels.lightning_cases import arranged, spans_of
 from tests.support.ranks import virtual

@@ -23,7 +23,7 @@ from seqpar import Layout
 from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as linear_backend
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 from seqpar.softmax.backends import triton as backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
@@ -240,24 +240,6 @@ def test_tables_are_freed_with_their_layout(launched):
         gc.enable()
 
 
-def test_linear_tables_are_freed_with_their_spans(launched):
-    gc.disable()
-    try:
-        spans = spans_of([40, 30], [True, False], [False, True])
-        x = torch.zeros(1, 70, 2, 16, device=DEVICE)
-        options = StateOptions(1.0, True, "triton", None)
-        state = torch.zeros(1, 1, 2, 16, 16, device=DEVICE)
-        linear_backend.Forward(Inputs(x, x, x), spans, options).finish(state)
-        linear_backend.Backward(Inputs(x, x, x), x, spans, options, state).finish(state)
-        tables = [weakref.ref(y) for y in tables_in(spans.derived._results)]
-        assert len(tables) == 4
-        launched.clear()
-        del spans
-        assert [ref() for ref in tables] == [None] * 4
-    finally:
-        gc.enable()
-
-
 def test_a_second_call_prepares_nothing(launched, monkeypatch):
     """What a call needs besides its tensors is looked up, and no table is built or copied."""
     slices = slices_of(Layout.contiguous([0, 40, 70], 1))
@@ -277,28 +259,6 @@ def test_a_second_call_prepares_nothing(launched, monkeypatch):
     assert len(first) == 3 and all(a is b for a, b in zip(first, second, strict=True))
 
 
-def test_linear_calls_share_launches_between_scales(launched):
-    spans = spans_of([40, 30], [True, False], [False, True])
-    x = torch.zeros(1, 70, 2, 16, device=DEVICE)
-    state = torch.zeros(1, 1, 2, 16, 16, device=DEVICE)
-
-    def call(scale):
-        options = StateOptions(scale, True, "triton", None)
-        for local in (False, True):
-            forward = linear_backend.Forward(Inputs(x, x, x), spans, options)
-            backward = linear_backend.Backward(Inputs(x, x, x), x, spans, options, state)
-            for of_pass in (forward, backward):
-                if local:
-                    of_pass.local()
-                of_pass.finish(state)
-        return [launch for launch, _ in launched]
-
-    first = call(1.0)
-    launched.clear()
-    second = call(0.5)
-    assert len(first) > 10 and all(a is b for a, b in zip(first, second, strict=True))
-
-
 @pytest.mark.exhaustive
 def test_one_compilation_of_a_configuration():
     """Over 60 random packs, a ring's forward and backward and linear attention, on one GPU's kind.
@@ -313,33 +273,6 @@ def test_one_compilation_of_a_configuration():
     flash = {"flash_forward": 1, "flash_backward_kv": 2, "flash_backward_q": 1, "flash_delta": 1}
     lightning = {"lightning_recurrence": 4, "lightning_states": 2, "lightning_scan": 2}
     assert json.loads(done.stdout)["sm_90"] == flash | lightning
-
-
-class Compiling:
-    """Stands for a kernel, and for what Triton compiled of it; notes how they are called."""
-
-    arg_names = ("x", "y", "heads", "D", "BLOCK_D")
-
-    def __init__(self):
-        self.calls = []
-
-    def __getitem__(self, grid):
-        def call(*arguments, **flags):
-            self.calls.append((grid, arguments, flags))
-            return None if len(grid) == 3 else self
-
-        return call
-
-
-def test_triton_looks_up_a_launch_once():
-    """Later launches call the compiled kernel directly."""
-    kernel, flags = Compiling(), {"BLOCK_D": 16, "D": 8, "num_warps": 4}
-    launch = launching.Prepared(kernel, (7,), torch.device("cpu"), (2,), flags)
-    x, y = torch.empty(40), torch.empty(40)
-    launching.run(launch, x, y)
-    launching.run(launch, y, x)
-    assert [(grid, named) for grid, _, named in kernel.calls] == [((7,), flags), ((7, 1, 1), {})]
-    assert kernel.calls[1][1] == (y, x, 2, 8, 16)
 
 
 def test_states_of_another_alignment_are_another_call(launched):

@@ -17,7 +17,7 @@ from seqpar.kernels import lightning_attention as kernels
 
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.states.backends import triton as backend
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 from tests.kernels.lightning_cases import (
     DEVICE,
     DTYPES,

@@ -10,6 +10,7 @@ from seqpar.kernels import flash_attention as kernels
 
 from seqpar.softmax.compute.partial import Partial
 from tests.kernels.flash_cases import DEVICE
+from tests.support.tiers import few_rows
 from tests.tools.aot import TARGETS
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -62,6 +63,7 @@ def merged(out, lse, rows, value_dim, by_kernel):
     return partial.out, partial.lse
 
 
+@few_rows()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [slice(4, 9), INDEX], ids=["range", "index"])
 @pytest.mark.parametrize("value_dim", [16, 20])

@@ -35,7 +35,7 @@ OPTIONS = {
 COMMON = {"dim": DIM, "value_dim": DIM, "heads": 8, "device": "cuda" if GPU else "cpu"}
 
 
-@few_rows()
+@few_rows(pairs=GPU)  # Triton's interpreter is slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -64,6 +64,7 @@ def test_softmax_of_equal_documents(strategy, dlse):
 
 
 @pytest.mark.exhaustive
+@few_rows()
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)

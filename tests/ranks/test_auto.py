@@ -13,7 +13,7 @@ import seqpar
 from seqpar import Layout
 from seqpar.auto import measuring
 from seqpar.balance import Cluster, Model
-from seqpar.core.hooks import hooks
+from seqpar.core.hooks import set_hooks
 from seqpar.costs.profile import machine
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.calls import local
@@ -227,7 +227,7 @@ def measured_choices(group):
             if rank == 0:  # what it asks alone holds for no call
                 attn.chosen(*operands, layout, causal=True)
             trace = Recorded()
-            with hooks.set(trace=trace):
+            with set_hooks(traces=(trace,)):
                 out, _ = attn(*operands, layout, causal=True, return_lse=True)
             assert trace.labels == [f"{best} forward"]
             assert attn.choice.strategy == best
@@ -247,7 +247,7 @@ def measured_choices(group):
         tried = seqpar.make_attention("auto", group, **options, once=True)
         operands = local(layout, rank, heads=4, kv_heads=4)
         for replaced in ({"skip_messages": True}, {"replace_compute": lambda area: None}, {}):
-            with hooks.set(**replaced):  # as `exposure` does: a call then takes what it never does
+            with set_hooks(**replaced):  # as `exposure` does: a call then takes what it never does
                 tried(*operands, layout, causal=True)
             assert (tried.choice.ranked[0].measured is None) == bool(replaced)
         with torch.inference_mode():

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import seqpar
 from benchmarks.ranks import decoding
 from seqpar import Layout
-from tests.support.cases import module
+from tests.support.cases import STRATEGIES, VARIANTS, module
 from tests.support.ranks import device_mesh
 
 
@@ -58,6 +58,34 @@ def test_a_cache_grows_on_real_ranks(pool, ranks):
             digest = (ranks - 1).bit_length() * 64
             assert worst <= 1e-12
             assert sent == [partials + digest, partials + digest / 3, partials + digest]
+
+
+def errors_of_strategies(group):
+    """The largest error of `decode` and of a cache, for each strategy on this group."""
+    rank, ranks, tensors = group.rank(), group.size(), drawn(11)
+    layout, (q, k, v) = Layout.zigzag(9, ranks), [x[:, :9] for x in tensors]
+    parts = [layout.shard(x, rank, dim=1) for x in (k, v)]
+    found = {}
+    for name in (*STRATEGIES, *VARIANTS):
+        attn = module(name, group)
+        out = attn.decode(q[:, -2:], *parts, layout)
+        errors = [out - expected(q[:, -2:], k, v)]
+        cache = seqpar.ShardedCache(attn, layout)
+        cache.put(0, *parts)
+        for stop in (10, 11):
+            cache.extend()
+            out = cache.attend(0, *(x[:, stop - 1 : stop] for x in tensors))
+            whole = [x[:, :stop] for x in tensors[1:]]
+            errors.append(out - expected(tensors[0][:, stop - 1 : stop], *whole))
+        found[name] = max(float(x.abs().max()) for x in errors)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_strategy_decodes_with_and_without_a_cache(pool, ranks):
+    for errors in pool(ranks, errors_of_strategies):
+        assert len(errors) == len(STRATEGIES) + len(VARIANTS)
+        assert max(errors.values()) <= 1e-12, errors
 
 
 def error_with_sharded_heads(group):

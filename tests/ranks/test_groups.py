@@ -39,3 +39,14 @@ def on_a_mesh(group):
 
 def test_a_device_mesh_is_a_group(pool):
     assert pool(2, on_a_mesh) == [True, True]
+
+
+def with_a_group_of_its_own(group):
+    dist.new_group([0, 1])
+
+
+def test_groups_of_some_processes_are_noticed(pool):
+    """After such a call, the next group of all four processes would never be complete."""
+    with pytest.raises(AssertionError, match=r"with_a_group_of_its_own .* all processes"):
+        pool(2, with_a_group_of_its_own)
+    assert pool(4, with_a_group_of_its_own) == [None] * 4

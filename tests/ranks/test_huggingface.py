@@ -1,5 +1,10 @@
 """Models of transformers on real ranks: what one process trains, whatever averages gradients."""
 
+import re
+import tempfile
+from datetime import timedelta
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,13 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import seqpar
 from seqpar.integrations import huggingface
+from tests.kernels.test_trainer_fsdp import CASES as FSDP
+from tests.kernels.test_trainer_fsdp import train as train_with_fsdp
 from tests.support import huggingface as hf
 from tests.support import images
 from tests.support.examples import example
 from tests.support.generation import CASES, MORE, generated, prompts
 from tests.support.ranks import device_mesh, hide_from_collector
-from tests.unit.integrations.huggingface.attention.test_buckets import T5
+from tests.unit.integrations.huggingface.test_token_mixing import around_mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 
@@ -51,6 +59,7 @@ def on_rank(group, how, before):
     sp, outer = wrapped(model, group, how, before)
     outputs = outer(**sp.shard(hf.batch("padded")), output_hidden_states=True)
     outputs.loss.backward()
+    sp.average_gradients()
     logits = sp.unshard(outputs.logits).detach()
     assert [x.shape for x in sp.unshard(outputs).hidden_states] == [(2, 22, 32)] * 3
     found = {
@@ -68,6 +77,48 @@ def test_gradients_are_right_under_ddp_fsdp2_and_neither(ready):
         for before in (True, False):
             results = ready(2, on_rank, how, before)
             hf.assert_same(results, expected, hf.real(of))
+
+
+def without_mean(group, module, x):
+    """The tokens without the mean of all ranks' tokens, which the module sums itself."""
+    total = x.detach().mean((0, 1))
+    dist.all_reduce(total, group=group)
+    return x - total / group.size()
+
+
+USERS_CODE = {
+    "by token": lambda _, module, x: 2 * x,
+    "mixes tokens": lambda _, module, x: x.cumsum(1),
+    "sends": without_mean,
+}
+
+
+def with_users_code(group, how, case):
+    """The loss of a model in which there is code of a user's, or what is said of the code."""
+    model = around_mlp(partial(USERS_CODE[case], group))(hf.tiny("LlamaForCausalLM"))
+    sp, outer = wrapped(model, group, how, True)
+    losses = []
+
+    def run():
+        for _ in range(2):
+            loss = outer(**sp.shard(hf.batch("whole"))).loss
+            loss.backward()
+            losses.append(float(loss))
+
+    told = hf.refused(run)
+    return losses if told is None else told
+
+
+@pytest.mark.parametrize("how", ["none", "DDP", "FSDP2"])
+def test_users_code_is_checked_under_averaging(ready, how):
+    alone = around_mlp(lambda _, x: 2 * x)(hf.tiny("LlamaForCausalLM"))
+    expected = float(alone(**hf.batch("whole")).loss)
+    for losses in ready(2, with_users_code, how, "by token"):
+        assert losses == pytest.approx([expected] * 2, rel=1e-5)
+    for told in ready(2, with_users_code, how, "mixes tokens"):
+        assert "model.layers.0.mlp (Around) mixes tokens" in told
+    for losses in ready(2, with_users_code, how, "sends"):
+        assert losses[0] == pytest.approx(losses[1])
 
 
 def gemma():
@@ -89,6 +140,7 @@ def on_rank_of_images(group, how):
     sp = huggingface.enable(outer, group)
     outputs = outer(**sp.shard(images.batch("left", "types", 4)))
     outputs.loss.backward()
+    sp.average_gradients()
     found = {
         name: x.full_tensor() if how == "FSDP2" else x for name, x in hf.gradients(model).items()
     }
@@ -149,7 +201,7 @@ def test_ddp_over_other_ranks_is_refused(ready):
 def measured(group):
     from benchmarks.ranks import huggingface as benchmark
 
-    return benchmark.measure(group, tokens=64, dim=64, rounds=2)
+    return benchmark.timed(group, tokens=64, dim=64, rounds=2)
 
 
 def test_the_enabling_benchmark_agrees_with_calls_by_hand(ready):
@@ -470,6 +522,14 @@ def padded(features):
     }
 
 
+def partly_labelled(features):
+    """`padded`, but without labels in batches whose first token is even."""
+    batch = padded(features)
+    if batch["input_ids"][0, 0] % 2 == 0:
+        batch["labels"].fill_(-100)
+    return batch
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Samples that nobody has counted."""
 
@@ -492,7 +552,9 @@ class Summed:
         self._tokens += int(labels[labels > 0].sum())
         found = {"rows": self._rows, "tokens": self._tokens}
         if prediction.losses is not None:
-            found["losses"] = float(torch.as_tensor(prediction.losses).sum())
+            losses = torch.as_tensor(prediction.losses)
+            found["losses"] = float(losses.nansum())
+            found["lost_losses"] = int(losses.isnan().sum())
         if compute_result:
             self._rows = self._tokens = 0
         return found
@@ -509,8 +571,14 @@ LAST_BATCHES = {  # (samples, options, kind of dataset)
     "accumulated": (14, {"max_steps": 2, "eval_accumulation_steps": 1}, list),
     "during training": (10, {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}, list),
     "own mean": (10, {"max_steps": 2, "average_tokens_across_devices": False}, list),
+    "unlabelled": (14, {"max_steps": 2, "include_for_metrics": ["loss"]}, list),
+    "unlabelled, smoothed": (14, {"max_steps": 2, "label_smoothing_factor": 0.1}, list),
 }
-OF_EVALUATION = ("batch metrics", "losses", "accumulated")  # their options change nothing else
+# Their options change nothing else.
+OF_EVALUATION = (
+    *("batch metrics", "losses", "accumulated"),
+    *("unlabelled", "unlabelled, smoothed"),
+)
 
 
 def quick(case, cases):
@@ -530,7 +598,7 @@ def with_last_batch(base, folder, case, trains=True, group=None):
     trainer = base(
         model=model,
         args=arguments,
-        data_collator=padded,
+        data_collator=partly_labelled if case.startswith("unlabelled") else padded,
         train_dataset=dataset,
         eval_dataset={"all": dataset, "some": kind(labelled(5))},
         compute_metrics=Summed(),
@@ -567,7 +635,7 @@ def assert_alike(found, expected):
         torch.testing.assert_close(found[3][name], x, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [quick(x, ("remainder",)) for x in LAST_BATCHES])
+@pytest.mark.parametrize("case", [quick(x, ("remainder", "unlabelled")) for x in LAST_BATCHES])
 def test_one_group_trains_and_evaluates_short_last_batches(ready, tmp_path, case):
     """Its batches, losses, metrics, predictions and weights are one process's."""
     trains = case not in OF_EVALUATION
@@ -584,10 +652,22 @@ def test_two_groups_evaluate_short_last_batches(ready, tmp_path, case):
         assert_alike(found, expected)
 
 
+def trained_with_fsdp(group, folder, options):
+    hf.launched(group)
+    return train_with_fsdp(folder, group, use_cpu=True, **options)
+
+
+def test_accelerate_makes_ddp_of_fsdp_on_a_cpu(ready, tmp_path):
+    """So that only GPUs show a Trainer with FSDP. FSDP1 raises an error there."""
+    _, expected = train_with_fsdp(str(tmp_path / "alone"), None, use_cpu=True)
+    for kinds, losses in ready(4, trained_with_fsdp, str(tmp_path / "ranks"), FSDP["FSDP2"][0]):
+        assert "DistributedDataParallel" in kinds and not any("FSDP" in kind for kind in kinds)
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
 def of_an_encoder(base, folder, group=None):
     """(losses, weights) of a model with an encoder, of which the last batch is short."""
-    model = hf.tiny("T5ForConditionalGeneration", **T5)
-    model.config.decoder_start_token_id = 0
+    model = hf.tiny("BartForConditionalGeneration", **hf.BART)
     if group is not None:
         huggingface.enable(model, group)
         base = huggingface.trainer(base)
@@ -655,3 +735,103 @@ def test_groups_get_what_accelerate_dispatches(ready):
     for found in ready(4, dispatched):
         for case, (batches, expected) in found.items():
             assert batches == expected, case
+
+
+def broken(*_):
+    raise RuntimeError("text of a user")
+
+
+class Breaking(transformers.LogitsProcessor):
+    def __call__(self, ids, scores):
+        return scores if dist.get_rank() else broken()
+
+
+def broken_by(register):
+    """A step of a model in which rank 0 has a hook that raises an error."""
+
+    def run(group, model, sp):
+        if group.rank() == 0:
+            register(model)
+        model(**sp.shard(hf.batch())).loss.backward()
+
+    return run
+
+
+def broken_around(group, model, sp):
+    sp.disable()
+    outer = torch.nn.Sequential()
+    outer.model = model
+    outer.forward = lambda **batch: model(**batch) if group.rank() else broken()
+    sp = huggingface.enable(outer, group)
+    outer(**sp.shard(hf.batch()))
+
+
+def broken_in_generate(group, model, sp):
+    ids = hf.batch()["input_ids"][:, :6]
+    model.eval().generate(input_ids=ids, max_new_tokens=3, logits_processor=[Breaking()])
+
+
+def broken_in_a_loss(group, model, sp):
+    sp.total(torch.ones(1 + (group.rank() == 0)))
+
+
+def broken_in_a_trainer(group, model, sp):
+    class Callback(transformers.TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            return None if group.rank() else broken()
+
+    kind = huggingface.trainer(transformers.Trainer)
+    given = {"train_dataset": labelled(4), "data_collator": padded, "callbacks": [Callback()]}
+    with tempfile.TemporaryDirectory() as folder:
+        kind(model=model, args=arguments_for(folder, max_steps=1), **given).train()
+
+
+def with_positions_of_zigzag(group, model, sp):
+    """Positions jump, except on the last rank, and transformers makes masks of jumps."""
+    sp.disable()
+    layout = seqpar.Layout.zigzag(22, group.size())
+    ids = layout.shard(hf.batch()["input_ids"][:1], group.rank(), 1)
+    positions = layout.position_ids(group.rank())[None]
+    with seqpar.context_parallel(group, layout):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
+HALFWAY = {
+    "a block": broken_by(lambda x: x.model.layers[1].register_forward_pre_hook(broken)),
+    "behind attention": broken_by(lambda x: x.model.layers[1].mlp.register_forward_hook(broken)),
+    "the model": broken_by(lambda x: x.register_forward_hook(broken)),
+    "before the model": broken_by(lambda x: x.register_forward_pre_hook(broken, prepend=True)),
+    "backward": broken_by(lambda x: x.model.layers[0].mlp.register_full_backward_hook(broken)),
+    "around the model": broken_around,
+    "generate": broken_in_generate,
+    "a loss": broken_in_a_loss,
+    "a trainer": broken_in_a_trainer,
+    "context_parallel": with_positions_of_zigzag,
+}
+
+
+def error_of(group, case, check_ranks):
+    """(the error's type, its text) of a rank."""
+    hf.launched(group)
+    apart = dist.new_group(timeout=timedelta(seconds=60))
+    model = hf.tiny("LlamaForCausalLM")
+    sp = huggingface.enable(model, apart, check_ranks=check_ranks)
+    try:
+        HALFWAY[case](apart, model, sp)
+    except Exception as error:
+        return type(error), str(error)
+
+
+# Without check_ranks, DDP's own messages are the first that wait for a trainer's rank.
+CHECKED = [(x, True) for x in HALFWAY] + [(x, False) for x in HALFWAY if x != "a trainer"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "check_ranks"), CHECKED)
+def test_an_error_of_one_rank_reaches_the_others(ready, case, check_ranks):
+    (kind, text), *_, (other, said) = ready(4, error_of, case, check_ranks)
+    assert issubclass(kind, RuntimeError | ValueError) and kind is not seqpar.PeerError
+    assert other is seqpar.PeerError
+    told = re.escape("its backward failed" if case == "backward" else text.partition(" (")[0])
+    assert re.match(rf"rank \d raised an error, and did not send: {kind.__name__}: {told}", said)
+    assert "Timed out" not in said  # as gloo says when the group's timeout ends a wait

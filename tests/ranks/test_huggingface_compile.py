@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from seqpar.integrations import huggingface
 from tests.support import generation
 from tests.support import huggingface as hf
 from tests.support.ranks import hide_from_collector, virtual
+from tests.unit.integrations.huggingface.test_token_mixing import around_mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -64,6 +66,7 @@ def steps(sp, model):
         before = {x.name: (x.calls, x.forward_bytes, x.backward_bytes) for x in sp.report().layers}
         loss = model(**sp.shard(batch(lengths))).loss
         loss.backward()
+        sp.average_gradients()
         gradients = {name: x.clone() for name, x in hf.gradients(model).items()}
         rows = [(x.calls, x.forward_bytes, x.backward_bytes) for x in sp.report().layers]
         sent = [
@@ -129,7 +132,6 @@ REFUSED = {
     "it is compiled already": compiled_twice,
     "it was disabled": compiled_when_disabled,
     "its masks are not those of causal models": enabled("BertForMaskedLM", **NO_DROPOUT),
-    "its layers compute attention themselves": enabled("BloomForCausalLM"),
 }
 
 
@@ -153,3 +155,64 @@ def test_a_compiled_model_generates_and_restores_its_forward():
     ((found, restored),) = virtual(1, run)
     generation.assert_same(found, expected, found)
     assert restored
+
+
+def losses(group, folder):
+    """The losses of a Trainer that drops the columns which the model's forward does not take."""
+    model, base = hf.tiny("LlamaForCausalLM", **ONE), transformers.Trainer
+    if group is not None:
+        hf.launched(group)
+        torch._dynamo.reset()
+        huggingface.enable(model, group).compile(backend="eager")
+        base = huggingface.trainer(base)
+    of = hf.batch()
+    rows = [{name: x[i] for name, x in of.items()} | {"note": i} for i in (0, 1)]
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        optim="sgd",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = base(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.exhaustive  # test_enabled_and_compiled_forwards... holds the signature alone
+def test_a_trainer_keeps_the_columns_of_a_compiled_model(pool, tmp_path):
+    expected = losses(None, str(tmp_path / "alone"))
+    for found in pool(4, losses, str(tmp_path / "ranks")):
+        assert found == pytest.approx(expected, abs=2e-5)
+
+
+def with_users_code(group, how):
+    """(how many graphs there are after each call, what is said of code that mixes tokens)."""
+    made = []
+    for change in (lambda _, x: 2 * x, lambda _, x: x.cumsum(1)):
+        counter = CompileCounterWithBackend("eager")
+        model = around_mlp(change)(hf.tiny("LlamaForCausalLM"))
+        layers = model.model.layers
+        if how == "modules":
+            layers[0] = torch.compile(layers[0], backend=counter)
+        sp = huggingface.enable(model, group)
+        if how == "whole":
+            sp.compile(backend=counter)
+        elif how == "blocks":
+            layers[0].compile(backend=counter)
+        for _ in range(0 if made else 2):
+            model(**sp.shard(hf.batch("packed")))
+            made.append(counter.frame_count)
+    return made, hf.refused(lambda: model(**sp.shard(hf.batch("packed"))))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["whole", "blocks", "modules"])
+def test_users_code_is_checked_before_it_is_compiled(pool, how):
+    for made, told in pool(2, with_users_code, how):
+        assert made == [0, 1]
+        assert "model.layers.0" in told and "(Around) mixes tokens" in told

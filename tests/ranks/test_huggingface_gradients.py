@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
-from tests.support.tiers import exhaustive_rows, quickly
+from tests.support.tiers import exhaustive_pairs, quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 
@@ -36,7 +36,8 @@ FSDP2 = {
     "FSDP2 on layers": (True, False),
     "FSDP2 on the root": (False, True),
 }
-WRAPPERS = ["none", "DDP", *FSDP1, *FSDP2]
+AVERAGING = ["FSDP2", "FSDP2 on the root"]  # "FSDP2 on layers" leaves parameters out
+WRAPPERS = ["none", "DDP", *FSDP1, *AVERAGING]
 RATE = 64.0
 
 
@@ -83,7 +84,8 @@ def wrap(model, group, wrapper):
 def penalty(model, anchors):
     """Half the weights' squares, or those of their distance from anchors: EWC's."""
     pairs = zip(model.parameters(), anchors, strict=True)
-    return 0.05 * sum((x - y).square().sum() for x, y in pairs)
+    terms = [(x - y).square().sum() for x, y in pairs]
+    return 0.05 * sum(x.full_tensor() if hasattr(x, "full_tensor") else x for x in terms)
 
 
 def whole(x):
@@ -110,39 +112,20 @@ def train(model, outer, way, sp=None):
             return shifted, int((shifted != -100).sum())
         return sp.shard(batch)["labels"], sp.count_labels(batch)
 
-    parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
-    found = {}
-    if way == "autograd.grad":
-        grads = torch.autograd.grad(call().loss, list(parameters.values()), allow_unused=True)
-        return {n: whole(g) for n, g in zip(parameters, grads, strict=True) if g is not None}
-    if way == "tensor hooks":
-        for name, x in parameters.items():
-            x.register_hook(lambda g, name=name: found.__setitem__(name, whole(g)))
-        call().loss.backward()
-        return found
-    if way == "hooks after accumulation":
-        for name, x in parameters.items():
-            x.register_post_accumulate_grad_hook(
-                lambda x, name=name: found.__setitem__(name, whole(x.grad))
-            )
-        call().loss.backward()
-        return found
-    if way in ("an optimizer in backward", "torch's optimizer in backward"):
-        before = {name: whole(x) for name, x in parameters.items()}
-        if way.startswith("torch"):
-            from torch.distributed.optim import _apply_optimizer_in_backward  # it warns
+    def average():
+        if sp is not None:
+            sp.average_gradients()
 
-            _apply_optimizer_in_backward(torch.optim.SGD, parameters.values(), {"lr": RATE})
-        else:
-            for x in parameters.values():
-                optimizer = torch.optim.SGD([x], RATE)
-                x.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
-        call().loss.backward()
-        after = {name: whole(x) for name, x in parameters.items()}
-        return {name: (before[name] - after[name]) / RATE for name in before}
     if way == "two backwards":
         call().loss.backward()
         call(other).loss.backward()
+    elif way == "averages after each backward":
+        call().loss.backward()
+        average()
+        call(other).loss.backward()
+    elif way == "a penalty in its own backward":
+        call().loss.backward()
+        penalty(model, [0.0 for _ in model.parameters()]).backward()
     elif way == "two forwards":
         first, second = call().loss, call(other).loss
         (first + 2 * second).backward()
@@ -180,6 +163,7 @@ def train(model, outer, way, sp=None):
         del mlp.forward
     else:
         call().loss.backward()
+    average()
     if isinstance(outer, FullyShardedDataParallel):  # which gives no gradients of flat parameters
         torch.optim.SGD(outer.parameters(), RATE).step()
         before = dict(build("llama").named_parameters())
@@ -220,16 +204,13 @@ def assert_right(pool, ranks, cells):
 
 WAYS = [
     "backward",
-    "autograd.grad",
-    "tensor hooks",
-    "hooks after accumulation",
-    "an optimizer in backward",
-    "torch's optimizer in backward",
     "two backwards",
+    "averages after each backward",
     "two forwards",
     "a graph that is kept",
     "a penalty of the weights",
     "a penalty of their distance",
+    "a penalty in its own backward",
     "a loss with total",
     "a head outside",
     "embeddings outside",
@@ -254,8 +235,8 @@ def test_shared_weights_and_unused_experts_are_right(pool):
     cells = [
         (name, wrapper, way)
         for name in ("tied", "experts")
-        for wrapper in ("none", "DDP", "FSDP2 on layers")
-        for way in ("backward", "a frozen base", "hooks after accumulation")
+        for wrapper in ("none", "DDP", "FSDP2")
+        for way in ("backward", "a frozen base")
     ]
     assert_right(pool, 2, cells)
 
@@ -263,19 +244,18 @@ def test_shared_weights_and_unused_experts_are_right(pool):
 def test_penalties_count_once_whoever_averages(pool):
     """FSDP2 has them in shards, and FSDP1 in flat parameters, of which users make their own."""
     ways = ["a penalty of the weights", "a penalty of their distance"]
-    wrappers = ["none", "DDP", "FSDP2 on layers"]
+    wrappers = ["none", "DDP", "FSDP2"]
     assert_right(pool, 2, [("llama", wrapper, way) for wrapper in wrappers for way in ways])
 
 
 @pytest.mark.parametrize(
-    ("name", "wrapper", "ranks"), exhaustive_rows([*MODELS], ["none", "DDP"], [2, 4])
+    ("name", "wrapper", "ranks"), exhaustive_pairs([*MODELS], ["none", "DDP"], [2, 4])
 )
 def test_every_way_is_right_for_every_model(pool, name, wrapper, ranks):
     outside = {"a head outside", "embeddings outside", "a failure before"}  # DDP is not called so
     again = {"a graph that is kept", "two forwards", "reentrant checkpoints"}  # nor does it
     again |= {"a frozen base in checkpoints"}  # reentrant ones too
-    again |= {"a checkpoint around a part", "torch's optimizer in backward"}  # on CPUs
-    again |= {"autograd.grad"}  # which is refused
+    again |= {"a checkpoint around a part"}
     skipped = outside | again if wrapper == "DDP" else set()
     assert_right(pool, ranks, [(name, wrapper, way) for way in WAYS if way not in skipped])
 
@@ -313,8 +293,9 @@ def test_losses_of_one_rank_are_refused(pool):
     first, second = pool(2, refusals, "none")
     assert first == second
     assert all("loss must be the model's own, outputs.loss" in text for text in first[:3])
-    assert "loss must not depend on lm_head.weight outside" in first[3]
-    assert "a tensor (1, 64) that is not the model's" in first[4]
+    assert first[3] is True  # a parameter of the model, which average_gradients averages
+    assert "loss must not depend on a tensor" in first[4]
+    assert "that is not the model's" in first[4]
 
 
 @pytest.mark.parametrize("wrapper", quickly("DDP", "FSDP1", "FSDP2"))
@@ -359,7 +340,7 @@ def beside_the_loss(group, wrapper):
     return told
 
 
-@pytest.mark.parametrize("wrapper", ["none", "FSDP2"])
+@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2"])
 def test_terms_of_one_rank_are_refused(pool, wrapper):
     for told in pool(2, beside_the_loss, wrapper):
         assert all("loss must be the model's own, outputs.loss" in text for text in told[:5])
@@ -368,7 +349,6 @@ def test_terms_of_one_rank_are_refused(pool, wrapper):
 
 
 UNDER_DDP = {  # what a rank is told whose DDP would leave its own part of a gradient
-    "autograd.grad": "torch.autograd.grad must not be given parameters in DDP",
     "a graph that is kept": "loss.backward() must not be called again",
     "two forwards first": "loss.backward() must not be called again",
     "an unused parameter": "loss must reach all parameters in DDP",
@@ -388,9 +368,7 @@ def under_ddp(group):
             of = {"inputs_embeds": embeddings, "labels": of["labels"]}
         loss = outer(**sp.shard(of)).loss
         try:
-            if way == "autograd.grad":
-                torch.autograd.grad(loss, [model.lm_head.weight])
-            elif way == "two forwards first":
+            if way == "two forwards first":
                 second = outer(**sp.shard(of)).loss
                 loss.backward()
                 second.backward()
@@ -438,28 +416,32 @@ BROUGHT = {  # whether each is refused
     "a forward hook": True,
     "a forward pre-hook": True,
     "another forward": True,
-    "the model's own, kept": True,
+    "the model's own, kept": False,
     "the model's own, read": False,
     "a module's": False,
     "a frozen one": False,
 }
 
 
+def brought_to(wrapper):
+    """The ways for a wrapper: torch refuses a shard of FSDP2's that is kept for a call."""
+    return [way for way in BROUGHT if (way, wrapper) != ("the model's own, kept", "FSDP2")]
+
+
 def with_tensors(group, wrapper):
-    """What a rank is told of each tensor that a hook brings after a call without it."""
+    """What a rank is told of each tensor that a hook brings into the model's call."""
     told = {}
-    for way in BROUGHT:
+    for way in brought_to(wrapper):
         model = build("llama")
         sp = huggingface.enable(model, group)
         if way == "a module's":
             bring(model, way)
         outer = wrap(model, group, wrapper)
         if way != "a module's":
-            outer(**sp.shard(hf.batch())).loss.backward()
-            model.zero_grad()
             bring(model, way)
         try:
             outer(**sp.shard(hf.batch())).loss.backward()
+            sp.average_gradients()
             told[way] = {name: whole(x.grad) for name, x in model.named_parameters()}
         except ValueError as refused:
             told[way] = str(refused)
@@ -467,13 +449,12 @@ def with_tensors(group, wrapper):
     return told
 
 
-@pytest.mark.parametrize("wrapper", quickly("none", "DDP", "FSDP2 on layers"))
+@pytest.mark.parametrize("wrapper", quickly("none", "DDP", "FSDP2"))
 def test_a_hooks_own_trainable_tensors_are_refused(pool, wrapper):
-    averaged = {"DDP": ("the model's own, kept",)}  # by DDP, whoever uses it
     for told in pool(2, with_tensors, wrapper):
-        for way, refused in BROUGHT.items():
-            if refused and way not in averaged.get(wrapper, ()):
-                assert "model must not use" in told[way] and "in a hook" in told[way], way
+        for way in brought_to(wrapper):
+            if BROUGHT[way]:
+                assert "model must not use" in told[way] and "in its call" in told[way], way
                 continue
             model = build("llama")
             bring(model, way)
@@ -497,6 +478,8 @@ def of_two_models(group, wrappers):
             outer(**sp.shard(hf.batch())).logits for outer, sp in zip(outers, sps, strict=True)
         ]
         sps[0].total((outputs[0] - outputs[1]).square().sum()).backward()
+        for sp in sps:
+            sp.average_gradients()
     return [whole(x.grad) for model in models for x in model.parameters()]
 
 
@@ -512,14 +495,14 @@ def test_a_term_of_two_models_is_right(pool, wrappers):
 def misled(group, wrapper):
     """What a rank is told of backwards whose gradients would differ from one process's."""
     told = {}
-    for way in MISLED:
+    for way in [*MISLED, *UNWRAPPED]:
         model = build("llama")
         sp = huggingface.enable(model, group)
         outer = wrap(model, group, wrapper)
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
         local = sp.shard(hf.batch())
 
-        def call(way=way, sp=sp, outer=outer, local=local, optimizer=optimizer):
+        def call(way=way, sp=sp, outer=outer, local=local, optimizer=optimizer, model=model):
             if way == "scaled by the rank":
                 (outer(**local).loss * (1 + group.rank())).backward()
             elif way == "a total scaled by the rank":
@@ -532,11 +515,49 @@ def misled(group, wrapper):
                 one = torch.ones((), requires_grad=True)
                 logits = checkpoint(lambda x: outer(**local).logits * x, one, use_reentrant=True)
                 logits.sum().backward()
-            elif wrapper == "DDP":
-                with outer.no_sync():
+            elif way == "a step without an average":
+                outer(**local).loss.backward()
+                optimizer.step()
+            elif way == "a step after an average":
+                outer(**local).loss.backward()
+                sp.average_gradients()
+                optimizer.step()
+            elif way == "a closure without an average":
+                optimizer.step(lambda: outer(**local).loss.backward())
+            elif way == "a step after disable":
+                outer(**local).loss.backward()
+                sp.disable()
+                del sp
+                optimizer.step()
+            elif way == "gradients zeroed in place":
+                outer(**local).loss.backward()
+                optimizer.zero_grad(set_to_none=False)
+                model.lm_head.weight.requires_grad_(False)
+                outer(**local).loss.backward()
+                sp.average_gradients()
+                optimizer.step()
+            elif way == "an average in no_sync":
+                with outer.no_sync() if wrapper == "DDP" else contextlib.nullcontext():
                     outer(**local).loss.backward()
-                if way == "a backward in no_sync and one after it":
-                    outer(**local).loss.backward()
+                sp.average_gradients()
+            elif way == "an optimizer in backward":
+                for x in model.parameters():
+                    step = torch.optim.SGD([x], 1.0).step
+                    x.register_post_accumulate_grad_hook(lambda _, step=step: step())
+                outer(**local).loss.backward()
+            elif way == "clipped before the average":
+                outer(**local).loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                sp.average_gradients()
+            elif way == "clipped between two backwards":
+                outer(**local).loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                outer(**local).loss.backward()
+            elif way == "clipped after the average":
+                outer(**local).loss.backward()
+                sp.average_gradients()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                sp.average_gradients()
                 optimizer.step()
 
         told[way] = hf.refused(call)
@@ -549,19 +570,85 @@ MISLED = {
     "a total scaled by the rank": "loss must be multiplied by the same number on all ranks",
     "logits in a reentrant checkpoint": "use_reentrant must be False for a checkpoint around",
     "a reentrant checkpoint without total": "use_reentrant must be False for a checkpoint around",
-    "a backward in no_sync": "optimizer must not step: the last backward ran in DDP's no_sync",
-    "a backward in no_sync and one after it": None,
+}
+UNWRAPPED = {  # what is wrong only where nobody averages
+    "a closure without an average": "call sp.average_gradients() after backward",
+    "a step after disable": "call sp.average_gradients() after backward",
+    "gradients zeroed in place": None,
+    "an average in no_sync": None,
+    "a step without an average": "call sp.average_gradients() after backward",
+    "a step after an average": None,
+    "an optimizer in backward": "optimizer must not step in backward",
+    "clipped before the average": "was clipped or replaced; average first",
+    "clipped between two backwards": "was clipped or replaced; average first",
+    "clipped after the average": None,
 }
 
 
-@pytest.mark.parametrize("wrapper", quickly("DDP", "none", "FSDP2 on layers"))
+@pytest.mark.parametrize("wrapper", quickly("DDP", "none", "FSDP2"))
 def test_misleading_backwards_are_refused(pool, wrapper):
     for told in pool(2, misled, wrapper):
         for way, text in MISLED.items():
-            if text is None or ("no_sync" in way and wrapper != "DDP"):
+            assert text in (told[way] or "nothing"), way
+        for way, text in UNWRAPPED.items():
+            if way == "an average in no_sync" and wrapper == "DDP":
+                assert "gradients must not be averaged now" in told[way]
+            elif wrapper != "none" or text is None:
                 assert told[way] is None, way
             else:
                 assert text in (told[way] or "nothing"), way
+
+
+LEFT_OUT = {
+    "FSDP2 on layers": "parameters that FSDP leaves out, got model.embed_tokens.weight",
+    "DDP before": "DDP leaves out: 21 are trainable, and 20 were when DDP was made",
+    "DDP on a part": "parameters that DDP leaves out, got model.layers.0.self_attn.q_proj.weight",
+    "FSDP1 with ignored parameters": "parameters that FSDP leaves out, got lm_head.weight",
+}
+
+
+def left_out(group):
+    """What a rank is told whose wrapper leaves trainable parameters out, then frozen ones."""
+    told = {}
+    for way in LEFT_OUT:
+        for frozen in (False, True):
+            model = build("llama")
+            sp = huggingface.enable(model, group)
+            if way == "DDP on a part":
+                rest = [x for name, x in model.named_parameters() if "layers.0" in name]
+                names = {name for name, _ in model.named_parameters() if "layers.0" in name}
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+                outer = wrap(model, group, "DDP")
+            elif way == "DDP before":
+                rest = [model.lm_head.weight.requires_grad_(False)]
+                outer = wrap(model, group, "DDP")
+            elif way == "FSDP2 on layers":
+                outer = wrap(model, group, way)
+                rest = [model.model.embed_tokens.weight, model.model.norm.weight]
+                rest.append(model.lm_head.weight)
+            else:
+                rest = [model.lm_head.weight]
+                outer = FullyShardedDataParallel(
+                    model,
+                    process_group=group,
+                    device_id=torch.device("cpu"),
+                    use_orig_params=True,
+                    ignored_states=rest,
+                )
+            for x in rest:
+                x.requires_grad_(not frozen)
+            told[way, frozen] = hf.refused(
+                lambda: outer(**sp.shard(hf.batch())).loss.backward()  # noqa: B023
+            )
+            sp.disable()
+    return told
+
+
+def test_parameters_that_a_wrapper_leaves_out_are_refused(pool):
+    for told in pool(2, left_out):
+        for way, text in LEFT_OUT.items():
+            assert text in (told[way, False] or "nothing"), way
+            assert told[way, True] is None, way
 
 
 def sums(state, bucket):
@@ -649,6 +736,8 @@ def terms(model, outer, term, way, sp=None):
     first, second = map(call, batches)
     loss = first + 2 * second
     loss.backward()
+    if sp is not None:
+        sp.average_gradients()
     grads = {n: whole(x.grad) for n, x in model.named_parameters() if x.grad is not None}
     return loss.detach(), grads
 
@@ -678,7 +767,7 @@ def assert_terms_are_right(pool, cells):
 
 def dealt(rows):
     """Some of the rows for each wrapper, all of them in turn; the others are exhaustive."""
-    wrappers = ["none", "DDP", "FSDP2", "FSDP2 on layers"]
+    wrappers = ["none", "DDP", "FSDP2"]
     for i, wrapper in enumerate(wrappers):
         quick = rows[i :: len(wrappers)]
         others = [row for row in rows if row not in quick]

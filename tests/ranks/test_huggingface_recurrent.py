@@ -30,6 +30,7 @@ def on_rank(group, how, before):
     sp = sp or huggingface.enable(outer, group)
     outputs = outer(**sp.shard(hf.batch("padded")))
     outputs.loss.backward()
+    sp.average_gradients()
     found = {
         name: x.full_tensor() if how == "FSDP2" else x for name, x in hf.gradients(model).items()
     }

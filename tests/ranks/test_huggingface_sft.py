@@ -155,7 +155,7 @@ def test_it_saves_and_resumes_with_metrics(ready, tmp_path):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_short_last_batches_are_one_processs(ready, tmp_path, groups):
+def test_short_last_batches_are_those_of_one_process(ready, tmp_path, groups):
     """Two groups evaluate, after a training on whole batches."""
     import trl
 
@@ -177,7 +177,7 @@ def curve(group, folder):
     return [x["loss"] for x in trainer.state.log_history if "loss" in x]
 
 
-def test_the_examples_loss_curve_is_one_processs(ready, tmp_path):
+def test_the_examples_loss_curve_is_that_of_one_process(ready, tmp_path):
     expected = curve(None, str(tmp_path / "alone"))
     for found in ready(4, curve, str(tmp_path / "ranks")):
         assert len(found) == 4 and found == pytest.approx(expected, abs=2e-5)

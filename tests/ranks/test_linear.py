@@ -43,7 +43,7 @@ def assert_equals_the_oracle(pool, ranks, case):
         assert_right(got, expected, case.dtype)
 
 
-@examples(12, 100)
+@examples(12, 50)
 @given(drawn=linear_cases(torch.float64))
 def test_equals_the_recurrence(pool, drawn):
     """Any layout, ranks, chunk size and number of blocks, with and without decay, initial and final

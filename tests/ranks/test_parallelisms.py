@@ -13,6 +13,7 @@ import seqpar
 from tests.support.cases import STRATEGIES
 from tests.support.examples import example
 from tests.support.ranks import device_mesh
+from tests.support.tiers import few_rows
 
 
 def error(group, kind, strategy):
@@ -23,11 +24,12 @@ KINDS = ["ddp", "fsdp", "tp", "pipeline"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_one_processs(pool, kind):
+def test_gradients_are_those_of_one_process(pool, kind):
     assert max(pool(4, error, kind, "ring")) <= 1e-6
 
 
 @pytest.mark.exhaustive
+@few_rows(pairs=False)
 @pytest.mark.parametrize("strategy", [x for x in STRATEGIES if x not in ("mesh", "ring", "usp")])
 @pytest.mark.parametrize("kind", ["tp", "pipeline"])
 def test_every_strategy_has_them(pool, kind, strategy):

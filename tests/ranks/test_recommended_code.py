@@ -8,13 +8,13 @@ import torch
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.simulate.recommendations.divisions import divisions
 from seqpar.simulate.recommendations.ways import ways_of
 from tests.support.calls import local
 from tests.support.ranks import groups_end
 from tests.unit.simulate.recommendations.test_divisions import LENGTHS
-from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL
+from tests.unit.simulate.steps.test_training_step import CLUSTER, MODEL
 
 
 def run(group, code):

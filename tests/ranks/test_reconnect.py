@@ -91,6 +91,6 @@ def test_a_missing_group_is_named(pool):
 
 
 def test_a_module_without_a_group_cannot_be_saved():
-    attn = seqpar.RingAttention(seqpar.comm.messages.exchange.Comm("silent", 0, 2))
+    attn = seqpar.RingAttention(seqpar.comm.messages.comm.Comm("silent", 0, 2))
     with pytest.raises(RuntimeError, match="the process group 'silent' has been destroyed"):
         pickle.dumps(attn)

@@ -22,7 +22,7 @@ from tests.unit.linear.maps.test_transports import is_refused
 LAYOUT = Layout.zigzag([0, 40, 90], 2)
 
 
-@examples(5, 80)
+@examples(5, 40)
 @given(drawn=recurrent_calls(torch.float64).filter(lambda drawn: not is_refused(drawn[1])))
 def test_equals_the_recurrence(pool, drawn):
     ranks, call = drawn

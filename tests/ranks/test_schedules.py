@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.tools import states
 from tests.tools.schedules import DATA, IMAGES, MOVES, RANKS, pictures, traced, written
 
 
@@ -14,18 +13,8 @@ def test_a_schedule_is_what_ranks_do(pool, name):
     assert pool(RANKS, traced, name) == kept, "run python -m tests.tools.schedules"
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_a_strategys_page_shows_its_picture(name):
-    page = (IMAGES.parent / f"strategies/{name}.md").read_text()
-    assert f"(../images/schedule_{name}.svg)" in page
-
-
 def test_pictures_are_drawn_of_them():
     data = json.loads(DATA.read_text())
     assert DATA.read_text() == written(data)
     for file, drawn in pictures(data).items():
         assert (IMAGES / file).read_text() == drawn, file
-
-
-def test_the_picture_of_states_is_what_traffic_says():
-    assert states.FILE.read_text() == states.drawn(), "run python -m tests.tools.states"

@@ -62,7 +62,7 @@ def cases(draw, dtype, max_tokens=40):
     return ranks, case
 
 
-@examples(10, 100)
+@examples(10, 50)
 @given(drawn=cases(torch.float64))
 def test_equals_the_oracle(pool, drawn):
     ranks, case = drawn
@@ -71,7 +71,7 @@ def test_equals_the_oracle(pool, drawn):
         assert_right(got, expected, case.dtype)
 
 
-@examples(6, 40)
+@examples(6, 20)
 @given(drawn=st.sampled_from([torch.float32, torch.bfloat16]).flatmap(cases))
 def test_short_precisions_stay_near_the_oracle(pool, drawn):
     ranks, case = drawn
@@ -121,12 +121,10 @@ def outputs_permuted(group, case, index):
     return case.layout.unshard(out, group).numpy()
 
 
-SAME_CALLS = []  # in CI, a strategy repeats one dtype once, and the other often
+SAME_CALLS = []  # a strategy repeats one dtype once, and the other often
 for i, name in enumerate(STRATEGIES):
     once, often = (torch.float32, torch.bfloat16)[:: -1 if i % 2 else 1]
-    marks = [pytest.mark.exhaustive, pytest.mark.every_row]
-    SAME_CALLS += [(name, once, 2), pytest.param(name, often, 10, marks=marks[:1])]
-    SAME_CALLS += [pytest.param(name, dtype, 20, marks=marks) for dtype in (once, often)]
+    SAME_CALLS += [(name, once, 2), pytest.param(name, often, 10, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize(("strategy", "dtype", "times"), SAME_CALLS)

@@ -11,7 +11,7 @@ from seqpar.bench.workers import rank as module
 from seqpar.bench.workers.rank import Rank, answer_to
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import Workload
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.strategies.registry import SOFTMAX
 
 WORKLOAD = Workload(4, 96, 4, 4, 8, "causal", "fp32", "forward+backward")
@@ -19,15 +19,15 @@ BY_HAND = "all-to-all-by-hand"
 
 
 def answers(group):
-    """What this rank answers, by task and contender."""
+    """What this rank answers, by request and contender."""
     torch.manual_seed(0)
     measuring, module.EXPOSURE_ROUNDS = Rank(Comm.of(group), torch.device("cpu")), 1
     asked = [("check", name) for name in (ONE, *SOFTMAX, BY_HAND)]
     asked += [("costs", "ring"), ("costs", BY_HAND), ("time", "ring"), ("time", ONE)]
     found = {}
     for what, name in asked:
-        task = {"do": what, "workload": WORKLOAD.as_dict(), "contender": name}
-        found[what, name] = json.loads(json.dumps(answer_to(measuring, task)))
+        request = {"do": what, "workload": WORKLOAD.as_dict(), "contender": name}
+        found[what, name] = json.loads(json.dumps(answer_to(measuring, request)))
     layout = Layout.zigzag(96, 4)
     traffic = make_attention("ring", group).traffic(
         *torch.zeros(3, layout.tokens_on(group.rank()), 4, 8), layout, causal=True

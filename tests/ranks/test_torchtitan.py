@@ -141,7 +141,7 @@ CASES = {  # on all processes of the pool, since meshes are made by all
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", CASES)
-def test_llama_has_one_processs_logits_and_gradients(pool, kind):
+def test_llama_has_the_logits_and_gradients_of_one_process(pool, kind):
     sizes, *options = CASES[kind]
     for worst in pool(4, on_rank, sizes, *options):
         assert worst < 1e-5, worst

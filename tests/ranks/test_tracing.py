@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.core.hooks import hooks
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.core.hooks import set_hooks
 from tests.support.cases import STRATEGIES, module
 from tests.support.servers import wait_until
 
@@ -165,7 +165,7 @@ def exposed(group, compute_seconds):
     try:
         with (
             mock.patch.object(time, "perf_counter", clock.seconds),
-            hooks.set(replace_compute=compute),
+            set_hooks(replace_compute=compute),
         ):
             return seqpar.exposure(lambda: call(attn, layout, backward=False), group, rounds=3)
     finally:

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.calls import local
 from tests.support.ranks import device_mesh
 

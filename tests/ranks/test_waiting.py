@@ -85,14 +85,14 @@ def test_a_rank_that_dies_measuring_is_blamed(tmp_path):
         for pipe in pool._pipes:
             pipe.send((2, dies, (str(tmp_path),)))
         assert pool._pipes[1].poll(30)
-        kind, text = pool._pipes[1].recv()
+        (kind, text), _ = pool._pipes[1].recv()
     assert kind == "result" and text.startswith("rank 0 died or was stopped")
     assert "rank 0 measures this machine" in text
 
 
 def without_heartbeat(group, folder):
     """Wait as ranks of NCCL do, whose groups have no heartbeat."""
-    comm = seqpar.comm.messages.exchange.Comm.of(group)
+    comm = seqpar.comm.messages.comm.Comm.of(group)
     kept, comm._heartbeat = comm._heartbeat, None
     try:
         done = waiting.while_others_wait(comm, lambda: time.sleep(3) or "done", "work", 10)
@@ -118,7 +118,7 @@ def test_small_groups_measure_by_themselves(impatient, tmp_path):
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "60", True])
 def test_measure_seconds_must_be_finite(seconds):
-    group = seqpar.comm.messages.exchange.Comm("none", 0, 2)
+    group = seqpar.comm.messages.comm.Comm("none", 0, 2)
     with pytest.raises(ValueError, match=r"^measure_seconds must be"):
         seqpar.make_attention("auto", group, cluster=NODES, measure_seconds=seconds)
 

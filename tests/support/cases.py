@@ -6,13 +6,12 @@ import functools
 import itertools
 
 import numpy as np
-import pytest
 import torch
 from einops import rearrange, repeat
 from hypothesis import strategies as st
 
 from seqpar import Layout, Mask, make_attention, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.layout.cuts.striped import EvenStripes
 from seqpar.layout.cuts.zigzag import EvenZigzag
 from seqpar.strategies.registry import SOFTMAX
@@ -91,16 +90,6 @@ VARIANTS = [
 ]
 
 
-def strategies_by(cases):
-    """Rows of each strategy and variant with each case: one per strategy is not exhaustive."""
-    found = []
-    for i, strategy in enumerate([*STRATEGIES, *VARIANTS]):
-        for j, name in enumerate(cases):
-            marks = () if (j - i) % len(cases) == 0 else pytest.mark.exhaustive
-            found.append(pytest.param(strategy, name, marks=marks))
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One attention call, to be made on some ranks: enough to make the same inputs everywhere."""
@@ -116,7 +105,7 @@ class Case:
     softcap: float = 0.0
     alibi: str = ""  # slopes of "heads", or of each batch entry's, "batch"
     sinks: bool = False
-    dlse: bool = False
+    dlse: float = 0.0  # the size of the gradient of lse, if it has one
     batch: int | None = None
     heads: int = 2
     kv_heads: int = 1
@@ -125,6 +114,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     backend: str = "aten"
     seed: int = 0
+    common: float = 0.0  # if any, it is added to a tenth of q and k: scores are large and alike
     module_options: tuple = ()
     device: str = "cpu"
 
@@ -134,16 +124,17 @@ class Case:
         batch = () if self.batch is None else (self.batch,)
         tokens, keys = self.layout.tokens, (self.kv_layout or self.layout).tokens
 
-        def draw(*shape, dtype=self.dtype):
+        def draw(*shape, dtype=self.dtype, common=0.0):
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            drawn = drawn / 10 + common if common else drawn
             return drawn.to(self.device, dtype)
 
-        q = draw(*batch, tokens, self.heads, self.dim)
-        k = draw(*batch, keys, self.kv_heads, self.dim)
+        q = draw(*batch, tokens, self.heads, self.dim, common=self.common)
+        k = draw(*batch, keys, self.kv_heads, self.dim, common=self.common)
         v = draw(*batch, keys, self.kv_heads, self.value_dim)
         exact = torch.float64 if self.dtype == torch.float64 else torch.float32
         sinks = draw(self.heads) if self.sinks else None
-        dlse = draw(*batch, tokens, self.heads, dtype=exact) if self.dlse else None
+        dlse = draw(*batch, tokens, self.heads, dtype=exact) * self.dlse if self.dlse else None
         return q, k, v, sinks, draw(*batch, tokens, self.heads, self.value_dim), dlse
 
     def options(self):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from seqpar import Layout, causal_conv1d, token_shift
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.cases import cu_seqlens, layouts
 
 

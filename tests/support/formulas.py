@@ -1,20 +1,158 @@
-"""What each strategy should send, receive and hold: arithmetic on the numbers of tokens, ranks,
-heads and dims alone.
+"""What each strategy should send: arithmetic on the numbers of tokens, ranks, heads and
+dims alone.
 
-FORMULAS has an entry a strategy; a new strategy adds its own. Of what a rank holds a formula takes
-the most of the moments that it names. `test_scale.py` holds the strategies to them.
+FORMULAS has an entry a strategy; a new strategy adds its own. `test_scale.py` holds the strategies
+to them.
 """
 
-from tests.support.head_formulas import exchange_formulas
-from tests.support.key_formulas import (
-    RING,
-    Formulas,
-    all_gather_held,
-    head_groups,
-    key_formulas,
-    own_gradients,
-    running,
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """N tokens laid out contiguously on P ranks, in bf16; `full` or causal, as rank r sees it."""
+
+    rank: int
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    full: bool = True
+    window: int = -1
+    dim: int = 128
+    value_dim: int = 64
+
+    @property
+    def local(self):
+        return self.tokens // self.ranks
+
+    @property
+    def rows(self):
+        """A rank's query rows, times heads."""
+        return self.local * self.heads
+
+    @property
+    def keys(self):
+        """Elements in a rank's own keys and values."""
+        return self.local * self.kv_heads * (self.dim + self.value_dim)
+
+    @property
+    def sources(self):
+        """How many other ranks' keys this rank's queries see: with causal, those of all ranks
+        before it."""
+        return self.ranks - 1 if self.full else self.rank
+
+    @property
+    def targets(self):
+        """How many other ranks' queries see this rank's keys: with causal, all rows of all ranks
+        behind it."""
+        return self.ranks - 1 if self.full else self.ranks - 1 - self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Formulas:
+    """Of a setting, each as (forward, backward): bytes and messages that are sent."""
+
+    sent: Callable[[Setting], tuple[int, int]]
+    messages: Callable[[Setting], tuple[int, int]]
+
+
+def moved_keys(sent, received):
+    """Bytes: bf16 keys and values go one way in both passes, and in backward their fp32 gradients
+    the other way."""
+    return 2 * sent, 2 * sent + 4 * received
+
+
+def head_groups(s):
+    """In how many groups heads travel: one for each 4,096 rows of a rank."""
+    return max(1, min(s.kv_heads, s.local // 4096))
+
+
+def one_a_peer(s):
+    """Of each group of heads, keys and values to each rank that sees them; in backward their
+    gradients to each owner."""
+    groups = head_groups(s)
+    return groups * s.targets, groups * (s.targets + s.sources)
+
+
+# Ring and AllGather, in other steps.
+KEYS = Formulas(
+    sent=lambda s: moved_keys(s.keys * s.targets, s.keys * s.sources),
+    messages=one_a_peer,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Tokens for heads in a row of I ranks: each has 1/I of the query heads and of the KV heads, or
+    one of these if there are fewer, in two groups if there are two. `group` is one group's
+    attention, in which all rows take part.
+
+    KV heads are cut too, or come with the first group and leave with the last. Their gradients are
+    fp32 on the way (4 bytes) if several ranks have the same.
+    """
+
+    s: Setting
+    row: int
+
+    @property
+    def heads(self):
+        q = self.s.heads // self.row
+        return q, max(1, q * self.s.kv_heads // self.s.heads)
+
+    @property
+    def groups(self):
+        return tuple(min(2, count) for count in self.heads)
+
+    @property
+    def group(self):
+        heads, kv_heads = (
+            count // groups for count, groups in zip(self.heads, self.groups, strict=True)
+        )
+        ranks, rank = self.s.ranks // self.row, self.s.rank // self.row
+        return dataclasses.replace(self.s, rank=rank, ranks=ranks, heads=heads, kv_heads=kv_heads)
+
+    @property
+    def contribution(self):
+        return 4 if self.heads[1] * self.row > self.s.kv_heads else 2
+
+    def sent(self):
+        """Of each head its owner needs all tokens: (I − 1)/I of q, out, dout and dq travel, keys to
+        each that needs them."""
+        queries, keys = (
+            self.s.local * (self.row - 1) * n * (self.s.dim + self.s.value_dim) for n in self.heads
+        )
+        return 2 * queries + 2 * keys, 2 * queries + self.contribution * keys
+
+    def messages(self):
+        """To each peer, of each group, q with k and v, and out; or dout, and dq with dk and dv, or
+        beside them where they are sums."""
+        sums = self.groups[1] if self.contribution == 4 else 0
+        forward, backward = 2 * self.groups[0], 2 * self.groups[0] + sums
+        return forward * (self.row - 1), backward * (self.row - 1)
+
+
+def both(x, y):
+    return tuple(a + b for a, b in zip(x, y, strict=True))
+
+
+def exchange_formulas(ring, row):
+    """Heads within rows of `row(setting)` ranks and, for each group of them, the formulas of `ring`
+    between the rows."""
+
+    def total(what, exchanged):
+        def formula(s):
+            exchange = Exchange(s, row(s))
+            between = getattr(ring, what)(exchange.group)
+            return both(exchanged(exchange), (exchange.groups[0] * x for x in between))
+
+        return formula
+
+    return Formulas(
+        sent=total("sent", Exchange.sent),
+        messages=total("messages", Exchange.messages),
+    )
 
 
 def token_ring_blocks(s):
@@ -37,44 +175,6 @@ def token_ring_messages(s):
     groups = head_groups(s)
     queries = groups if groups > 1 else 3
     return groups * (s.sources + s.targets), queries * s.sources + groups * s.targets
-
-
-def token_ring_held(s):
-    forward, backward = visiting(s, s.ranks, s.rank, running(s)[0], own_gradients(s))
-    return max(forward, sum(running(s))), max(backward, own_gradients(s) * 3 // 2)
-
-
-def visiting(s, ranks, rank, partial, own):
-    """What the rank of this number in a row holds, beside forward's partial or backward's own
-    gradients, and with them: of a group of heads the visitors of a visit and of the next, copies of
-    those that leave for the next, the results of the visit before, leaving and coming, and either
-    those that came before them, while they are merged (in forward with three fp64 lse), or those
-    that are computed (from an fp64 lse)."""
-    groups = head_groups(s)
-    visitors, results = ([x // groups for x in sizes] for sizes in token_ring_blocks(s))
-    # Backward's home has delta, too, and the lse and delta that travel.
-    home = partial, own + s.rows * (4 + 8)
-    full = s.full or s.rank != rank  # behind a mesh's first row, all see some key of each column
-
-    def at(visit, base, visitor, result, merging, computing):
-        """Rows of a later rank are here, and rows of this one at an earlier rank, unless all see
-        all."""
-        steps = [1 + t // groups for t in range(visit - 2, visit + 2)]
-        here, away = (
-            [0 < t < ranks and (full or t > first) for t in steps]
-            for first in (rank, ranks - 1 - rank)
-        )
-        leaving_and_coming = result * (here[1] + away[1])
-        both = max(away[0] * (result + merging), here[2] * (result + computing))
-        copies = visitor * away[3] * (groups > 1)
-        return base + visitor * (here[2] + here[3]) + copies + leaving_and_coming + both
-
-    temporary = (24 * s.rows // groups, 8 * s.rows // groups), (0, 0)
-    passes = zip(home, visitors, results, temporary, strict=True)
-    return [
-        max(at(visit, *sizes, *extra) for visit in range(-1, (ranks - 1) * groups + 2))
-        for *sizes, extra in passes
-    ]
 
 
 def mesh_shape(s):
@@ -102,38 +202,11 @@ def mesh_sent(s):
     return forward, row * visits + dq * guests + s.keys * (2 * to + 4 * sources)
 
 
-def mesh_received(s):
-    visits, guests, to, sources = mesh_counts(s)
-    (query, row), (result, dq) = token_ring_blocks(s)
-    forward = query * guests + result * visits + 2 * s.keys * sources
-    return forward, row * guests + dq * visits + s.keys * (2 * sources + 4 * to)
-
-
 def mesh_messages(s):
     visits, guests, to, sources = mesh_counts(s)
     groups = head_groups(s)
     queries = groups if groups > 1 else 3
     return groups * (visits + guests) + to, queries * visits + groups * guests + to + sources
-
-
-def mesh_held(s):
-    """As TokenRing in its row, with the keys of its column, and their gradients. Before that this
-    rank's keys are packed while they leave; in the end gradients leave and come, block by block,
-    with the last dq, while blocks of keys go."""
-    rows, columns = mesh_shape(s)
-    visits, guests, to, sources = mesh_counts(s)
-    (query, row), (_, dq) = token_ring_blocks(s)
-    keys, gradients = 2 * s.keys * sources, 4 * s.keys * sources
-    partial, own = running(s)[0] + keys, own_gradients(s) + keys + gradients
-    forward, backward = visiting(s, columns, s.rank % columns, partial, own)
-    packed, last = 2 * s.keys * bool(to), (s.full or s.rank % columns == 0 or s.rank >= columns)
-    forward = max(forward, partial + packed + query * bool(guests), sum(running(s)))
-    steps = range(1, rows)
-    moments = [2 * min(t, to) + sources - min(t - 1, sources) for t in steps]
-    leaving = own_gradients(s) + 12 * s.rows + gradients + 2 * s.keys * max(moments, default=0)
-    leaving += dq * (bool(visits) + last * bool(guests))
-    packing = own + 12 * s.rows + packed + row * bool(guests)
-    return forward, max(backward, leaving, packing, own_gradients(s) * 3 // 2)
 
 
 def half_moved(s):
@@ -158,46 +231,21 @@ def tasks_sent(s):
     return forward + 2 * s.keys * targets, backward + s.keys * (2 * targets + 4 * sources)
 
 
-def tasks_received(s):
-    _, sources, targets, forward, backward = half_moved(s)
-    return forward + 2 * s.keys * sources, backward + s.keys * (2 * sources + 4 * targets)
-
-
 def tasks_messages(s):
     """Queries, in backward beside their statistics; results; keys, and their gradients."""
     sources, targets = half_moved_keys(s)
     return 2 + targets, 3 + targets + sources
 
 
-def tasks_held(s):
-    """The guests and all keys that come; and packed keys while they leave, or later, as they come
-    and leave, results and gradients of keys."""
-    half, sources, targets, *_ = half_moved(s)
-    partial, result = running(s)
-    arriving, results = half * 2 * s.dim + 2 * s.keys * sources, half * (4 * s.value_dim + 4)
-    forward = max(partial + arriving + max(2 * s.keys, 2 * results), partial + result)
-    sent = half * 2 * (s.dim + s.value_dim)
-    arriving, home = sent + 8 * half + 2 * s.keys * sources, own_gradients(s) + 4 * s.rows
-    leaving = sent + 8 * s.rows + 2 * s.keys
-    returning = 2 * half * 4 * s.dim + 4 * s.keys * targets
-    return forward, home + arriving + 4 * s.keys * sources + max(leaving, returning)
-
-
 FORMULAS = {
-    "disaggregated": Formulas(
-        sent=tasks_sent, received=tasks_received, messages=tasks_messages, held=tasks_held
-    ),
-    "ring": RING,
-    "all_gather": key_formulas(all_gather_held),
+    "disaggregated": Formulas(sent=tasks_sent, messages=tasks_messages),
+    "ring": KEYS,
+    "all_gather": KEYS,
     "token_ring": Formulas(
         sent=token_ring_moved(lambda s: s.sources, lambda s: s.targets),
-        received=token_ring_moved(lambda s: s.targets, lambda s: s.sources),
         messages=token_ring_messages,
-        held=token_ring_held,
     ),
-    "mesh": Formulas(
-        sent=mesh_sent, received=mesh_received, messages=mesh_messages, held=mesh_held
-    ),
-    "ulysses": exchange_formulas(RING, lambda s: s.ranks),
-    "usp": exchange_formulas(RING, lambda s: 2),
+    "mesh": Formulas(sent=mesh_sent, messages=mesh_messages),
+    "ulysses": exchange_formulas(KEYS, lambda s: s.ranks),
+    "usp": exchange_formulas(KEYS, lambda s: 2),
 }

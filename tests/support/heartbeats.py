@@ -9,7 +9,7 @@ INTERVAL = TIMEOUT / 40
 FORWARD = "step 1 of ring forward"
 KEEPER = "global rank 0"
 LOST = f"the store does not answer: {KEEPER}, which keeps it, died, left or was stopped"
-CHECK = "did all ranks make the same call? check_ranks=True finds out"
+CHECK = "did all ranks make the same call? check_ranks=True, if it is not set, finds out"
 
 
 class Hung(BaseException):

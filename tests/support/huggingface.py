@@ -30,6 +30,18 @@ SIZES = {
 _BUILDING = threading.Lock()  # virtual ranks are threads, which draw from one generator
 LENGTHS = (9, 1, 12)  # of the documents of a packed batch
 
+BART = {  # options of a tiny model with an encoder
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "dropout": 0.0,
+    "decoder_start_token_id": 2,
+}
+
 
 def tiny(name, **options):
     """A model of transformers by its class's name, with random weights, in training."""
@@ -144,6 +156,7 @@ def on_rank(comm, model, of, strategy="ring", layout=None, kind="zigzag", **opti
     sp = huggingface.enable(model, comm, strategy, layout=kind, **options)
     outputs = model(**sp.shard(of, layout))
     outputs.loss.backward()
+    sp.average_gradients()
     whole = sp.unshard(outputs)
     sp.disable()
     return outputs.loss.detach(), whole.logits.detach(), gradients(model)

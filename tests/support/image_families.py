@@ -111,6 +111,7 @@ RECURRENT = {
 }
 EXACT |= RECURRENT
 REFUSED = {  # when they are enabled, by what the refusal says
+    "blip": "attention layers can be reached",
     "diffusion_gemma": "must take position_ids",
     "mistral_large4": "layer_types of its config has",
     "pix2struct": "adds a bias to its scores",
@@ -118,7 +119,6 @@ REFUSED = {  # when they are enabled, by what the refusal says
     "vision-encoder-decoder": "takes one token of each sequence",
 }
 REFUSED_IN_CALLS = {
-    "blip": ("one a row", 4, {}, "it attends to states of another model"),
     "kosmos-2": ("masked", 4, {"latent_query_num": 4}, "that the model made itself"),
 }
 NOT_MADE = {  # by why there is no tiny model of them here

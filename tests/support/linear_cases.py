@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from seqpar import LASP2Attention, Layout, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.linear.states.backends import aten
 from tests.support.cases import backward, cu_seqlens, largest, layouts, rms
 

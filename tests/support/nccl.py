@@ -13,12 +13,12 @@ import threading
 from functools import partial
 from unittest import mock
 
-from seqpar.comm.messages.exchange import Pending
+from seqpar.comm.messages.comm import Pending
 from seqpar.core import background
-from seqpar.core.hooks import hooks
+from seqpar.core.hooks import set_hooks
 from seqpar.tracing.trace import Event
 from tests.support.nccl_exchanges import Message, Posted, Speeds
-from tests.support.ranks import Mail, VirtualComm, backend_of, threads_of_a_core
+from tests.support.ranks import Mail, VirtualComm, as_here, threads_of_a_core
 
 _INSTANT = Speeds()
 _TIMEOUT = 60.0  # seconds that a rank may compute while all others wait
@@ -72,8 +72,9 @@ class World:
 
         scan = mock.patch.object(background, "threads", partial(_Fork, self))
         threads = threads_of_a_core(len(ranks))
-        with backend_of(arguments), hooks.set(trace=self), scan, threads:
-            futures = [threads.submit(on_rank, rank) for rank in ranks]
+        with set_hooks(traces=(self,)), scan, threads:
+            played = [as_here(partial(on_rank, rank)) for rank in ranks]
+            futures = [threads.submit(play) for play in played]
         errors = [future.exception() for future in futures if future.exception() is not None]
         if errors:  # a rank that raised leaves the others waiting: blame it, not them
             raise min(errors, key=lambda error: isinstance(error, Deadlock))

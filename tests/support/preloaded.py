@@ -11,7 +11,7 @@ os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 SLOW = [
     *("torch._dynamo", "torch._functorch.aot_autograd", "transformers.trainer"),
-    *("matplotlib.figure", "triton", "zmq.auth.thread"),
+    *("matplotlib.figure", "triton", "grpc.aio"),
     *("seqpar.commands.serve", "seqpar.servers.pool.pool", "seqpar.servers.pool.dispatcher"),
     *("tests.support.cases", "tests.support.linear_cases", "tests.support.interpreter"),
 ]

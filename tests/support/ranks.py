@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from seqpar import use_backend
-from seqpar.attention import backend
-from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.attention.backend import DEFAULT, current_backend
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.core.hooks import with_hooks
 from tests.support.processes import PROCESSES
 
 # seconds that a collective may take; on a GPU, kernels may have to be compiled
@@ -37,21 +38,23 @@ def _serve(rank, ranks, store_file, pipe, timeout):
         for size in range(1, ranks + 1)
     }
     kept = {dist.group.WORLD, *groups.values()}
-    pipe.send("ready")
-    while (task := pipe.recv()) is not None:
-        size, function, arguments = task
+    world = dist.distributed_c10d._world
+    pipe.send(world.group_count)
+    while (asked := pipe.recv()) is not None:
+        size, function, arguments = asked
         _destroy_groups_except(kept)
         try:
-            pipe.send(("result", function(groups[size], *arguments)))
+            pipe.send((("result", function(groups[size], *arguments)), world.group_count))
         except BaseException as error:
             # Of some errors other processes cannot find the type, as of pytest's own.
             found = type(error) if isinstance(error, Exception) else RuntimeError
-            pipe.send(("error", (found, str(error), traceback.format_exc())))
+            answer = "error", (found, str(error), traceback.format_exc())
+            pipe.send((answer, world.group_count))
     dist.destroy_process_group()
 
 
 def _destroy_groups_except(kept, meshes=False):
-    """Destroy the groups of earlier tasks, which all ranks have finished.
+    """Destroy the groups of earlier calls, which all ranks have finished.
 
     Each group has a heartbeat and a thread of gloo that wakes 100 times a second. Groups of meshes
     are kept: DTensor reuses its plans for equal meshes, and the plans name the groups.
@@ -93,7 +96,7 @@ class Pool:
     def __init__(self, ranks, timeout=_TIMEOUT / 2):
         """Make none yet; `timeout` is that of the groups, in seconds."""
         self.ranks, self._timeout = ranks, timeout
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._made = [], [], []
 
     def __enter__(self):
         self._folder = tempfile.TemporaryDirectory()
@@ -108,7 +111,7 @@ class Pool:
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(_ANSWER_SECONDS):
                 raise TimeoutError(f"rank {rank} did not begin")
-            pipe.recv()
+            self._made.append(pipe.recv())
         return self
 
     def __exit__(self, *_):
@@ -118,10 +121,15 @@ class Pool:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._made = [], [], []
 
     def each(self, ranks, function, *arguments):
-        """What each rank answered: ("result", value) or ("error", (type, message, traceback))."""
+        """What each rank answered: ("result", value) or ("error", (type, message, traceback)).
+
+        Raises an AssertionError if the function made a group on some of the pool's processes only.
+        torch names a group by the number of groups that its process has made, so the next group
+        would have different names on different processes, which would wait for each other.
+        """
         for pipe in self._pipes[:ranks]:
             pipe.send((ranks, function, arguments))
         answers = []
@@ -129,7 +137,13 @@ class Pool:
             if not pipe.poll(_ANSWER_SECONDS):
                 self.restart()
                 raise TimeoutError(f"rank {rank} of {ranks} did not answer; others said {answers}")
-            answers.append(pipe.recv())
+            answer, self._made[rank] = pipe.recv()
+            answers.append(answer)
+        made = self._made
+        if len(set(made)) > 1:
+            self.restart()
+            if all(kind == "result" for kind, _ in answers):
+                raise AssertionError(f"{function} must make groups on all processes, made {made}")
         return answers
 
     def leave(self):
@@ -227,20 +241,16 @@ def threads_of_a_core(count):
     )
 
 
-@contextlib.contextmanager
-def backend_of(arguments):
-    """Let the process use the backend of a case among these, if there is one; then that of before.
+def as_here(function):
+    """Return a function without arguments for other threads, which run it with this thread's hooks
+    and backend."""
+    name = current_backend("recurrent")
 
-    Else ranks that enter and leave it in their own threads would leave it in another order.
-    """
-    given = [y for x in arguments for y in (x if isinstance(x, list | tuple) else [x])]
-    backends = {x.backend for x in given if hasattr(x, "backend")}
-    before = backend._forced
-    try:
-        with use_backend(backends.pop()) if backends else contextlib.nullcontext():
-            yield
-    finally:
-        backend._forced = before
+    def run():
+        with contextlib.nullcontext() if name == DEFAULT else use_backend(name):
+            return function()
+
+    return with_hooks(run)
 
 
 def virtual(ranks, function, *arguments):
@@ -252,7 +262,8 @@ def virtual(ranks, function, *arguments):
             return function(comm, *arguments)
 
     mail, world = [Mail() for _ in range(ranks)], next(_worlds)
-    with backend_of(arguments), threads_of_a_core(ranks) as threads:
+    with threads_of_a_core(ranks) as threads:
         comms = [VirtualComm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
-        futures = [threads.submit(on_its_thread, comm) for comm in comms]
+        played = [as_here(functools.partial(on_its_thread, comm)) for comm in comms]
+        futures = [threads.submit(play) for play in played]
         return [future.result(_TIMEOUT) for future in futures]

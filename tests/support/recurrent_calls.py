@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from seqpar import Layout, RecurrentAttention, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.linear.kinds import KINDS, kind
 from tests.support.cases import backward, cu_seqlens, layouts
 from tests.support.recurrent_cases import RecurrentCase

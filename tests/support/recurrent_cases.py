@@ -11,8 +11,8 @@ from einops import rearrange, repeat
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import kind
+from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.maps.maps import apply
-from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 

@@ -2,30 +2,37 @@
 
 import builtins
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
 import time
 from pathlib import Path
 
+import grpc
+import pytest
 import torch
-import zmq
 
 from seqpar.servers.pool.pool import ServerPool
-from seqpar.servers.server import caches, clients, worker
+from seqpar.servers.server import caches, worker
+from seqpar.servers.server import server as server_module
 from seqpar.servers.server.compute import compute
 from seqpar.servers.server.server import Server
-from seqpar.servers.transport.sockets import secure
-from seqpar.servers.transport.zeromq import Frames
-from seqpar.servers.wire import protocol
+from seqpar.servers.transport.certificates import ServerIdentity
+from seqpar.servers.transport.options import open_blocking_channel
+from seqpar.servers.transport.routes import Route
+from seqpar.servers.wire import versions
 from seqpar.servers.wire.limits import ServerDeadlines
-from seqpar.servers.wire.payload import bytes_of, checksum
-from seqpar.servers.wire.protocol import decode, encode, library_version
+from seqpar.servers.wire.messages import Task
+from seqpar.servers.wire.payload import Incoming, chunks
+from seqpar.servers.wire.versions import data_of, joined
 from tests.support.faults import LIMIT
 from tests.support.processes import PROCESSES
 
 CPU = torch.device("cpu")
 DEADLINES = {"connect": 1.0, "request": 2.0, "hedge": 10.0, "give_up": 20.0}
+# For tests in which no deadline may pass, however busy the machine is.
+LONG_DEADLINES = {"connect": 60.0, "request": 65.0, "hedge": 70.0, "give_up": 80.0}
 
 
 def expected(request):
@@ -38,7 +45,7 @@ def same(got, request):
     return all(torch.equal(x, y) for x, y in zip(got, expected(request), strict=True))
 
 
-def connect(*addresses, transports=("zmq",), deadlines=(), **options):
+def connect(*addresses, transports=("grpc",), deadlines=(), **options):
     """A pool with deadlines for tests."""
     within = DEADLINES | dict(deadlines)
     options = {"home_depth": 0} | options
@@ -48,19 +55,19 @@ def connect(*addresses, transports=("zmq",), deadlines=(), **options):
 class ComputingThreads:
     """The threads that compute a server's short tasks, which it starts when it needs them."""
 
-    def __init__(self, receiving, worker):
-        self.receiving, self.worker = receiving, worker
+    def __init__(self, worker):
+        self.worker = worker
 
     def __contains__(self, thread):
-        return thread in (self.receiving, *self.worker._threads[False].threads)
+        return thread in self.worker._threads[False].threads
 
 
 @contextlib.contextmanager
 def running(address, **options):
     """A server in a thread; it must have ended when it should. `threads` are those that compute."""
-    server = Server(address, **{"transports": ["zmq"]} | options)
+    server = Server(address, **options)
     thread = threading.Thread(target=server.run, daemon=True)
-    server.threads = ComputingThreads(thread, server._worker)
+    server.threads = ComputingThreads(server.worker)
     thread.start()
     try:
         yield server
@@ -77,10 +84,17 @@ def _serve(address, pipe, options):
     torch.set_num_threads(1)
     if slow := options.pop("slow", 0.0):
         slow_down(slow)
+    if file := options.pop("held_by", None):
+        hold_while(file)
     if wrong := options.pop("fails", None):
         fail_at(*wrong)
-    pretend(options.pop("speaks", protocol.VERSION), options.pop("library", library_version()))
-    server = Server(address, **{"transports": ["zmq"]} | options)
+    if library := options.pop("library", None):
+        server_module.library_version = lambda: library
+    if speaks := options.pop("versions", None):
+        versions.VERSIONS[:] = speaks()
+    if folder := options.pop("keys", None):
+        options["keys"] = ServerIdentity(folder)
+    server = Server(address, **options)
     pipe.send(server.address)
     serve(server)
 
@@ -90,6 +104,20 @@ def slow_down(seconds):
     worker.compute = lambda *arguments: (time.sleep(seconds), compute(*arguments))[1]
     step = caches.CacheStep.compute
     caches.CacheStep.compute = lambda self: (time.sleep(seconds), step(self))[1]
+
+
+def hold_while(file):
+    """Let each fused call of this process wait while the file exists; `wait_for_calls` sees it."""
+    computes, waiting = worker.compute, waiting_in(file.parent, os.getpid())
+
+    def waits(requests, device):
+        while file.exists():
+            waiting.touch()
+            time.sleep(0.01)
+        waiting.unlink(missing_ok=True)
+        return computes(requests, device)
+
+    worker.compute = waits
 
 
 def fail_at(name, q_rows, k_rows):
@@ -102,12 +130,6 @@ def fail_at(name, q_rows, k_rows):
         return computes(requests, device)
 
     worker.compute = fails
-
-
-def pretend(version, library):
-    """Let this process speak another version of the protocol, and be one of seqpar."""
-    protocol.VERSION = version
-    clients.library_version = lambda: library
 
 
 class ServerProcess:
@@ -142,7 +164,8 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def processes(tmp_path, count, **options):
-    """So many servers in processes of their own, on Unix sockets."""
+    """So many servers in processes of their own, on Unix sockets; see `held`."""
+    options = {"held_by": tmp_path / "held"} | options
     servers = [ServerProcess(f"ipc://{tmp_path}/{i}", **options) for i in range(count)]
     try:
         assert all(server.address for server in servers)
@@ -152,67 +175,134 @@ def processes(tmp_path, count, **options):
             server.end()
 
 
+@contextlib.contextmanager
+def held(tmp_path):
+    """Let the servers of `processes` begin to compute what they get, but not end."""
+    (tmp_path / "held").touch()
+    try:
+        yield
+    finally:
+        (tmp_path / "held").unlink()
+
+
+def waiting_in(tmp_path, pid):
+    """The file that shows that a call of a server waits."""
+    return tmp_path / f"waiting-{pid}"
+
+
+def wait_for_calls(tmp_path, servers):
+    """Wait until each of these servers, which are `held`, has begun to compute."""
+    files = [waiting_in(tmp_path, server.process.pid) for server in servers]
+    wait_until(lambda: all(file.exists() for file in files))
+
+
 class Client:
-    """A client that speaks the protocol by hand, and may break it."""
+    """A client that makes the calls of the service by hand, and may break its rules."""
 
-    def __init__(self, address, keys=None, routing_id=b"", **hello):
-        self.address, self.context = address, zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        if routing_id:
-            self.socket.routing_id = routing_id
-        secure(self.socket, keys)
-        self.socket.connect(address)
-        self.numbers = iter(range(1, 10**9))
-        self.session = bytes(16)
-        fields = {"library": "0.1.0", "client": "test", "transports": ["zmq"], "dtypes": []}
-        self.say(protocol.Hello(**fields | hello))
-        self.welcome, _ = self.hear()
-        self.generation = getattr(self.welcome, "generation", 0)
+    def __init__(self, address, keys=None, version=None, **hello):
+        """`keys` is a ClientIdentity; `hello` are fields of the session's request."""
+        self.version = version or versions.VERSIONS[0]
+        self.address, self.route = address, Route(address, keys is not None)
+        self.channel = open_blocking_channel(self.route, keys, LIMIT)
+        request = self.message("SessionRequest", **{"library": "0.1.0", "client": "test"} | hello)
+        session = self.channel.unary_stream(f"/{self.version.service}/Session")
+        self.session_call = session(request, timeout=LIMIT, wait_for_ready=True)
+        self.welcome = self.event().welcome
+        self.session = self.welcome.session
 
-    def say(self, message, *frames):
-        """Send a message, or bytes in its place."""
-        data = message if isinstance(message, bytes) else encode(message, self.session)
-        self.socket.send_multipart([data, *frames])
+    def message(self, name, **fields):
+        """An encoded message of this name."""
+        return getattr(self.version.messages, name)(**fields).SerializeToString()
 
-    def hear(self, limit=LIMIT):
-        """The next message that is no sign of life, and its frames."""
-        end = time.monotonic() + limit
-        while self.socket.poll(max(0, int(1000 * (end - time.monotonic())))):
-            data = self.socket.recv()
-            frames = [self.socket.recv() for _ in range(protocol.frames_after(data))]
-            message = decode(data)
-            if isinstance(message, protocol.Welcome):
-                self.session = message.secret
-            if not isinstance(message, protocol.Pong):
-                return message, frames
-        raise TimeoutError("the server says nothing")
+    def event(self):
+        """The next event of the session; a grpc.RpcError if the session has ended."""
+        return self.version.messages.SessionEvent.FromString(next(self.session_call))
+
+    def wait_for_end(self):
+        """Take events until the session ends; return its status code."""
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self.session_call:
+                pass
+        return self.session_call.code()
+
+    def compute(self, requests, timeout=LIMIT):
+        """Begin a call with these encoded requests; return the call, an iterator of replies."""
+        call = self.channel.stream_stream(f"/{self.version.service}/Compute")
+        return call(iter(requests), timeout=timeout)
+
+    def begin(self, packed, *, timeout=LIMIT, session=None, **changes):
+        """Begin a call for a request, with some fields of its header or its task changed."""
+        header = packed.header(self.session if session is None else session)
+        of_task = {x: changes.pop(x) for x in list(changes) if x in Task.__dataclass_fields__}
+        task = dataclasses.replace(header.task, **of_task)
+        header = header._replace(task=task, **changes)
+        return self.compute(self.requests(header, packed.parts), timeout)
+
+    def requests(self, header, parts):
+        """Yield the encoded requests of a call."""
+        pieces = chunks(parts)
+        yield self.version.request(header, next(pieces, ()))
+        for piece in pieces:
+            yield joined(b"", piece)
 
     def ask(self, packed, **changes):
-        """Send a request with some fields of its header changed, and hear the answer."""
-        import msgspec
+        """Make a call for a request; return the tensors of its result, or a status code."""
+        return self.hear(self.begin(packed, **changes), packed)
 
-        task = packed.numbered(self.generation, next(self.numbers))
-        self.say(msgspec.structs.replace(task, **changes), *[x.tobytes() for x in packed.parts])
-        return self.hear()
+    def hear(self, call, packed):
+        """The tensors that a call returns, or the code with which it fails."""
+        try:
+            reply, data = self.version.read_reply(next(call))
+            incoming = Incoming(packed.form.result)
+            incoming.take(data)
+            for more in call:
+                incoming.take(data_of(more))
+        except grpc.RpcError as error:
+            self.details = error.details()
+            return error.code()
+        assert not incoming.missing
+        packed.form.result.check(incoming.parts, reply.checksum)
+        return packed.form.result.tensors(incoming.parts)
+
+    def refusal(self, packed, **changes):
+        """The status code and the text with which a call for a request fails."""
+        call = self.begin(packed, **changes)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        return call.code(), call.details()
+
+    def free(self, cache, session=None):
+        """Free a cache; return the status code."""
+        request = self.message("FreeRequest", session=session or self.session, cache=cache)
+        free = self.channel.unary_unary(f"/{self.version.service}/Free")
+        try:
+            return free.with_call(request, timeout=LIMIT)[1].code()
+        except grpc.RpcError as error:
+            return error.code()
+
+    def failure(self, name, request):
+        """The status code and the text with which a call of one encoded message fails."""
+        call = self.channel.stream_stream(f"/{self.version.service}/{name}")
+        call = call(iter([request]), timeout=LIMIT)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        return call.code(), call.details()
+
+    def status(self):
+        """The server's numbers, as a message."""
+        ask = self.channel.unary_unary(f"/{self.version.service}/Status")
+        return self.version.messages.StatusReply.FromString(ask(b"", timeout=LIMIT))
 
     def close(self):
         """Leave without a word."""
-        self.context.destroy(linger=0)
+        self.channel.close()
+        self.route.close()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
-
-
-def right_answer(message, frames, request):
-    """Whether a result is right."""
-    assert isinstance(message, protocol.Result), message
-    data = [x.tobytes() for x in bytes_of(expected(request))]
-    frames = Frames().read("server", frames, [len(x) for x in data], None)
-    return list(frames) == data and message.checksum == checksum(data)
 
 
 QUICK = ServerDeadlines(idle=1.0, request=3.0, handshake=1.0, transfer=2.0, drain=5.0)

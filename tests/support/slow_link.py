@@ -28,6 +28,8 @@ class SlowLink(threading.Thread):
         self.hold_after = math.inf
         self._servers = [("127.0.0.1", int(x.rpartition(":")[2])) for x in addresses]
         self._listener = self._small(socket.socket())
+        # A pool without keys binds to the port too, so that no other user can.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"

@@ -5,7 +5,7 @@ import math
 import torch
 
 from seqpar import use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.cases import module
 
 VALUES = {"NaN": math.nan, "+inf": math.inf, "-inf": -math.inf}

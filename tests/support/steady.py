@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm, Pending
+from seqpar.comm.messages.comm import Comm, Pending
 
 RANKS = 4
 DOCUMENTS = [0, 160, 161, 161, 375, 576, 640]

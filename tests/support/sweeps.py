@@ -8,7 +8,7 @@ import torch
 from seqpar.bench.workers.rank import Rank, answer_to
 from seqpar.bench.workers.ranks import PointError
 from seqpar.bench.workloads.workloads import SweepOptions
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 
 GIVEN = {
     "strategies": ["ring"], "peers": ["none"], "lengths": ["32"], "scaling": None,
@@ -24,21 +24,21 @@ def options(where=None, **changes):
 
 class Here:
     """One rank, in this process. `faults` has what is raised instead of an answer, by (what,
-    contender); `tasks` what was asked."""
+    contender); `requests` what was asked."""
 
     def __init__(self, faults=()):
-        self.tasks, self._faults = [], dict(faults)
+        self.requests, self._faults = [], dict(faults)
         self._rank = Rank(Comm("here", 0, 1), torch.device("cpu"))
 
     def ready(self, ranks):
         pass
 
-    def ask(self, ranks, task, limit):
-        asked = task["do"], task.get("contender")
-        self.tasks.append(asked)
+    def ask(self, ranks, request, limit):
+        asked = request["do"], request.get("contender")
+        self.requests.append(asked)
         if asked in self._faults:
             raise self._faults[asked]
-        answer = answer_to(self._rank, json.loads(json.dumps(task)))
+        answer = answer_to(self._rank, json.loads(json.dumps(request)))
         if "failed" in answer:
             raise PointError(answer["failed"])
         return [json.loads(json.dumps(answer["value"]))] * ranks

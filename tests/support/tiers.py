@@ -3,22 +3,16 @@
 A test marked `exhaustive` runs only in `make test-all`. If its property can be tested cheaply, an
 unmarked test does so. A property test has two numbers of examples. `make test-all` chooses the
 larger ones by the profile "thorough" of hypothesis. Of a product of parameters, `make test-all`
-runs rows in which every pair of values occurs, and `make test-every-row` the other rows, marked
-`every_row`.
+runs rows in which every pair of values occurs.
 """
 
 import collections
-import heapq
-import itertools
-import os
+import math
 
 import hypothesis
 import pytest
+from allpairspy import AllPairs
 
-# That a test may take in `make test`. Most take less than 5 s on two cores of an AMD EPYC, but
-# machines differ in speed, and a slow one must not fail a test.
-SECONDS = float(os.environ.get("SEQPAR_TEST_SECONDS", "20"))
-MARKERS = ("exhaustive", "alone")  # of tests that may take longer
 # Files that take longest, which begin first, so that all workers end at about the same time.
 LONGEST = [
     *("test_demo.py", "test_compile.py", "test_families.py", "test_huggingface.py"),
@@ -49,67 +43,42 @@ def examples(quick, all_of_them):
     return hypothesis.settings(max_examples=all_of_them if thorough() else quick)
 
 
-def few_rows(together=1):
-    """Decorate a test with several parameters: `make test` runs only some of its rows.
+def few_rows(pairs=True):
+    """Decorate a test with several parameters, so that only some rows of their product run.
 
-    In these rows every value of every parameter occurs, or with `together=2` every pair of values
-    of different parameters. Other rows are exhaustive. `make test-all` runs those in which one more
-    value meets the others for the first time: each pair, or with `together=2` each triple.
+    In `make test-all` every pair of values of different parameters occurs, and in `make test` every
+    value. Rows that have a mark `exhaustive` of their own do not count for `make test`. With
+    `pairs=False`, for parameters that do not interact, every value occurs in both.
     """
 
     def decorate(test):
-        test.together_in_quick_tier = together
+        test.few_rows = "pairs" if pairs else "values"
         return test
 
     return decorate
 
 
-def _choose_rows(rows, together, chosen=()):
-    """Return those of `rows`, tuples of (parameter, value), that cover all combinations.
+def pairs(factors, met=()):
+    """Return rows of a product in which every pair of values meets that meets in no row of `met`.
 
-    Rows that are `chosen` already are among them.
+    `factors` are numbers of values, and rows are tuples of their indices.
     """
-    met_in = {row: set(itertools.combinations(row, min(together, len(row)))) for row in rows}
-    chosen = set(chosen)
-    missing = set().union(*met_in.values()).difference(*(met_in[row] for row in chosen))
-    # What a row adds only shrinks: a row that still adds the number by which it is first is best.
-    queue = [(-len(met_in[row] & missing), i, row) for i, row in enumerate(rows)]
-    heapq.heapify(queue)
-    while missing:
-        added, i, best = queue[0]
-        adds = -len(met_in[best] & missing)
-        if adds != added:
-            heapq.heapreplace(queue, (adds, i, best))
-            continue
-        heapq.heappop(queue)
-        chosen.add(best)
-        missing -= met_in[best]
-    return chosen
+    values = [range(count) for count in factors]
+    return [tuple(row) for row in AllPairs(values, previously_tested=[*map(list, met)])]
 
 
-def covering(*factors, together=2):
-    """Return rows of a product in which any `together` values of different factors meet."""
-    rows = list(itertools.product(*map(range, map(len, factors))))
-    numbered = {tuple(enumerate(row)): row for row in rows}
-    chosen = {numbered[row] for row in _choose_rows(numbered, together)}
+def each_value(factors):
+    """Return rows of a product in which every value occurs, as few as possible."""
+    return [tuple(i % count for count in factors) for i in range(max(factors))]
+
+
+def exhaustive_pairs(*factors):
+    """Return rows for `parametrize` in which every pair of values occurs, for `make test-all`."""
     return [
-        tuple(factor[i] for factor, i in zip(factors, row, strict=True))
-        for row in rows
-        if row in chosen
-    ]
-
-
-def exhaustive_rows(*factors, together=None):
-    """Return rows of a product for `parametrize`, of which those in CI have every pair of values.
-
-    The other rows are for `make test-every-row`, or with `together` those of `covering`.
-    """
-    in_ci = covering(*factors)
-    every_row = covering(*factors, together=together or len(factors))
-    return [pytest.param(*row, marks=pytest.mark.exhaustive) for row in in_ci] + [
-        pytest.param(*row, marks=[pytest.mark.exhaustive, pytest.mark.every_row])
-        for row in every_row
-        if row not in in_ci
+        pytest.param(
+            *(x[i] for x, i in zip(factors, row, strict=True)), marks=pytest.mark.exhaustive
+        )
+        for row in pairs([len(x) for x in factors])
     ]
 
 
@@ -118,65 +87,80 @@ def quickly(first, *others):
     return [first, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in others)]
 
 
-def exhaustive_seeds(quick, in_ci, all_of_them):
+def every_third_pair(first, second):
+    """Return every third pair of values for `parametrize`, shifted by one from row to row.
+
+    `make test` runs one pair of each value of `first`.
+    """
+    return [
+        pytest.param(x, y, marks=() if (j - i) % len(second) == 0 else pytest.mark.exhaustive)
+        for i, x in enumerate(first)
+        for j, y in enumerate(second)
+        if (j - i) % 3 == 0
+    ]
+
+
+def exhaustive_seeds(quick, in_ci):
     """Return seeds for `parametrize`: `quick` of them are in `make test`, `in_ci` in CI."""
-    exhaustive, every_row = pytest.mark.exhaustive, pytest.mark.every_row
-    marks = [()] * quick + [exhaustive] * (in_ci - quick)
-    marks += [(exhaustive, every_row)] * (all_of_them - in_ci)
-    return [pytest.param(seed, marks=marks[seed]) for seed in range(all_of_them)]
+    marks = [()] * quick + [pytest.mark.exhaustive] * (in_ci - quick)
+    return [pytest.param(seed, marks=marks[seed]) for seed in range(in_ci)]
 
 
-def allowed_seconds():
-    """Return what a test may take: more while several processes share a core."""
-    return SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
-def pytest_collection_modifyitems(items):
-    """Let the longest files be first, and apply `few_rows`."""
+def pytest_collection_modifyitems(config, items):
+    """Let the longest files be first, and leave out rows of tests with `few_rows`."""
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
-    _mark_rows(items)
+    left_out = set(_rows_to_leave_out(items))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
-def _mark_rows(items):
-    """Apply `few_rows`. Rows that are marked already count for nothing."""
-    tests = collections.defaultdict(dict)
+def _rows_to_leave_out(items):
+    """Yield what `few_rows` leaves out, and mark `exhaustive` what `make test` leaves out."""
+    tests = collections.defaultdict(list)
     for item in items:
-        test = getattr(item, "obj", None)
-        if hasattr(test, "together_in_quick_tier") and not item.get_closest_marker("exhaustive"):
-            tests[test][_values_of_row(item)] = item
+        if hasattr(getattr(item, "obj", None), "few_rows"):
+            tests[item.obj].append(item)
     for test, rows in tests.items():
-        together = test.together_in_quick_tier
-        quick = _choose_rows(rows, together)
-        for row in rows.keys() - quick:
-            rows[row].add_marker("exhaustive")
-        for row in rows.keys() - _choose_rows(rows, together + 1, quick):
-            rows[row].add_marker("every_row")
+        yield from _rows_of_a_test(rows, test.few_rows == "pairs")
+
+
+def _rows_of_a_test(items, with_pairs):
+    values = [_values_of_row(item) for item in items]
+    number = [
+        {x: i for i, x in enumerate(dict.fromkeys(column))} for column in zip(*values, strict=True)
+    ]
+    numbered = {
+        tuple(index[x] for index, x in zip(number, row, strict=True)): item
+        for row, item in zip(values, items, strict=True)
+    }
+    factors = [len(index) for index in number]
+    if len(factors) < 2 or len(numbered) < math.prod(factors):
+        return  # rows that a user has named
+    marked = {row for row, item in numbered.items() if item.get_closest_marker("exhaustive")}
+    quick = _quick_rows(numbered.keys() - marked)
+    chosen = {*quick, *(pairs(factors, quick) if with_pairs else each_value(factors))}
+    for row, item in numbered.items():
+        if row not in chosen:
+            yield item
+        elif row not in quick and row not in marked:
+            item.add_marker("exhaustive")
+
+
+def _quick_rows(rows):
+    """Return few of these rows, a product, in which every value occurs."""
+    columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
+    if not columns:
+        return []
+    chosen = each_value([len(column) for column in columns])
+    return [tuple(x[i] for x, i in zip(columns, row, strict=True)) for row in chosen]
 
 
 def _values_of_row(item):
     """Return an item's value, or tuple of values, of each `parametrize` above its test."""
     values = []
-    for i, mark in enumerate(item.iter_markers("parametrize")):
+    for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         # Rows share the objects, which need not be hashable.
-        values.append((i, tuple(id(item.callspec.params[name.strip()]) for name in names)))
-    return tuple(values)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """Fail a test that passed but took too long for `make test`, unless it is marked."""
-    report = yield
-    marked = any(item.get_closest_marker(name) for name in MARKERS)
-    draws_more = thorough() and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-    if call.when != "call" or not report.passed or marked or draws_more:
-        return report
-    if call.duration > (allowed := allowed_seconds()):
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{item.nodeid} passed, but took {call.duration:.1f} s, and a test may take "
-            f"{allowed:.1f} s in `make test`: make it cheaper, or mark it "
-            "`@pytest.mark.exhaustive` and keep a cheaper test of the same property unmarked"
-        )
-    return report
+        values.append(tuple(id(item.callspec.params[name.strip()]) for name in names))
+    return values

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.__main__ import main
-from seqpar.commands import status
-from seqpar.servers.check import payload
-from seqpar.servers.transport.one_sided import available
+from seqpar.__main__ import COMMANDS, main
+from seqpar.servers import status_client
+from seqpar.servers.server_check import payload
 from tests.support.commands import fork_commands
 from tests.support.faults import LIMIT, free_port
 from tests.support.servers import connect
@@ -43,7 +42,7 @@ def test_the_commands(tmp_path):
     try:
         assert server.stdout.readline() == f"serving at {address} on cpu\n"
         code, text = said("check", address)
-        assert code == 0 and text.count("correct, same bits as here") == 1 + available()
+        assert code == 0 and text.count("correct, same bits as here") == 1
         with connect(address, home=False) as pool, seqpar.ServerCache(pool, 9) as cache:
             cache.put(0, *torch.zeros(2, 9, 1, 32).unbind())
             code, text = said("status", address, f"ipc://{tmp_path}/none", "--timeout", "1")
@@ -57,6 +56,18 @@ def test_the_commands(tmp_path):
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=LIMIT)
     assert server.returncode == 0 and "Traceback" not in errors
+
+
+def test_a_bare_program_lists_its_commands(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert not err and all(re.search(rf"^ +{name} +\w", out, re.MULTILINE) for name in COMMANDS)
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"seqpar {seqpar.__version__}\n"
 
 
 def refused(words, capsys):
@@ -91,7 +102,7 @@ def busy():
 @pytest.mark.parametrize(("words", "wrong"), [
     (["serve", "--bind", "tcp://0.0.0.0:5555"], "keygen"),
     (["serve", "--bind", "nonsense"], "address must be"),
-    (["serve", "--bind", "ipc:///tmp/s", "--keys", "/nonexistent"], "trusted must be a folder"),
+    (["serve", "--bind", "ipc:///tmp/s", "--keys", "/nonexistent"], "server.crt cannot be read"),
     (["serve", "--bind", "ipc:///tmp/s", "--max-tokens", "0"], "tokens must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--cache-bytes", "0"], "cache_bytes must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--device", "gpu"], "device must be"),
@@ -104,12 +115,15 @@ def busy():
         (["serve", "--bind", "ipc:///tmp/s", "--metrics", place], "metrics must be PORT")
         for place in ("x", "0", "-1", "65536", "host:", "9" * 9, "\u0663", "")
     ],
+    (["serve", "--bind", "ipc:///attention-0"], "address must be in a folder below /"),
+    (["status", "ipc:///attention-0"], "address must be in a folder below /"),
+    (["check", "ipc:///attention-0"], "address must be in a folder below /"),
     (["status", "tcp://*:5555"], "address must name the host and port of a server"),
     (["status", "tcp://127.0.0.1:0"], "address must name the host and port of a server"),
     (["status", "tcp://10.0.0.1:5555"], "it needs keys"),
-    (["status", "ipc:///tmp/s", "--keys", "/nonexistent"], "client.public cannot be read: No such"),
+    (["status", "ipc:///tmp/s", "--keys", "/nonexistent"], "client.crt cannot be read: No such"),
     (["check", "http://127.0.0.1:5555"], "address must be"),
-    (["keygen", "/dev/null"], "folder: /dev/null/trusted cannot be made: Not a directory"),
+    (["keygen", "/dev/null"], "folder: /dev/null/authorities cannot be made: Not a"),
     (["keygen", "/proc/keys/none"], "cannot be made"),
 ])  # fmt: skip
 def test_commands_name_what_is_wrong(words, wrong, capsys):
@@ -151,30 +165,39 @@ def keys(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("change", "wrong"), [
-    (lambda keys: (keys / "server.secret").chmod(0o604), "must be readable by its owner alone"),
-    (lambda keys: (keys / "server.secret").write_text("x" * 39 + " "), "of 40 characters"),
-    (lambda keys: (keys / "server.secret").write_text("~" * 40), "as keygen makes it"),
-    (lambda keys: (keys / "server.secret").write_bytes(b"\xff" * 2**20), "of 40 characters"),
-    (lambda keys: (keys / "server.secret").unlink(), "cannot be read: No such file"),
-    (lambda keys: (keys / "client.public").replace(keys / "server.public"), "not of one pair"),
-    (lambda keys: ((keys / "server.public").unlink(), (keys / "server.public").mkdir()),
-     "cannot be read: Is a directory"),
-    (lambda keys: (keys / "trusted").rename(keys / "others"), "trusted must be a folder"),
+    (lambda keys: (keys / "server.key").chmod(0o604), "must be readable by its owner alone"),
+    (lambda keys: (keys / "server.crt").write_text("x" * 40), "one certificate, as keygen makes"),
+    (lambda keys: (keys / "server.key").unlink(), "server.key cannot be read: No such file"),
+    (lambda keys: (keys / "client.key").replace(keys / "server.key"), "must be of one pair"),
+    (lambda keys: ((keys / "server.crt").unlink(), (keys / "server.crt").mkdir()),
+     "server.crt must be a regular file"),
+    (lambda keys: (keys / "authorities").rename(keys / "others"), "must be a folder"),
+    (lambda keys: (keys / "server.secret").touch(), "`python -m seqpar keygen NEWFOLDER`"),
 ])  # fmt: skip
 def test_unusable_keys_are_named_and_not_shown(keys, change, wrong, capsys):
-    secret = (keys / "server.secret").read_text()
+    secret = (keys / "server.key").read_text().splitlines()[1]
     change(keys)
     said = refused(["serve", "--bind", "tcp://0.0.0.0:*", "--keys", keys], capsys)
     assert said.startswith("serve: keys: ") and wrong in said and secret not in said
 
 
 def test_keys_are_not_made_over_others(keys, capsys):
-    before = {file: file.read_bytes() for file in keys.rglob("*.*")}
-    assert "exists already" in refused(["keygen", keys], capsys)
-    (keys / "client.secret").unlink()
-    (keys / "client.secret").symlink_to("/nonexistent/elsewhere")
-    assert "exists already" in refused(["keygen", keys], capsys)
-    assert all(file.read_bytes() == was for file, was in before.items() if file.exists())
+    before = {file: file.read_bytes() for file in keys.rglob("*.*") if file.is_file()}
+    for words in (["keygen", keys], ["keygen", keys, "--client", "client"],
+                  ["keygen", keys, "--revoke", "nobody"]):  # fmt: skip
+        refused(words, capsys)
+        assert {x: x.read_bytes() for x in keys.rglob("*.*") if x.is_file()} == before
+
+
+def test_keygen_names_new_files_and_who_needs_them(keys, capsys):
+    for words, file, told in (
+        (["--client", "alice"], "clients/alice/client.key", "the client needs the files in"),
+        (["--rotate"], "authorities/2.crt", "remove the older files"),
+        (["--revoke", "alice"], "revoked/alice-1.crt", "copy the new files in revoked/"),
+    ):
+        assert main(["keygen", str(keys), *words]) == 0
+        out = capsys.readouterr().out
+        assert f"{keys}/{file}\n" in out and told in out and "PRIVATE" not in out
 
 
 @pytest.mark.exhaustive
@@ -201,6 +224,6 @@ def test_an_interrupt_of_a_client_shows_no_traceback(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(status, "ask", interrupted)
+    monkeypatch.setattr(status_client, "ask", interrupted)
     assert main(["status", "ipc:///tmp/nobody"]) == 130
     assert not any(capsys.readouterr())

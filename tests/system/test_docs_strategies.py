@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.support.pages import ROOT, python_of
-from tests.tools import figures, measured
+from tests.tools import measured
 from tests.tools.measured import GENERATED, SOURCES
 
 STRATEGIES = sorted(SOURCES)
@@ -88,97 +88,3 @@ def test_tables_name_the_machine_when_several_measured(tmp_path):
         (tmp_path / machine / "recurrent-ranks.json").write_text(json.dumps(RANKS))
     text = measured.tables("recurrent", tmp_path)
     assert "| recurrent-ranks, one |\n" in text and "| recurrent-ranks, two |\n" in text
-
-
-LINK = {"topology": "mesh", "rate_mbit": 100, "ratio": 1.5, "fraction": 0.25, "bytes": 3 << 20}
-STEP = {"rate_mbit": 50, "shape": [4096, 2, 8], "transport": "scan", "total": 0.25, "ratio": 1.5}
-
-
-@pytest.mark.parametrize(
-    ("function", "strategy", "found", "expected"),
-    [
-        (
-            figures.speed,
-            "ring",
-            {
-                "shape": {"ranks": 2},
-                "ratio_to_sdpa": {"fp32/forward/ring": 0.5, "fp32/forward+backward/ring": 0.25},
-            },
-            [("speed, SDPA in one process = 1", "2 ranks, fp32", "0.50", "0.25")],
-        ),
-        (
-            figures.communication,
-            "usp",
-            {
-                "shape": {"ranks": 4},
-                "rows": [
-                    LINK | {"contender": "ring", "pass": "forward", "communication": 0.5},
-                    LINK | {"contender": "usp 2 x 2", "pass": "forward", "communication": 0.2},
-                    LINK | {"contender": "usp", "pass": "forward", "ratio": 0.5},
-                ],
-            },
-            [
-                (
-                    "communication, exposed, sent",
-                    "4 ranks, 100 Mbit/s per pair, 2 x 2",
-                    "200 ms, 25%, 3.0 MiB",
-                    "",
-                ),
-                (
-                    "speed of communication, Ring = 1",
-                    "4 ranks, 100 Mbit/s per pair, 2 x 2",
-                    "2.50",
-                    "",
-                ),
-            ],
-        ),
-        (
-            figures.relative_to_all,
-            "mesh",
-            {
-                "rows": [{"setting": {"rate_mbit": rate}} for rate in (0, 400)],
-                "results": [
-                    {"measured": {"ring": 2.0, "mesh 2x2": seconds}, "best": "ring"}
-                    for seconds in (2.05, 3.0)
-                ],
-            },
-            [
-                (what, f"{on}, 2x2", "", shown)
-                for what in ["within 5% of the fastest, time (the fastest = 1)"]
-                for on, shown in [
-                    ("cores", "100% of 1 settings, 1.02"),
-                    ("links", "0% of 1 settings, 1.50"),
-                ]
-            ],
-        ),
-        (
-            figures.maps,
-            "recurrent",
-            {"rows": [STEP | {"pass": "forward+backward", "bytes": 1 << 20}]},
-            [
-                (
-                    "a step, over one with nothing sent, bytes",
-                    "2 ranks, 50 Mbit/s per pair, 4,096 tokens, scan",
-                    "",
-                    "250 ms, 1.50, 1.0 MiB",
-                )
-            ],
-        ),
-    ],
-)
-def test_a_row_says_what_a_result_has(function, strategy, found, expected):
-    assert list(function(found, strategy)) == expected
-
-
-@pytest.mark.parametrize(
-    ("strategy", "contender", "option"),
-    [
-        ("ring", "ring", ""),
-        ("ring", "token_ring", None),
-        ("token_ring", "token_ring, bf16 partials", "bf16 partials"),
-        ("usp", "usp 2 x 2, ring", "2 x 2, ring"),
-        ("mesh", "mesher", None),
-    ],
-)
-def test_a_contender_is_a_strategy_with_options(strategy, contender, option):
-    assert figures.option_of(strategy, contender) == option

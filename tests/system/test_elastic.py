@@ -1,9 +1,11 @@
 """The example of training on ranks that die, on real processes."""
 
+import json
 import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -12,6 +14,7 @@ from itertools import count
 import pytest
 
 from seqpar.comm.launch import store_of
+from seqpar.comm.private_store import serve_private_store
 from seqpar.elastic.launcher import Launcher, LauncherLimits
 from seqpar.elastic.lighthouse import VARIABLE as LIGHTHOUSE
 from seqpar.elastic.messages import VARIABLE
@@ -46,10 +49,10 @@ class Process:
 def losses(folder, limits, *arguments):
     """Each step's losses, as all ranks printed them, and the seconds of each recovery."""
     folder.mkdir()
-    store, (host, port) = store_of(None)
+    store, keeper = serve_private_store()
 
     def start(number):
-        return Process({VARIABLE: f"{host} {port} {number}"}, folder, number, arguments)
+        return Process({VARIABLE: f"{number} {keeper}"}, folder, number, arguments)
 
     assert Launcher(store, start, limits).run() == 0
     return _printed(folder)
@@ -132,3 +135,42 @@ def test_ten_kills_leave_the_losses_as_they_were(tmp_path, limits, tolerance):
     assert len(list((tmp_path / "kills").glob("killed-*"))) == len(KILLS)
     check(found, expected, tolerance)
     assert recoveries and max(recoveries) <= 10, recoveries
+
+
+LISTENING = """
+import json
+import os
+from pathlib import Path
+import torch
+import seqpar.elastic
+
+def ports(process):
+    ends = {os.readlink(x) for x in Path(f"/proc/{process}/fd").iterdir() if x.is_symlink()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in ends:
+                yield fields[1].split(":")[0]
+
+def build(group):
+    return {"model": torch.nn.Linear(1, 1)}, lambda step: [*ports(os.getpid())]
+
+for _, found in seqpar.elastic.steps(build, 1):
+    text = json.dumps([found, [*ports(os.getppid())]])
+    Path(__file__).with_name(f"listening-{os.getpid()}").write_text(text)
+"""
+
+
+def test_no_process_listens_where_other_hosts_reach_it(tmp_path):
+    """The ranks listen on the loopback interface, and the launcher on no port at all."""
+    script = tmp_path / "script.py"
+    script.write_text(LISTENING)
+    command = [sys.executable, "-m", "seqpar", "elastic", "--ranks", "2", str(script)]
+    # Of other trainings on this machine, whose ranks are on several hosts.
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "network-of-hosts"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(file.read_text()) for file in tmp_path.glob("listening-*")]
+    assert len(found) == 2
+    for rank, launcher in found:
+        assert set(rank) == {"0100007F"} and not launcher

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.network.emulated import Network, lacking
 from benchmarks.network.nics import Hosts, sent_bytes
 from seqpar import Routing
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.comm.routing.relays import Relays
 
 pytestmark = pytest.mark.alone

@@ -8,85 +8,74 @@ is in test_servers.py, and a server whose worker fails at the end of this file.
 import dataclasses
 import pickle
 import re
-import struct
 import time
-import zlib
 from pathlib import Path
 
-import msgspec
+import grpc
 import numpy as np
 import pytest
 import torch
 
-from seqpar.servers.status_client import ask
-from seqpar.servers.transport.curve_keys import client_keys, generate, server_keys
-from seqpar.servers.wire import protocol
+from seqpar.__main__ import main
+from seqpar.servers.status_client import StatusError, ask
 from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.payload import checksum
-from seqpar.servers.wire.protocol import Failed, Malformed, Refused, Stale
 from tests.support.requests import random_request
-from tests.support.servers import QUICK, Client, ServerProcess, right_answer, usage, wait_until
+from tests.support.servers import QUICK, Client, ServerProcess, same, usage, wait_until
 from tests.tools.fuzz_protocol import Canary, step
 
 REQUEST = random_request(0)
-# With as many credits, no connection ends because of its damaged payloads.
-LIMITS = Limits(tokens=4096, bytes=2**20, queued_bytes=2**22, requests=2**16, clients=4)
+LIMITS = Limits(tokens=4096, bytes=2**20, queued_bytes=2**22, clients=4)
 GROWTH = 2**24  # bytes that a server may keep
+INVALID, LOST = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+STALE = grpc.StatusCode.FAILED_PRECONDITION
 
 
-def parts(request):
-    return [x.tobytes() for x in pack(request).parts]
+def right(client, request):
+    """Whether a request's result is right."""
+    found = client.ask(pack(request))
+    return isinstance(found, list) and same(found, request)
 
 
-def replayed(client):
-    """A frame that comes again, in its lease and in one that follows."""
-    packed = pack(REQUEST)
-    data = protocol.encode(packed.numbered(client.generation, next(client.numbers)), client.session)
-    client.say(data, *parts(REQUEST))
-    assert right_answer(*client.hear(), REQUEST)
-    client.say(data, *parts(REQUEST))
-    yield client.hear(), Failed, "used"
-    old = client.generation
-    client.say(protocol.Hello("0.1.0", "test", ["zmq"], []))
-    client.generation = client.hear()[0].generation
-    client.say(data, *parts(REQUEST))
-    message, frames = client.hear()
-    assert message == Stale(old) and not frames
+def foreign(client):
+    """A session that does not exist, and one that has ended."""
+    yield client.ask(pack(REQUEST), session=bytes(16)), STALE, "session"
+    with Client(client.address) as other:
+        assert right(other, REQUEST)
+        old = other.session
+    wait_until(lambda: client.ask(pack(REQUEST), session=old) == STALE)
 
 
 def flipped(client):
-    """Any bit of a message, and one of each part of a payload."""
+    """Any bit of a header, and one of each part of a payload."""
     packed = pack(REQUEST)
-    data = protocol.encode(packed.numbered(client.generation, 99), client.session)
-    for i in range(0, 8 * len(data), 7):
-        changed = bytearray(data)
+    first, *others = client.requests(packed.header(client.session), [])
+    assert not others
+    for i in range(0, 8 * len(first), 7):
+        changed = bytearray(first)
         changed[i // 8] ^= 1 << i % 8
-        client.say(bytes(changed), *parts(REQUEST))
-        yield client.hear(), Malformed | Refused, "."
+        payload = client.requests(packed.header(client.session), packed.parts)
+        data = next(payload)[len(first) :]
+        found = client.hear(client.compute([bytes(changed) + data]), packed)
+        if isinstance(found, list):  # a bit without a meaning, as of a boolean that is 3 for 1
+            assert same(found, REQUEST)
+        else:
+            yield found, (INVALID, STALE), "."
     for i, part in enumerate(packed.parts):
         packed.parts[i] = part.copy()
         packed.parts[i][-1] ^= 1
-        yield client.ask(packed), Failed, "checksum"
+        yield client.ask(packed), INVALID, "checksum"
         packed.parts[i] = part
 
 
 def pickled(client):
     """Bytes of a pickle in place of a message, and of a payload."""
     canary = Path(f"{client.address.removeprefix('ipc://')}-canary")
-    data = pickle.dumps(Canary(str(canary)))
-    client.say(data)
-    yield client.hear(), Malformed, "magic"
-    body = (
-        protocol._PREFIX.pack(b"SQPR", protocol.VERSION, 0, zlib.crc32(bytes(16) + data))
-        + bytes(16)
-        + data
-    )
-    client.say(body)
-    yield client.hear(), Malformed, "."
-    packed = pack(REQUEST)
-    packed.parts[3] = np.frombuffer(data, np.uint8)
-    yield client.ask(packed), Failed, "."
+    data, packed = pickle.dumps(Canary(str(canary))), pack(REQUEST)
+    yield client.hear(client.compute([data]), packed), INVALID, "decoded|task"
+    packed.parts[3] = np.resize(np.frombuffer(data, np.uint8), packed.parts[3].size)
+    yield client.ask(packed), INVALID, "checksum"
     assert not canary.exists()
 
 
@@ -95,32 +84,28 @@ def promised(*changes):
 
     def attempts(client):
         for change, said in changes:
-            yield client.ask(pack(REQUEST), **change), Failed, said
+            yield client.ask(pack(REQUEST), **change), INVALID, said
 
     return attempts
 
 
 def unknown(client):
-    """An operation, a dtype, a kind of message and a version that do not exist."""
-    fields = msgspec.to_builtins(pack(REQUEST).numbered(client.generation, 99))
-    for change in ({"op": "sideways"}, {"dtype": "int8"}, {"type": "Tusk"}):
-        body = msgspec.msgpack.encode(fields | change)
-        head = protocol._PREFIX.pack(
-            b"SQPR", protocol.VERSION, 0, zlib.crc32(bytes(16) + body)
-        ) + bytes(16)
-        client.say(head + body, *parts(REQUEST))
-        yield client.hear(), Malformed, next(iter(change))
-    data = bytearray(protocol.encode(protocol.Ping(1)))
-    struct.pack_into("<H", data, 4, protocol.VERSION + 6)
-    client.say(bytes(data))
-    yield client.hear(), Refused, f"speaks {protocol.VERSION} .* the peer {protocol.VERSION + 6}"
+    """An operation, a dtype, and a field that do not exist."""
+    packed = pack(REQUEST)
+    header, version = packed.header(client.session), client.version
+    for field, value in (("operation", 9), ("dtype", 9), ("operation", 0)):
+        message = version.messages.ComputeRequest.FromString(version.request(header))
+        setattr(message.task, field, value)
+        yield client.hear(client.compute([message.SerializeToString()]), packed), INVALID, field
+    message = version.messages.ComputeRequest.FromString(version.request(header))
+    message.task.MergeFromString(bytes([0xA0, 0x06, 0x01]))  # field 100
+    yield client.hear(client.compute([message.SerializeToString()]), packed), INVALID, "fields"
 
 
 def few(client):
     """No token, one, and odd lengths: each has a result."""
     for rows in ((0, 0), (0, 7), (7, 0), (1, 1), (33, 65)):
-        request = random_request(1, *rows)
-        assert right_answer(*client.ask(pack(request)), request)
+        assert right(client, random_request(1, *rows))
     yield from promised(({"batch": 0}, "batch"))(client)
 
 
@@ -128,13 +113,12 @@ def not_numbers(client):
     """NaN and infinity: another client's results keep their bits."""
     mad = random_request(5)
     mad.q[:], mad.v[:] = torch.nan, torch.inf
+    packed = pack(mad)
+    calls = [client.begin(packed) for _ in range(4)]
     with Client(client.address) as other:
-        for _ in range(4):
-            client.say(pack(mad).numbered(client.generation, next(client.numbers)), *parts(mad))
-        assert right_answer(*other.ask(pack(REQUEST)), REQUEST)
-        other.say(protocol.Goodbye(other.generation))
-    for _ in range(4):
-        assert isinstance(client.hear()[0], protocol.Result)
+        assert right(other, REQUEST)
+    for call in calls:
+        assert isinstance(client.hear(call, packed), list)
     yield from ()
 
 
@@ -146,48 +130,38 @@ def tables(client):
         table = packed.parts[0].view(np.int64).copy()
         table[:4] = row
         packed.parts[0] = table.view(np.uint8)
-        right = checksum(packed.parts)
-        yield client.ask(packed, checksum=right), Failed, "rows|overlap"
+        yield client.ask(packed, checksum=checksum(packed.parts)), INVALID, "rows|overlap"
 
 
 def steps(client):
-    """Steps of a cache: again, with a bit flipped, as a pickle, above caps, and without a cache."""
+    """Steps of a cache: again, with a bit flipped, above caps, and without a cache."""
     first, second = step(0, 0, 0, 2, 20), step(1, 1, 20, 2, 3)
-    data = protocol.encode(first.numbered(client.generation, next(client.numbers)), client.session)
-    frames = [x.tobytes() for x in first.parts]
-    client.say(data, *frames)
-    assert isinstance(client.hear()[0], protocol.Result)
-    client.say(data, *frames)
-    yield client.hear(), Failed, "used"
-    yield client.ask(first), protocol.Lost, "."
-    for i in range(0, 8 * len(data), 11):
-        changed = bytearray(data)
-        changed[i // 8] ^= 1 << i % 8
-        client.say(bytes(changed), *frames)
-        yield client.hear(), Malformed | Refused, "."
+    assert isinstance(client.ask(first), list)
+    yield client.ask(first), LOST, "."
     for i, part in enumerate(second.parts):
-        for wrong in (part ^ np.uint8(1), np.frombuffer(pickle.dumps(Path()), np.uint8), part[:-1]):
-            second.parts[i] = wrong
-            yield client.ask(second), Failed, "checksum|must have"
+        second.parts[i] = part ^ np.uint8(1)
+        yield client.ask(second), INVALID, "checksum"
         second.parts[i] = part
     for change, said in (
-        ({"k_rows": 2**62}, "k_rows"), ({"start": 2**62}, "."), ({"heads": 3}, "multiple"),
+        ({"k_rows": 2**62}, "k_rows"), ({"heads": 3}, "multiple"),
         ({"k_rows": 4096, "kv_heads": 1024, "heads": 1024, "dim": 1024}, "payload"),
-        ({"writes": 2}, "."), ({"cache": 8}, "."), ({"offset": 2**62}, "offset"),
-        ({"left": 2**62, "right": 2**62, "start": 21}, "."),
     ):  # fmt: skip
-        yield client.ask(second, **change), Failed | protocol.Lost, said
+        yield client.ask(second, **change), INVALID, said
+    for change in (
+        {"start": 2**62}, {"writes": 2}, {"cache": 8}, {"offset": 2**62},
+        {"left": 2**62, "right": 2**62, "start": 21},
+    ):  # fmt: skip
+        yield client.ask(second, step=second.step._replace(**change)), (INVALID, LOST), "."
     mad = step(2, 1, 20, 2, 3)
     for part in mad.parts:
         part.view(np.float32)[:] = np.nan
-    header = msgspec.structs.replace(mad.header, checksum=checksum(mad.parts))
-    assert isinstance(client.ask(dataclasses.replace(mad, header=header))[0], protocol.Result)
-    client.say(protocol.Free(client.generation, first.header.cache))
-    yield client.ask(second), protocol.Lost, "."
+    assert isinstance(client.ask(dataclasses.replace(mad, checksum=checksum(mad.parts))), list)
+    assert client.free(first.step.cache) == grpc.StatusCode.OK
+    yield client.ask(second), LOST, "."
 
 
 ROWS = {
-    "a replayed frame": replayed,
+    "another session": foreign,
     "a flipped bit": flipped,
     "a pickle": pickled,
     "a product above 64 bits": promised(
@@ -196,9 +170,11 @@ ROWS = {
         ({"slices": 2**62}, "slices"),
     ),
     "other sizes than the payload has": promised(
-        ({"k_rows": 63}, "k_positions must have"), ({"dim": 9}, "q must have"),
-        ({"value_dim": 9}, "v must have"), ({"slices": 2}, "slices must have"),
-        ({"dtype": "float64"}, "q must have"), ({"op": "backward"}, "payload must have"),
+        ({"k_rows": 63}, "bytes were missing"), ({"k_rows": 65}, "bytes are missing"),
+        ({"dim": 9}, "bytes are missing"), ({"value_dim": 9}, "bytes are missing"),
+        ({"slices": 2}, "bytes are missing"), ({"dtype": "float64"}, "bytes are missing"),
+        ({"operation": "backward"}, "bytes are missing"), ({"operation": "step"}, "step"),
+        ({"dtype": "bfloat16"}, "bytes were missing"),
     ),
     "a terabyte": promised(
         ({"q_rows": 4096, "heads": 1024, "dim": 1024}, "payload|result"),
@@ -206,7 +182,7 @@ ROWS = {
     ),
     "what does not exist": unknown,
     "heads that do not go together": promised(
-        ({"heads": 3}, "heads must be a multiple of kv_heads"), ({"heads": 4}, "q must have"),
+        ({"heads": 3}, "heads must be a multiple of kv_heads"), ({"heads": 4}, "bytes are missing"),
         ({"kv_heads": 0}, "kv_heads"),
     ),
     "few tokens": few,
@@ -238,8 +214,7 @@ def server(tmp_path_factory):
 def good(address):
     """Have one task computed right."""
     with Client(address) as client:
-        assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
-        client.say(protocol.Goodbye(client.generation))
+        assert right(client, REQUEST)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -247,29 +222,26 @@ def test_bad_input_is_refused_and_harms_nothing_else(server, row):
     process, before = server
     start = time.monotonic()
     with Client(process.address) as client:
-        for (message, frames), kind, said in ROWS[row](client):
-            assert isinstance(message, kind) and not frames, message
-            found = getattr(message, "reason", "no cache")
-            assert re.search(said, found), found
-        client.say(protocol.Goodbye(client.generation))
+        for found, code, said in ROWS[row](client):
+            assert found in (code if isinstance(code, tuple) else (code,)), found
+            assert re.search(said, client.details), client.details
     assert time.monotonic() - start < 20
     good(process.address)
     assert_as_before(process, before)
 
 
 def test_wrong_and_missing_keys_are_refused_in_time(tmp_path):
-    keys, others = (generate(tmp_path / name)[0].parent for name in ("keys", "others"))
-    (others / "server.public").write_bytes((keys / "server.public").read_bytes())
-    deadlines = dataclasses.replace(QUICK, handshake=0.4)
-    server = ServerProcess("tcp://127.0.0.1:*", keys=server_keys(keys), deadlines=deadlines)
+    keys, others = tmp_path / "keys", tmp_path / "others"
+    for folder in (keys, others):
+        assert main(["keygen", str(folder)]) == 0
+    server = ServerProcess("tcp://127.0.0.1:*", keys=keys, deadlines=QUICK)
     try:
         assert ask(server.address, keys, 10.0).tasks == 0
         before = usage(server.process.pid)
-        assert client_keys(others)
         for wrong in (others, None):
             start = time.monotonic()
-            with pytest.raises(TimeoutError):
-                ask(server.address, wrong, 1.5 * deadlines.handshake)
+            with pytest.raises(StatusError):
+                ask(server.address, wrong, 2.0)
             assert time.monotonic() - start < 10
         assert_as_before(server, before, keys)
         assert ask(server.address, keys, 10.0).tasks == 0
@@ -286,10 +258,9 @@ def test_a_computation_that_fails_harms_no_other_request(tmp_path, fails):
         before = usage(server.process.pid)
         for _ in range(5):
             with Client(server.address) as client:
-                message, frames = client.ask(pack(bad))
-                assert message.reason == f"the computation failed: {fails}" and not frames
-                assert right_answer(*client.ask(pack(REQUEST)), REQUEST)
-                client.say(protocol.Goodbye(client.generation))
+                assert client.ask(pack(bad)) == grpc.StatusCode.INTERNAL
+                assert client.details == f"the computation failed: {fails}"
+                assert right(client, REQUEST)
         assert_as_before(server, before)
     finally:
         server.end()

@@ -1,17 +1,16 @@
-"""A server, a process of its own, under more than it takes: connections, garbage, slow clients and
-ten times as many tasks. Others are served meanwhile, and it ends as it began."""
+"""A server, a process of its own, under more than it takes: connections, calls that do not end,
+slow clients and ten times as many tasks. Others are served meanwhile, and it ends as it began."""
 
 import contextlib
 import resource
 import socket
 import statistics
-import struct
 import time
 
 import pytest
-import zmq
 
-from seqpar.servers.wire import protocol
+from seqpar.servers.transport.authority import add_client, generate
+from seqpar.servers.transport.certificates import ClientIdentity
 from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.limits import Limits
 from seqpar.servers.wire.request import ServersError
@@ -22,46 +21,61 @@ from tests.support.servers import (
     ServerProcess,
     connect,
     processes,
-    right_answer,
     same,
     usage,
     wait_until,
 )
+from tests.support.unfinished import Unfinished
+from tests.tools.hostile_connections import EVERY_KIND, HELLO, attack_all, connection, headers
 
 pytestmark = [pytest.mark.alone, pytest.mark.exhaustive]
 REQUESTS = [random_request(i, 16, 32) for i in range(8)]
 IDLE = 1000  # connections
-GARBAGE = [
-    b"GET / HTTP/1.1\r\nHost: attention\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # a TLS hello
-    b"\xff" * 4096,
-    bytes(4096),
-    b"SQPR" + bytes(64),
-    b"\xff" + bytes(8) + b"\x7f\x03\x00PLAIN" + bytes(47) + b"\x04\xff" + bytes(9),
-    struct.pack(">Q", 2**63) * 99,
-]
 
 
 @pytest.fixture
-def server():
-    """A server at a port, with what it uses after an answer."""
+def many_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * IDLE), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def server(many_files):
+    """A server at a port, which has answered once, in a process that may open enough files."""
     process = ServerProcess("tcp://127.0.0.1:*", deadlines=QUICK)
     try:
         serves(process.address)
         yield process
     finally:
         process.end()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def serves(address):
+@pytest.fixture
+def keys(tmp_path):
+    """A folder of keys, with another client's in `clients/other`."""
+    generate(tmp_path / "keys")
+    add_client(tmp_path / "keys", "other")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def secured(many_files, keys):
+    """A server at a port that has keys."""
+    process = ServerProcess("tcp://127.0.0.1:*", keys=keys)
+    try:
+        serves(process.address, keys)
+        yield process
+    finally:
+        process.end()
+
+
+def serves(address, keys=None):
     """Have one task computed right; return the seconds that took."""
-    start, request = time.monotonic(), REQUESTS[0]
-    with Client(address) as client:
-        assert right_answer(*client.ask(pack(request)), request)
-        client.say(protocol.Goodbye(client.generation))
+    start = time.monotonic()
+    with Client(address, keys and ClientIdentity(keys)) as client:
+        assert same(client.ask(pack(REQUESTS[0])), REQUESTS[0])
     return time.monotonic() - start
 
 
@@ -69,42 +83,64 @@ def place(server):
     return "127.0.0.1", int(server.address.rpartition(":")[2])
 
 
-def ends_as_it_began(server, before):
-    serves(server.address)
-    wait_until(lambda: usage(server.process.pid)[:2] <= before[:2])
-    assert usage(server.process.pid)[2] < before[2] + 2**26  # what ZeroMQ keeps of connections
+def ends_as_it_began(server, before, keys=None):
+    """A server returns memory when a session ends, except what the C library keeps of it."""
+
+    def is_as_before():
+        serves(server.address, keys)
+        files, _, memory = usage(server.process.pid)
+        return files <= before[0] and memory < before[2] + 2**26
+
+    wait_until(is_as_before)
 
 
-def test_connections_that_say_nothing_are_cut_off(server):
+@pytest.mark.parametrize(("kind", "secured"), EVERY_KIND)
+def test_ten_thousand_hostile_connections(tmp_path, kind, secured):
+    attack_all(2500, tmp_path, [(kind, secured)])
+
+
+@pytest.mark.parametrize("said", [b"", HELLO])
+def test_connections_that_make_no_call_take_nobodys_place(server, said):
+    """The server ends those that do not speak HTTP/2; the others cost little."""
     before = usage(server.process.pid)
     with contextlib.ExitStack() as stack:
         for _ in range(IDLE):
-            stack.enter_context(socket.create_connection(place(server)))
+            stack.enter_context(connection(server.address)).sendall(said)
         assert serves(server.address) < 10
-        wait_until(lambda: usage(server.process.pid)[0] <= before[0] + 1)
+        if not said:
+            wait_until(lambda: usage(server.process.pid)[0] <= before[0] + 1)
+        assert usage(server.process.pid)[2] < before[2] + IDLE * 2**17
     ends_as_it_began(server, before)
 
 
-def test_idle_clients_take_nobodys_place(server):
-    before = usage(server.process.pid)
-    with zmq.Context() as context:
-        context.set(zmq.MAX_SOCKETS, 2 * IDLE)
-        with contextlib.ExitStack() as stack:
-            for _ in range(IDLE):
-                idle = stack.enter_context(context.socket(zmq.DEALER))
-                idle.linger = 0
-                idle.connect(server.address)
-            wait_until(lambda: usage(server.process.pid)[0] >= IDLE)
-            assert serves(server.address) < 20
-    ends_as_it_began(server, before)
+def test_calls_that_send_nothing_take_little_memory(secured, keys):
+    before, said = usage(secured.process.pid), HELLO + b"".join(map(headers, range(1, 512, 2)))
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            other = connection(secured.address, keys / "clients" / "other")
+            stack.enter_context(other).sendall(said)
+        time.sleep(1)
+        assert serves(secured.address, keys) < 10
+        assert usage(secured.process.pid)[2] < before[2] + 40 * 256 * 2**14
+    ends_as_it_began(secured, before, keys)
 
 
-def test_garbage_is_cut_off(server):
-    before = usage(server.process.pid)
-    for data in GARBAGE * 20:
-        with contextlib.suppress(OSError), socket.create_connection(place(server)) as connection:
-            connection.sendall(data)
-    ends_as_it_began(server, before)
+def test_unfinished_messages_have_a_limit(secured, keys):
+    """A call that is not read takes 64 KiB; a few of each certificate are read, and take 4 MiB."""
+    before = usage(secured.process.pid)
+    unfinished = [Unfinished(secured.address, 36, keys / "clients" / "other") for _ in range(4)]
+    most, end = 0, time.monotonic() + 4  # the deadline of these messages is after 5 s
+    while time.monotonic() < end:
+        if sum(x.turn() for x in unfinished) == 0:
+            time.sleep(0.01)
+        most = max(most, usage(secured.process.pid)[2])
+    calls = [x for each in unfinished for x in each.sent.values()]
+    assert sum(x > 2**16 for x in calls) <= 4 and sum(x > 2**15 for x in calls) > 72
+    assert most < before[2] + 4 * 36 * 2**16 + 4 * 2**22 + 2**26
+    assert serves(secured.address, keys) < 10
+    for each in unfinished:
+        each.close()
+    ends_as_it_began(secured, before, keys)
 
 
 def test_slow_clients_do_not_slow_others(server):
@@ -125,7 +161,7 @@ def test_slow_clients_do_not_slow_others(server):
         with contextlib.ExitStack() as stack:
             slow = [stack.enter_context(socket.create_connection(place(server))) for _ in range(32)]
             for connection in slow:
-                connection.sendall(b"\xff")
+                connection.sendall(b"P")
             yield from times()
 
     # Many short alternating turns, so that other processes slow both measurements equally.

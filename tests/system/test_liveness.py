@@ -15,7 +15,7 @@ import torch.distributed as dist
 import seqpar
 from seqpar.comm import waiting
 from seqpar.comm.faults import heartbeat
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.faults import LIMIT, SILENCE, TIMEOUT, answers, connect, free_port, launch
 
 pytestmark = pytest.mark.alone

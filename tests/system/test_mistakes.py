@@ -2,6 +2,7 @@
 their own for each test, which end as interpreters do."""
 
 import ctypes
+import itertools
 import re
 import time
 
@@ -13,7 +14,6 @@ import seqpar
 from tests.support.cases import STRATEGIES, module
 from tests.support.faults import TIMEOUT, connect, launch
 from tests.support.recurrent_calls import gated_delta
-from tests.support.tiers import exhaustive_rows
 
 pytestmark = pytest.mark.alone
 
@@ -92,7 +92,7 @@ def raises(rank):
 def leaves_messages_unfinished(rank):
     module("ring", dist.group.WORLD)
     if rank.wrong:
-        comm = seqpar.comm.messages.exchange.Comm.of(dist.group.WORLD)
+        comm = seqpar.comm.messages.comm.Comm.of(dist.group.WORLD)
         x = torch.ones(1000)
         comm.exchange([(0, x)], [(0, x.clone())], label="test", step=3)
     else:
@@ -131,14 +131,12 @@ def ends(folder, mistake, strategy="ring", ranks=2, check_ranks=False):
             process.join()
 
 
-MIXED = exhaustive_rows(
-    (skips_a_backward, runs_backwards_in_another_order, calls_twice), ALL, (False, True)
-)
+MISTAKES = itertools.cycle((skips_a_backward, runs_backwards_in_another_order, calls_twice))
+MIXED = [*zip(MISTAKES, ALL, itertools.cycle((False, True)), strict=False)]
 QUICK = [(skips_a_backward, "ulysses", False), (runs_backwards_in_another_order, "ring", False)]
 # With check_ranks these raise a ValueError: see tests/ranks.
 OTHERS = [(calls_another_strategy, strategy, False) for strategy in ("ring", "usp")]
-ROWS = [*QUICK, *(row for row in MIXED if row.values not in QUICK)]
-ROWS += [pytest.param(*row, marks=pytest.mark.exhaustive) for row in OTHERS]
+ROWS = [*QUICK, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in MIXED + OTHERS)]
 
 
 @pytest.mark.parametrize(("mistake", "strategy", "check_ranks"), ROWS)

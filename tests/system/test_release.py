@@ -1,4 +1,5 @@
-"""A release: the wheel and the source distribution, the wheel in a new environment, its extras."""
+"""A release: the wheel and the source distribution, the wheel in a new environment, its extras, and
+a checkout that is installed with the dependencies alone."""
 
 import functools
 import importlib.metadata
@@ -71,20 +72,60 @@ def installed(release, tmp_path_factory):
     return folder / "bin"
 
 
-def run(*command, cwd=None):
+@pytest.fixture(scope="module")
+def base(release, tmp_path_factory):
+    """A checkout, and the folder of programs of a new environment after `pip install .` in it.
+
+    The environment has seqpar's dependencies without extras, and what they need in turn: links to
+    the packages that are installed here. Pip looks nowhere else, and checks that none is missing.
+    """
+    checkout = release[0].parent / "checkout"
+    folder, tools = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("tools")
+    venv.create(folder, symlinks=True)
+    packages = sysconfig.get_path("purelib", "venv", vars={"base": str(folder)})
+    for name in base_packages():
+        link(name, Path(packages))
+    link("setuptools", tools)  # which builds; pip would download one
+    options = ["--quiet", "--no-index", "--no-build-isolation"]
+    install = [*PIP, "--python", folder / "bin/python", "install", *options, "."]
+    run(*install, cwd=checkout, PYTHONPATH=str(tools))
+    return checkout, folder / "bin"
+
+
+def base_packages():
+    """The names of the packages that `pip install seqpar` installs."""
+    names, waiting = set(), list(map(Requirement, PROJECT["dependencies"]))
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in names and (not requirement.marker or requirement.marker.evaluate()):
+            names.add(name)
+            waiting += map(Requirement, importlib.metadata.requires(name) or [])
+    return names
+
+
+def link(package, folder):
+    """Let a folder of packages contain one that is installed here."""
+    distribution = importlib.metadata.distribution(package)
+    for name in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+        if not (folder / name).exists():
+            (folder / name).symlink_to(Path(distribution.locate_file(name)).resolve())
+
+
+def run(*command, cwd=None, status=0, **environment):
     """Run a program as if this checkout were not here; return what it prints."""
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd or "/",
-        env=outside | {"OMP_NUM_THREADS": "1"},
+        env=outside | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done.stdout or done.stderr
 
 
 @pytest.mark.exhaustive
@@ -131,6 +172,28 @@ def test_the_wheel_works_in_a_new_environment(installed, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_checkout_works_with_only_the_dependencies(base, tmp_path):
+    """`pip install .`, then the README's first example and commands. Inside the checkout, Python
+    finds its folder seqpar/ before the installed package."""
+    checkout, programs = base
+    folder, python = tmp_path, programs / "python"
+    code = "import seqpar, seqpar.kernels as x; print(seqpar.__file__, x.__file__)"
+    for inside, here in ((checkout, checkout), (folder, programs.parent)):
+        for file in run(python, "-W", "error", "-c", code, cwd=inside).split():
+            assert Path(file).is_relative_to(here)
+    module = [python, "-m", "seqpar"]
+    found = json.loads(run(*module, "info", "--json", cwd=checkout))
+    assert {found["versions"][name] for name in ("grpcio", "xxhash", "simpy", "rich")} == {None}
+    planned = ["plan", "--model", "llama-8b", "--cluster", "1x2-h100", "--lengths", "2000"]
+    for command in (module, [programs / "seqpar"]):
+        said = run(*command, *planned, cwd=folder, status=2)
+        assert said == "plan: simulations need simpy: pip install 'seqpar[plan]'\n"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    said = run(python, *launch, checkout / "examples/quickstart.py", cwd=folder)
+    assert said.count("512 of 1024 tokens, error") == 2
+
+
+@pytest.mark.exhaustive
 @pytest.mark.network
 def test_pip_resolves_all_extras_to_pinned_versions(release):
     """All together, and so each: what is not installed yet is found where pip looks."""
@@ -148,6 +211,13 @@ def pinned():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_pre_commit_installs_the_pinned_tools():
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    tools = re.findall(r"\[(\w+)==([\d.]+)\]", text)
+    assert len(tools) == text.count("language: python") == text.count("- id:")
+    assert all(pinned()[name] == version for name, version in tools)
 
 
 @pytest.mark.parametrize("python", PYTHONS)

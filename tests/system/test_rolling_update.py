@@ -1,14 +1,16 @@
-"""Servers that are replaced one after another while a trainer uses them."""
+"""Servers and trainers that are replaced one after another, with tasks in flight."""
 
+import itertools
 import threading
 
 import pytest
 
-import seqpar
-from seqpar.servers.wire.protocol import VERSION
+from seqpar.servers.wire import versions
+from tests.support import second_version
+from tests.support.changed import changed
 from tests.support.faults import LIMIT
 from tests.support.requests import random_request
-from tests.support.servers import ServerProcess, connect, same, wait_until
+from tests.support.servers import LONG_DEADLINES, ServerProcess, connect, same, wait_until
 
 pytestmark = pytest.mark.alone
 REQUESTS = [random_request(i, 16, 32) for i in range(8)]
@@ -92,7 +94,10 @@ def drain(server):
 def test_servers_replaced_in_turn_lose_no_task(tmp_path):
     with Fleet(tmp_path) as fleet:
         old = [fleet.add(f"old{i}", slow=0.02) for i in range(2)]
-        with connect(f"file://{fleet.listed}", home=False) as pool, Trainer(pool) as trainer:
+        with (
+            connect(f"file://{fleet.listed}", home=False, deadlines=LONG_DEADLINES) as pool,
+            Trainer(pool) as trainer,
+        ):
             for i, server in enumerate(old):
                 trainer.trains()
                 new = fleet.add(f"new{i}", slow=0.02)
@@ -106,21 +111,99 @@ def test_servers_replaced_in_turn_lose_no_task(tmp_path):
             assert not found(pool, fleet.servers[-1]).lost
 
 
-MISFITS = [
-    ({"speaks": VERSION + 1}, [f"speaks {VERSION} of the protocol", f"the peer {VERSION + 1}"]),
-    ({"library": "9.9.9"}, ["9.9.9", seqpar.__version__]),
-]
+def pool_that_speaks(fleet, speaks, **options):
+    """A pool of a process that knows these versions of the service."""
+    with changed(versions, VERSIONS=speaks()):
+        return connect(f"file://{fleet.listed}", deadlines=LONG_DEADLINES, **options)
 
 
-@pytest.mark.parametrize(("options", "named"), MISFITS)
-def test_a_server_of_another_version_is_refused(tmp_path, options, named):
+def spoken(pool, server):
+    """The name of the package that a pool and a server speak."""
+    service = pool._dispatcher.servers.get(server.address)._service.service
+    return service.removeprefix("seqpar.attention.").removesuffix(".Attention")
+
+
+class Update:
+    """Two servers and two trainers, of the first version at first."""
+
+    def __init__(self, fleet):
+        self._fleet, self._named = fleet, itertools.count()
+        self.servers = [self._serve(second_version.first, "1.0") for _ in range(2)]
+        self.trainers = [self._train(second_version.first) for _ in range(2)]
+
+    def _serve(self, speaks, library):
+        name = f"s{next(self._named)}"
+        return self._fleet.add(name, slow=0.02, versions=speaks, library=library)
+
+    def _train(self, speaks):
+        trainer = Trainer(pool_that_speaks(self._fleet, speaks, home=False))
+        trainer.start()
+        return trainer
+
+    def update_server(self, i):
+        old, self.servers[i] = self.servers[i], self._serve(second_version.both, "2.0")
+        self._let_all_train()
+        drain(old)
+        self._fleet.write([x for x in self._fleet.servers if x.process.is_alive()])
+        self._let_all_train()
+
+    def update_trainer(self, i):
+        old, self.trainers[i] = self.trainers[i], self._train(second_version.both)
+        self._let_all_train()
+        self._end(old)
+        self._let_all_train()
+
+    def _let_all_train(self):
+        for trainer in self.trainers:
+            for server in self.servers:
+                wait_until(lambda pool=trainer.pool, server=server: is_ready(pool, server))
+            trainer.trains()
+
+    def spoken(self):
+        return [spoken(trainer.pool, x) for trainer in self.trainers for x in self.servers]
+
+    def _end(self, trainer):
+        with trainer.pool:
+            trainer.__exit__()
+        assert trainer.error is None, trainer.error
+
+    def __enter__(self):
+        self._let_all_train()
+        return self
+
+    def __exit__(self, *_):
+        for trainer in self.trainers:
+            self._end(trainer)
+
+
+@pytest.mark.parametrize("order", ["servers first", "trainers first", "in turn"])
+def test_versions_are_updated_in_any_order(tmp_path, order):
+    with Fleet(tmp_path) as fleet, Update(fleet) as update:
+        assert update.spoken() == ["v1"] * 4
+        steps = {
+            "servers first": [update.update_server] * 2 + [update.update_trainer] * 2,
+            "trainers first": [update.update_trainer] * 2 + [update.update_server] * 2,
+            "in turn": [update.update_server, update.update_trainer] * 2,
+        }[order]
+        for count, step in enumerate(steps):
+            step(steps[:count].count(step))
+            if count == 1:  # all of one kind, or one of each, is new
+                new = {"in turn": ["v2", "v1", "v1", "v1"]}.get(order, ["v1"] * 4)
+                assert update.spoken() == new
+        assert update.spoken() == ["v2"] * 4
+        assert not any(x.lost for t in update.trainers for x in t.pool.report().servers[:2])
+
+
+def test_a_server_without_a_common_version_is_refused(tmp_path):
     with Fleet(tmp_path) as fleet:
-        old, new = fleet.add("old"), fleet.add("new", **options)
-        with connect(f"file://{fleet.listed}") as pool, Trainer(pool) as trainer:
-            wait_until(lambda: all(name in found(pool, new).reason for name in named))
+        old, new = fleet.add("old"), fleet.add("new", versions=second_version.second)
+        pool = pool_that_speaks(fleet, second_version.first)
+        with pool, Trainer(pool) as trainer:
+            reason = "version: the server has none of seqpar.attention.v1.Attention"
+            wait_until(lambda: found(pool, new).reason == reason)
             wait_until(lambda: is_ready(pool, old))
             trainer.trains()
-            assert found(pool, new).state != "ready" and not found(pool, new).tasks
+            assert found(pool, new).state == "refused" and not found(pool, new).tasks
             assert found(pool, old).tasks and not found(pool, old).lost
             drain(old)  # home computes until a trainer of the new version comes
             trainer.trains()

@@ -9,6 +9,7 @@ from seqpar.servers.transport.one_sided import available
 from tests.support.processes import PROCESSES
 from tests.support.server_caches import decode, drawn, prefilled, same_bits, undisturbed
 from tests.support.servers import QUICK, ServerProcess, connect, processes, wait_until
+from tests.support.tiers import few_rows
 
 pytestmark = pytest.mark.alone
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -20,16 +21,17 @@ def caches(server):
     return ask(server.address, None, 10.0).caches
 
 
+@few_rows(pairs=False)
 @pytest.mark.parametrize(("how", "transport"), [
-    ("SIGKILL", "zmq"),
-    pytest.param("SIGSTOP", "zmq", marks=EXHAUSTIVE),
-    pytest.param("SIGTERM", "zmq", marks=EXHAUSTIVE),
+    ("SIGKILL", "grpc"),
+    pytest.param("SIGSTOP", "grpc", marks=EXHAUSTIVE),
+    pytest.param("SIGTERM", "grpc", marks=EXHAUSTIVE),
     pytest.param("SIGKILL", "nixl", marks=[EXHAUSTIVE, NIXL]),
     pytest.param("SIGSTOP", "nixl", marks=[EXHAUSTIVE, NIXL]),
 ])  # fmt: skip
 @pytest.mark.parametrize("moment", ["between steps", pytest.param("in a step", marks=EXHAUSTIVE)])
 def test_a_cache_outlives_its_server(tmp_path, how, transport, moment):
-    wanted, transports = undisturbed(tmp_path, TENSORS), [transport, "zmq"]
+    wanted, transports = undisturbed(tmp_path, TENSORS), [transport, "grpc"]
     options = {"transports": transports, "deadlines": QUICK}
     if moment == "in a step":
         options["slow"] = 0.1

@@ -3,7 +3,6 @@
 import itertools
 import os
 import socket
-import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqpar.servers.check import payload
+from seqpar.servers.server_check import payload
 from seqpar.servers.transport.one_sided import available
 from seqpar.servers.wire.codec import pack
 from seqpar.servers.wire.limits import Limits, ServerDeadlines
@@ -20,18 +19,19 @@ from tests.support.faults import LIMIT
 from tests.support.processes import PROCESSES
 from tests.support.requests import random_request
 from tests.support.servers import (
-    DEADLINES,
+    LONG_DEADLINES,
     QUICK,
     Client,
     ServerProcess,
     connect,
     expected,
+    held,
     processes,
     running,
     same,
+    wait_for_calls,
     wait_until,
 )
-from tests.support.zmtp import dealer
 from tests.tools.churn import churn
 
 pytestmark = pytest.mark.alone
@@ -60,8 +60,8 @@ def backward_of(request):
 
 def rows():
     """All combinations; most of them are for `make test-all`."""
-    quick = ("forward", "SIGKILL", "zmq"), ("backward", "SIGSTOP", "zmq")
-    for row in itertools.product(["forward", "backward"], ["SIGKILL", "SIGSTOP"], ["zmq", "nixl"]):
+    quick = ("forward", "SIGKILL", "grpc"), ("backward", "SIGSTOP", "grpc")
+    for row in itertools.product(["forward", "backward"], ["SIGKILL", "SIGSTOP"], ["grpc", "nixl"]):
         marks = [] if row in quick else [pytest.mark.exhaustive]
         if row[-1] == "nixl":
             marks.append(NIXL)
@@ -71,25 +71,31 @@ def rows():
 @pytest.mark.parametrize(("direction", "how", "transport"), list(rows()))
 def test_a_server_that_dies_or_hangs_is_replaced(tmp_path, direction, how, transport):
     requests = REQUESTS if direction == "forward" else list(map(backward_of, REQUESTS))
-    transports = [transport, "zmq"]
-    with processes(tmp_path, 2, slow=0.3, transports=transports) as servers:
+    transports = [transport, "grpc"]
+    # Silence is noticed after `connect`, and death at once: long before a request's deadline.
+    deadlines = LONG_DEADLINES | ({"connect": 1.0} if how == "SIGSTOP" else {})
+    options = {"transports": transports, "deadlines": deadlines, "home": False}
+    with processes(tmp_path, 2, slow=0.01, transports=transports) as servers:
         addresses = [server.address for server in servers]
-        with connect(*addresses, transports=transports, home=False) as pool:
+        with connect(*addresses, **options) as pool:
             wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
             assert [x.transport for x in pool.report().servers[:2]] == [transport] * 2
-            futures = [pool.submit(request) for request in requests]
-            time.sleep(0.1)  # both compute
-            servers[0].signal(how)
-            start = time.monotonic()
+            with held(tmp_path):
+                futures = [pool.submit(request) for request in requests]
+                wait_for_calls(tmp_path, servers)
+                servers[0].signal(how)
+                wait_until(lambda: pool.report().servers[0].lost)
             assert right(futures, requests)
-            assert time.monotonic() - start < DEADLINES["request"] + 1 + len(requests) * 0.3
             report = pool.report()
-            assert report.servers[0].lost and report.retried
+            assert report.retried
             assert sum(x.tasks for x in report.servers) == len(requests)
             if how == "SIGSTOP":
                 servers[0].signal("SIGCONT")
                 wait_until(lambda: pool.report().servers[0].state == "ready")
-                assert right([pool.submit(request) for request in requests], requests)
+                with held(tmp_path):
+                    futures = [pool.submit(request) for request in requests]
+                    wait_for_calls(tmp_path, servers)
+                assert right(futures, requests)
                 report = pool.report()
                 assert sum(x.tasks for x in report.servers) == 2 * len(requests)
                 assert report.servers[0].tasks
@@ -97,15 +103,18 @@ def test_a_server_that_dies_or_hangs_is_replaced(tmp_path, direction, how, trans
 
 def test_tasks_survive_the_death_of_all_servers(tmp_path):
     with (
-        processes(tmp_path, 2, slow=0.1) as servers,
-        connect(*[server.address for server in servers]) as pool,
+        processes(tmp_path, 2) as servers,
+        connect(*[server.address for server in servers], deadlines=LONG_DEADLINES) as pool,
     ):
-        futures = [pool.submit(request) for request in REQUESTS]
-        for server in servers:
-            server.signal("SIGKILL")
-        assert right(futures)
+        wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
+        with held(tmp_path):
+            futures = [pool.submit(request) for request in REQUESTS]
+            wait_for_calls(tmp_path, servers)
+            for server in servers:
+                server.signal("SIGKILL")
+            assert right(futures)
         before = pool.report().servers[-1].tasks
-        assert before
+        assert before == len(REQUESTS)
         servers[0].process.join(LIMIT)  # until then the path is its own
         again = ServerProcess(servers[0].address)
         try:
@@ -117,44 +126,47 @@ def test_tasks_survive_the_death_of_all_servers(tmp_path):
             again.end()
 
 
-@pytest.mark.parametrize("transport", ["zmq", pytest.param("nixl", marks=[NIXL, EXHAUSTIVE])])
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("nixl", marks=[NIXL, EXHAUSTIVE])])
 def test_dying_servers_change_no_bit_of_a_step(tmp_path, transport):
-    case, transports = served.CASES["sinks"], [transport, "zmq"]
-    options = {"transports": transports, "home": False, "depth": 2}
+    case, transports = served.CASES["sinks"], [transport, "grpc"]
+    options = {"transports": transports, "deadlines": LONG_DEADLINES, "home": False, "depth": 2}
 
-    def killing(server, step):
+    def killing(victim, step):
+        """Kill a server that has tasks. No server computes before the pool knows of the death:
+        the pool may ask another server for the tasks of a slow one, and the step could end before
+        the victim counts as lost."""
         with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(step)
-            wait_until(lambda: server_has_tasks(pool, server.address))
-            server.signal("SIGKILL")
+            with held(tmp_path):
+                running = thread.submit(step)
+                wait_for_calls(tmp_path, [servers[victim]])
+                servers[victim].signal("SIGKILL")
+                wait_until(lambda: pool.report().servers[victim].lost)
             return running.result(LIMIT)
 
-    with processes(tmp_path, 3, slow=0.05, transports=transports) as servers:
+    with processes(tmp_path, 3, slow=0.01, transports=transports) as servers:
         addresses = [server.address for server in servers]
         with connect(*addresses, **options) as pool:
             wait_until(lambda: [x.state for x in pool.report().servers[:3]] == ["ready"] * 3)
             expected = served.call(pool, case, tasks=12)
-            begun = killing(servers[0], lambda: served.begin(pool, case, tasks=12))
-            results = killing(servers[1], lambda: served.backward(*begun))
+            begun = killing(0, lambda: served.begin(pool, case, tasks=12))
+            results = killing(1, lambda: served.backward(*begun))
             assert all(map(np.array_equal, results, expected))
             assert [x.lost for x in pool.report().servers[:3]] == [1, 1, 0]
             assert pool.report().retried >= 2
 
 
-def server_has_tasks(pool, address):
-    """Whether a server owes an answer."""
-    return any(link.address == address and link.attempts for link in pool._dispatcher.servers)
-
-
 def test_sigterm_drains(tmp_path):
+    options = {"deadlines": LONG_DEADLINES, "home": False}
     with (
-        processes(tmp_path, 2, slow=0.2) as servers,
-        connect(*[server.address for server in servers], home=False) as pool,
+        processes(tmp_path, 2, slow=0.01) as servers,
+        connect(*[server.address for server in servers], **options) as pool,
     ):
         wait_until(lambda: [x.state for x in pool.report().servers[:2]] == ["ready"] * 2)
-        futures = [pool.submit(request) for request in REQUESTS]
-        time.sleep(0.1)
-        servers[0].signal("SIGTERM")
+        with held(tmp_path):
+            futures = [pool.submit(request) for request in REQUESTS]
+            wait_for_calls(tmp_path, servers)
+            servers[0].signal("SIGTERM")
+            wait_until(lambda: pool.report().servers[0].state == "draining")
         assert right(futures)
         servers[0].process.join(LIMIT)
         assert servers[0].process.exitcode == 0
@@ -163,13 +175,15 @@ def test_sigterm_drains(tmp_path):
 
 
 def send_and_wait(address, pipe):
-    """A client that sends requests and never reads an answer."""
+    """A client that sends requests and never reads a result."""
     client = Client(address)
     packed = pack(payload(4))
+    calls = []
     pipe.send("begun")
     while True:
-        client.say(packed.numbered(client.generation, next(client.numbers)),
-                   *[x.tobytes() for x in packed.parts])  # fmt: skip
+        if len(calls) < client.welcome.requests:
+            calls.append(client.begin(packed))
+        time.sleep(0.01)
 
 
 def rss(pid):
@@ -212,7 +226,9 @@ def test_clients_that_are_killed_leave_nothing_behind(tmp_path, times):
         before, open_before = rss(pid), descriptors(pid)
         for _ in range(times):
             disturb()
-        wait_until(lambda: descriptors(pid) <= open_before)
+        # gRPC closes the sockets of the last one or two connections later. A descriptor that each
+        # killed client left would be two for each time.
+        wait_until(lambda: descriptors(pid) <= open_before + 2)
         # The allocator may keep what a full queue took, once; each time one is filled.
         assert rss(pid) < before + limits.queued_bytes
 
@@ -238,15 +254,11 @@ def status(address):
     return ask(address, None, 10.0)
 
 
-@pytest.mark.parametrize("where", ["greeting", "frame"])
-def test_a_client_that_trickles_bytes_is_cut_off(where):
+def test_a_client_that_does_not_finish_the_handshake_is_cut_off():
     deadlines = ServerDeadlines(idle=1.0, handshake=1.0)
     with running("tcp://127.0.0.1:*", deadlines=deadlines) as server:
         port = int(server.address.rpartition(":")[2])
-        at_greeting, address = where == "greeting", ("127.0.0.1", port)
-        with socket.create_connection(address) if at_greeting else dealer(port) as slow:
-            if not at_greeting:
-                slow.sendall(b"\x02" + struct.pack(">Q", 2**20))
+        with socket.create_connection(("127.0.0.1", port)) as slow:
             start = time.monotonic()
             assert cut_off(slow), "it is still connected"
             assert time.monotonic() - start < 8
@@ -270,22 +282,11 @@ def cut_off(connection, seconds=10.0):
     return False
 
 
-def test_a_terabyte_that_is_announced_takes_no_memory():
-    with running("tcp://127.0.0.1:*") as server:
-        before = rss(os.getpid())
-        with dealer(int(server.address.rpartition(":")[2])) as huge:
-            huge.sendall(b"\x02" + struct.pack(">Q", 2**40) + bytes(1000))
-            assert cut_off(huge)
-        assert rss(os.getpid()) < before + 2**24
-        with connect(server.address, home=False) as pool:
-            assert right([pool.submit(request) for request in REQUESTS])
-
-
 @pytest.mark.parametrize(("kills", "transport"), [
-    (3, "zmq"),
-    pytest.param(30, "zmq", marks=pytest.mark.exhaustive),
+    (3, "grpc"),
+    pytest.param(30, "grpc", marks=pytest.mark.exhaustive),
     pytest.param(10, "nixl", marks=[pytest.mark.exhaustive, NIXL]),
 ])  # fmt: skip
 def test_churn(tmp_path, kills, transport):
-    counts = churn(tmp_path, kills, seed=0, transports=[transport, "zmq"])
+    counts = churn(tmp_path, kills, seed=0, transports=[transport, "grpc"])
     assert counts["tasks"] and counts["kills"] == kills

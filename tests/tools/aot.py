@@ -2,8 +2,8 @@
 
 `python -m tests.tools.aot` prints what the compiler made of each launch, a line of JSON each. It
 fails if one breaks a gate, and otherwise writes all to the table of `aot_table.py`, under the
-version of Triton. With `--architecture sm_90` or `--kind forward` it compiles only those, and
-writes nothing. `--markdown` prints the table of docs/kernels.md instead. Run it without
+version of Triton. With `--architecture sm_90`, `--kind forward` or `--width 64` it compiles only
+those, and writes nothing. `--markdown` prints the table of docs/kernels.md instead. Run it without
 TRITON_INTERPRET.
 """
 
@@ -242,6 +242,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architecture", choices=TARGETS)
     parser.add_argument("--kind", choices=KERNELS, nargs="+")
+    parser.add_argument("--width", type=int, help="of the head dims")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--markdown", action="store_true", help="print docs/kernels.md's table")
     chosen = parser.parse_args()
@@ -251,6 +252,7 @@ def main():
     architectures = TARGETS if chosen.architecture is None else [chosen.architecture]
     todo = [case for architecture in architectures for case in shipped(architecture)]
     todo = [case for case in todo if case.kind in (chosen.kind or KERNELS)]
+    todo = [case for case in todo if chosen.width in (None, case.width)]
     rows, wrong = [], []
     with concurrent.futures.ProcessPoolExecutor(chosen.jobs) as pool:
         for row in pool.map(report, todo):
@@ -259,7 +261,8 @@ def main():
             wrong += broken
             print(json.dumps(row | {"wrong": broken}), flush=True)
     print(f"triton {triton.__version__}: {len(wrong)} gates broken", file=sys.stderr)
-    if chosen.architecture is None and chosen.kind is None and not wrong:
+    whole = all(x is None for x in (chosen.architecture, chosen.kind, chosen.width))
+    if whole and not wrong:
         aot_table.write(triton.__version__, rows)
     sys.exit(bool(wrong))
 

@@ -20,7 +20,7 @@ from seqpar.layout.masks.mask import Blocks, Mask, slices_between
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.backends import triton as linear
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 from seqpar.softmax.backends import triton as softmax
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients

@@ -1,51 +1,56 @@
-"""Damage messages to an attention server at random: each is refused, or means what it says.
+"""Damage requests to an attention server at random: each is refused, or means what it says.
 
 Run it as `python -m tests.tools.fuzz_protocol`.
 
-Every frame is read as a server reads it: of tasks, and of steps of a cache. Of a damaged one either
-the refusal is a ProtocolError or a RequestError, and shows nothing of the payload, or it is the one
-that was sent: a flip that two checksums miss would be a wrong answer. A step that is refused leaves
-its cache as it was. Memory must not grow. Message i of a seed is always the same, so that `--only
-i` repeats it alone.
+The calls are valid calls of gRPC, and their messages are damaged: tasks, steps of a cache, and
+requests of other methods. The server has a process of its own. Of each damaged request, either the
+server refuses it, with a reason that shows nothing of the payload, or it has the payload that was
+sent, and the result is right for what its header says. A step that is refused leaves its cache as
+it was: later steps have right results. The memory and the descriptors of the server must not grow.
+Message i of a seed is always the same, so that `--only i` repeats it alone.
 """
 
 import argparse
 import functools
 import pickle
-import resource
 import sys
+import tempfile
 from pathlib import Path
 
-import msgspec
+import grpc
 import numpy as np
 import torch
 
+from seqpar.servers.server.account import Client as Owner
 from seqpar.servers.server.caches import Caches
-from seqpar.servers.transport.peers import Peer
-from seqpar.servers.wire.codec import pack, pack_step, unpack
+from seqpar.servers.server.compute import compute
+from seqpar.servers.wire import payload
+from seqpar.servers.wire.codec import KeptSlices, pack, pack_step, unpack
 from seqpar.servers.wire.header import form_of
 from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.messages import Step, Task
 from seqpar.servers.wire.pages import Seen
-from seqpar.servers.wire.payload import RequestError
-from seqpar.servers.wire.protocol import (
-    SECRET_BYTES,
-    ProtocolError,
-    StepRequest,
-    Task,
-    decode,
-    encode,
-)
+from seqpar.servers.wire.payload import Incoming, RequestError, bytes_of, chunks
+from seqpar.servers.wire.versions import VERSIONS, data_of, digest, joined
 from seqpar.softmax.compute.call_options import CallOptions
+from tests.support.changed import changed
 from tests.support.requests import random_request
+from tests.support.servers import Client, ServerProcess, usage
 
 LIMITS = Limits(tokens=4096, bytes=2**24, cache_bytes=2**20)
-CLIENT = Peer(b"")
+OWNER = Owner(b"")
 CPU, ROWS, CACHE = torch.device("cpu"), 20, 7  # rows that a cache has, and its number
-HUGE = [0, 1, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
-
-
-SIZES = ["batch", "q_rows", "k_rows", "heads", "kv_heads", "dim", "value_dim"]
-FIELDS = {Task: [*SIZES, "slices"], StepRequest: [*SIZES, "cache", "writes", "start"]}
+HUGE = [0, 1, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**64 - 1]
+FIELDS = [*Task.__dataclass_fields__, *Step._fields, "session", "checksum", "places"]
+CHUNK = 512  # bytes of a message of a payload, so that small payloads have several
+PER_SESSION = 500  # requests
+VERSION = VERSIONS[0]
+MAX_REASON, SHOWN = 200, 8  # characters of a reason; consecutive bytes of a payload
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,  # malformed or above a cap
+    grpc.StatusCode.NOT_FOUND,  # of a step: the cache is another one
+    grpc.StatusCode.FAILED_PRECONDITION,  # of another session
+}
 
 
 class Canary:
@@ -59,14 +64,8 @@ class Canary:
 
 
 @functools.cache
-def sane(seed):
-    """A request that is right: its header, and the bytes of its payload."""
-    random = np.random.default_rng(seed)
-    if seed % 2:
-        packed = pack(random_request(seed, *random.integers(1, 40, 2).tolist(), dim=4))
-    else:
-        packed = step(seed, 1, ROWS - int(random.integers(5)), *random.integers(1, 40, 2).tolist())
-    return packed.numbered(5, 1), packed.parts
+def _pickled(path):
+    return pickle.dumps(Canary(path))
 
 
 def step(seed, writes, start, queries, rows, cache=CACHE):
@@ -78,130 +77,254 @@ def step(seed, writes, start, queries, rows, cache=CACHE):
     return pack_step(cache, writes, start, operands, seen, CallOptions(0.5, 0.0, "default", True))
 
 
-def caches(client=CLIENT):
+def caches(owner=OWNER):
     """A server's caches, with one of some rows."""
     found = Caches(LIMITS.cache_bytes, CPU, "default")
     first = step(0, 0, 0, 1, ROWS)
-    found.admit(client, first.header, [x.tobytes() for x in first.parts])
+    found.admit(owner, first.task, first.step, [x.tobytes() for x in first.parts])
     return found
 
 
-def damage(random, task, parts, canary, secret=bytes(SECRET_BYTES)):
-    """Damage one frame, the header's fields or the list of frames; return all frames."""
+def messages_of(packed, session):
+    """The encoded messages of a request, with small chunks."""
+    with changed(payload, CHUNK_BYTES=CHUNK):
+        first, *others = chunks(packed.parts) if any(x.size for x in packed.parts) else [()]
+    header = packed.header(session)
+    return [VERSION.request(header, first), *(joined(b"", x) for x in others)]
+
+
+def choose(random, options):
+    return options[int(random.integers(len(options)))]
+
+
+def damage(random, messages, canary="/nonexistent/canary"):
+    """Damage one message, a field of the header, or the list of messages; return all messages."""
     kind = random.integers(9)
-    frames = [np.frombuffer(encode(task, secret), np.uint8), *parts]
-    frames = [frame.copy() for frame in frames]
-    i = int(random.integers(len(frames)))
-    if kind == 0 and frames[i].size:  # a bit
-        frames[i][random.integers(frames[i].size)] ^= np.uint8(1 << random.integers(8))
+    messages = list(messages)
+    i = int(random.integers(len(messages)))
+    one = messages[i]
+    if kind == 0:  # a bit
+        data = bytearray(one)
+        data[random.integers(len(data))] ^= 1 << int(random.integers(8))
+        messages[i] = bytes(data)
     elif kind == 1:  # cut short, or longer
-        cut = frames[i][: random.integers(frames[i].size + 1)]
-        frames[i] = np.r_[frames[i], cut] if random.integers(2) else cut
+        cut = one[: random.integers(len(one) + 1)]
+        messages[i] = one + cut if random.integers(2) else cut
     elif kind == 2:  # bytes of nothing
-        frames[i] = random.integers(0, 256, int(random.integers(0, 4000)), dtype=np.uint8)
+        messages[i] = random.bytes(int(random.integers(0, 4000)))
     elif kind == 3:
-        frames = frames[: random.integers(len(frames))]
+        del messages[i:]
     elif kind == 4:
-        frames.insert(i, frames[random.integers(len(frames))])
+        messages.insert(i, messages[random.integers(len(messages))])
     elif kind == 5:
-        random.shuffle(frames)
+        random.shuffle(messages)
     elif kind == 6:
-        frames[i] = np.frombuffer(pickle.dumps(Canary(canary)), np.uint8)
-    else:  # a field that promises something else, with a right checksum
-        name = str(random.choice(FIELDS[type(task)]))
-        value = int(random.choice([*HUGE, int(random.integers(0, 99))]))
-        changed = msgspec.structs.replace(task, **{name: value})
-        frames[0] = np.frombuffer(encode(changed, secret), np.uint8)
-    return frames
-
-
-def read(frames):
-    """What a server reads, or None if it reads a message of another kind."""
-    if not frames:
-        raise ProtocolError("message: no frames")
-    message = decode(frames[0].tobytes())
-    if not isinstance(message, Task | StepRequest):
-        return None
-    form_of(message).check(LIMITS)
-    return message, tensors(message, [x.tobytes() for x in frames[1:]])
-
-
-def tensors(message, buffers):
-    """What a request says."""
-    if isinstance(message, Task):
-        return unpack(message, buffers, "default").tensors()
-    held = caches()
-    (cache,) = held._caches[CLIENT].values()
-    before = held.nbytes, cache.length, cache.writes
-    try:
-        taken = held.admit(CLIENT, message, buffers)
-    except RequestError:
-        assert before == (held.nbytes, cache.length, cache.writes) and len(held) == 1
-        raise
-    assert taken.cache is cache, "another cache"
-    return [torch.tensor([taken.start, taken.length]), taken.q, taken.k, taken.v]
-
-
-def attempt(seed, i, canary):
-    """Damage and read message i; raise an AssertionError if the outcome is wrong."""
-    random = np.random.default_rng((seed, i))
-    task, parts = sane(int(random.integers(50)))
-    frames = damage(random, task, parts, canary)
-    try:
-        found = read(frames)
-    except (ProtocolError, RequestError) as error:
-        refusal = str(error)
+        messages[i] = _pickled(canary)
     else:
-        refusal = None
-    if refusal is not None:
-        assert len(refusal) < 200, refusal
-        return "refused"
-    assert found is not None, "a message of another kind"
-    message, request = found
-    assert type(message) is type(task)
-    if isinstance(task, StepRequest):  # fewer rows of the cache may be kept
-        assert 0 <= message.start <= ROWS
-        task = msgspec.structs.replace(task, start=message.start)
-    expected = tensors(task, [x.tobytes() for x in parts])
-    for x, y in zip(request, expected, strict=True):
-        assert x.numpy().tobytes() == y.numpy().tobytes(), "a wrong payload was taken"
-    return "right"
+        messages[0] = with_a_field(random, messages[0])
+    return messages
 
 
-def fuzz(seed, numbers, canary="/nonexistent/canary"):
-    """Count the outcomes of so many messages."""
-    counts = {"refused": 0, "right": 0}
-    for i in numbers:
-        counts[attempt(seed, i, canary)] += 1
-    assert not Path(canary).exists(), "a pickle was executed"
-    return counts
+def with_a_field(random, raw):
+    """A first request with a field that promises something else, mostly with a right checksum."""
+    message = VERSION.messages.ComputeRequest.FromString(raw)
+    of_payload = message.checksum ^ digest(message)
+    name = choose(random, FIELDS)
+    value = choose(random, [*HUGE, int(random.integers(0, 99))])
+    if name == "session":
+        message.session = random.bytes(int(random.integers(0, 32)))
+    elif name == "checksum":
+        message.checksum = value
+    elif name == "places":
+        message.places.request = value
+    elif name in Step._fields:
+        value = value % 2**63 - 2**62 if name == "offset" else value
+        setattr(message.step, name, value)
+    elif name in ("scale", "softcap"):
+        setattr(message.task, name, choose(random, [value, np.nan, np.inf, -1.0, 1e300]))
+    elif name in ("operation", "dtype"):
+        setattr(message.task, name, value % 2**31)
+    else:
+        found = message.task.DESCRIPTOR.fields_by_name[name]
+        setattr(message.task, name, bool(value % 2) if found.type == found.TYPE_BOOL else value)
+    if name != "checksum" and random.integers(4):
+        message.checksum = of_payload ^ digest(message)
+    return message.SerializeToString()
 
 
-def resident():
-    """How many bytes this process has had in memory at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def read(messages, session, limits=LIMITS):
+    """Read a request as a server should: its header and the parts of its payload."""
+    if not messages:
+        raise RequestError("request: there is none")
+    header, data = VERSION.read_request(messages[0])
+    if header.session != session or header.places is not None:
+        raise RequestError("session, places: wrong")
+    form = form_of(header.task)
+    form.check(limits)
+    incoming, rest = Incoming(form.request), iter(messages[1:])
+    incoming.take(data)
+    while incoming.missing:
+        if (raw := next(rest, None)) is None:
+            raise RequestError("payload: it ends too early")
+        incoming.take(data_of(raw))
+    form.request.check(incoming.parts, header.checksum)
+    return header, incoming.parts
+
+
+def result_of(header, parts, held, owner=OWNER):
+    """Compute a request that was read; `held` are the caches of its session."""
+    if header.step is not None:
+        return held.admit(owner, header.task, header.step, parts).compute()
+    request = unpack(header.task, header.checksum, parts, "default", KeptSlices())
+    return compute([request], CPU)[0]
+
+
+class Fuzzer:
+    """A client of a server, and a model of its session."""
+
+    def __init__(self, address, seed, canary):
+        self._address, self._seed, self._canary = address, seed, canary
+        self._client = self._held = None
+        self.counts = {"refused": 0, "right": 0}
+
+    def renew(self):
+        """Begin a session, without caches."""
+        self.close()
+        self._client = Client(self._address)
+        self._held = Caches(LIMITS.cache_bytes, CPU, "default")
+
+    def close(self):
+        if self._client is not None:
+            self._client.close()
+
+    def attempt(self, i):
+        """Send request i; raise an AssertionError if the outcome is wrong."""
+        random = np.random.default_rng((self._seed, i))
+        if random.integers(20) == 0:
+            self._attempt_other(random)
+            return
+        packed = self._sane(random)
+        messages = messages_of(packed, self._client.session)
+        if random.integers(10):
+            messages = damage(random, messages, self._canary)
+        try:
+            header, parts = read(messages, self._client.session)
+            expected = result_of(header, parts, self._held)
+        except RequestError:
+            expected = None
+        else:
+            sent = b"".join(x.tobytes() for x in packed.parts)
+            assert b"".join(map(bytes, parts)) == sent, "a wrong payload was taken"
+        self._check(self._client.compute(messages), expected, packed)
+
+    def _sane(self, random):
+        """A request that is right: a task, or a step of the session's cache."""
+        seed, sizes = int(random.integers(1000)), random.integers(1, 40, 2).tolist()
+        if random.integers(2):
+            return _task(seed % 50, *sizes)
+        cache = self._held._caches.get(OWNER, {}).get(CACHE)
+        if cache is None or cache.length > 200:
+            if cache is not None:
+                self._client.free(CACHE)
+                self._held.free(OWNER, CACHE)
+            return step(seed, 0, 0, *sizes)
+        start = max(0, cache.length - int(random.integers(5)))
+        return step(seed, cache.writes, start, *sizes)
+
+    def _check(self, call, expected, packed):
+        try:
+            replies = list(call)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            assert expected is None, f"a right request was refused: {code}, {details}"
+            self._check_refusal(code, details, packed)
+            self.counts["refused"] += 1
+            return
+        assert expected is not None, "a damaged request was not refused"
+        _, data = VERSION.read_reply(replies[0])
+        data = b"".join([bytes(data), *(bytes(data_of(x)) for x in replies[1:])])
+        assert data == b"".join(x.tobytes() for x in bytes_of(expected)), "a result was wrong"
+        self.counts["right"] += 1
+
+    def _check_refusal(self, code, details, packed):
+        assert code in REFUSALS, f"{code}, {details}"
+        assert details.isprintable() and len(details) <= MAX_REASON, details
+        for part in packed.parts:
+            data = part[: SHOWN * (part.size // SHOWN)].tobytes()
+            shown = {data[i : i + SHOWN] for i in range(0, len(data), SHOWN)} - {bytes(SHOWN)}
+            assert not any(x in details.encode() for x in shown), "a reason shows data"
+
+    def _attempt_other(self, random):
+        """Send something to another method, or to one that does not exist."""
+        name = choose(random, ["Session", "Free", "Status", "Compute2", ""])
+        method = f"/{self._client.version.service}/{name}"
+        raw = random.bytes(int(random.integers(0, 200)))
+        if name == "Free" and random.integers(2):
+            number = choose(random, [CACHE, *HUGE])
+            raw = self._client.message("FreeRequest", session=random.bytes(16), cache=number)
+        call = self._client.channel.unary_stream(method)(raw, timeout=60)
+        try:
+            next(call)
+            call.cancel()
+            outcome = "right"
+        except grpc.RpcError as error:
+            outcome, code, details = "refused", error.code(), error.details()
+            assert code in (*REFUSALS, grpc.StatusCode.UNIMPLEMENTED), f"{code}, {details}"
+        self.counts[outcome] += 1
+
+
+@functools.lru_cache(4096)
+def _task(seed, queries, keys):
+    return pack(random_request(seed, queries, keys, dim=4))
+
+
+def fuzz(seed, numbers, address, canary, say=lambda done: None):
+    """Send so many damaged requests to a server; return the number of each outcome."""
+    fuzzer = Fuzzer(address, seed, str(canary))
+    try:
+        for count, i in enumerate(numbers):
+            if count % PER_SESSION == 0:
+                fuzzer.renew()
+                say(count)
+            try:
+                fuzzer.attempt(i)
+            except BaseException:
+                first = i - count % PER_SESSION
+                print(f"request {i} has failed: repeat it with --first {first} --only {i}")
+                raise
+    finally:
+        fuzzer.close()
+    assert not canary.exists(), "a pickle was executed"
+    return fuzzer.counts
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--only", type=int, help="end with this request")
+    parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.only is not None:
-        print(fuzz(arguments.seed, [arguments.only]))
-        return 0
-    fuzz(arguments.seed, range(1000))
-    before = resident()
-    counts = dict.fromkeys(["refused", "right"], 0)
-    for start in range(1000, arguments.messages, 10_000):
-        stop = min(start + 10_000, arguments.messages)
-        for outcome, count in fuzz(arguments.seed, range(start, stop)).items():
-            counts[outcome] += count
-        print(f"{stop} messages", flush=True)
-    grown = resident() - before
-    print(f"{counts}, memory grew by {grown / 2**20:.1f} MiB")
-    return int(grown > 2**24)
+    torch.set_num_threads(1)
+    last = arguments.messages - 1 if arguments.only is None else arguments.only
+    usages = []
+
+    def say(done):
+        if done % 10_000 == 0:
+            usages.append(usage(server.process.pid))
+            print(f"{done} requests, {usages[-1][2] / 2**20:.0f} MiB", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(f"ipc://{folder}/s", limits=LIMITS)
+        numbers = range(arguments.first, last + 1)
+        try:
+            counts = fuzz(arguments.seed, numbers, server.address, Path(folder) / "canary", say)
+            say(0)
+        finally:
+            server.end()
+    files, _, nbytes = np.subtract(usages[-1], usages[min(1, len(usages) - 1)])
+    print(f"{counts}; descriptors and memory grew by {files} and {nbytes / 2**20:.1f} MiB")
+    return int(files > 8 or nbytes > 2**24)
 
 
 if __name__ == "__main__":

@@ -2,30 +2,38 @@
 
 Run it as `python -m tests.tools.fuzz_replies`.
 
-A relay stands between a server and three pools. It passes on what clients send, and changes
-replies: it flips bits, cuts, drops, repeats and reorders frames, sends messages again, sends one
-client's messages to another, and puts the payload of one result behind the header of another. It
-forges no checksums: only keys protect from that. Two pools have tasks computed; the third decodes
-with caches. Every result is compared, bit for bit, and must arrive within its deadline.
+A relay stands between a server and three pools. It passes on what clients send, and changes the
+messages of replies and of sessions inside valid calls: it flips bits, cuts, drops, repeats and
+reorders messages, sends an earlier message of any client again, puts the payload of one result
+behind the header of another, holds messages back, and ends calls too early, with any status. It
+forges no whole result: only TLS protects from that. Two pools have tasks computed; the third
+decodes with caches. Every result is compared, bit for bit, and must arrive within its deadline.
 """
 
 import argparse
+import asyncio
 import contextlib
 import pickle
 import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from functools import partial
+from pathlib import Path
 
+import grpc
 import numpy as np
 import torch
-import zmq
 
 from seqpar import ServersError
 from seqpar.servers.pool import connection, dispatcher
-from seqpar.servers.wire import protocol
+from seqpar.servers.server import service
+from seqpar.servers.transport.addresses import bind_target, path_of
+from seqpar.servers.transport.event_loop import start
+from seqpar.servers.wire.limits import MAX_CALL_SECONDS
+from seqpar.servers.wire.payload import RequestError
+from seqpar.servers.wire.versions import VERSIONS
 from tests.support.changed import changed
 from tests.support.requests import random_request
 from tests.support.server_caches import decode, drawn, prefilled, same_bits, undisturbed
@@ -34,125 +42,140 @@ from tests.tools.fuzz_protocol import Canary
 
 LIMIT = 60.0  # seconds for a result
 DEADLINES = {"connect": 0.3, "request": 0.5, "hedge": 20.0, "give_up": 40.0}
-SHARE = 0.3  # of replies that are changed
+SHARE, SHARE_OF_EVENTS = 0.3, 0.1  # of replies, and of a session's events, that are changed
 DEPTH = 4  # tasks that a pool has in flight
-MOST_ROUTES, MOST_KEPT = 16, 64
-HELD = 0.005  # seconds that a reply is held back for at most
+CHUNK = 64  # bytes of a message of a result, so that each has several
+MOST_KEPT = 64
+HELD = 0.005  # seconds that a message is held back
+RETRIES = dict.fromkeys(["_RETRY_SECONDS", "_MAX_RETRY_SECONDS", "_MAX_UNIX_RETRY_SECONDS"], 0.01)
 REQUESTS = [random_request(seed, 8, 16, dim=4) for seed in range(8)]  # of the same shapes
+STATUSES = [x for x in grpc.StatusCode if x != grpc.StatusCode.OK]
 
 
-class Relay:
+class Ended(Exception):
+    """The relay ends a call."""
+
+
+class Relay(grpc.GenericRpcHandler):
     """Stands between a server and its clients.
 
     Attributes:
-        address: for clients.
-        changed: how many replies were changed.
+        changed: how many messages were changed.
     """
 
-    def __init__(self, context, server, random):
-        self._context, self._server, self._random = context, server, random
-        self._front = context.socket(zmq.ROUTER)
-        self._front.linger = 0
-        port = self._front.bind_to_random_port("tcp://127.0.0.1")
-        self.address, self.changed = f"tcp://127.0.0.1:{port}", 0
-        self._backs = OrderedDict()  # the sockets to the server, by the client's route
-        self._kept = deque(maxlen=MOST_KEPT)  # (route, frames) of earlier replies
-        self._held = []  # (when, route, frames) of replies that are sent after later ones
-        self._poller = zmq.Poller()
-        self._poller.register(self._front, zmq.POLLIN)
+    def __init__(self, random):
+        self.changed, self._random = 0, random
+        self._kept = {}  # earlier messages, by method
 
-    def turn(self):
-        """Pass on what has arrived."""
-        ready = dict(self._poller.poll(5))
-        if self._front in ready:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    route, *frames = self._front.recv_multipart(zmq.DONTWAIT)
-                    self._back(route).send_multipart(frames)
-        for route, back in list(self._backs.items()):
-            if back in ready:
-                with contextlib.suppress(zmq.Again):
-                    while True:
-                        head = back.recv(zmq.DONTWAIT)
-                        count = protocol.frames_after(head)
-                        self._reply(route, [head, *[back.recv() for _ in range(count)]])
-        now = time.monotonic()
-        while self._held and self._held[0][0] < now:
-            self._send(*self._held.pop(0)[1:])
+    async def begin(self, address, server):
+        self._channel = grpc.aio.insecure_channel(bind_target(server))
+        self._server = grpc.aio.server()
+        self._server.add_generic_rpc_handlers((self,))
+        self._server.add_insecure_port(bind_target(address))
+        Path(path_of(address)).chmod(0o600)
+        await self._server.start()
 
-    def _back(self, route):
-        if route not in self._backs:
-            self._backs[route] = back = self._context.socket(zmq.DEALER)
-            back.linger = 0
-            back.connect(self._server)
-            self._poller.register(back, zmq.POLLIN)
-            if len(self._backs) > MOST_ROUTES:
-                self._close(self._backs.popitem(last=False)[1])
-        self._backs.move_to_end(route)
-        return self._backs[route]
+    async def end(self):
+        await self._server.stop(None)
+        await self._channel.close()
 
-    def _reply(self, route, frames):
-        """Send a reply to a client, changed or not."""
-        earlier, self._held = self._held, []
-        if self._random.random() < SHARE:
-            self.changed += 1
-            self._change(route, frames)
-        else:
-            self._send(route, frames)
-        self._kept.append((route, frames))
-        for _, to, held in earlier:
-            self._send(to, held)
+    def service(self, details):
+        method = details.method.rpartition("/")[2]
+        handle = partial(self._handle, details.method, Replies(self, method))
+        return grpc.stream_stream_rpc_method_handler(handle)
 
-    def _send(self, route, frames):
-        for frame in frames:
-            self._front.send_multipart([route, frame])
+    def kept(self, method):
+        return self._kept.setdefault(method, deque(maxlen=MOST_KEPT))
 
-    def _change(self, route, frames):
-        random, kind = self._random, int(self._random.integers(12))
-        i = int(random.integers(len(frames)))
-        changed = list(frames)
-        if kind == 0 and frames[i]:
-            data = bytearray(frames[i])
+    async def _handle(self, path, replies, requests, context):
+        call = self._channel.stream_stream(path)(timeout=MAX_CALL_SECONDS)
+        sending = asyncio.ensure_future(self._send(call, context))
+        try:
+            while (raw := await call.read()) is not grpc.aio.EOF:
+                for message in await replies.change(raw, self._random):
+                    await context.write(message)
+            for message in replies.held:
+                await context.write(message)
+            code, details = await call.code(), await call.details()
+        except Ended as error:
+            (code,), details = error.args, "ended"
+        finally:
+            sending.cancel()
+            call.cancel()
+        if code != grpc.StatusCode.OK:
+            await context.abort(code, details)
+
+    async def _send(self, call, context):
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while (raw := await context.read()) is not grpc.aio.EOF:
+                await call.write(raw)
+            await call.done_writing()
+
+
+class Replies:
+    """The messages that a client gets in one call, changed or not."""
+
+    def __init__(self, relay, method):
+        self._relay, self._method = relay, method
+        self._share = SHARE_OF_EVENTS if method == "Session" else SHARE
+        self._has_foreign = False  # two foreign messages could be a forged result
+        self.held = []  # that are sent after later ones
+
+    async def change(self, raw, random):
+        """Return what is sent in place of a message."""
+        kept, earlier, self.held = self._relay.kept(self._method), self.held, []
+        messages = [raw]
+        if random.random() < self._share:
+            self._relay.changed += 1
+            messages = await self._changed(raw, random, kept)
+        kept.append(raw)
+        return messages + earlier
+
+    async def _changed(self, raw, random, kept):
+        kind = int(random.integers(11))
+        if kind == 0 and raw:
+            data = bytearray(raw)
             data[random.integers(len(data))] ^= 1 << int(random.integers(8))
-            changed[i] = bytes(data)
-        elif kind == 1:
-            cut = frames[i][: int(random.integers(len(frames[i]) + 1))]
-            changed[i] = cut if random.integers(2) else frames[i] + cut
-        elif kind == 2:
-            changed[i] = random.bytes(int(random.integers(1, 4000)))
-        elif kind == 3:
-            del changed[i]
-        elif kind == 4:
-            changed.insert(i, frames[int(random.integers(len(frames)))])
-        elif kind == 5:
-            random.shuffle(changed)
-        elif kind == 6:
-            changed[i] = pickle.dumps(Canary("/nonexistent/canary"))
-        elif kind == 7:
-            changed += frames
-        elif kind == 8:
-            self._held.append((time.monotonic() + HELD, route, frames))
-            return
-        elif self._kept:
-            to, other = self._kept[int(random.integers(len(self._kept)))]
-            if kind == 9:  # an earlier reply, to any client
-                changed = [*other, *frames] if random.integers(2) else [*frames, *other]
-            elif kind == 10:  # this reply to another client, and that client's to this one
-                self._send(to, frames)
-                changed = [*other, *frames]
-            else:  # this header with another payload
-                changed = [frames[0], *other[1:]]
-        self._send(route, changed)
+            return [bytes(data)]
+        if kind == 1:
+            cut = raw[: int(random.integers(len(raw) + 1))]
+            return [cut if random.integers(2) else raw + cut]
+        if kind == 2:
+            return [random.bytes(int(random.integers(1, 4000)))]
+        if kind == 3:
+            return []
+        if kind == 4:
+            return [raw, raw]
+        if kind == 5:
+            self.held.append(raw)
+            return []
+        if kind == 6:
+            return [pickle.dumps(Canary("/nonexistent/canary"))]
+        if kind == 7:
+            raise Ended(STATUSES[int(random.integers(len(STATUSES)))])
+        if kind == 8:
+            raise Ended(grpc.StatusCode.OK)
+        if kept and not self._has_foreign:
+            self._has_foreign = True
+            other = kept[int(random.integers(len(kept)))]
+            if kind == 9:
+                return [[other], [other, raw], [raw, other]][int(random.integers(3))]
+            return [self._mixed(raw, other)]
+        await asyncio.sleep(HELD)
+        return [raw]
 
-    def _close(self, back):
-        self._poller.unregister(back)
-        back.close(0)
+    def _mixed(self, raw, other):
+        """The header of one result with the payload of another one."""
+        with contextlib.suppress(RequestError):
+            if self._method == "Compute":
+                (header, _), (_, data) = map(VERSIONS[0].read_reply, (raw, other))
+                return VERSIONS[0].reply(header, [data])
+        return other
 
-    def close(self):
-        """End all connections."""
-        for back in self._backs.values():
-            self._close(back)
-        self._front.close(0)
+
+def _small_chunks(parts):
+    data = b"".join(x.tobytes() for x in parts)
+    return ([data[i : i + CHUNK]] for i in range(0, len(data), CHUNK))
 
 
 class _Decoder(threading.Thread):
@@ -160,13 +183,14 @@ class _Decoder(threading.Thread):
 
     Attributes:
         ended: tells it.
-        wrong: how many programs of steps had a wrong result.
+        right, wrong: how many programs of steps had right results, and a wrong one.
         fault: what it has raised, or None.
     """
 
     def __init__(self, address, folder):
         super().__init__(daemon=True)
-        self.ended, self.wrong, self.fault = threading.Event(), 0, None
+        self.ended, self.fault = threading.Event(), None
+        self.right = self.wrong = 0
         self._tensors = drawn()
         self._expected = undisturbed(folder, self._tensors)
         self._pool = connect(address, deadlines=DEADLINES)
@@ -175,7 +199,9 @@ class _Decoder(threading.Thread):
         try:
             while not self.ended.is_set():
                 with prefilled(self._pool, self._tensors) as cache:
-                    self.wrong += not same_bits(decode(cache, self._tensors), self._expected)
+                    is_right = same_bits(decode(cache, self._tensors), self._expected)
+                self.right += is_right
+                self.wrong += not is_right
         except Exception as error:
             self.fault = error
         finally:
@@ -189,52 +215,37 @@ def fuzz_replies(seed, replies, right=0, say=lambda done: None):
     result is wrong or late.
     """
     counts = {"right": 0, "errors": 0}
-    random = np.random.default_rng((seed, 1))
+    random, relay = np.random.default_rng((seed, 1)), Relay(np.random.default_rng((seed, 2)))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(changed(connection, _RETRY_SECONDS=0.002, _MAX_RETRY_SECONDS=0.01))
+        stack.enter_context(changed(connection, **RETRIES))
         stack.enter_context(changed(dispatcher, _BEAT_SECONDS=0.002))
+        stack.enter_context(changed(service, chunks=_small_chunks))
         server = stack.enter_context(running(f"ipc://{folder}/s"))
-        context = stack.enter_context(zmq.Context())
-        relay = Relay(context, server.address, random)
-        stack.callback(relay.close)
+        address = f"ipc://{folder}/relay"
+        start(relay.begin(address, server.address)).result(LIMIT)
+        stack.callback(lambda: start(relay.end()).result(LIMIT))
         for request in REQUESTS:
             expected(request)
-        threads = stack.enter_context(ThreadPoolExecutor(3))
-        starting = [
-            threads.submit(connect, relay.address, home=False, deadlines=DEADLINES),
-            threads.submit(connect, relay.address, home=False, deadlines=DEADLINES),
-            threads.submit(_Decoder, relay.address, folder),
-        ]
-        while not all(x.done() for x in starting):
-            relay.turn()
-        *pools, decoder = (x.result() for x in starting)
+        pools = [connect(address, home=False, deadlines=DEADLINES) for _ in range(2)]
+        for pool in pools:
+            stack.callback(pool.close)
+        decoder = _Decoder(address, folder)
         decoder.start()
         stack.callback(decoder.join)
         stack.callback(decoder.ended.set)
-        for pool in pools:
-            stack.callback(pool.close)
         flying = [deque() for _ in pools]
-
-        def top_up(more):
+        while (more := relay.changed < replies or counts["right"] < right) or any(flying):
             for pool, futures in zip(pools, flying, strict=True):
                 while more and len(futures) < DEPTH:
                     request = REQUESTS[int(random.integers(len(REQUESTS)))]
                     futures.append((time.monotonic(), request, pool.submit(request)))
-
-        while (more := relay.changed < replies or counts["right"] < right) or (
-            decoder.is_alive() or any(flying)
-        ):
-            top_up(more)
-            if not more:
-                decoder.ended.set()
-            relay.turn()
-            for futures in flying:
                 _collect(futures, counts)
+            time.sleep(0.001)
             say(relay.changed)
     assert decoder.fault is None, f"a step has failed: {decoder.fault!r}"
     assert not decoder.wrong, "a step's result was wrong"
-    return counts
+    return counts | {"steps": decoder.right}
 
 
 def _collect(futures, counts):

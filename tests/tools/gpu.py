@@ -1,11 +1,11 @@
 """Test and measure seqpar on a machine with an NVIDIA GPU, in steps of at most nine minutes.
 
 `python -m tests.tools.gpu` in the root of the sources, where nothing need be installed but what
-seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout and hypothesis. It
-prints within 90 seconds how fast the kernels are next to others, and then which backend is the best
-for each kind of call. Then it runs the kernels' tests, all strategies on virtual ranks, the
-kernels' benchmark, the tuner, how efficiently virtual ranks compute, and compute-sanitizer. A
-second start goes on where the first was stopped (`steps.py`).
+seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout, hypothesis and
+allpairspy. It prints within 90 seconds how fast the kernels are next to others, and then which
+backend is the best for each kind of call. Then it runs the kernels' tests, all strategies on
+virtual ranks, the kernels' benchmark, the tuner, how efficiently virtual ranks compute, and
+compute-sanitizer. A second start goes on where the first was stopped (`steps.py`).
 All results go to one folder, of few files: state.json has how each step went, and log.txt what they
 printed. It exits with 0 if all went well, 1 if a step failed, 2 without a GPU, and 3 if the time of
 this start is up and steps are left.
@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.tools.steps import STEP_SECONDS, Plan, Step
 
 ROOT = Path(__file__).parents[2]
-TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis")
+TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis", "allpairspy")
 # Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
 TESTS = {
     "strategies on virtual ranks": [
@@ -39,11 +39,12 @@ TESTS = {
         for name in ("tables", "launching", "malformed", "configs", "tune", "isolation")
     ],
     "several GPUs": ["tests/kernels/test_nccl.py"],
+    "Trainer with FSDP": ["tests/kernels/test_trainer_fsdp.py"],
     "length and memory": ["tests/kernels/test_gpu.py", "-k", "not sanitizer"],
     "memcheck": ["tests/kernels/test_gpu.py", "-k", "sanitizer and memcheck"],
     "racecheck": ["tests/kernels/test_gpu.py", "-k", "sanitizer and racecheck"],
 }
-ALONE = ("several GPUs", "length and memory", "memcheck", "racecheck")
+ALONE = ("several GPUs", "Trainer with FSDP", "length and memory", "memcheck", "racecheck")
 # The same without a GPU: a few of the tests.
 IN_MINIATURE = {
     "strategies on virtual ranks": ["tests/kernels/test_strategies.py", "-k", "ring and zigzag"],
@@ -55,12 +56,9 @@ IN_MINIATURE = {
 def environment(device):
     """What the steps' processes have besides: where to find seqpar, and time to compile."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    if importlib.util.find_spec("seqpar.kernels") is None:
-        paths.insert(0, str(Path(__file__).parent / "uninstalled"))
     found = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
-        "SEQPAR_TEST_SECONDS": "500",  # a test may compile kernels
         "OMP_NUM_THREADS": "1",  # many processes share the cores
     }
     if device == "cpu":
@@ -105,17 +103,13 @@ def measuring_steps(device, folder, around):
     python = (sys.executable, "-m")
     limit = ("--seconds", str(STEP_SECONDS - 60))
     kernels = ("benchmarks.kernels.run", "--resume", "--folder", str(folder), *limit)
-    ranks = ("benchmarks.kernels.efficiency", "--folder", str(folder), *limit)
     if small:
         kernels += ("--only", "lightning 2k 8 d64 fp32", "--rounds", "3")
-        ranks += ("--tokens", "256", "--heads", "2", "1", "--dim", "16", "--ranks", "2")
-        ranks += ("--rounds", "1")
     virtual = ("benchmarks.kernels.virtual_ranks", "--folder", str(folder), *limit)
     if small:
         virtual += ("--tokens", "128", "--ranks", "2", "--heads", "2", "1", "--dim", "16")
         virtual += ("--rounds", "1")
-    programs = {"kernels": kernels, "compute efficiency": ranks, "virtual ranks": virtual}
-    for name, command in programs.items():
+    for name, command in (("kernels", kernels), ("virtual ranks", virtual)):
         yield Step(f"benchmark: {name}", python + command, environment=around)
     for dim in (16,) if small else (128, 64):
         command = ("seqpar.kernels.flash_attention.tune", "--dim", str(dim))

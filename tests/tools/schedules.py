@@ -6,6 +6,7 @@ run to run, in docs/images/schedules.json, and draws docs/images/schedule*.svg o
 
 import itertools
 import json
+import textwrap
 from collections import defaultdict, deque
 from html import escape
 from pathlib import Path
@@ -183,20 +184,28 @@ def picture(width, height, body, label):
     return f"{head}<style>{STYLE}</style>{card}{body}</svg>\n"
 
 
-def legend(x, y):
-    """Draw what the signs of a panel mean."""
+def legend(x, y, characters):
+    """Draw what the signs of a panel mean, in lines of at most this many characters."""
     body = f'<text class="title" x="{x}" y="{y + 12}">How to read this</text>'
-    body += f'<path class="lane" d="M{x} {y + 38}H{x + 60}"/>'
-    body += f'<rect x="{x + 8}" y="{y + 30}" width="36" height="16" rx="3" fill="{COLOURS[0]}"/>'
-    body += f'<path class="hop" stroke="{COLOURS[0]}" stroke-width="3" d="M{x} {y + 70}H{x + 60}"/>'
     words = (
         "A lane is a rank, time goes to the right, and a bar is what the rank computes.",
         "A line is what it sends, and to whom: the thicker, the more bytes.",
         "Forward of 512 tokens on 4 ranks, 8 query and 4 KV heads; of disaggregated 4,096.",
         "Not to scale: a message takes as long as any other one.",
     )
+    at = y + 38
     for i, text in enumerate(words):
-        body += f'<text class="dim" x="{x + 76}" y="{y + 42 + 32 * i}">{escape(text)}</text>'
+        if i == 0:
+            body += f'<path class="lane" d="M{x} {at}H{x + 60}"/>'
+            body += f'<rect x="{x + 8}" y="{at - 8}" width="36" height="16" rx="3" '
+            body += f'fill="{COLOURS[0]}"/>'
+        elif i == 1:
+            body += f'<path class="hop" stroke="{COLOURS[0]}" stroke-width="3" '
+            body += f'd="M{x} {at}H{x + 60}"/>'
+        lines = textwrap.wrap(text, characters)
+        for j, line in enumerate(lines):
+            body += f'<text class="dim" x="{x + 76}" y="{at + 4 + 15 * j}">{escape(line)}</text>'
+        at += 17 + 15 * len(lines)
     return body
 
 
@@ -208,23 +217,31 @@ def kib(ranks, direction):
 
 def pictures(data):
     """Return the text of each picture, by its file's name."""
-    found, body, columns, wide = {}, "", 3, 290
-    for i, (name, ranks) in enumerate(data.items()):
-        x, y = 20 + i % columns * (wide + 20), 18 + i // columns * 196
-        beside = name in BESIDE
-        body += panel(ranks, "forward", name, MOVES[name], x, y, wide, beside)
+    found = {
+        "schedules.svg": overview(data, 3, 290, 84),
+        "schedules_narrow.svg": overview(data, 2, 200, 58),  # for phones
+    }
+    for name, ranks in data.items():
         one = "".join(
-            panel(ranks, way, way, kib(ranks, way), 20 + j * 460, 18, 440, beside)
+            panel(ranks, way, way, kib(ranks, way), 20, 18 + j * 178, 440, name in BESIDE)
             for j, way in enumerate(PASSES)
         )
         label = f"What moves when: {name} on 4 ranks, forward and backward"
-        found[f"schedule_{name}.svg"] = picture(940, 178, one, label)
+        found[f"schedule_{name}.svg"] = picture(480, 356, one, label)
+    return found
+
+
+def overview(data, columns, wide, characters):
+    """Return the picture of all strategies' forward; its panels are so wide."""
+    body = ""
+    for i, (name, ranks) in enumerate(data.items()):
+        x, y = 20 + i % columns * (wide + 20), 18 + i // columns * 196
+        body += panel(ranks, "forward", name, MOVES[name], x, y, wide, name in BESIDE)
     row, column = divmod(len(data), columns)  # of the legend, behind the last panel
-    body += legend(20 + column * (wide + 20), 18 + row * 196)
+    body += legend(20 + column * (wide + 20), 18 + row * 196, characters)
     height = 18 + (row + 1) * 196
     label = "What moves when: the forward of each strategy on 4 ranks"
-    found["schedules.svg"] = picture(20 + columns * (wide + 20), height, body, label)
-    return found
+    return picture(20 + columns * (wide + 20), height, body, label)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The architecture page's picture follows its table, and its walks name files that exist."""
+"""The architecture page's table follows import-linter's, and its walks name files that exist."""
 
 import re
+import tomllib
 
 import pytest
 
 from tests.support.pages import ROOT
-from tests.tools import rooms
+
+PAGE = ROOT / "docs/internals/architecture.md"
 
 WALKS = {  # heading -> the folder from which its paths start
     "The way of a query": "seqpar",
@@ -14,24 +16,28 @@ WALKS = {  # heading -> the folder from which its paths start
 }
 
 
-def walk(heading):
-    """The text of one walk."""
-    return rooms.PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+def section(heading):
+    """The text below one heading."""
+    return PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
 
 
-def test_picture_follows_the_table_of_rooms():
-    assert rooms.FILE.read_text() == rooms.drawn(), "run python -m tests.tools.rooms"
+def test_table_of_rooms_is_the_order_that_import_linter_checks():
+    rows = [line.split("|")[1] for line in section("Rooms").splitlines() if line.startswith("| `")]
+    shown = [re.findall(r"`([\w]+)(?:/|\.py)`", row) for row in rows]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (x["layers"] for x in contracts["contracts"] if x["type"] == "layers")
+    assert shown == [layer.split(" | ") for layer in reversed(layers)]
 
 
 @pytest.mark.parametrize("heading", WALKS)
 def test_a_walk_has_numbered_steps(heading):
-    steps = [int(number) for number in re.findall(r"^(\d+)\. ", walk(heading), re.MULTILINE)]
+    steps = [int(number) for number in re.findall(r"^(\d+)\. ", section(heading), re.MULTILINE)]
     assert len(steps) >= 6 and steps == [*range(1, len(steps) + 1)]
 
 
 @pytest.mark.parametrize("heading", WALKS)
 def test_files_of_a_walk_exist(heading):
-    own = walk(heading)
+    own = section(heading)
     paths = set(re.findall(r"`([\w/]+(?:\.py|/))`", own))
     if heading == "The way of a Hugging Face model":
         paths.remove("integrations/huggingface/")

@@ -29,19 +29,6 @@ def forked(monkeypatch):
     return start
 
 
-@pytest.fixture
-def forked_pytest(monkeypatch):
-    """Run pytest with these arguments, forked."""
-    fork_commands(monkeypatch)
-    return lambda *arguments: subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "default", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_steps_have_unique_names_and_nine_minutes(tmp_path, device):
     steps = gpu.plan(device, tmp_path).steps
@@ -69,32 +56,12 @@ def test_only_chooses_steps_by_name(tmp_path):
         gpu.plan("cuda", tmp_path, only="no such step")
 
 
-@pytest.mark.parametrize(
-    "name", ["kernels", pytest.param("backends", marks=pytest.mark.exhaustive)]
-)
-def test_a_speed_step_prints_its_table(tmp_path, forked, name):
-    found = forked(tmp_path, "--device", "cpu", "--only", f"speed: {name}")
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "relative errors against fp64" in found.stdout
-    for way in ("forward", "backward"):
-        lines = [line for line in found.stdout.splitlines() if f" {way} " in line]
-        assert len(lines) == {"kernels": 2, "backends": 3}[name]
-    assert {path.name for path in tmp_path.iterdir()} == {"state.json", "log.txt"}
-
-
 def test_every_gpu_test_belongs_to_a_step():
     """The others never do: they compile ahead of time, or interpret on CPU processes."""
     in_steps = {x for tests in gpu.TESTS.values() for x in tests if x.startswith("tests/")}
     others = {f"tests/kernels/test_{name}.py" for name in ("aot", "triton_backend")}
     every = {f"tests/kernels/{path.name}" for path in (ROOT / "tests/kernels").glob("test_*.py")}
     assert in_steps | others == every
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("tests", [*gpu.TESTS.values(), *gpu.IN_MINIATURE.values()])
-def test_each_step_of_tests_has_some(forked_pytest, tests):
-    found = forked_pytest(*tests, "--collect-only", "-q")
-    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_without_a_gpu_it_says_so(tmp_path, forked):
@@ -105,20 +72,16 @@ def test_without_a_gpu_it_says_so(tmp_path, forked):
 
 @pytest.mark.exhaustive
 def test_the_sources_need_not_be_installed():
-    """The finder that steps get where `seqpar.kernels` is not installed, without site-packages'
-    own."""
+    """Steps' processes find seqpar and its kernels without the installation in site-packages."""
     code = """
 import sys
-sys.meta_path[:] = [x for x in sys.meta_path if "__editable__" not in str(x) and "zz" not in str(x)]
-from sitecustomize import Finder
-assert Finder in sys.meta_path
+sys.meta_path[:] = [x for x in sys.meta_path if "__editable__" not in str(x)]
 import seqpar.kernels
 print(seqpar.kernels.__file__)
 """
-    paths = os.pathsep.join([str(ROOT / "tests/tools/uninstalled"), str(ROOT)])
     found = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | gpu.environment("cpu"),
         cwd="/",
         capture_output=True,
         text=True,
@@ -157,17 +120,6 @@ def test_tests_that_passed_are_left_out(some_tests, monkeypatch):
     assert_passed_tests_are_left_out(some_tests, monkeypatch)
 
 
-def test_failures_are_printed_at_once(some_tests):
-    """A run that is stopped has no summary."""
-    found = some_tests("--tb=no")
-    found.stdout.fnmatch_lines(["test_some.py::test_later", "*AssertionError*"])
-
-
-@pytest.mark.exhaustive
-def test_workers_leave_them_out_too(some_tests, monkeypatch):
-    assert_passed_tests_are_left_out(some_tests, monkeypatch, "-n", "2")
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_all_steps_in_miniature(tmp_path, forked):
@@ -178,7 +130,8 @@ def test_all_steps_in_miniature(tmp_path, forked):
     assert found.returncode == 0, found.stdout + found.stderr
     state = json.loads((tmp_path / "state.json").read_text())
     assert {step["status"] for step in state.values()} == {"done"}
-    assert "needs 2 GPUs" in (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()
+    assert "needs 2 GPUs" in log and log.count("relative errors against fp64") == 2
     files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) <= 8
-    assert {"kernels.json", "efficiency.json", "virtual-ranks.json"} <= set(files)
+    assert {"kernels.json", "virtual-ranks.json"} <= set(files)

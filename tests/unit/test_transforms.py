@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from seqpar import LASP2Attention, Layout, RingAttention
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.calls import local
 from tests.support.ranks import virtual
 

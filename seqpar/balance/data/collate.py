@@ -13,6 +13,7 @@ from torch import Tensor
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
 from seqpar.core.arguments import as_int, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.layout.labels import shift_labels
 
 LocalBatch = dict[str, Any]  # a rank's part of a micro-batch: values of any type, by key
@@ -25,6 +26,7 @@ class Documents(Protocol):
     def __getitem__(self, index: int, /) -> object: ...
 
 
+@outside_graphs
 def collate(
     plan: Plan,
     dataset: Documents,

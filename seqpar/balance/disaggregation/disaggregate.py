@@ -18,7 +18,8 @@ from numpy.typing import ArrayLike
 from seqpar.balance.disaggregation.cells import KeyPlacement, cells_of, seconds_of
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
 from seqpar.balance.disaggregation.transfers import LIMIT_TOLERANCE, ServerLoads, Terms
-from seqpar.core.arguments import Ints, as_float, as_int, as_ranks, shown
+from seqpar.core.arguments import Ints, as_float, as_int, as_ranks, as_sequence, check_type, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.layout.geometry import Geometry
@@ -48,6 +49,7 @@ class Stage(NamedTuple):
     servers: Sequence[int] | None = None
 
 
+@outside_graphs
 def disaggregate(
     layout: Layout | Geometry,
     mask: Mask,
@@ -98,6 +100,7 @@ def disaggregate(
     )[0]
 
 
+@outside_graphs
 def disaggregate_stages(
     stages: Sequence[Stage],
     servers: int,
@@ -119,6 +122,9 @@ def disaggregate_stages(
     row_bytes = check_row_bytes(row_bytes)
     if costs is not None and not isinstance(costs, Costs):
         raise ValueError(f"costs must be a Costs or None, got {type(costs).__name__}")
+    stages = as_sequence("stages", stages, "Stage")
+    for i, stage in enumerate(stages):
+        check_type(f"stages[{i}]", stage, Stage)
     if not stages:
         return []
     speeds = _amounts("weights", 1.0 if weights is None else weights, servers)

@@ -15,6 +15,7 @@ import numpy as np
 from seqpar.balance.disaggregation.disaggregate import TILE_ROWS
 from seqpar.balance.disaggregation.row_bytes import RowBytes, check_row_bytes
 from seqpar.core.arguments import CuSeqlens, Ints, as_float, as_int, as_lengths, as_ranks
+from seqpar.core.compiling import outside_graphs
 from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
@@ -24,6 +25,7 @@ from seqpar.layout.layout import Layout
 SLACKS = (0.0, 0.01, 0.02, 0.03, 0.05)
 
 
+@outside_graphs
 def place_homes(
     lengths: CuSeqlens,
     ranks: int,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from seqpar.core.arguments import as_float, shown
+from seqpar.core.arguments import as_float, as_int, shown
 from seqpar.core.dtypes import accumulator_itemsize
 
 MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # wider than any row needs, in any unit
@@ -26,7 +27,10 @@ class RowBytes(NamedTuple):
         itemsize: int = 2,
     ) -> RowBytes:
         """Return the bytes of a forward pass; the gradients of a backward pass have the same."""
-        width = head_dim + (head_dim if value_dim is None else value_dim)
+        heads, kv_heads, head_dim, value_dim, itemsize = _checked(
+            heads, kv_heads, head_dim, value_dim, itemsize
+        )
+        width = head_dim + value_dim
         lse = accumulator_itemsize(itemsize)
         return cls(heads * (width * itemsize + lse), kv_heads * width * itemsize)
 
@@ -46,7 +50,12 @@ class RowBytes(NamedTuple):
         times as long as the forward pass. With a `price` neither pass then waits for messages.
         Results travel in fp32, in fp64 for fp64.
         """
-        value_dim = head_dim if value_dim is None else value_dim
+        heads, kv_heads, head_dim, value_dim, itemsize = _checked(
+            heads, kv_heads, head_dim, value_dim, itemsize
+        )
+        backward = as_float("backward", backward)
+        if not 0 < backward < math.inf:
+            raise ValueError(f"backward must be above 0 and finite, got {backward}")
         exact = accumulator_itemsize(itemsize)
         operands, width = head_dim * itemsize, head_dim + value_dim
         # The passes' mean time, relative to each pass.
@@ -55,6 +64,15 @@ class RowBytes(NamedTuple):
         returned = operands + value_dim * itemsize + (head_dim + 2) * exact
         keys = max(width * itemsize * forward, width * (itemsize + exact) * backward)
         return cls(heads * max(query * forward, returned * backward), kv_heads * keys)
+
+
+def _checked(
+    heads: int, kv_heads: int, head_dim: int, value_dim: int | None, itemsize: int
+) -> tuple[int, ...]:
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    sizes["itemsize"] = itemsize
+    return tuple(as_int(name, size, 1, 2**31 - 1) for name, size in sizes.items())
 
 
 def check_row_bytes(row_bytes: RowBytes) -> RowBytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from seqpar.balance.planning.divide import as_few, even, in_order
 from seqpar.balance.planning.local_search import refine
 from seqpar.balance.planning.micro_batch import MicroBatch
 from seqpar.balance.planning.plans import Plan
-from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Offloading, Pieces
+from seqpar.balance.predict.batch import DocumentBatch, Offloading, Pieces
 from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.balance.predict.shared_heads import SharedHeads, spread
 from seqpar.core.arguments import (
@@ -24,11 +25,13 @@ from seqpar.core.arguments import (
     CuSeqlens,
     Ints,
     as_bool,
+    as_choice,
     as_float,
     as_int,
     as_lengths,
     as_ranks,
 )
+from seqpar.core.compiling import outside_graphs
 from seqpar.costs.cluster import Cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.model import Model
@@ -50,25 +53,37 @@ METHODS = (*PLACES, "zigzag")
 # "auto" tries to cut documents with more than these shares of a rank's mean work. With 0 every rank
 # gets a part of each long document.
 CUT_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
+# From this many documents × ranks on, "auto" tries less capacity only for plans that take more than
+# DONE_RATIO times the bound. Smaller plans take less time.
+MEDIUM_PRODUCT = 2**10
 # A plan is large from this many documents × ranks, or above these numbers of ranks and of
-# micro-batches. For a large plan "auto" tries only ByteScale's assignment, with fewer thresholds.
+# micro-batches. In a large plan "auto" refines only ByteScale's assignment, with fewer thresholds.
 LARGE_PRODUCT = 2**17
 LARGE_RANKS = 128
 LARGE_BATCHES = 8
 CUT_THRESHOLDS_WHEN_LARGE = (0.5, 0.125, 1.0)
-GOOD_RATIO = 1.01  # slowest rank / mean, at which a large plan tries no further threshold
+GOOD_RATIO = 1.01  # slowest rank / mean, at which a large plan tries nothing more
 MAX_REFINED = 2  # placements that local search improves, best first
 DONE_RATIO = 1.005  # slowest rank / mean, at which no further placement is refined
 MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks
 MAX_BATCHES = 2**20
 
-Placed = tuple[str, Ints, LayoutCut, Prediction]  # method, order of documents, cut, prediction
+Tried = tuple[str, Pieces, Prediction]  # a method and its result
 
 
+class Placed(NamedTuple):
+    method: str
+    order: Ints  # of the documents
+    cut: LayoutCut
+    found: Prediction
+    most: float  # the most tokens of capacity that any method gave a rank
+
+
+@outside_graphs
 def plan(
     lengths: CuSeqlens,
-    cluster: Cluster,
-    model: Model,
+    cluster: Cluster | str,
+    model: Model | str,
     *,
     capacity: int,
     method: str = "auto",
@@ -86,12 +101,13 @@ def plan(
     Args:
         lengths: (documents,) tokens of each document. Empty documents are dropped, and counted in
             the plan.
-        cluster: the devices and their links.
-        model: the model; the kinds of its layers determine the cost of attention.
+        cluster: the devices and their links, or the name of a preset, such as "4x8-h100".
+        model: the model, or the name of a preset, such as "llama-8b". The kinds of its layers
+            determine the cost of attention.
         capacity: tokens that a rank may hold in a micro-batch (`Costs.token_capacity`).
         method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
             "power_of_two"; "auto" takes the method with the least predicted seconds, and refines
-            its result.
+            its result. It also tries less capacity, so that more capacity gives no slower step.
         offload: the largest share of its activations that a rank may copy to host memory, from 0 to
             1. Ranks then hold more tokens than their capacity, as far as compute hides the copies
             (ByteScale), and each micro-batch has the ratio to pass to `seqpar.offload`. Must be 0
@@ -104,7 +120,8 @@ def plan(
             False with `heads` > 1.
         micro_batches: number of micro-batches, which then take about equally long, as the stages of
             a pipeline need (ByteScale's balance for pipelines). None: the fewest that hold the
-            documents. Must be None with contiguous packing, which keeps the order of documents.
+            documents, or more if "auto" then predicts a faster step. Must be None with contiguous
+            packing, which keeps the order of documents.
         heads: number of ranks of a node that share attention's heads. With more than 1 the plan is
             for `USPAttention` on a mesh of (ranks / heads, heads). Each row of the mesh is planned
             as one rank, and the ranks of a row hold equal parts of its tokens.
@@ -114,13 +131,13 @@ def plan(
     """
     lengths = as_lengths("lengths", lengths)
     costs = Costs(cluster, model)
+    cluster, model = costs.cluster, costs.model
     as_ranks("cluster.ranks", cluster.ranks)
     heads = as_int("heads", heads, 1, MAX_DOCUMENT_TOKENS)
     if heads > 1:
         costs = SharedHeads(cluster, model, heads)
     capacity = as_int("capacity", capacity, 1, MAX_DOCUMENT_TOKENS)
-    if method not in (*METHODS, "auto"):
-        raise ValueError(f"method must be auto or one of {', '.join(METHODS)}; got {method!r}")
+    as_choice("method", method, ("auto", *METHODS))
     offload = as_float("offload", offload)
     if not 0 <= offload <= 1:
         raise ValueError(f"offload must be from 0 to 1, got {offload}")
@@ -144,29 +161,112 @@ def plan(
         if not _takes_more(whole, offloaded):
             whole, offloading = offloaded, replace(offloading, capacity=capacity)
     _check_fits(whole, kept, cluster.ranks)
-    if method == "contiguous":
-        parts = in_order(whole.lengths, whole.room)
+    if method == "auto":
+        fastest = _fastest(whole, micro_batches)
+    elif method == "contiguous":
+        fastest = _Fastest()
+        fastest.consider(_Division(whole, in_order(whole.lengths, whole.room)), method)
     else:
-        parts = as_few(whole) if micro_batches is None else even(whole, micro_batches)
-    many = whole.lengths.size * whole.ranks >= LARGE_PRODUCT
-    many = many or whole.ranks > LARGE_RANKS or sum(x.size > 0 for x in parts) > LARGE_BATCHES
-    batches, methods, empty = [], [], MicroBatch.empty(cluster.ranks)
-    for documents in parts:
-        if not documents.size:
-            batches.append(empty)
+        fastest = _Fastest()
+        fastest.consider(_divided(whole, micro_batches), method)
+    batches, methods = [], []
+    for documents, placed in fastest.parts:
+        if placed is None:
+            batches.append(MicroBatch.empty(cluster.ranks))
             continue
-        name, order, cut, found = _best(whole.part(documents), method, many)
-        index = kept[documents[order]]
+        index, cut, found = kept[documents[placed.order]], placed.cut, placed.found
         if isinstance(costs, SharedHeads):
             cut, found = spread(costs, lengths[index], cut, found, offloading)
         batches.append(MicroBatch(index, lengths[index], cut, *found))
-        methods.append(name)
+        methods.append(placed.method)
     named = method if method != "auto" else " and ".join(dict.fromkeys(["auto", *methods]))
     dropped = lengths.size - kept.size
     if heads > 1:
         whole = DocumentBatch.of(lengths[kept], Costs(cluster, model), capacity)
     bound = whole.lower_bound()
     return Plan(tuple(batches), named, cluster.ranks, capacity, bound, dropped, remap, heads)
+
+
+class _Division:
+    """The documents of a step, divided between micro-batches."""
+
+    def __init__(self, whole: DocumentBatch, documents: list[Ints]) -> None:
+        self.documents = documents
+        self.batches = [whole.part(index) for index in documents]
+        self.bounds = [batch.lower_bound() for batch in self.batches]
+        large = whole.lengths.size * whole.ranks >= LARGE_PRODUCT or whole.ranks > LARGE_RANKS
+        self.is_large = large or sum(index.size > 0 for index in documents) > LARGE_BATCHES
+
+    def same_as(self, other: _Division) -> bool:
+        alike = len(self.documents) == len(other.documents)
+        return alike and all(map(np.array_equal, self.documents, other.documents))
+
+
+class _Fastest:
+    """The fastest way so far to divide documents between micro-batches and to place them."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Ints, Placed | None]] = []  # documents; None: there are none
+        self.seconds = np.inf
+
+    def consider(self, division: _Division, method: str) -> float:
+        """Place the documents of each micro-batch; keep the result if it is the fastest.
+
+        Return the most tokens that any method gave a rank, or infinity if not all were tried.
+        """
+        # The seconds of micro-batches that are placed, and lower bounds on those of the others.
+        seconds, most = sum(division.bounds), 0.0
+        found = list[tuple[Ints, Placed | None]]()
+        for documents, batch, bound in zip(
+            division.documents, division.batches, division.bounds, strict=True
+        ):
+            if seconds >= self.seconds:
+                return np.inf
+            placed = _best(batch, method, division.is_large) if documents.size else None
+            if placed is not None:
+                seconds += float(placed.found.seconds.max()) - bound
+                most = max(most, placed.most)
+            found.append((documents, placed))
+        if seconds < self.seconds:
+            self.parts, self.seconds = found, seconds
+        return most
+
+
+def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
+    """Return the plan of "auto".
+
+    With less capacity, heuristics may find a faster plan. "auto" therefore also tries half of the
+    capacity, a quarter, and so on, so that twice the capacity gives no slower plan.
+    """
+    fastest, before, most = _Fastest(), None, np.inf
+    bound, documents = whole.lower_bound(), whole.lengths.size
+    enough = (DONE_RATIO if documents * whole.ranks >= MEDIUM_PRODUCT else 0.0) * bound
+    while True:
+        try:
+            division = _divided(whole, micro_batches)
+        except ValueError:
+            if before is None:
+                raise
+            return fastest  # so many micro-batches of half the capacity do not hold the documents
+        # Methods read the capacity only where a rank is full, so they would do the same again.
+        if before is None or most > whole.capacity or not division.same_as(before):
+            most = fastest.consider(division, "auto")
+        for name in _others(whole) if division.is_large else ():
+            if before is None and fastest.seconds <= GOOD_RATIO * bound:
+                return fastest
+            fastest.consider(division, name)
+        if micro_batches is None and whole.offloading is None:
+            ordered = _Division(whole, in_order(whole.lengths, whole.room))
+            fewer = len(ordered.documents) < len(division.documents)
+            fastest.consider(ordered, "auto" if fewer else "contiguous")
+        before, whole = division, replace(whole, capacity=whole.capacity // 2)
+        fits = 0 < whole.lengths.max(initial=0) <= whole.room
+        if fastest.seconds <= enough or division.is_large or whole.offloading or not fits:
+            return fastest
+
+
+def _divided(whole: DocumentBatch, micro_batches: int | None) -> _Division:
+    return _Division(whole, as_few(whole) if micro_batches is None else even(whole, micro_batches))
 
 
 def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
@@ -193,48 +293,57 @@ def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
     )
 
 
-def _best(batch: DocumentBatch, method: str, many: bool) -> Placed:
-    """ "auto" refines the best of several methods; with `many` documents and ranks, of fewer."""
+def _best(batch: DocumentBatch, method: str, large: bool) -> Placed:
+    """ "auto" refines the best of several methods; in a `large` plan, of ByteScale's."""
+    order = np.arange(batch.lengths.size)
     if method == "zigzag":
-        return "zigzag", np.arange(batch.lengths.size), *baselines.zigzag(batch)
+        return Placed("zigzag", order, *baselines.zigzag(batch), 0.0)
     if method != "auto":
         pieces = PLACES[method](batch)
-        return _ordered(method, batch, pieces, predict(batch, pieces))
-    parts = CUT_THRESHOLDS_WHEN_LARGE if many else CUT_THRESHOLDS
+        return _ordered(batch, (method, pieces, predict(batch, pieces)), 0.0)
+    parts = CUT_THRESHOLDS_WHEN_LARGE if large else CUT_THRESHOLDS
     ways: list[tuple[str, Callable[[DocumentBatch], Pieces]]]
     ways = [("bytescale", partial(greedy.bytescale, part=part)) for part in parts]
-    if not many:
-        left_out = {"bytescale", "contiguous"}  # contiguous cuts more finely than a kernel's tile
-        if batch.lengths.size * batch.ranks > MAX_KARMARKAR_KARP_PRODUCT:
-            left_out.add("karmarkar_karp")
-        ways += [way for way in PLACES.items() if way[0] not in left_out]
-    tried = []
+    if not large:
+        ways += [(name, PLACES[name]) for name in _others(batch) if name in PLACES]
+    tried = list[Tried]()
     for name, place in ways:
         pieces = place(batch)
         tried.append((name, pieces, predict(batch, pieces)))
-        if many and _slowest(tried[-1]) <= GOOD_RATIO * batch.ideal:
+        if large and _slowest(tried[-1]) <= GOOD_RATIO * batch.ideal:
             break
     tried.sort(key=_slowest)
     best = tried[0]
     for name, pieces, found in tried[:MAX_REFINED]:
-        best = min(best, (name, *refine(batch, pieces, found)), key=_slowest)
+        tried.append((name, *refine(batch, pieces, found)))
+        best = min(best, tried[-1], key=_slowest)
         if _slowest(best) <= DONE_RATIO * batch.ideal:
             break
-    # Zigzag cuts documents that are not long more finely than a kernel's tile.
-    if not many and batch.lengths.min() >= MIN_SHARE_TOKENS * batch.ranks:
+    most = max(float(pieces.held_by_rank(batch).max()) for _, pieces, _ in tried)
+    if not large:
         cut, found = baselines.zigzag(batch)
         if found.seconds.max() < _slowest(best):
-            return "zigzag", np.arange(batch.lengths.size), cut, found
-    name, pieces, found = best
-    return _ordered(name, batch, pieces, found)
+            return Placed("zigzag", order, cut, found, most)
+    return _ordered(batch, best, most)
 
 
-def _slowest(tried: tuple[str, Pieces, Prediction]) -> float:
+def _others(batch: DocumentBatch) -> list[str]:
+    """Return the methods but ByteScale's that "auto" tries for these documents."""
+    left_out = {"bytescale"}
+    if batch.lengths.size * batch.ranks > MAX_KARMARKAR_KARP_PRODUCT:
+        left_out.add("karmarkar_karp")
+    if batch.offloading is not None:
+        left_out.add("contiguous")  # it counts tokens, also those that do not stay on devices
+    return [name for name in METHODS if name not in left_out]
+
+
+def _slowest(tried: Tried) -> float:
     return float(tried[2].seconds.max())
 
 
-def _ordered(method: str, batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Placed:
+def _ordered(batch: DocumentBatch, tried: Tried, most: float) -> Placed:
     """Order documents, and thereby rows, as Zeppelin's queues do: inter-node, intra-node, local."""
+    method, pieces, found = tried
     order = np.arange(batch.lengths.size)
     if method != "contiguous":
         order = np.argsort(-_zones(batch, pieces), kind="stable")
@@ -242,7 +351,7 @@ def _ordered(method: str, batch: DocumentBatch, pieces: Pieces, found: Predictio
     number[order] = np.arange(order.size)
     documents = number[pieces.documents]
     cut = Spans.of(batch.ranks, pieces.ranks, documents, pieces.starts, pieces.stops)
-    return method, order, cut, found
+    return Placed(method, order, cut, found, most)
 
 
 def _zones(batch: DocumentBatch, pieces: Pieces) -> Ints:

@@ -11,24 +11,27 @@ from __future__ import annotations
 import numpy as np
 
 from seqpar.core.arguments import Ints
-from seqpar.costs.cluster import Cluster
+from seqpar.core.compiling import outside_graphs
+from seqpar.costs.cluster import Cluster, as_cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
 
 
-def token_balanced(layout: Layout, cluster: Cluster) -> Layout:
+@outside_graphs
+def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
     """Return the layout, fastest to move to, that has ⌊T/P⌋ or ⌈T/P⌉ tokens on each rank.
 
     `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves the fewest tokens
     possible, and as large a part of them as possible inside nodes. A rank that sends tokens keeps
-    its first ones.
+    its first ones. `cluster` may be the name of a preset.
 
     Raise a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be a seqpar.Layout, got {type(layout).__name__}")
+    cluster = as_cluster(cluster)
     if layout.ranks != cluster.ranks:
         wanted = f"the layout's {layout.ranks} ranks"
         raise ValueError(f"cluster must have {wanted}, got one with {cluster.ranks}")

@@ -1,4 +1,4 @@
 """The results of a sweep: the file, tables, plots, and thresholds that figures must keep.
 
-Start with `results.py`.
+Start with `results_file.py`.
 """

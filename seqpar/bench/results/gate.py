@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from seqpar.bench.results.results import Row
+from seqpar.bench.results.results_file import Row
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import SweepOptions, Workload
 from seqpar.core.arguments import shown

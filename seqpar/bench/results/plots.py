@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seqpar.bench.results.report import MIB
-from seqpar.bench.results.results import Row
+from seqpar.bench.results.results_file import Row
+from seqpar.bench.results.sweep_report import MIB
 from seqpar.bench.workloads.contenders import ONE
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import pyplot, slug

@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict
 
 import torch
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.costs.profile.harness import median_time
 
 ROUNDS_OF = {"latency": 21, "rate": 5}

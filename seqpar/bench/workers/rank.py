@@ -19,14 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from seqpar.bench.workers import links, reference
-from seqpar.bench.workers.ranks import RankTask
+from seqpar.bench.workers import links, oracle
+from seqpar.bench.workers.ranks import RankRequest
 from seqpar.bench.workloads import contenders
-from seqpar.bench.workloads.batches import PackedBatch
 from seqpar.bench.workloads.contenders import ONE, Contender
-from seqpar.bench.workloads.workloads import DTYPES, MAX_TOKENS_CHECKED, Workload
+from seqpar.bench.workloads.sweep_batches import PackedBatch
+from seqpar.bench.workloads.workloads import MAX_TOKENS_CHECKED, Workload
 from seqpar.comm.launch import connect, join
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.options import DTYPES
 from seqpar.costs.profile import harness
 from seqpar.strategies.registry import attention_modules
 
@@ -54,28 +55,28 @@ class MeasuredStep:
 
 
 class Rank:
-    """One rank of the group; it performs the driver's tasks and keeps a workload's steps."""
+    """One rank of the group; it answers the driver's requests and keeps a workload's steps."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
         self._device = device
         self._workload: Workload | None = None
         self._steps: dict[str, MeasuredStep] = {}
-        self._expected_of: tuple[Workload, list[Tensor], reference.Sums] | None = None
+        self._expected_of: tuple[Workload, list[Tensor], oracle.Sums] | None = None
 
-    def answer(self, task: RankTask) -> object:
-        if task["do"] == "links":
+    def answer(self, request: RankRequest) -> object:
+        if request["do"] == "links":
             return links.measure(self._comm, self._device)
-        if task["do"] == "device":
+        if request["do"] == "device":
             return links.place(self._device)
-        workload, name = Workload(**task["workload"]), task["contender"]
+        workload, name = Workload(**request["workload"]), request["contender"]
         if workload != self._workload:
             self._workload, self._steps = workload, {}
             release_memory()
-        if task["do"] == "check":
+        if request["do"] == "check":
             return self._check(workload, name)
         step = self._step(workload, name)
-        return self._seconds(step) if task["do"] == "time" else self._costs(step, name)
+        return self._seconds(step) if request["do"] == "time" else self._costs(step, name)
 
     def _contender(self, name: str, workload: Workload, batch: PackedBatch) -> Contender:
         heads = workload.heads, workload.kv_heads
@@ -127,7 +128,7 @@ class Rank:
             "exposure": exposed,
         }
 
-    def _check(self, workload: Workload, name: str) -> reference.CheckSums:
+    def _check(self, workload: Workload, name: str) -> oracle.CheckSums:
         small = self._small(workload)
         batch = PackedBatch.of(small.mask, small.tokens)
         contender = self._contender(name, workload, batch)
@@ -149,8 +150,8 @@ class Rank:
         elif len(kv):
             results = MeasuredStep(contender, tuple(mine), workload.backward)()
         expected, eager = self._expected(small, batch, mine)
-        errors = reference.sums(results or expected, expected)
-        check: reference.CheckSums = {"eager": eager, "errors": errors}
+        errors = oracle.sums(results or expected, expected)
+        check: oracle.CheckSums = {"eager": eager, "errors": errors}
         if workload.tokens > small.tokens and name != ONE:
             check["spot"] = self._spot(workload, name)
         return check
@@ -166,14 +167,14 @@ class Rank:
 
     def _expected(
         self, small: Workload, batch: PackedBatch, mine: list[Tensor]
-    ) -> tuple[list[Tensor], reference.Sums]:
+    ) -> tuple[list[Tensor], oracle.Sums]:
         """Return attention of this rank's heads in fp64, and the error sums of plain PyTorch."""
         if self._expected_of is None or self._expected_of[0] != small:
             exact, eager = (
-                reference.attention(batch, q, k, v, dout if small.backward else None)
+                oracle.attention(batch, q, k, v, dout if small.backward else None)
                 for q, k, v, dout in ([x.double() for x in mine], mine)
             )
-            self._expected_of = small, exact, reference.sums(eager, exact)
+            self._expected_of = small, exact, oracle.sums(eager, exact)
         return self._expected_of[1:]
 
     def _whole(self, x: Tensor, indices: Tensor, tokens: int) -> Tensor:
@@ -190,7 +191,7 @@ class Rank:
             result[places[: int(count)]] = part[: int(count)]
         return result
 
-    def _spot(self, workload: Workload, name: str) -> dict[str, reference.Sums]:
+    def _spot(self, workload: Workload, name: str) -> dict[str, oracle.Sums]:
         """Return the error sums of some rows of the workload's out, and of plain PyTorch."""
         step = self._step(workload, name)
         out = step()[0]
@@ -199,18 +200,18 @@ class Rank:
         places = step.contender.indices.to(self._device)[spots]
         everything = torch.arange(workload.tokens, device=self._device)
         shape = workload.kv_heads, workload.head_dim, DTYPES[workload.dtype]
-        k, v = (reference.draw(i, everything, *shape) for i in (reference.K, reference.V))
+        k, v = (oracle.draw(i, everything, *shape) for i in (oracle.K, oracle.V))
         batch, q = PackedBatch.of(workload.mask, workload.tokens), step.tensors[0][spots]
-        exact = reference.attention(batch, q.double(), k, v, places=places)
-        eager = reference.attention(batch, q, k, v, places=places)
-        errors = reference.sums([out[spots]], exact)
-        return {"errors": errors, "eager": reference.sums(eager, exact)}
+        exact = oracle.attention(batch, q.double(), k, v, places=places)
+        eager = oracle.attention(batch, q, k, v, places=places)
+        errors = oracle.sums([out[spots]], exact)
+        return {"errors": errors, "eager": oracle.sums(eager, exact)}
 
 
 def _operands(workload: Workload, indices: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
     shape = workload.head_dim, DTYPES[workload.dtype]
     counts = heads, kv_heads, kv_heads, heads
-    return tuple(reference.draw(i, indices, n, *shape) for i, n in enumerate(counts))
+    return tuple(oracle.draw(i, indices, n, *shape) for i, n in enumerate(counts))
 
 
 def release_memory() -> None:
@@ -260,18 +261,18 @@ def serve(host: str, port: int, name: str, rank: int, size: int, device: torch.d
     store.set(f"{name}/ready/{rank}", "")
     number = 0
     while True:
-        task = json.loads(store.get(f"{name}/task/{number}"))
-        answer = answer_to(measuring, task)
+        request = json.loads(store.get(f"{name}/request/{number}"))
+        answer = answer_to(measuring, request)
         if "failed" in answer:
             store.set(f"{name}/failed/{number}", "")
         store.set(f"{name}/answer/{number}/{rank}", json.dumps(answer))
         number += 1
 
 
-def answer_to(measuring: Rank, task: RankTask) -> dict[str, object]:
-    """Return the value of a task, or why it failed and whether the rank can continue."""
+def answer_to(measuring: Rank, request: RankRequest) -> dict[str, object]:
+    """Return the value of a request, or why it failed and whether the rank can continue."""
     try:
-        return {"value": measuring.answer(task)}
+        return {"value": measuring.answer(request)}
     except ValueError as error:
         return {"failed": f"refused: {error}", "refused": True}
     except torch.OutOfMemoryError as error:

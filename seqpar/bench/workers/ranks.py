@@ -1,4 +1,4 @@
-"""Start and supervise the processes that measure; the driver asks tasks, and ranks answer.
+"""Start and supervise the processes that measure; the driver sends requests, and ranks answer.
 
 The driver, or under a launcher each of its processes, starts ranks as separate processes. A rank
 can then die, hang or run out of memory: the driver reports the reason and all ranks restart.
@@ -34,15 +34,15 @@ class StartError(RuntimeError):
 
 
 class PointError(Exception):
-    """A task failed, for the reason in the message; `late`: it exceeded its time limit."""
+    """A request failed, for the reason in the message; `late`: it exceeded its time limit."""
 
     def __init__(self, reason: str, late: bool = False) -> None:
         super().__init__(reason)
         self.late = late
 
 
-class RankTask(TypedDict, total=False):
-    """A task of ranks: "device", "links", "check", "costs" or "time", of a workload's contender."""
+class RankRequest(TypedDict, total=False):
+    """What ranks do, "device", "links", "check", "costs" or "time", with a workload's contender."""
 
     do: Required[str]
     workload: WorkloadFields
@@ -104,7 +104,7 @@ def _ended(code: int) -> str:
 
 
 class RankProcesses:
-    """The driver's ranks, as a context manager; `ask` gives them tasks."""
+    """The driver's ranks, as a context manager; `ask` sends them requests."""
 
     def __init__(self, where: LaunchedProcess | None, most: int, device: str) -> None:
         """Meet the launcher's other processes; `most` is the largest number of ranks in use."""
@@ -113,7 +113,7 @@ class RankProcesses:
         mine = range(most) if where is None else [0]
         self._own = _Own(mine, device, None if where is None else where.local)
         self._started = 0  # times that ranks were started
-        self._asked = 0  # tasks since then
+        self._asked = 0  # requests since then
         self._size = 0  # running ranks
 
     def __enter__(self) -> RankProcesses:
@@ -157,14 +157,14 @@ class RankProcesses:
             return str(self._store.get(key).decode())
         return lost
 
-    def ask(self, ranks: int, task: RankTask, limit: float) -> list[Any]:
-        """Return each rank's answer; a PointError restarts ranks, unless all refused the task."""
+    def ask(self, ranks: int, request: RankRequest, limit: float) -> list[Any]:
+        """Return each rank's answer; a PointError restarts ranks, unless all refused to answer."""
         self.ready(ranks)
         number = self._asked
         self._asked += 1
         keys = [f"{self._name}/answer/{number}/{rank}" for rank in range(ranks)]
         failed = f"{self._name}/failed/{number}"
-        self._store.set(f"{self._name}/task/{number}", json.dumps(task))
+        self._store.set(f"{self._name}/request/{number}", json.dumps(request))
         late = f"it took more than {limit:g} s"
         reason, deadline = None, time.monotonic() + limit
         while reason is None and not self._store.check(keys):

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.bench.workloads.batches import PackedBatch
+from seqpar.bench.workloads.sweep_batches import PackedBatch
 from seqpar.comm import plain
 from seqpar.comm.launch import mesh_of_all, on_a_host
-from seqpar.comm.messages.exchange import Comm, Group
+from seqpar.comm.messages.comm import Comm, Group
 from seqpar.layout.layout import Layout
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import attention_modules, make_attention

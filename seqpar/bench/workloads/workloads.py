@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from seqpar.bench.workloads import batches, contenders
+from seqpar.bench.workloads import contenders, sweep_batches
 from seqpar.comm.launch import LaunchedProcess
 from seqpar.core.arguments import as_int, shown
+from seqpar.core.options import DTYPES, MAX_LENGTH, read_lengths
 from seqpar.costs.profile.machine import devices
 from seqpar.strategies.registry import SOFTMAX, attention_modules
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = ("forward", "forward+backward")
 SCALINGS = ("strong", "weak", "both")
 _PUBLISHED: dict[str, object] = {"heads": ["64:8x128"], "dtype": "bf16", "passes": list(PASSES)}
@@ -39,7 +39,6 @@ PRESETS: dict[str, dict[str, object]] = {
         "scaling": "weak",
     },
 }
-MAX_TOKENS = 2**31 - 1
 WorkloadFields = dict[str, Any]  # a `Workload` as JSON has it
 
 
@@ -52,8 +51,8 @@ class Workload:
     heads: int
     kv_heads: int
     head_dim: int
-    mask: str  # the name of a batch (`batches.py`)
-    dtype: str  # a name in `DTYPES`
+    mask: str  # the name of a batch (`sweep_batches.py`)
+    dtype: str  # a name in `core.options.DTYPES`
     passes: str  # "forward" or "forward+backward"
 
     def __str__(self) -> str:
@@ -113,7 +112,7 @@ class SweepOptions:
         made = cls(
             device=device,
             contenders=_contenders(given["strategies"], given["peers"]),
-            lengths=_numbers("lengths", chosen["lengths"], MAX_TOKENS),
+            lengths=_lengths(chosen["lengths"]),
             scaling=_one("scaling", chosen["scaling"], SCALINGS),
             heads=_each("heads", chosen["heads"]),
             masks=_each("masks", chosen["masks"]),
@@ -126,7 +125,7 @@ class SweepOptions:
         for shape in made.heads:
             heads_of(shape)
         for mask in made.masks:
-            batches.parse(mask)
+            sweep_batches.parse(mask)
         made.workloads()
         return made
 
@@ -142,8 +141,8 @@ class SweepOptions:
         ]
         shapes = itertools.product(self.heads, self.masks, self.passes)
         for (ranks, tokens), (heads, mask, passes) in itertools.product(lengths, [*shapes]):
-            if not ranks <= tokens <= MAX_TOKENS:
-                limits = f"from the number of ranks, {ranks}, to {MAX_TOKENS}"
+            if not ranks <= tokens <= MAX_LENGTH:
+                limits = f"from the number of ranks, {ranks}, to {MAX_LENGTH}"
                 raise ValueError(f"lengths must be tokens, {limits}, got {tokens} in all")
             workload = Workload(ranks, tokens, *heads_of(heads), mask, self.dtype, passes)
             workloads[workload] = None
@@ -213,6 +212,15 @@ def _ranks(
         limit = f"{most} processes of the launcher" if where else f"{most} GPUs"
         raise ValueError(f"ranks must be at most the {limit}, got {max(ranks)}")
     return ranks
+
+
+def _lengths(words: Iterable[str]) -> tuple[int, ...]:
+    lengths = read_lengths("lengths", ",".join(words))
+    if min(lengths) < 1:
+        raise ValueError("lengths must be at least 1, got 0")
+    if len(set(lengths)) < len(lengths):
+        raise ValueError(f"lengths must be different from each other, got {shown(lengths)}")
+    return tuple(lengths)
 
 
 def _numbers(name: str, words: Iterable[str], most: int) -> tuple[int, ...]:

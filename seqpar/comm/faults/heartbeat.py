@@ -10,8 +10,9 @@ store:
                          any beat            (`process_state_server.py`)
     "beat RANK"          that rank, in       "COUNT DOING": a count that grows, and the exchange in
                          every round         which the rank waits, if any, such as "17 call 3, step
-                                             2 of ring backward"; or "left", when the rank has
-                                             dropped the group or ended normally
+                                             2 of ring backward", or the error that it has raised
+                                             since, as in "18 raised 1 ValueError: ..."; or "left",
+                                             when the rank has dropped the group or ended normally
     "verdict"            the first rank      the cause: the beginning of every rank's error message
                          that finds a rank
                          at fault
@@ -52,7 +53,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from seqpar.comm.faults.connection import Connection, answer_of
 from seqpar.comm.faults.process_state_server import GONE
 from seqpar.comm.faults.process_states import (
     UNKNOWN,
@@ -61,12 +61,15 @@ from seqpar.comm.faults.process_states import (
     ask_state_servers,
     start_state_server,
 )
-from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, Witness, grace_seconds
+from seqpar.comm.faults.store_connection import Connection, answer_of
+from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, RAISED, Witness, grace_seconds
 from seqpar.core.torch_private import timeout_of
 
 MIN_ROUNDS_PER_TIMEOUT = 40  # with at least one round each second
 MAX_ROUNDS_PER_SECOND = 4096  # of all ranks together, which share the store
 MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer; then the store counts as lost
+_MAX_ERROR_LETTERS = 400  # of an error's text, in a beat
+_TOLD = "_seqpar_told"  # attribute of errors: the ids of the heartbeats that reported them
 _UNUSED_TAG = 0x5E9  # no message has this tag, so receiving with it times out
 
 
@@ -146,6 +149,8 @@ class Heartbeat:
         self._waits: list[_Wait] = []
         self._urgent = self._stopped = False
         self._verdict = ""
+        self._error = ""  # the text of the error that this rank has raised since its last wait
+        self._errors = 0  # how many errors it has reported
         self._round_began: float | None = None  # None between rounds
         # Not in the thread: this rank may die before the thread runs.
         self._store.set(f"state server {rank}", state_server)
@@ -168,6 +173,7 @@ class Heartbeat:
         wait = _Wait(doing, frozenset(peers))
         with self._changed:
             self._waits.append(wait)
+            self._error = ""
         try:
             yield
         except PeerError:  # from `accuse`
@@ -199,6 +205,22 @@ class Heartbeat:
         self._clock.sleep(2 * self._interval)  # then all ranks that wait have read the verdict
         return cause
 
+    def report(self, error: BaseException) -> None:
+        """Tell the ranks that wait for this one of an error that keeps it from the next exchange.
+
+        The error counts until this rank waits again. Reporting an error again has no effect.
+        """
+        told = vars(error).setdefault(_TOLD, [])  # an error cannot be a key of a weak dictionary
+        if isinstance(error, PeerError) or id(self) in told:
+            return
+        told.append(id(self))
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        with self._changed:
+            self._errors += 1
+            self._error = f"{RAISED}{self._errors} {text[:_MAX_ERROR_LETTERS]}"
+            self._urgent = True
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """Announce to the other ranks that this rank leaves, and end the thread."""
         with self._changed:
@@ -210,7 +232,7 @@ class Heartbeat:
     def round(self) -> bool:
         """Write this rank's beat and, if it waits, read others; return whether rounds follow."""
         with self._changed:
-            stopped, waits = self._stopped, list(self._waits)
+            stopped, waits, error = self._stopped, list(self._waits), self._error
             self._urgent, self._round_began = False, self._clock.now()
         late = self._round_began - self._round_ended - self._interval
         stood_still = late >= MAX_SILENT_READS * self._interval
@@ -218,7 +240,7 @@ class Heartbeat:
             if stopped:
                 self._store.set(f"beat {self._rank}", LEFT)
                 return False
-            self._write(waits[-1].doing if waits else "")
+            self._write(waits[-1].doing if waits else error)
             self._listen(waits, stood_still)
         except RuntimeError:  # the store is gone; it matters only if a wait fails
             # The others may have left because this rank seemed dead.
@@ -275,7 +297,8 @@ class Heartbeat:
             failed, words = [wait.peers for wait in waits if wait.failed], self._words()
             # A rank that is stopped or busy is at fault only if others wait.
             judges = waits or GONE in words.values()
-            if judges and (verdict := self._witness.judge(failed, words)):
+            waited = {peer for wait in waits for peer in wait.peers}
+            if judges and (verdict := self._witness.judge(failed, words, waited, self._errors)):
                 self._adopt(self._store.compare_set("verdict", "", verdict).decode())
         if self._verdict and not all(wait.failed for wait in waits):
             self._interrupt()

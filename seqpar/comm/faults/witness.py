@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
 MAX_SILENT_READS = 10  # reads of an unchanged beat before a rank counts as silent
 MAX_WATCHED = 16  # ranks whose beats a rank reads in any case, and per wait
+CHECK_HINT = "check_ranks=True, if it is not set, finds out"
 GRACE = "SEQPAR_GRACE_SECONDS"
 LEFT = "left"  # the last beat of a rank that ended normally or dropped the group
+RAISED = "raised "  # begins the beat of a rank with an error; the error's number and text follow
+MAX_ERROR_READS = 3  # reads of an error before its rank counts as one that sends nothing more
 
 
 class Witness:
@@ -35,6 +38,8 @@ class Witness:
         self.watched = self.watch(())
         # The number of reads in a row in which a rank's beat has not changed.
         self._unchanged: dict[int, int] = {}
+        # The number of reads in a row in which a rank had raised an error.
+        self._raised: dict[int, int] = {}
         # None until one of this rank's waits has failed.
         self._heard_since_failure: set[int] | None = None
         self._reads_since_failure = 0
@@ -56,12 +61,18 @@ class Witness:
             for peer in self.watched
         }
         self.beats |= beats
+        self._raised = {
+            peer: self._raised.get(peer, 0) + 1
+            for peer in self.watched
+            if self._doing(peer).startswith(RAISED)
+        }
         if self._heard_since_failure is not None:
             self._heard_since_failure |= changed
 
     def pause(self) -> None:
         """Forget the silence counted so far, since this rank stops reading."""
         self._unchanged.clear()
+        self._raised.clear()
 
     def silent(self) -> dict[int, float]:
         """Return the seconds of silence of each silent rank that has begun."""
@@ -71,16 +82,24 @@ class Witness:
             if reads >= MAX_SILENT_READS and self.beats.get(peer, LEFT) != LEFT
         }
 
-    def judge(self, failed: Sequence[frozenset[int]], words: Mapping[int, str]) -> str:
+    def judge(
+        self,
+        failed: Sequence[frozenset[int]],
+        words: Mapping[int, str],
+        waited: Collection[int] = (),
+        errors: int = 0,
+    ) -> str:
         """Return the rank at fault and the reason, to begin an error message; "" if there is none.
 
         `words` has the states of silent ranks that their operating systems report. A rank that
-        lives, or may live, is not dead. `failed` has the peers of each failed wait.
+        lives, or may live, is not dead. `failed` has the peers of each failed wait, and `waited`
+        the peers of all waits. `errors` is the number of errors that this rank itself has raised.
 
-        Before a wait fails, a rank is at fault only if it has died, or has been silent for longer
-        than the grace. Other ranks may begin later, or may have left after their work. When a wait
-        has failed, the first of these ranks is at fault: one that has left, if all failed waits
-        were for it; one that never began; one that is alive but silent; one that is in no exchange.
+        Before a wait fails, a rank is at fault only if it has died, has been silent for longer
+        than the grace, or has raised an error that this rank, which waits for it, has not raised.
+        Other ranks may begin later, or may have left after their work. When a wait has failed, the
+        first of these ranks is at fault: one that has left, if all failed waits were for it; one
+        that never began; one that is alive but silent; one that is in no exchange.
         If there is none, all ranks wait for each other. A rank is alive if its beat has changed
         since the failure, or if its operating system reports it. A rank that does not watch all
         others gives them time: first to find a dead rank, then to find an idle one.
@@ -93,6 +112,11 @@ class Witness:
             return f"{self.listed(dead)} died or was stopped: no heartbeat for {seconds:.1f} s"
         if late := {peer for peer in alive if silent[peer] >= self._grace}:
             return self._locked(late, silent)
+        for peer in sorted(set(waited) & self._raised.keys()):
+            number, _, error = self._doing(peer).removeprefix(RAISED).partition(" ")
+            # All ranks may have raised one error, and this rank has gone on sooner than the peer.
+            if self._raised[peer] >= MAX_ERROR_READS and int(number) > errors:
+                return f"{self._names[peer]} raised an error, and did not send: {error}"
         if not failed:
             return ""
         if gone := left.intersection(*failed):
@@ -113,11 +137,9 @@ class Witness:
             return ""
         if alive:
             return self._locked(alive, silent)
-        doing = {
-            peer: self.beats[peer].partition(" ")[2] for peer in self.watched if peer not in left
-        }
-        check = "did all ranks make the same call? check_ranks=True finds out"
-        if idle := [peer for peer in doing if not doing[peer]]:
+        doing = {peer: self._doing(peer) for peer in self.watched if peer not in left}
+        check = f"did all ranks make the same call? {CHECK_HINT}"
+        if idle := [x for x in doing if not doing[x] or doing[x].startswith(RAISED)]:
             listed = self.listed(idle)
             return f"{listed} is alive but did not send, and is in no exchange: {check}"
         if self._reads_since_failure < 3 * patience:
@@ -125,6 +147,9 @@ class Witness:
         waiting = "; ".join(f"{self._names[peer]} in {doing[peer]}" for peer in doing)
         ranks = "all ranks" if self.watches_all else f"{len(doing)} ranks"
         return f"{ranks} are alive but wait for each other ({waiting}): {check}"
+
+    def _doing(self, peer: int) -> str:
+        return self.beats.get(peer, "").partition(" ")[2]
 
     def listed(self, peers: Iterable[int]) -> str:
         """Return the names of some ranks, as in "rank 1 and rank 3"."""

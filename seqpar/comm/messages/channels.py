@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from seqpar.comm.messages.header import Message
+from seqpar.comm.messages.message_header import Message
 from seqpar.core.torch_private import (
     backend_of,
     copy_options,

@@ -25,8 +25,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.comm.messages.header import Exchange, Message
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.comm.messages.message_header import Exchange, Message
 from seqpar.comm.routing.routing import Described, Ends, Nodes, PieceLocation, Relaying, Routing
 from seqpar.core.background import Worker, in_this_mode
 

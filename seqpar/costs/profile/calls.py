@@ -16,7 +16,7 @@ from seqpar.layout.masks.mask import Blocks, Mask, Slices, slices_between
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients

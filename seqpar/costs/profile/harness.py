@@ -19,7 +19,7 @@ from typing import Literal, TypedDict
 import numpy as np
 import torch
 
-from seqpar.comm.messages.exchange import Group
+from seqpar.comm.messages.comm import Group
 from seqpar.core.torch_private import cpu_has_matrix_units
 from seqpar.tracing.exposure import exposure
 

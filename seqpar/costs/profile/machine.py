@@ -16,6 +16,8 @@ from dataclasses import replace
 
 import torch
 
+from seqpar.core.background import set_own_threads
+from seqpar.core.memory import usable_memory
 from seqpar.costs.profile.calls import Calls, LinearCalls, Modules, Setting, Shape, SoftmaxCalls
 from seqpar.costs.profile.harness import PASSES, Profile, Sample, environment, slug
 
@@ -132,10 +134,10 @@ def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], objec
 
 
 def memory() -> int:
-    """Return the bytes of a device: a GPU's memory, or a core's share of the machine's."""
+    """Return the bytes of a device: a GPU's memory, or a core's share of the host's."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices()
+    return usable_memory() // devices()
 
 
 def devices() -> int:
@@ -169,11 +171,11 @@ def _check_time() -> None:
 @contextmanager
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_own_threads(1)  # not those of the process: other threads compute, or measure too
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_own_threads(before)
 
 
 def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.comm.agreement import check_same_weights
+from seqpar.comm.agreement import check_same_model
 from seqpar.comm.averaging import Averaging, own_weights
-from seqpar.comm.messages.exchange import Comm, Group, as_mesh
+from seqpar.comm.messages.comm import Comm, Group, as_mesh
 from seqpar.core.arguments import as_bool, as_int
-from seqpar.integrations.huggingface.attention import compiling, enabling
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.torch_private import is_compiled, runs_compiled
+from seqpar.integrations.huggingface.attention import enabling
 from seqpar.integrations.huggingface.attention.attention import FeatureMap, LinearLayer, session_of
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
+from seqpar.integrations.huggingface.attention.compiling import CompiledForward
 from seqpar.integrations.huggingface.attention.counting import track
 from seqpar.integrations.huggingface.attention.find_calls import find_calls
 from seqpar.integrations.huggingface.attention.multimodal import OutsideText
-from seqpar.integrations.huggingface.batch.collator import ModelPreparation
 from seqpar.integrations.huggingface.batch.documents import shape_of
-from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, check_all_logits
-from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding
+from seqpar.integrations.huggingface.batch.shard_batch import (
+    BatchSharder,
+    ModelPreparation,
+    check_all_logits,
+)
+from seqpar.integrations.huggingface.batch.sharding import (
+    KEY,
+    Sharding,
+    plain_ids,
+    readable,
+    scalars_of,
+)
 from seqpar.integrations.huggingface.generate.cache import Cache
 from seqpar.integrations.huggingface.generate.generating import Generation
-from seqpar.integrations.huggingface.loss.gradients import ModelGradients
+from seqpar.integrations.huggingface.huggingface_private import kept_implementations
+from seqpar.integrations.huggingface.loss.gradients import ModelGradients, mark_total
 from seqpar.integrations.huggingface.loss.losses import (
     check_loss_function,
     check_loss_terms,
@@ -41,18 +56,24 @@ from seqpar.integrations.huggingface.loss.outputs import (
     mark,
     unshard,
 )
-from seqpar.integrations.huggingface.model.code import computes_itself
+from seqpar.integrations.huggingface.model.code import users_of_labels
 from seqpar.integrations.huggingface.model.layers import (
     AttentionLayer,
     adapter_faults,
     find_layers,
     layerdrop_faults,
 )
-from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
+from seqpar.integrations.huggingface.model.replaced import Removable, Replaced
+from seqpar.integrations.huggingface.token_mixing import TokenMixing
 from seqpar.strategies.lasp2 import LASP2Attention
 from seqpar.strategies.registry import make_attention
 
 _NOISE = "neftune_noise_alpha"  # attribute of embeddings, and of TrainingArguments
+_ONE_BATCH = (
+    ". All ranks of a group need one batch: give the sampler the group's number as its rank, or "
+    "use huggingface.trainer"
+)
+_INSTEAD = "call sp.compile(**options) of its session, or compile its blocks one by one"
 _COPIED = (
     "is a copy of one that is enabled: copy a model before seqpar enables it, or disable() first"
 )
@@ -150,11 +171,11 @@ class SequenceParallel(EnabledModel):
         self.model = model
         self.inner = inner_model(model)
         for x in {model, self.inner}:
-            compiling.check_not_compiled(x)
+            check_not_compiled(x)
         self.attention = make_attention(strategy, group, **options)
         self.comm = Comm.of(group)
         self.strategy = strategy
-        self.check_ranks = bool(options.get("check_ranks"))
+        self.check_ranks, self.process = bool(options.get("check_ranks")), os.getpid()
         self._outside = OutsideText(self.inner)
         body = self._outside.body
         faults = router_faults(body, False) + adapter_faults(model, self.inner, False)
@@ -165,27 +186,30 @@ class SequenceParallel(EnabledModel):
             raise ValueError(f"model {_COPIED}")
         for layer in self.layers.values():
             track(layer)
-        self.traces = any(computes_itself(type(x)) for x in self.layers)
         with_images = self._outside.text is not None
         self._sharder = BatchSharder(self.inner, self.comm, layout, with_images)
         enabling.check_attention(self, body)
-        check_same_weights(self.comm, own_weights(model))
+        check_same_model(self.comm, own_weights(model), settings_of(self.inner.config))
         lists = [x for x in model.modules() if isinstance(x, nn.ModuleList)]
         layers = self.layers.keys()
         self.blocks = [{block: layers & set(block.modules()) for block in x} for x in lists]
-        blocks = [block for x in self.blocks for block, inside in x.items() if inside]
-        self._gradients = ModelGradients(model, self.comm, blocks, self.check_ranks)
+        self._gradients = ModelGradients(model, self.comm, self.check_ranks)
         self._outer_calls: list[ModelCall | None] = []
+        self._label_users = users_of_labels(model, self.inner)
         self._known = set(inspect.signature(self.inner.forward).parameters)
         self._configs = OwnConfigs(model, self._outside.modules)
         setattr(self.inner, KEY, self)  # copies of the model have it too, and are refused by it
-        self._compiled: compiling.CompiledForward | None = None
+        self._compiled: CompiledForward | None = None
         self._handles: list[Removable] = [
             *enabling.replace_attention(self, body),
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-            *(Replaced(x, "compile", compiling.refuse_compile) for x in {model, self.inner}),
+            self.inner.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._after),
+            *(Replaced(x, "compile", refuse_compile) for x in {model, self.inner}),
         ]
+        self._last_hook = model.register_forward_hook(self._end, always_call=True)
+        self._handled = id(None)  # identity of the exception that the caller handles
+        self.mixing = TokenMixing(self, self._outside.modules)
         self.generation = Generation(self, self._sharder)
 
     def __repr__(self) -> str:
@@ -208,12 +232,12 @@ class SequenceParallel(EnabledModel):
             ValueError: if the batch or the layout is wrong, or, with `check_ranks`, differs between
                 ranks.
         """
-        enabling.guard_models()  # again, because the compiler may be loaded meanwhile
         part = self.agree(
-            lambda: self._sharder.shard(self._gradients.spread(batch), layout),
+            lambda: self._sharder.shard(self._gradients.of_whole_batch(batch), layout),
             lambda: self._sharder.shared(batch),
+            _ONE_BATCH,
         )
-        self._sharder.check_tokens(batch)
+        self._sharder.check_tables(batch, part[KEY])
         return part
 
     def preparation(
@@ -234,8 +258,8 @@ class SequenceParallel(EnabledModel):
         its attention calls: heads, windows and so on. A small batch is enough. The report counts
         this run too. All ranks must call this method, before FSDP1 wraps the model.
 
-        A step still builds the tables of ALiBi, of masks that depend on more than documents, of
-        chunked attention, and of short convolutions.
+        A step still builds the tables of masks that depend on more than documents, of chunked
+        attention, and of short convolutions.
 
         Args:
             batch: a whole batch, as `shard` takes it, the same on all ranks.
@@ -271,22 +295,43 @@ class SequenceParallel(EnabledModel):
         sharding = None if batch is None else batch.get(KEY)
         if batch is not None and sharding is None:
             raise ValueError("batch must be one that shard returned")
-        return unshard(outputs, sharding, self.comm)
+        with self.comm.telling_errors():
+            return unshard(outputs, sharding, self.comm)
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the sum of all ranks' losses (), for your own loss of this rank's outputs.
 
-        The sum is the same on all ranks, and its backward gives each parameter the sum's gradient,
-        as the model's own loss does. Divide by the count of all ranks before you call it. All ranks
-        must call it, and run its backward if one does. Add terms that are the same on every rank,
-        such as a penalty of the weights, to the result.
+        The sum is the same on all ranks, and the average over the ranks of its gradients is the
+        sum's gradient, as for the model's own loss. Divide by the count of all ranks before you
+        call it. All ranks must call it, and run its backward if one does. Add terms that are the
+        same on every rank, such as a penalty of the weights, to the result.
 
-        Raises a ValueError if the loss uses parameters outside of the model's call.
+        Raises a ValueError if the loss depends on a trainable tensor that is not the model's.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            expected = "a tensor (), this rank's part of the loss"
-            raise ValueError(f"loss must be {expected}, got {shape_of(loss)}")
-        return self._gradients.total(loss.reshape(()))
+        with self.comm.telling_errors():
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                expected = "a tensor (), this rank's part of the loss"
+                raise ValueError(f"loss must be {expected}, got {shape_of(loss)}")
+            return self._gradients.total(loss)
+
+    def average_gradients(self) -> None:
+        """Average the gradients of the model's parameters over the ranks of the group.
+
+        Call it on all ranks after backward, before gradients are clipped or unscaled and before the
+        optimizer's step. With gradient accumulation, call it once, after the last backward. Until
+        then, a gradient belongs to the loss of this rank's tokens, and an optimizer's step raises a
+        ValueError. If DDP or FSDP wraps the model, that wrapper averages, and this method does
+        nothing.
+
+        A parameter that has a gradient on some ranks only, such as an expert's, gets the average
+        too. Each rank sends 2·(P − 1)/P times the bytes of the gradients.
+
+        Raises a ValueError if a gradient was changed after backward, or if the last backward ran in
+        DDP's `no_sync`.
+        """
+        self.agree(self._gradients.check_unchanged, dict)
+        with self.comm.telling_errors():
+            self._gradients.average()
 
     def report(self) -> Report:
         """Return the calls and bytes of each attention layer since the model was enabled."""
@@ -351,17 +396,16 @@ class SequenceParallel(EnabledModel):
             "it is compiled already": self._compiled is not None,
             "it was disabled": not self._handles,
             "it has images or sound in addition to its text": self._outside.text is not None,
-            "its layers compute attention themselves": self.traces,
         }
         for reason, holds in reasons.items():
             if holds:
                 raise ValueError(f"model cannot be compiled whole: {reason}")
-        self._compiled = compiling.CompiledForward(self.inner, options)
+        self._compiled = CompiledForward(self.inner, options)
         self._handles.append(self._compiled)
 
     def disable(self) -> None:
         """Restore the model's own attention and configs. A second call has no effect."""
-        for handle in self._handles:
+        for handle in [*self._handles, self._last_hook]:
             handle.remove()
         if self._handles:
             self.generation.remove()
@@ -379,15 +423,19 @@ class SequenceParallel(EnabledModel):
             if call.cache is not None:
                 call.cache.abort()
         self._outer_calls.clear()
-        self.generation.abandon()
-        self._gradients.end_call()
+        self.mixing.abandon()
+        self.generation.outer_calls.clear()
 
     def _before(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        compiling.check_not_compiled(root)
-        if self.generation.takes(kwargs):
+        check_not_compiled(root)
+        self._handled = id(sys.exception())
+        self._last_hook.remove()
+        # Registered again, to run after hooks that the user has registered since the last call.
+        self._last_hook = root.register_forward_hook(self._end, always_call=True)
+        if _has_cache(kwargs):  # `_enter` begins the call
             return None
         self.abandon()
-        kwargs = dict(kwargs)
+        kwargs = readable(kwargs)
         sharding = kwargs.pop(KEY, None)
 
         def check() -> Averaging:
@@ -396,7 +444,8 @@ class SequenceParallel(EnabledModel):
 
         def shared() -> dict[str, Any]:
             digest = sharding.digest() if isinstance(sharding, Sharding) else None
-            return {"batch": digest, "keywords": sorted(kwargs), "training": root.training}
+            described = {"batch": digest, "keywords": sorted(kwargs), "training": root.training}
+            return described | scalars_of(kwargs)
 
         averaging = self.agree(check, shared)
         labels = kwargs.pop("labels", None)
@@ -406,8 +455,24 @@ class SequenceParallel(EnabledModel):
         call = ModelCall(self, sharding, labels, items)
         if self._compiled is not None:
             kwargs["attention_mask"] = self._compiled.masks(call)
-        self._gradients.begin_call(averaging, whole=self._compiled is not None)
+        self._gradients.begin_call(averaging)
         self._outer_calls.append(current.set(call))
+        self.mixing.begin(call)
+        return args, kwargs
+
+    def _enter(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a call with a cache, or check that the enabled model is running."""
+        args = tuple(map(plain_ids, args))
+        kwargs = {name: plain_ids(x) for name, x in kwargs.items()}
+        if _has_cache(kwargs):
+            return self.generation.begin(inner, args, kwargs)
+        running = current.call is not None and current.call.session is self
+        if inner is self.inner and not running:
+            whole, part = type(self.model).__name__, type(inner).__name__
+            merged = "after PEFT's merge_and_unload, call sp.disable() and enable the merged model"
+            raise ValueError(
+                f"the enabled {whole} must be called, and not the {part} in it: {merged}"
+            )
         return args, kwargs
 
     def _check(
@@ -420,12 +485,18 @@ class SequenceParallel(EnabledModel):
             raise ValueError(f"the model must be called with what shard returned: {example}")
         if args:
             raise ValueError("the model must be called with keywords only, as in model(**batch)")
+        self.check_not_switched()
         check_all_logits(kwargs)
         if kwargs.get("labels") is not None:
             check_loss_function(self.inner)
             check_loss_terms(self.inner)
-            if reasons := adapter_faults(root, self.inner, True):
-                raise ValueError(f"labels must be None: {reasons[0]}")
+            if self._label_users:
+                what = f"{self._label_users[0]} uses them itself, and would get none"
+                reason = "the loss of all ranks is made after its call"
+                how = "add its terms to outputs.loss, those of tokens by sp.total"
+                raise ValueError(f"labels must be None: {what}, because {reason}; {how}")
+        if reasons := adapter_faults(root, self.inner, kwargs.get("labels") is not None):
+            raise ValueError(reasons[0])
         wants_routers = bool(kwargs.get("output_router_logits"))
         padded = sharding.whole and kwargs.get("attention_mask") is not None
         if reasons := router_faults(self.inner, wants_routers, padded):
@@ -438,24 +509,50 @@ class SequenceParallel(EnabledModel):
         if sharding.whole:
             self._outside.check()
         self._sharder.check(kwargs, sharding)
+        self._check_items(kwargs, sharding)
 
-    def _after(self, root: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Add the loss to the outputs, and mark them for `unshard`. Runs after a failure too."""
+    def _check_items(self, kwargs: dict[str, Any], sharding: Sharding) -> None:
+        labels, items = kwargs.get("labels"), kwargs.get("num_items_in_batch")
+        if labels is None or items is None or (isinstance(items, Tensor) and not items.is_cpu):
+            return  # reading a number on a GPU would synchronise
+        if int(items) in (1, sharding.labels):
+            return
+        if self.comm.size > 1 and int(items) == int((labels != -100).sum()):
+            found = f"{int(items)}, the labels of this rank's part"
+            how = f"count whole batches by sp.count_labels: this one has {sharding.labels}"
+            raise ValueError(f"num_items_in_batch must be of all ranks, got {found}; {how}")
+
+    def _after(self, root: nn.Module, args: Any, outputs: Any) -> Any:
+        """Add the loss to the outputs, and mark them for `unshard`."""
         call = current.call
         if not self._outer_calls or call is None or call.session is not self:
             return None
-        current.set(self._outer_calls.pop())
-        self._gradients.end_call()
-        if outputs is None:
-            return None
+        try:
+            self.mixing.end()
+        finally:
+            current.set(self._outer_calls.pop())
+        return self._finished(call, outputs)
+
+    def _end(self, root: nn.Module, args: Any, outputs: Any) -> None:
+        """After an error of the model or of a hook, end the call and tell the other ranks."""
+        error = sys.exception()
+        if error is None or id(error) == self._handled or self.silent:
+            return
+        self.mixing.abandon()
+        if self._outer_calls:
+            current.set(self._outer_calls.pop())
+        self.comm.tell_error(error)
+
+    def _finished(self, call: ModelCall, outputs: Any) -> Any:
         call.check_reached()
         total = self._gradients.total_of_model
         losses = losses_of(self.inner, call, outputs, self.comm, total)
-        self._gradients.check_outputs(outputs)
         mark(outputs, call.sharding)
         check_of_tokens(outputs)
         outputs = self._gradients.watched(clear_padding(outputs))
         if losses:
+            for loss in losses.values():
+                mark_total(loss)
             # The losses are first, and replace the model's own.
             outputs = type(outputs)(**{**losses, **outputs, **losses})
         mark(outputs, call.sharding)
@@ -494,10 +591,10 @@ def enable(
     Returns:
         sp: with `sp.shard(batch)`, `sp.unshard(outputs)`, `sp.report()` and `sp.disable()`. If the
         batch has labels, the outputs have the mean loss of all its labels, the same number on all
-        ranks, and after `loss.backward()` every rank has that loss's gradients. DDP or FSDP average
-        gradients of the parameters that they manage; they must average over ranks that include the
-        group. seqpar sums all other gradients over the group, before their hooks run. Each call of
-        the model finds out which case applies. Your own loss must come from `sp.total`.
+        ranks. The average over the ranks of the gradients after `loss.backward()` is that loss's
+        gradient. DDP and FSDP average; they must average over ranks that include the group, and
+        wrap all trainable parameters. Without them, call `sp.average_gradients()` before the
+        optimizer's step. Your own loss must come from `sp.total`.
 
     Raises:
         ValueError: if a layer cannot be computed exactly on a part of the tokens; the message names
@@ -511,6 +608,42 @@ def enable(
     return SequenceParallel(
         model, group_or_mesh, strategy, layout, check_ranks=check_ranks, **options
     )
+
+
+def refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(f"model.compile cannot be used while the model is enabled: {_INSTEAD}")
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    if is_compiled(model) or runs_compiled():
+        raise ValueError(f"model must not be compiled by torch.compile as a whole: {_INSTEAD}")
+
+
+# torch.compile traces this call too, and then raises the second text.
+_IN_GRAPHS = f"seqpar compiles a whole model: {_INSTEAD}"
+outside_graphs(check_not_compiled, _IN_GRAPHS)
+
+
+def _has_cache(kwargs: Mapping[str, Any]) -> bool:
+    return isinstance(kwargs.get("past_key_values"), Cache)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return a model's settings that must be the same on all ranks, by the names that users know.
+
+    Paths and settings of seqpar's and transformers' own, whose names begin with an underscore, may
+    differ.
+    """
+    named = _public(config.to_dict())
+    return {f"model.config.{name}": x for name, x in named.items()}
+
+
+def _public(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        str(name): _public(x) if isinstance(x, dict) else x
+        for name, x in settings.items()
+        if str(name)[0] != "_" and name != "transformers_version"
+    }
 
 
 class OwnConfigs:
@@ -535,8 +668,9 @@ class OwnConfigs:
         for x, name, config, own in self._replaced:
             if getattr(x, name) is own:
                 setattr(x, name, config)
+            implementations = kept_implementations(own)
             for key, value in vars(own).items():
-                changed = not isinstance(value, PreTrainedConfig) and "_implementation" not in key
+                changed = not isinstance(value, PreTrainedConfig) and key not in implementations
                 if changed and vars(config).get(key) != value:
                     setattr(config, key, value)
 

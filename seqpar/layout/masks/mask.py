@@ -105,6 +105,7 @@ class Mask:
         if self.ranges is not None:
             self.ranges.check_fits(queries, keys)
 
+    @outside_graphs
     def visible(self, geometry: Geometry) -> NDArray[np.bool_]:
         """Return (T, T): whether each query (row) of a small batch attends to each key."""
         cu = geometry.cu_seqlens
@@ -122,6 +123,7 @@ class Mask:
                 visible[q, k] |= (distance[q, k] >= low) & (distance[q, k] <= high)
         return visible
 
+    @outside_graphs
     def plot(self, path: str | Path, layout: DrawnLayout) -> None:
         """Draw which query attends to which key of a packed batch into the file `path`.
 
@@ -342,6 +344,10 @@ class Blocks:
 
 
 _TILE_ROWS = 128  # long slices are cut at multiples of this, so that kernels' tiles stay whole
+# Slices of at most this many rows stay whole. Libraries for matrix products add the terms of a
+# score in another order if there are few keys (8 for MKL on an AMD EPYC), so the halves in backward
+# would have other scores than the whole slice in forward.
+_WHOLE_ROWS = 32
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
@@ -350,12 +356,12 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
     lengths = np.diff(slices.q_rows)[:, 0]
     queries, keys = (np.stack([x, x], axis=1) for x in (slices.q_rows, slices.k_rows))
     queries[:, 0, 1] = queries[:, 1, 0] = slices.q_rows[:, 0] + _middle(lengths)
-    is_cut = lengths > 1
+    is_cut = lengths > _WHOLE_ROWS
     queries[~is_cut, 0] = slices.q_rows[~is_cut]
-    for i in np.flatnonzero(~slices.full).tolist():
+    for i in np.flatnonzero(~slices.full & is_cut).tolist():
         interval = slices.key_intervals(i)
         row = _row(*interval)
-        for part, rows in enumerate([(0, row), (row, None)][: 1 + is_cut[i]]):
+        for part, rows in enumerate([(0, row), (row, None)]):
             queries[i, part], keys[i, part] = _part(slices, i, *interval, rows)
 
     def half(part: int, chosen: NDArray[np.bool_]) -> Slices:
@@ -373,10 +379,8 @@ def _middle(lengths: Ints) -> Ints:
     return (below + above_is_closer) * step
 
 
-def _row(start: Ints, stop: Ints) -> int | None:
-    """Return the row before which to halve a slice's area, between tiles if it is long; or None."""
-    if start.size < 2:
-        return None
+def _row(start: Ints, stop: Ints) -> int:
+    """Return the row before which to halve a slice's area, between tiles if it is long."""
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]
     return (int(np.argmin(np.abs(reached - (stop - start).sum() / 2))) + 1) * step

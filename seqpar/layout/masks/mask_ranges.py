@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.core.arguments import MAX_DOCUMENT_TOKENS, Ints, RowIndex, as_int_array, shown
+from seqpar.core.arguments import (
+    MAX_DOCUMENT_TOKENS,
+    MAX_LISTED,
+    Ints,
+    RowIndex,
+    as_int_array,
+    shown,
+)
 from seqpar.core.ranges import UNLIMITED, sort_keys
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.handle import as_tensor, content_of, key_of, with_digest, words_of
@@ -124,6 +131,18 @@ class MaskRanges:
                 i = int(np.argmax(end > lengths))
                 found = f"{name} up to {end[i]} of document {i}, which has {lengths[i]}"
                 raise ValueError(f"mask must have ranges within the documents, got {found}")
+
+
+def described(handle: Tensor, canonical: bool) -> object:
+    """Return what names ranges when ranks compare their masks; in words if `canonical`."""
+    digest = key_of_handle(handle).hex()[:16]
+    if not canonical:
+        return digest
+    ranges = from_handle(handle)
+    words = {"ranges": f"{len(ranges)} range{'s' * (len(ranges) != 1)}"}
+    for i in range(min(len(ranges), MAX_LISTED)):
+        words[f"range {i}"] = f"the range {ranges.columns.written(i)}"
+    return words | {"digest": f"ranges with the digest {digest}"}
 
 
 def from_handle(handle: Tensor) -> MaskRanges:

@@ -18,7 +18,7 @@ from seqpar.core.ranges import enumerated
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.mask import Mask, Slices
 from seqpar.layout.masks.slices_of_band import cut_at_gaps, in_reach
-from seqpar.layout.tasks.tasks import Parts, TaskRectangles, cut_ranges, digest_of
+from seqpar.layout.tasks.tasks import Parts, TaskRectangles, cut_ranges, described
 
 _MAX_STAGES = 4
 
@@ -212,7 +212,8 @@ class TaskRows:
         self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int
     ) -> None:
         """Cut the work into stages in which about `stage_rows` rows come to a server."""
-        self.digest, parts = digest_of(tasks), Parts.of(tasks, queries, keys, mask)
+        self.described = described(tasks, queries.ranks)  # for the comparison of ranks
+        parts = Parts.of(tasks, queries, keys, mask)
         stage_zero = np.zeros_like(parts.servers)
         of_queries = Segments.of_queries(parts, queries, stage_zero, 1)
         of_keys = Segments.of_keys(parts, keys, stage_zero, 1)

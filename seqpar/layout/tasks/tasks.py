@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.core.arguments import Ints, RowIndex, shown
+from seqpar.core.arguments import Ints, RowIndex, listed, shown
 from seqpar.core.ranges import UNLIMITED, enumerated, mix, overlapping, ranges
 from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask
@@ -86,6 +86,16 @@ def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: 
     check("q_stops", tasks.q_starts, queries.lengths[tasks.documents])
     check("k_starts", 0, tasks.k_stops)
     check("k_stops", tasks.k_starts, keys.lengths[tasks.documents])
+
+
+def described(tasks: TaskRectangles, ranks: int) -> dict[str, str]:
+    """Return tasks in words that errors show of plans that differ."""
+    of_ranks = np.bincount(tasks.servers, minlength=ranks).tolist()
+    return {
+        "tasks": f"{len(tasks.documents)} tasks",
+        "ranks": f"{listed(of_ranks)} tasks on {ranks} ranks",
+        "digest": f"tasks with the digest {digest_of(tasks)}",
+    }
 
 
 def digest_of(tasks: TaskRectangles) -> str:

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import TableHolder
 from seqpar.core.ranges import ranges
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
+from seqpar.linear.linear_strategy import Exchange
+from seqpar.linear.maps.map_strategy import MapCall, MapStrategy
 from seqpar.linear.maps.maps import Maps, apply, pack, unpack
-from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.scanning import Index, as_table, index_of
-from seqpar.linear.strategy import Exchange
 
 
 class Fold(NamedTuple):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import as_int
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import hops_of
+from seqpar.linear.maps.map_strategy import MapCall, MapStrategy
 from seqpar.linear.maps.maps import Maps, apply
-from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
 
 

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import Ints
 from seqpar.core.traffic import Traffic
 from seqpar.linear.chains import Chain
+from seqpar.linear.maps.map_strategy import MapCall, MapStrategy
 from seqpar.linear.maps.maps import Maps, apply, compose, pack, unpack
-from seqpar.linear.maps.strategy import MapCall, MapStrategy
 from seqpar.linear.scanning import Index, as_table, index_of, start
 
 

@@ -22,7 +22,7 @@ from seqpar.core.device_tables import TableHolder
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import count_up, ranges
 from seqpar.linear.routes import Route, StateRoutes, StateSums
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 
 Sum = Callable[[Tensor], Tensor]  # states -> their sums
 

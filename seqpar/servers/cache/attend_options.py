@@ -12,7 +12,7 @@ from seqpar.core.arguments import WindowSize, as_bool, as_float, parse_window
 from seqpar.core.dtypes import DTYPES
 from seqpar.core.ranges import UNLIMITED
 from seqpar.servers.wire.limits import MAX_HEADS
-from seqpar.softmax.compute.call_options import CallOptions, check_numbers, parse_softcap
+from seqpar.softmax.compute.call_options import CallOptions, parse_softcap
 
 
 class AttendKeywords(TypedDict, total=False):
@@ -57,9 +57,9 @@ class AttendOptions(NamedTuple):
             given = f"use_backend({backend!r})"
             raise ValueError(f"backend must be {DEFAULT!r}: servers choose theirs, got {given}")
         scale = shape.dim**-0.5 if softmax_scale is None else softmax_scale
-        numbers = as_float("softmax_scale", scale), parse_softcap(softcap)
+        numbers = as_float("softmax_scale", scale), parse_softcap("softcap", softcap)
         scores = CallOptions(*numbers, DEFAULT, deterministic=True)
-        check_numbers(scores, shape)
+        scores.check(shape.dtype)
         left, right = (UNLIMITED if x == -1 else x for x in parse_window(window_size))
         bounds = left, 0 if as_bool("causal", causal) else right
         return cls(bounds, scores, sinks, as_bool("return_lse", return_lse))

@@ -20,7 +20,7 @@ from seqpar.servers.cache.attend_options import AttendKeywords, AttendOptions
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS
 from seqpar.servers.wire.pages import RowShape
-from seqpar.softmax.decode import refuse_gradients
+from seqpar.softmax.decode import refuse_gradients, unknown_layer
 
 Rebuild = Callable[[Hashable, int, int], tuple[Tensor, Tensor]]
 
@@ -63,6 +63,7 @@ class ServerCache:
             argument, and nothing was sent or stored.
     """
 
+    @outside_graphs
     def __init__(
         self,
         pool: ServerPool,
@@ -138,6 +139,7 @@ class ServerCache:
         kept.append(k, v)
         kept.send()
 
+    @outside_graphs
     def extend(self, tokens: int = 1) -> None:
         """Begin a step that appends this many tokens to each sequence."""
         self._check_open()
@@ -145,6 +147,7 @@ class ServerCache:
         self._check_all_answered()
         self._length, self._new = self._length + new, new
 
+    @outside_graphs
     def truncate(self, length: int) -> None:
         """Keep only the first `length` tokens, for example after rejected speculative tokens."""
         self._check_open()
@@ -200,7 +203,7 @@ class ServerCache:
         self._check_open()
         kept = self._layers.get(layer)
         if kept is None:
-            raise ValueError(f"layer must be one that was put, {list(self._layers)}, got {layer!r}")
+            raise unknown_layer(layer, self._layers)
         if not self._new or kept.length != self._length - self._new:
             lag = f"has {kept.length} of {self._length} tokens"
             raise ValueError(f"layer {layer!r} must attend once in each step of extend: it {lag}")

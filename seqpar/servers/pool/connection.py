@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import logging
 import time
-from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
+import grpc
 import torch
-import zmq
 from torch import Tensor
 
 from seqpar.servers.transport.addresses import is_own
-from seqpar.servers.transport.client_socket import ClientSocket
-from seqpar.servers.transport.curve_keys import CurveKeys
-from seqpar.servers.transport.zeromq import (
-    WATCHING,
-    ArenaTarget,
-    Frames,
-    Sending,
-    Transport,
-    TransportError,
-    pieces,
-)
-from seqpar.servers.wire import protocol
+from seqpar.servers.transport.certificates import ClientIdentity
+from seqpar.servers.transport.one_sided import ArenaTarget, OneSided, TransportError
+from seqpar.servers.transport.options import open_channel
+from seqpar.servers.transport.routes import Route
+from seqpar.servers.wire import versions
 from seqpar.servers.wire.arena import Arena
-from seqpar.servers.wire.codec import Packed, pack, unpack_result
-from seqpar.servers.wire.header import DTYPES
-from seqpar.servers.wire.limits import LEAST_RATE, PIECE_BYTES
-from seqpar.servers.wire.payload import Frame
-from seqpar.servers.wire.protocol import Message, TransportName, decode, encode
+from seqpar.servers.wire.codec import Packed, pack
+from seqpar.servers.wire.limits import LEAST_RATE, MAX_CALL_SECONDS
+from seqpar.servers.wire.messages import Places, ReplyHeader
+from seqpar.servers.wire.payload import CHUNK_BYTES, Bytes, Incoming, RequestError, chunks
 from seqpar.servers.wire.request import Request
+from seqpar.servers.wire.texts import library_version, printable
+from seqpar.servers.wire.versions import Version, data_of, joined
 
 Answer = Future[tuple[Tensor, ...]]
 State = Literal["connecting", "ready", "draining", "refused"]
 
-_MAX_SOCKETS = 2**12  # of ZeroMQ's; a server needs six
-_MAX_ARENA_BYTES = 2**26  # per server, for results that the server writes directly
-_RETRY_SECONDS = 0.2  # before another handshake; doubles up to the next line's limit
+_log = logging.getLogger("seqpar")
+_RETRY_SECONDS = 0.2  # before another session; doubles up to the next line's limit
 _MAX_RETRY_SECONDS, _MAX_UNIX_RETRY_SECONDS = 5.0, 0.4
-_MIN_SILENCE_SECONDS = 1.0  # a live server gives four signs of life in this time
-_PULSE_SECONDS = 0.1  # between two signs of life on the second socket
-_MAIN_PING_SECONDS = 0.25  # between two on the first; a server ends silent connections
+_EVENT_SECONDS = 0.01  # pause between two events, so that a hostile server cannot keep a pool busy
+_SECOND_LOOK_SECONDS = 0.1  # for an event, before a server counts as silent
+_MIN_SILENCE_SECONDS = 1.0  # a live server sends four events in this time
 _RATE_SMOOTHING = 0.3  # weight of the last result in a server's rate
-_MIN_BUSY_SECONDS, _MAX_BUSY_SECONDS = 0.01, 5.0  # before a busy server is asked again
+_BUSY_SECONDS = 0.05  # before a busy server is asked again
 _PAYLOAD_MARGIN = 2.0  # times the seconds that payloads should need
 _BANDWIDTH_FADING = 0.8  # of the measured bytes per second, with each result
-_PIECE_SECONDS = 0.25  # that one frame of a payload should need
-_NO_LEASE = protocol.Welcome(0, bytes(protocol.SECRET_BYTES), "", "", [], "zmq", 0, 0, 0, 0.0, 0)
+_MAX_REASON = 200  # characters of a server's text
+# With these statuses a server refuses a session.
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_WRITE_FAILED = "Internal error from Core"  # gRPC's text for a write to a call that has ended
 
 
 def smoothed_rate(rate: float | None, work: int, seconds: float) -> float:
@@ -61,10 +56,10 @@ def smoothed_rate(rate: float | None, work: int, seconds: float) -> float:
 
 
 class CachePlace(NamedTuple):
-    """The server and lease under which a cache is stored."""
+    """The server and session under which a cache is stored."""
 
     address: str
-    generation: int  # of the lease; a server that was restarted grants another one
+    session: bytes  # a server that was restarted begins another one
     tokens: int  # of the largest request that the server accepts
     bytes: int  # of the largest request, or result
 
@@ -99,9 +94,8 @@ class PendingWork:
         return self.future.done()
 
     def cancel_attempts(self) -> None:
-        for attempt in self.attempts:
-            if not attempt.late:
-                attempt.connection.cancel(attempt)
+        for attempt in list(self.attempts):
+            attempt.cancel()
 
 
 @dataclass(eq=False)
@@ -111,10 +105,15 @@ class Attempt:
     work: PendingWork
     connection: ServerConnection
     number: int  # of the request on this connection
-    place: int | None = None  # the offset in the server's arena; None for frames
-    result_place: int | None = None  # the offset in ours
+    call: asyncio.Task[None] | None = None  # which sends the request and receives the result
     started: float = field(default_factory=time.monotonic)  # when it was sent
-    late: bool = False  # given up; the server may still answer, and the places stay taken
+    late: bool = False  # another server was asked, because no answer came in time
+
+    def cancel(self) -> None:
+        """End the call. A call that has not begun cannot finish the attempt itself."""
+        if self.call is not None:
+            self.call.cancel()
+        self.connection.finish(self)
 
     @property
     def payload_bytes(self) -> int:
@@ -122,58 +121,57 @@ class Attempt:
         return form.request.room + form.result.room
 
 
+class ConnectionEvents(Protocol):
+    """What a connection tells its pool."""
+
+    def on_result(self, attempt: Attempt, tensors: list[Tensor]) -> None: ...
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> None: ...
+
+    def on_change(self) -> None:
+        """The state of the connection has changed."""
+
+    def on_error(self, error: BaseException) -> None:
+        """One of these calls has failed, or the connection itself."""
+
+
+class Failure(NamedTuple):
+    """Why an attempt has no result."""
+
+    reason: str
+    blame: bool = False  # whether the server failed at this request
+    busy: bool = False  # whether it accepts no request for a moment
+    lost: bool = False  # whether its session has ended
+
+
 @dataclass(eq=False)
 class PoolEndpoint:
     """The client side of a pool, shared by all of its connections."""
 
     name: str  # unique among all processes
-    keys: CurveKeys | None
-    transports: dict[TransportName, Transport]  # the preferred one first
-    connect_seconds: float  # the deadline of a handshake, and of a server's sign of life
-    writes_afar: bool  # whether one-sided writes may leave Unix sockets
-    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
-    poller: zmq.Poller = field(default_factory=zmq.Poller)
-
-    def __post_init__(self) -> None:
-        self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-
-    def close(self) -> None:
-        for transport in self.transports.values():
-            transport.shutdown()
-        self.context.term()
+    identity: ClientIdentity | None
+    connect_seconds: float  # the deadline of a handshake, and of a session's next event
+    direct: OneSided | None = None  # the pool's NIXL agent, if the pool uses NIXL
+    versions: list[Version] = field(default_factory=lambda: versions.VERSIONS)
 
 
-@dataclass(eq=False)
-class _Session:
-    """State that begins with a handshake and ends when the connection is lost."""
-
-    transport: Transport  # of payloads; frames until the server's welcome names another one
-    own_arena: Arena = field(default_factory=lambda: Arena(0))  # to which the server may write
-    server_arena: Arena = field(default_factory=lambda: Arena(0))  # to which this side may write
-    lease: protocol.Welcome = _NO_LEASE
-    bytes_per_second: float = 0.0  # the measured rate of payloads
-    sendings: list[Sending] = field(default_factory=list)
-    written: deque[bytes] = field(default_factory=deque)  # by the server directly, not yet read
-    # Whether the last result took so little time that the server now looks for our next write
-    # without being woken.
-    last_was_brief: bool = False
-    look_until: float = 0.0  # until then this side looks for direct replies without being woken
-    server_looks_until: float = 0.0  # until then the server looks for direct requests
+class _UnknownVersionError(Exception):
+    """The server knows no version of the service that this pool knows."""
 
 
 class ServerConnection:
-    """A pool's connection to one server: its sockets, its payloads, and whether it is alive.
+    """A pool's connection to one server: its session, and the calls that compute tasks.
 
-    Control messages travel through ZeroMQ. Tensors travel by one-sided writes if both sides have
-    NIXL, otherwise as frames of the same socket. A second socket carries nothing but signs of life,
-    so these never wait for a payload. A connection that is lost is made again after a pause.
+    The session has a connection of its own, so that no payload delays its events. A session that
+    ends is begun again after a pause.
 
-    Not thread-safe: the pool's thread makes every call.
+    Not thread-safe: only the event loop's thread may call it.
     """
 
-    def __init__(self, address: str, endpoint: PoolEndpoint) -> None:
+    def __init__(self, address: str, endpoint: PoolEndpoint, events: ConnectionEvents) -> None:
+        """`events` is told of results, failures and changes of the state."""
         self.address = address
-        self.state: State = "connecting"  # also after the connection was lost
+        self.state: State = "connecting"  # also after the session was lost
         self.reason = "it has not answered yet"  # why it is not ready, or ""
         self.device = ""  # the server's hardware, as `hardware_of` describes it
         self.attempts: dict[int, Attempt] = {}  # without an answer, by request number
@@ -182,46 +180,42 @@ class ServerConnection:
         self.last_result = 0.0  # when its last result arrived, on the monotonic clock
         self.tasks = 0  # results that were used
         self.work = 0  # of these results
-        self.lost = 0  # how often the connection was lost
+        self.lost = 0  # how often the session was lost
         self.cache_room = 0  # bytes that are free for caches, as the server last reported
-        self._endpoint = endpoint
-        self._transports = dict(endpoint.transports)
-        if not (endpoint.writes_afar or is_own(address)):
-            self._transports.pop("nixl", None)
-        self._frames = Frames()
-        self._session = _Session(self._frames)
+        self._endpoint, self._events = endpoint, events
+        self._service = endpoint.versions[0]
+        self._welcome: Any = None  # the message, while there is a session
+        self._route: Route | None = None  # to the server that has the session
+        self._channel: grpc.aio.Channel | None = None  # of payloads
+        self._bytes_per_second = 0.0  # the measured rate of payloads
+        self._own_arena = self._server_arena = Arena(0)  # for NIXL's writes
         self._last_number = 0
         self._silence_seconds = max(endpoint.connect_seconds, _MIN_SILENCE_SECONDS)
         self._retry_seconds = _RETRY_SECONDS
-        self._next_handshake = math.inf
-        self._next_pulse = 0.0
-        self._next_main_ping = 0.0
-        self._heard = 0.0
-        self._opened = 0.0
-        self._main: ClientSocket | None = None
-        self._pulse: ClientSocket | None = None
-        self._pulse_answers = False
-        self._open()
+        self._calls: set[asyncio.Task[None]] = set()  # which must be kept until they end
+        self._keeping = asyncio.get_running_loop().create_task(self._keep_session())
 
     # --- What the pool asks when it chooses a server ---
 
     @property
     def is_welcome(self) -> bool:
-        """Whether the server has granted a lease that still holds."""
+        """Whether there is a session."""
         return self.state in ("ready", "draining")
 
     @property
     def transport(self) -> str:
-        """The name of the payloads' transport, or "" without a lease."""
-        return self._session.transport.name if self.is_welcome else ""
+        """The name of the payloads' transport, or "" without a session."""
+        if not self.is_welcome:
+            return ""
+        return "nixl" if self._server_arena.size else "grpc"
 
     @property
     def place(self) -> CachePlace | None:
         """The place of a new cache on this server, or None if the server is not ready."""
-        lease = self._session.lease
-        if self.state != "ready":
+        # Any thread may ask: the welcome is set before the state, and lost after it.
+        if self.state != "ready" or (welcome := self._welcome) is None:
             return None
-        return CachePlace(self.address, lease.generation, lease.tokens, lease.bytes)
+        return CachePlace(self.address, welcome.session, welcome.tokens, welcome.bytes)
 
     @property
     def outstanding(self) -> int:
@@ -232,99 +226,188 @@ class ServerConnection:
     def allowance(self) -> float:
         """Seconds by which payloads on the network extend the deadlines of this server's tasks."""
         nbytes = sum(attempt.payload_bytes for attempt in self.attempts.values())
-        return _PAYLOAD_MARGIN * nbytes / max(self._session.bytes_per_second, LEAST_RATE)
+        return _PAYLOAD_MARGIN * nbytes / max(self._bytes_per_second, LEAST_RATE)
 
     def is_free(self, depth: int, now: float) -> bool:
         """Return whether the server accepts another task now, with at most `depth` at a time."""
-        most = min(depth, self._session.lease.credits)
-        return self.state == "ready" and len(self.attempts) < most and now >= self.blocked_until
+        if self.state != "ready" or now < self.blocked_until:
+            return False
+        return len(self.attempts) < min(depth, self._welcome.requests)
 
     def accepts(self, work: PendingWork) -> bool:
         """Return whether a task is within the server's caps."""
-        header, form = work.packed.header, work.packed.form
-        rows = header.batch * max(header.q_rows, header.k_rows)
+        task, form = work.packed.task, work.packed.form
+        rows = task.batch * max(task.q_rows, task.k_rows)
         nbytes = max(form.request.room, form.result.room)
-        return rows <= self._session.lease.tokens and nbytes <= self._session.lease.bytes
+        return rows <= self._welcome.tokens and nbytes <= self._welcome.bytes
 
     def waited(self, attempt: Attempt, now: float) -> float:
         """Return the seconds since the server got an attempt or answered another one."""
         return now - max(attempt.started, self.last_result)
 
-    def needs_polling(self, now: float) -> bool:
-        """Return whether a one-sided write is in progress or may arrive without waking us."""
-        session = self._session
-        return bool(session.sendings) or (bool(self.attempts) and now < session.look_until)
-
     # --- Requests and results ---
 
     def start(self, work: PendingWork) -> None:
-        """Begin to send a task or step; `progress` continues."""
-        session = self._session
+        """Begin to send a task or step; the events tell its result or its failure."""
         self._last_number += 1
         attempt = Attempt(work, self, self._last_number)
         self.attempts[attempt.number] = attempt
-        transport: Transport = self._frames
-        if session.transport.name != "zmq" and self._take_room(attempt):
-            transport = session.transport
-        watching = WATCHING if session.last_was_brief else 0.0
-        session.look_until = attempt.started + watching
-        header = work.packed.numbered(
-            session.lease.generation,
-            attempt.number,
-            place=attempt.place,
-            result_place=attempt.result_place,
-            watching=watching,
-        )
-        message = encode(header, session.lease.secret)
-        deadline = attempt.started + self._endpoint.connect_seconds + self.allowance
-        sending = transport.begin(
-            Sending(self, message, deadline), work.packed.parts, attempt.place
-        )
-        piece = max(PIECE_BYTES, int(_PIECE_SECONDS * session.bytes_per_second))
-        sending.frames = pieces(sending.frames, piece)
-        session.sendings.append(sending)
         work.attempts.append(attempt)
+        attempt.call = self._run(self._compute(attempt))
 
-    def progress(self) -> str | None:
-        """Continue to send payloads; return why the connection is broken, or None."""
-        session = self._session
-        broken = None
-        for sending in session.sendings:
-            session.transport.progress(sending)
-            broken = sending.error or broken
-            frames = sending.due(session.server_looks_until)
-            if frames and self._main is not None:
-                broken = self._main.send(frames) or broken
-        session.sendings = [sending for sending in session.sendings if sending.moving]
-        return broken
+    def _run(self, call: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._forget_call)
+        return task
 
-    def take_result(
-        self, attempt: Attempt, result: protocol.Result, frames: Sequence[Frame]
-    ) -> list[Tensor]:
-        """Finish an attempt; return copies of its result.
+    def _forget_call(self, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._events.on_error(error)
 
-        Raise a RequestError or a TransportError if the payload is damaged or not in its place.
-        """
-        session, payload = self._session, attempt.work.packed.form.result
-        session.last_was_brief = result.watching > 0
-        session.server_looks_until = time.monotonic() + result.watching
-        transport = self._frames if attempt.result_place is None else session.transport
+    async def _compute(self, attempt: Attempt) -> None:
+        """Send an attempt's request and receive its result."""
         try:
-            buffers = transport.read(self, frames, payload.sizes, attempt.result_place)
-            self._measure_bandwidth(attempt, result.seconds)
-            pinned = attempt.work.device.type == "cuda"
-            return unpack_result(payload, buffers, result.checksum, pinned)
-        finally:
+            tensors, seconds = await self._result(attempt)
+        except grpc.aio.AioRpcError as error:
+            failure = self._failure(error)
+        except RequestError as error:
+            failure = Failure(str(error), blame=True)
+        except TransportError as error:
+            failure = Failure(str(error), lost=True)
+        except Exception as error:
+            failure = Failure(f"its result cannot be read: {type(error).__name__}", blame=True)
+        else:
+            self._measure_bandwidth(attempt, seconds)
             self.finish(attempt)
+            self._events.on_result(attempt, tensors)
+            return
+        self.finish(attempt)
+        if failure.busy:
+            self.blocked_until = time.monotonic() + _BUSY_SECONDS
+        self._events.on_failure(attempt, failure)
+
+    async def _result(self, attempt: Attempt) -> tuple[list[Tensor], float]:
+        """Return the tensors of a result, and the seconds that the server computed."""
+        assert self._channel is not None
+        packed, payload = attempt.work.packed, attempt.work.packed.form.result
+        path, places = f"/{self._service.service}/Compute", self._take_places(packed)
+        pieces = iter(()) if places is not None else chunks(packed.parts)
+        header = packed.header(self._welcome.session, places)
+        message = self._service.request(header, next(pieces, ()))
+        alone = places is None and sum(packed.form.request.sizes) <= CHUNK_BYTES
+        if alone:  # gRPC sends it and the end of the requests in one step
+            call = self._channel.unary_stream(path)(message, timeout=MAX_CALL_SECONDS)
+        else:
+            call = self._channel.stream_stream(path)(timeout=MAX_CALL_SECONDS)
+        try:
+            if not alone:
+                await call.write(message)
+            if places is not None:
+                reply, parts = await self._exchange_directly(call, packed, places)
+            else:
+                for chunk in pieces:
+                    await call.write(joined(b"", chunk))
+                if not alone:
+                    await call.done_writing()
+                reply, parts = await self._receive(call, attempt)
+            payload.check(parts, reply.checksum)
+        except asyncio.InvalidStateError:  # a write after the server has ended the call
+            await self._raise_status(call)
+            raise
+        except BaseException:
+            call.cancel()
+            raise
+        self._run(self._end(call))
+        return payload.tensors(parts), reply.seconds
+
+    async def _end(self, call: Any) -> None:
+        """Let the server end a call whose result has arrived; nobody waits for that."""
+        with suppress(Exception):
+            async with asyncio.timeout(self._silence_seconds):
+                await call.read()
+        call.cancel()
+
+    async def _receive(self, call: Any, attempt: Attempt) -> tuple[ReplyHeader, list[Bytes]]:
+        payload = attempt.work.packed.form.result
+        reply, data = self._service.read_reply(await self._read(call))
+        incoming = Incoming(payload, pinned=attempt.work.device.type == "cuda")
+        incoming.take(data)
+        while incoming.missing:
+            incoming.take(data_of(await self._read(call)))
+        return reply, incoming.parts
+
+    async def _read(self, call: Any) -> bytes:
+        """Return a call's next reply, or raise the status with which the server ended it."""
+        raw: bytes = await call.read()
+        if raw is grpc.aio.EOF:
+            await self._raise_status(call)
+        return raw
+
+    # --- Payloads that NIXL moves ---
+
+    def _take_places(self, packed: Packed) -> Places | None:
+        """Take room for a payload and its result in both arenas; None if either has none."""
+        request = self._server_arena.take(packed.form.request.room)
+        if request is None:
+            return None
+        result = self._own_arena.take(packed.form.result.room)
+        if result is None:
+            self._server_arena.give(request)
+            return None
+        return Places(request, result)
+
+    async def _exchange_directly(
+        self, call: Any, packed: Packed, places: Places
+    ) -> tuple[ReplyHeader, list[Bytes]]:
+        """Write a payload, and return the result that the server writes.
+
+        If this fails or is cancelled, the server may still write: the places then stay taken until
+        the session ends.
+        """
+        direct, server_arena, own_arena = (
+            self._endpoint.direct,
+            self._server_arena,
+            self._own_arena,
+        )
+        assert direct is not None
+        await direct.write(self, packed.parts, places.request)
+        await call.done_writing()
+        reply, _ = self._service.read_reply(await direct.polling(self._read(call)))
+        parts = direct.read(self, packed.form.result.sizes, places.result)
+        server_arena.give(places.request)
+        own_arena.give(places.result)
+        return reply, parts
+
+    async def _raise_status(self, call: Any) -> None:
+        """Raise the status with which a server has ended a call too early."""
+        code, details = await call.code(), await call.details()
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
+        """Return what the pool does after a call that has ended with this status."""
+        code, details, reason = error.code(), _details(error), _text_of(error)
+        # A server that has too many calls cancels some. If a request is still being written, gRPC
+        # replaces that status by an error of its own.
+        shed = code == grpc.StatusCode.CANCELLED or details == _WRITE_FAILED
+        if shed or code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Failure(details or "it is busy", busy=True)
+        if code == grpc.StatusCode.OK:
+            return Failure("its result ended too early", blame=True)
+        if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
+            return Failure("it no longer knows this client", lost=True)
+        if code == grpc.StatusCode.UNAVAILABLE:
+            return Failure(reason, lost=True)
+        if code == grpc.StatusCode.NOT_FOUND:
+            return Failure("it has lost the cache", blame=True)
+        return Failure(reason, blame=True)
 
     def finish(self, attempt: Attempt) -> None:
         passing = min(time.monotonic() - attempt.started, self.allowance)
         attempt.work.passing = max(attempt.work.passing, passing)
         if self.attempts.pop(attempt.number, None) is not None:
             attempt.work.attempts.remove(attempt)
-            if attempt.place is not None and attempt.result_place is not None:
-                self._session.server_arena.give(attempt.place)
-                self._session.own_arena.give(attempt.result_place)
 
     def count(self, attempt: Attempt, now: float) -> None:
         self.rate = smoothed_rate(self.rate, attempt.work.cost, self.waited(attempt, now))
@@ -335,235 +418,186 @@ class ServerConnection:
         self.tasks += 1
         self.work += work.cost
 
-    def block(self, seconds: float, now: float) -> None:
-        """Leave a busy server in peace for the seconds that it names, from 0.01 to 5."""
-        # The comparison is false for NaN, which then counts as the maximum.
-        sensible = seconds if seconds < _MAX_BUSY_SECONDS else _MAX_BUSY_SECONDS
-        self.blocked_until = now + max(_MIN_BUSY_SECONDS, sensible)
-
-    def cancel(self, attempt: Attempt) -> None:
-        attempt.late = True
-        self._send(protocol.Cancel(self._session.lease.generation, attempt.number))
-
     def forget(self, cache: int) -> None:
-        self._send(protocol.Free(self._session.lease.generation, cache))
+        """Free a cache on the server."""
+        if self._channel is not None:
+            request = self._service.messages.FreeRequest(session=self._welcome.session, cache=cache)
+            free = self._channel.unary_unary(f"/{self._service.service}/Free")
+            self._run(self._quietly(free, request.SerializeToString()))
 
-    def _take_room(self, attempt: Attempt) -> bool:
-        """Take room for a payload and for its result, or for neither."""
-        form, session = attempt.work.packed.form, self._session
-        place = session.server_arena.take(form.request.room)
-        if place is None:
-            return False
-        result_place = session.own_arena.take(form.result.room)
-        if result_place is None:
-            session.server_arena.give(place)
-            return False
-        attempt.place, attempt.result_place = place, result_place
-        return True
+    async def _quietly(self, call: Callable[..., Any], request: bytes) -> None:
+        """Make a call whose failure changes nothing: a cache ends with its session."""
+        with suppress(Exception):
+            await call(request, timeout=self._silence_seconds)
 
     def _measure_bandwidth(self, attempt: Attempt, computing: float) -> None:
         """Update the measured rate of payloads; the server computed this attempt in `computing`."""
         seconds = max(1e-3, time.monotonic() - attempt.started - computing)
-        faded = _BANDWIDTH_FADING * self._session.bytes_per_second
-        self._session.bytes_per_second = max(attempt.payload_bytes / seconds, faded)
+        faded = _BANDWIDTH_FADING * self._bytes_per_second
+        self._bytes_per_second = max(attempt.payload_bytes / seconds, faded)
 
-    # --- Messages from the server ---
+    # --- The session ---
 
-    def is_readable(self, ready: Set[object]) -> bool:
-        """Return whether a poll that returned `ready` found something to read."""
-        sockets = [x for x in (self._main, self._pulse) if x is not None]
-        return self.has_events(ready) or any(x.socket in ready for x in sockets)
+    async def _keep_session(self, after: float = 0.0) -> None:
+        """Begin a session after some seconds, and another one whenever it ends."""
+        await asyncio.sleep(after)
+        while True:
+            refused = False
+            try:
+                await self._session()
+                reason = "it has left"
+            except grpc.aio.AioRpcError as error:
+                refused = not self.is_welcome and error.code() in _REFUSALS
+                reason = _text_of(error)
+            except _UnknownVersionError as error:
+                refused, reason = True, str(error)
+            except (RequestError, OSError) as error:
+                reason = str(error)
+            except TimeoutError:
+                silent = f"it has said nothing for {self._silence_seconds:.1f} s"
+                reason = silent if self.is_welcome else "it has not answered the handshake"
+            except Exception as error:
+                reason = f"its session has failed: {type(error).__name__}"
+            self.lose(reason)
+            if refused:
+                self.state = "refused"
+                self._events.on_change()
+            await asyncio.sleep(_MAX_RETRY_SECONDS if refused else self._retry_seconds)
+            most = _MAX_UNIX_RETRY_SECONDS if is_own(self.address) else _MAX_RETRY_SECONDS
+            self._retry_seconds = min(2 * self._retry_seconds, most)
 
-    def has_events(self, ready: Set[object]) -> bool:
-        """Return whether a poll found connections or disconnections."""
-        return any(x.monitor in ready for x in (self._main, self._pulse) if x is not None)
+    async def _session(self) -> None:
+        """Hold a session until it ends."""
+        if (identity := self._endpoint.identity) is not None:
+            identity.look()
+            for fault in identity.faults():
+                _log.warning("%s", fault)
+        self._route = Route(self.address, self._endpoint.identity is not None)
+        async with self._dial() as channel:
+            call, first = await self._greet(channel)
+            if not first.HasField("welcome") or not first.welcome.requests:
+                raise RequestError("it takes no requests: its welcome gives none")
+            self._take_state(await self._event(call))
+            self._begin(first.welcome)
+            while True:
+                await asyncio.sleep(_EVENT_SECONDS)
+                self._take_state(await self._event(call))
 
-    def take_written(self, message: bytes) -> None:
-        self._session.written.append(message)
+    def _take_state(self, event: Any) -> None:
+        if not event.HasField("state"):
+            raise RequestError("it answered the handshake a second time")
+        self.cache_room = event.state.cache_room
+        if event.state.draining and self.state == "ready":
+            self.state, self.reason = "draining", "it is about to leave"
+            self._events.on_change()
 
-    def receive(self, readable: bool) -> tuple[Message, list[Frame]] | None:
-        """Return the next message for the pool and its frames, or None.
+    async def _greet(self, channel: grpc.aio.Channel) -> tuple[Any, Any]:
+        """Ask for a session, in the newest version that the server knows.
 
-        Handles messages about the connection itself. The socket is read only if it is readable.
-        A ProtocolError says that the connection must be given up.
+        Returns the call of the session and its first event.
         """
-        if readable:
-            self._read_pulse()
-        while (arrived := self._next(readable)) is not None:
-            head, *frames = arrived
-            message = decode(head)
-            self._heard = time.monotonic()
-            if isinstance(message, protocol.Welcome | protocol.Refused) and self.is_welcome:
-                raise protocol.ProtocolError("it answered the handshake a second time")
-            if isinstance(message, protocol.Welcome):
-                self._welcome(message)
-            elif isinstance(message, protocol.Refused):
-                self.state, self.reason = "refused", message.reason
-                self._next_handshake = time.monotonic() + _MAX_RETRY_SECONDS
-            elif isinstance(message, protocol.Knock):
-                if message.under_way:
-                    self._session.transport.hurry()
-            elif isinstance(message, protocol.Stale | protocol.Malformed):
-                raise protocol.ProtocolError("it no longer knows this client")
-            elif getattr(message, "generation", None) != self._session.lease.generation:
-                continue  # it belongs to an earlier lease
-            elif isinstance(message, protocol.Draining):
-                self.state, self.reason = "draining", "it is about to leave"
-            elif isinstance(message, protocol.Pong):
-                self.cache_room = message.cache_room
-            else:
-                return message, frames
-        return None
+        direct = self._endpoint.direct
+        arena = None if direct is None else direct.open(self)
+        self._own_arena = Arena(0 if arena is None else arena.size)
+        for version in self._endpoint.versions:
+            self._service = version
+            request = version.messages.SessionRequest(
+                library=library_version(), client=self._endpoint.name
+            )
+            if arena is not None:
+                request.arena.MergeFrom(version.messages.Arena(**arena._asdict()))
+            ask = channel.unary_stream(f"/{version.service}/Session")
+            call = ask(request.SerializeToString())
+            try:
+                return call, await self._event(call)
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+        known = ", ".join(version.service for version in self._endpoint.versions)
+        raise _UnknownVersionError(f"version: the server has none of {known}")
 
-    def _next(self, readable: bool) -> list[Frame] | None:
-        if self._session.written:
-            return [self._session.written.popleft()]
-        return self._main.receive() if readable and self._main is not None else None
+    async def _event(self, call: Any) -> Any:
+        read = asyncio.ensure_future(call.read())
+        # If this process itself stood still, events have arrived: look once more.
+        for seconds in (self._silence_seconds, _SECOND_LOOK_SECONDS):
+            await asyncio.wait([read], timeout=seconds)
+        if not read.done():
+            read.cancel()
+            raise TimeoutError
+        if (raw := await read) is grpc.aio.EOF:
+            await self._raise_status(call)
+        return self._service.read(self._service.messages.SessionEvent, raw)
 
-    def _read_pulse(self) -> None:
-        """Read answers to the signs of life on the second socket."""
-        while self._pulse is not None and (frames := self._pulse.receive()) is not None:
-            message = decode(frames[0])
-            generation = self._session.lease.generation
-            if isinstance(message, protocol.Pong) and message.generation == generation:
-                self._pulse_answers = True
-                self._heard = time.monotonic()
-                self.cache_room = message.cache_room
-            else:
-                # A proxy may connect each socket to another server, which then answers "Stale" or
-                # nothing. Signs of life then stay on the first socket.
-                self._end_pulse()
+    def _dial(self) -> grpc.aio.Channel:
+        assert self._route is not None
+        return open_channel(self._route, self._endpoint.identity, self._endpoint.connect_seconds)
 
-    # --- Handshake and liveness ---
-
-    def beat(self, now: float) -> str | None:
-        """Give a sign of life or shake hands again; return why the connection is broken."""
-        if now >= self._next_handshake:
-            self._open()
-        elif self.state == "connecting" and self._main is not None:
-            if (fault := self._main.connect()) is not None:
-                self.reason = fault
-            elif now - self._opened > self._silence_seconds:  # the answer may have been lost
-                self.reason = "it has not answered the handshake"
-                self._open()
-        elif self.is_welcome:
-            heard = self._heard if self._main is None else max(self._heard, self._main.heard)
-            if now - heard > self._silence_seconds:
-                return f"it has said nothing for {now - heard:.1f} s"
-            if now >= self._next_pulse:
-                self._next_pulse = now + _PULSE_SECONDS
-                self._give_sign_of_life(now)
-        return None
-
-    def broken(self) -> str | None:
-        if self._pulse is not None and self._pulse.broken() is not None:
-            self._end_pulse()
-        return None if self._main is None else self._main.broken()
-
-    def lose(self, reason: str) -> list[Attempt]:
-        """Drop the connection, to be made again soon; return the attempts without an answer."""
-        self.lost += self.is_welcome
-        self.state, self.reason = "connecting", reason
-        unanswered = list(self.attempts.values())
-        for attempt in unanswered:
-            self.finish(attempt)
-        self._shut()
-        self._next_handshake = time.monotonic() + self._retry_seconds
-        most = _MAX_UNIX_RETRY_SECONDS if is_own(self.address) else _MAX_RETRY_SECONDS
-        self._retry_seconds = min(2 * self._retry_seconds, most)
-        return unanswered
-
-    def distrust(self, reason: str) -> list[Attempt]:
-        """Drop the connection for good; return the attempts without an answer."""
-        unanswered = self.lose(reason)
-        self.state, self._next_handshake = "refused", math.inf
-        return unanswered
-
-    def close(self) -> None:
-        if self.is_welcome:
-            self._send(protocol.Goodbye(self._session.lease.generation))
-        self._shut(linger=100)
-
-    def _open(self) -> None:
-        """Connect, and ask for a lease."""
-        self._shut()
-        self._next_handshake = math.inf
-        self._heard = self._opened = time.monotonic()
-        try:
-            self._main = self._dial()
-        except zmq.ZMQError as error:
-            self.reason = f"it cannot be connected to: {error}"
-            self._next_handshake = self._opened + _RETRY_SECONDS
-            return
-        target = ArenaTarget()
-        names: list[TransportName] = []
-        for name, transport in self._transports.items():
-            target = transport.open(self, transport.share(_MAX_ARENA_BYTES))
-            if target.arena or name == "zmq":
-                names.append(name)
-            if target.arena:
-                break
-        self._session.own_arena = Arena(target.arena)
-        hello = protocol.Hello(
-            library=protocol.library_version(),
-            client=self._endpoint.name,
-            transports=list(dict.fromkeys([*names, "zmq"])),
-            dtypes=list(DTYPES),
-            **target._asdict(),
-        )
-        self._send(hello)
-
-    def _dial(self) -> ClientSocket:
-        shared = self._endpoint
-        return ClientSocket(
-            shared.context, shared.poller, self.address, shared.keys, shared.connect_seconds
-        )
-
-    def _welcome(self, welcome: protocol.Welcome) -> None:
-        if not welcome.credits:
-            raise protocol.ProtocolError("it takes no requests: its welcome gives no credits")
-        session = self._session
-        session.lease = welcome
-        session.server_arena = Arena(welcome.arena)
-        session.transport = self._transports.get(welcome.transport, self._frames)
-        try:
-            target = ArenaTarget(welcome.arena, welcome.base, welcome.offer)
-            session.transport.connect(self, target)
-        except TransportError:
-            session.transport = self._frames
-        self.device, self.cache_room = welcome.device, welcome.cache_room
-        self._end_pulse()
-        with suppress(zmq.ZMQError):  # then signs of life stay on the first socket
-            self._pulse = self._dial()
+    def _begin(self, welcome: Any) -> None:
+        self._welcome, self._channel = welcome, self._dial()
+        if (direct := self._endpoint.direct) is not None and welcome.HasField("arena"):
+            theirs = welcome.arena
+            with suppress(TransportError):  # then payloads travel through gRPC
+                direct.connect(self, ArenaTarget(theirs.agent, theirs.address, theirs.size))
+                self._server_arena = Arena(theirs.size)
+        self.device = printable(welcome.device)[:_MAX_REASON]
+        if welcome.library != library_version():  # another version may round in another way
+            self.device += f", seqpar {printable(welcome.library)[:_MAX_REASON]}"
         self.state, self.reason = "ready", ""
         self._retry_seconds = _RETRY_SECONDS
         self.last_result, self.blocked_until = time.monotonic(), 0.0
+        self._events.on_change()
 
-    def _give_sign_of_life(self, now: float) -> None:
-        ping = protocol.Ping(self._session.lease.generation)
-        data = encode(ping, self._session.lease.secret)
-        if self._pulse is not None and self._pulse.send([data]) is not None:
-            self._end_pulse()
-        if not self._pulse_answers or now >= self._next_main_ping:
-            self._next_main_ping = now + _MAIN_PING_SECONDS
-            self._send(ping)
+    def lose(self, reason: str) -> None:
+        """End the session; its attempts fail."""
+        self.lost += self.is_welcome
+        self.state, self.reason, self._welcome = "connecting", reason, None
+        unanswered = list(self.attempts.values())
+        for attempt in unanswered:
+            attempt.cancel()
+        self._server_arena = Arena(0)
+        if self._endpoint.direct is not None:
+            self._endpoint.direct.close(self)
+        self._run(_close(self._channel, self._route))
+        self._channel = self._route = None
+        for attempt in unanswered:
+            self._events.on_failure(attempt, Failure(reason))
+        self._events.on_change()
 
-    def _send(self, message: Message) -> None:
-        data = encode(message, self._session.lease.secret)
-        if self._main is not None and self._main.send([data]) is not None:
-            self._heard = -math.inf  # a server that accepts nothing counts as silent
+    def restart(self, reason: str) -> None:
+        """End the session, and begin another one soon."""
+        self._keeping.cancel()
+        self.lose(reason)
+        again = self._keep_session(_RETRY_SECONDS)
+        self._keeping = asyncio.get_running_loop().create_task(again)
 
-    def _end_pulse(self) -> None:
-        self._pulse_answers = False
-        if self._pulse is not None:
-            self._pulse.close(0)
-            self._pulse = None
+    def distrust(self, reason: str) -> None:
+        """End the session for good."""
+        self._keeping.cancel()
+        self.lose(reason)
+        self.state = "refused"
 
-    def _shut(self, linger: int = 0) -> None:
-        for transport in self._transports.values():
-            transport.close(self)
-        self._session = _Session(self._frames)
-        self._end_pulse()
-        if self._main is not None:
-            self._main.close(linger)
-            self._main = None
+    async def close(self) -> None:
+        """End the session and all calls."""
+        self._keeping.cancel()
+        calls = [self._keeping, *self._calls]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await _close(self._channel, self._route)
+
+
+async def _close(channel: grpc.aio.Channel | None, route: Route | None) -> None:
+    if channel is not None:
+        await channel.close()
+    if route is not None:
+        route.close()
+
+
+def _details(error: grpc.aio.AioRpcError) -> str:
+    """Return the text that a server gave with a call's status, or ""."""
+    return printable(error.details() or "")[:_MAX_REASON]
+
+
+def _text_of(error: grpc.aio.AioRpcError) -> str:
+    """Return what a call's status says, for a report."""
+    return _details(error) or error.code().name.lower().replace("_", " ")

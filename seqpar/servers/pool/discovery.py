@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from seqpar.core.arguments import shown
+from seqpar.core.file_owners import read_file
 from seqpar.servers.transport.addresses import check_peer, is_local
 
 _INTERVAL_SECONDS = 2.0
+_log = logging.getLogger("seqpar")
 
 
 def parse(addresses: object) -> list[str]:
@@ -23,6 +25,13 @@ def parse(addresses: object) -> list[str]:
     for i, address in enumerate(addresses):
         if not isinstance(address, str) or not _is_looked_up(address):
             check_peer(f"addresses[{i}]", address)
+        elif address.startswith("file://"):
+            try:
+                _read(address)
+            except OSError:
+                pass  # the file may be made later
+            except ValueError as error:
+                raise ValueError(f"addresses[{i}]: {error}") from None
     return list(addresses)
 
 
@@ -33,25 +42,31 @@ def _is_looked_up(address: str) -> bool:
     return name is not None and 0 < int(name[1]) < 2**16
 
 
-def expand(addresses: Sequence[str]) -> list[str] | None:
-    """Return the servers' current addresses without duplicates, or None if a lookup fails."""
-    servers: list[str] = []
+def _read(address: str) -> bytes:
     try:
-        for address in addresses:
-            if address.startswith("file://"):
-                lines = Path(address.removeprefix("file://")).read_text().split()
-                servers += [check_peer("addresses", line) for line in lines]
-            elif address.startswith("dns://"):
-                host, port = address.removeprefix("dns://").rsplit(":", 1)
-                infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-                hosts = sorted({str(info[4][0]) for info in infos})
-                servers += [
-                    f"tcp://[{x}]:{port}" if ":" in x else f"tcp://{x}:{port}" for x in hosts
-                ]
-            else:
-                servers.append(address)
-    except (OSError, ValueError):
-        return None
+        return read_file(address.removeprefix("file://"))
+    except ValueError as error:
+        raise ValueError(f"this list of servers could be another user's: {error}") from None
+
+
+def expand(addresses: Sequence[str]) -> list[str]:
+    """Return the servers' current addresses without duplicates.
+
+    Raises:
+        OSError: a file cannot be read, or a name is not known.
+        ValueError: another user could change a file, or it has other lines than addresses.
+    """
+    servers: list[str] = []
+    for address in addresses:
+        if address.startswith("file://"):
+            servers += [check_peer("addresses", line) for line in _read(address).decode().split()]
+        elif address.startswith("dns://"):
+            host, port = address.removeprefix("dns://").rsplit(":", 1)
+            infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            hosts = sorted({str(info[4][0]) for info in infos})
+            servers += [f"tcp://[{x}]:{port}" if ":" in x else f"tcp://{x}:{port}" for x in hosts]
+        else:
+            servers.append(address)
     return list(dict.fromkeys(servers))
 
 
@@ -64,16 +79,24 @@ class Discovery(threading.Thread):
         super().__init__(name="seqpar-discovery", daemon=True)
         self._addresses, self._has_keys, self._on_change = addresses, has_keys, on_change
         self._last: list[str] | None = None
+        self._fault = ""  # why the last lookup failed
         self._ended = threading.Event()
         self.look()
 
     def look(self) -> None:
-        """Look once. A failed lookup changes nothing."""
-        servers = expand(self._addresses)
-        if servers is not None and not self._has_keys:
+        """Look once. A failed lookup changes nothing, and is logged once."""
+        try:
+            servers = expand(self._addresses)
+        except (OSError, ValueError) as error:
+            if str(error) != self._fault:
+                _log.warning("addresses: %s (the pool keeps the servers that it has)", error)
+            self._fault = str(error)
+            return
+        self._fault = ""
+        if not self._has_keys:
             # A file or a name must not send payloads off this machine without keys.
             servers = [address for address in servers if is_local(address)]
-        if servers is not None and servers != self._last:
+        if servers != self._last:
             self._last = servers
             self._on_change(servers)
 

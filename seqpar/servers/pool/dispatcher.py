@@ -1,47 +1,48 @@
-"""The thread of a pool. It sends tasks and steps of caches to servers; each gets one result."""
+"""The core of a pool. It sends tasks and steps of caches to servers, and each gets one result."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
-import zmq
 from torch import Tensor
 
 from seqpar.servers.pool.connection import (
     Answer,
     Attempt,
     CachePlace,
+    Failure,
     PendingWork,
     PoolEndpoint,
-    ServerConnection,
 )
 from seqpar.servers.pool.discovery import Discovery, parse
 from seqpar.servers.pool.known_servers import KnownServers
-from seqpar.servers.pool.local_worker import LocalWorker
+from seqpar.servers.pool.local_worker import ExitingError, LocalWorker
 from seqpar.servers.pool.report import PoolReport
 from seqpar.servers.transport.addresses import check_keys
-from seqpar.servers.transport.choose import open_transports, own_name, transports_of
-from seqpar.servers.transport.curve_keys import client_keys
-from seqpar.servers.transport.sockets import Wakeup
-from seqpar.servers.transport.zeromq import TransportError
-from seqpar.servers.wire import protocol
+from seqpar.servers.transport.certificates import ClientIdentity
+from seqpar.servers.transport.choose import own_name, transports_of
+from seqpar.servers.transport.event_loop import event_loop, in_event_loop, is_running, start
+from seqpar.servers.transport.one_sided import OneSided
 from seqpar.servers.wire.codec import Packed
 from seqpar.servers.wire.limits import PoolOptions
-from seqpar.servers.wire.payload import Frame, RequestError, on_device
-from seqpar.servers.wire.protocol import ProtocolError
+from seqpar.servers.wire.payload import on_device
 from seqpar.servers.wire.request import Request, ServersError
 
+_log = logging.getLogger("seqpar")
 _BEAT_SECONDS, _IDLE_BEAT_SECONDS = 0.02, 0.1  # between two looks at deadlines
 _MAX_FAILURES = 3  # of a task, where this process does not compute
-_MAX_STEPS_AT_ONCE = 2**20  # per server, unless it gives fewer credits
+_MAX_STEPS_AT_ONCE = 2**20  # per server, unless its welcome gives fewer
 _WRONG_ANSWER = "its answer was wrong"
 
 
@@ -53,16 +54,16 @@ def start_dispatcher(
 ) -> Dispatcher:
     """Check the arguments of `ServerPool.connect`, start a pool, and wait for a ready server."""
     listed = parse(addresses)
-    names = transports_of(transports)
-    curve_keys = None if keys is None else client_keys(keys)
+    direct = "nixl" in transports_of(transports)
+    identity = None if keys is None else ClientIdentity(keys)
     for i, address in enumerate(listed):
         if not address.startswith("file://"):
-            check_keys(f"addresses[{i}]", address.replace("dns://", "tcp://"), curve_keys)
-    name, writes_afar = own_name(), transports is not None
+            check_keys(f"addresses[{i}]", address.replace("dns://", "tcp://"), identity)
     seconds = options.deadlines.connect
-    endpoint = PoolEndpoint(name, curve_keys, open_transports(names, name), seconds, writes_afar)
+    name = own_name()
+    endpoint = PoolEndpoint(name, identity, seconds, OneSided(f"seqpar-{name}") if direct else None)
     dispatcher = Dispatcher(KnownServers(endpoint, options.depth), options)
-    discovery = Discovery(listed, curve_keys is not None, dispatcher.serve_at)
+    discovery = Discovery(listed, identity is not None, dispatcher.serve_at)
     dispatcher.discovery = discovery
     dispatcher.start()
     if any(address.startswith(("file://", "dns://")) for address in listed):
@@ -72,14 +73,18 @@ def start_dispatcher(
 
 
 class Inbox:
-    """Work and calls that any thread hands to the pool's thread."""
+    """Work and calls that any thread hands to the pool, which runs in the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], None]) -> None:
+        """The event loop calls `look` when there is something in the inbox."""
         self.works: deque[PendingWork] = deque()
         self.calls: deque[Callable[[], None]] = deque()
-        self.wakeup = Wakeup()
         self.ended: str | None = None  # why the inbox accepts nothing more
-        self._lock = threading.Lock()
+        self._look, self._lock = look, threading.Lock()
+
+    def wake(self) -> None:
+        """Let the pool look into the inbox."""
+        event_loop().call_soon_threadsafe(self._look)
 
     def put(self, work: PendingWork) -> Answer:
         """Hand over work; return the future of its result."""
@@ -87,11 +92,11 @@ class Inbox:
             if self.ended is not None:
                 raise ServersError(self.ended)
             self.works.append(work)
-        self.wakeup.set()
+        self.wake()
         return work.future
 
     def call(self, call: Callable[[], None]) -> None:
-        """Queue a call, which the pool's thread makes the next time that it wakes up."""
+        """Queue a call, which the pool makes the next time that it looks."""
         # No lock: the garbage collector may call this at any moment, even while it is held.
         self.calls.append(call)
 
@@ -99,7 +104,7 @@ class Inbox:
         """Accept nothing more. The first reason is kept."""
         with self._lock:
             self.ended = self.ended or reason
-        self.wakeup.set()
+        self.wake()
 
 
 class StepLostError(Exception):
@@ -110,7 +115,7 @@ class StepLostError(Exception):
         self.blame = blame  # whether a server that is still connected is at fault
 
 
-class Dispatcher(threading.Thread):
+class Dispatcher:
     """Sends the tasks that other threads `submit`, and makes all calls of the connections.
 
     A step of a cache has one possible server, and is lost with its cache. A lost step raises a
@@ -120,18 +125,18 @@ class Dispatcher(threading.Thread):
     discovery: Discovery | None = None
 
     def __init__(self, servers: KnownServers, options: PoolOptions) -> None:
-        super().__init__(name="seqpar-pool", daemon=True)
+        self._running: Future[None] | None = None
+        self._ended = asyncio.Event()
+        self._copier = ThreadPoolExecutor(1, "seqpar-copies")  # of results to GPUs
         self.options = options
         self.servers = servers
-        self.inbox = Inbox()
-        self.local_worker = LocalWorker(self.inbox.wakeup.set, options.home_depth)
-        self._poller = servers.endpoint.poller
-        self._poller.register(self.inbox.wakeup.fd, zmq.POLLIN)
+        self.inbox = Inbox(self._turn)
+        self.local_worker = LocalWorker(self.inbox.wake, options.home_depth)
         self._stragglers = StragglerDetector(options.hedge_quantile)
         self._unfinished: list[PendingWork] = []  # tasks and steps
         self._unsent: deque[PendingWork] = deque()  # tasks that wait for a server
         self._unsent_steps: deque[PendingWork] = deque()  # that wait until their server is free
-        self._last_commit = 0.0
+        self._last_commit = self._next_beat = 0.0
         self._retried = 0
         self._hedged = 0
         self._wasted = 0
@@ -169,7 +174,7 @@ class Dispatcher(threading.Thread):
     def serve_at(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on, and no others."""
         self.inbox.call(partial(self._use, tuple(addresses)))
-        self.inbox.wakeup.set()
+        self.inbox.wake()
 
     def report(self) -> PoolReport:
         waiting = len(self._unfinished) + len(self.inbox.works)
@@ -181,42 +186,46 @@ class Dispatcher(threading.Thread):
         if self.discovery is not None:
             self.discovery.end()
         self.inbox.end("the pool was closed")
-        # A callback of a future runs in this thread, which cannot wait for itself.
-        if threading.current_thread() is not self:
-            self.join()
+        # A callback of a future runs in the event loop, which cannot wait for itself.
+        if self._running is not None and not in_event_loop():
+            while is_running() and not wait([self._running], _BEAT_SECONDS).done:
+                pass
+            self.local_worker.close()
+            self._copier.shutdown()
 
     # --- The loop ---
 
-    def run(self) -> None:
-        next_beat = 0.0
+    def start(self) -> None:
+        self._running = start(self._run())
+
+    async def _run(self) -> None:
+        """Look at deadlines until the pool is closed or fails, and then leave all servers."""
+        while self.inbox.ended is None:
+            self._turn()
+            most = _BEAT_SECONDS if self._unfinished else _IDLE_BEAT_SECONDS
+            with suppress(TimeoutError):
+                async with asyncio.timeout(most):
+                    await self._ended.wait()
+        for work in [*self._unfinished, *self.inbox.works]:
+            self._give_up(work, ServersError(str(self.inbox.ended)))
+        await self.servers.close()
+
+    def _turn(self) -> None:
+        """Do all that can be done now."""
+        if self.inbox.ended is not None:
+            self._ended.set()
+            return
         try:
-            while self.inbox.ended is None:
-                most = _BEAT_SECONDS if self._unfinished else _IDLE_BEAT_SECONDS
-                ready = {key for key, _ in self._poller.poll(self.servers.poll_milliseconds(most))}
-                if self.inbox.wakeup.fd in ready:
-                    self.inbox.wakeup.clear()
-                self._take_from_inbox()
-                self._take_from_local_worker()
-                for transport in self.servers.endpoint.transports.values():
-                    for connection, message in transport.poll():
-                        connection.take_written(message)
-                for connection in self.servers:
-                    self._serve_connection(connection, ready)
-                now = time.monotonic()
-                if now >= next_beat:
-                    next_beat = now + _BEAT_SECONDS
-                    self._beat(now)
-                self._assign(now)
-        except BaseException as error:  # even a callback's SystemExit: callers must not wait
-            self.inbox.end(f"the pool has failed: {type(error).__name__}: {error}")
-            raise
-        finally:
-            for work in [*self._unfinished, *self.inbox.works]:
-                with suppress(BaseException):  # of a callback
-                    self._give_up(work, ServersError(str(self.inbox.ended)))
-            self.servers.close()
-            self.local_worker.close()
-            self.inbox.wakeup.close()
+            self._take_from_inbox()
+            self._take_from_local_worker()
+            now = time.monotonic()
+            if now >= self._next_beat:
+                self._next_beat = now + _BEAT_SECONDS
+                for work in list(self._unfinished):
+                    self._check_deadlines(work, now)
+            self._assign(now)
+        except Exception as error:
+            self.on_error(error)
 
     def _take_from_inbox(self) -> None:
         while self.inbox.works:
@@ -229,14 +238,13 @@ class Dispatcher(threading.Thread):
     def _take_from_local_worker(self) -> None:
         while self.local_worker.examined:
             attempt, tensors, is_right = self.local_worker.examined.popleft()
-            # The caller may change a settled task's tensors, so its verdict means nothing.
+            # Once a task is settled, its caller may change the tensors: a comparison means nothing.
             if is_right or attempt.work.settled:
                 self._accept(attempt, tensors)
                 continue
             # The address may have been dropped and listed again since: distrust its newest server.
             if (connection := self.servers.get(attempt.connection.address)) is not None:
-                for unanswered in connection.distrust(_WRONG_ANSWER):
-                    self._retry(unanswered, _WRONG_ANSWER, blame=False)
+                connection.distrust(_WRONG_ANSWER)
             self._retry(attempt, _WRONG_ANSWER)
         while (finished := self.local_worker.finished()) is not None:
             work, outcome = finished
@@ -246,62 +254,13 @@ class Dispatcher(threading.Thread):
                 self._commit(work, outcome, partial(self.local_worker.count, work.cost))
 
     def _use(self, addresses: Sequence[str]) -> None:
-        for connection in self.servers.use(addresses):
-            self._lose(connection, "it is no longer listed")
-            connection.close()
+        for connection in self.servers.use(addresses, self):
+            connection.distrust("it is no longer listed")
 
-    def _serve_connection(self, connection: ServerConnection, ready: Set[object]) -> None:
-        """Handle what has arrived from a server, and continue to send."""
-        readable = connection.is_readable(ready)
-        reason = None
-        try:
-            while (arrived := connection.receive(readable)) is not None:
-                self._handle_answer(connection, *arrived)
-        except ProtocolError as error:
-            reason = str(error)
-        # Messages that arrived before a disconnection were handled above.
-        if reason is None and connection.has_events(ready):
-            reason = connection.broken()
-        if reason is None:
-            reason = connection.progress()
-        if reason is not None:
-            self._lose(connection, reason)
-        if readable or reason is not None:
-            self.servers.notify_changed()
+    # --- Events of connections ---
 
-    def _lose(self, connection: ServerConnection, reason: str) -> None:
-        for attempt in connection.lose(reason):
-            self._retry(attempt, reason, blame=False)
-
-    # --- Answers ---
-
-    def _handle_answer(
-        self, connection: ServerConnection, message: protocol.Message, frames: list[Frame]
-    ) -> None:
-        attempt = connection.attempts.get(getattr(message, "request", -1))
-        if attempt is None:
-            return  # it was answered before
-        if isinstance(message, protocol.Result):
-            self._handle_result(attempt, message, frames)
-            return
-        connection.finish(attempt)
-        if isinstance(message, protocol.Busy):
-            connection.block(message.after, time.monotonic())
-            self._retry(attempt, "it is busy", blame=False)
-        elif isinstance(message, protocol.Failed):
-            self._retry(attempt, message.reason)
-        elif isinstance(message, protocol.Lost):
-            self._retry(attempt, "it has lost the cache")
-
-    def _handle_result(
-        self, attempt: Attempt, result: protocol.Result, frames: list[Frame]
-    ) -> None:
+    def on_result(self, attempt: Attempt, tensors: list[Tensor]) -> None:
         now, work = time.monotonic(), attempt.work
-        try:
-            tensors = attempt.connection.take_result(attempt, result, frames)
-        except (RequestError, TransportError) as error:
-            self._retry(attempt, str(error))
-            return
         if work.place is None:  # the cost of a step does not predict its time
             attempt.connection.count(attempt, now)
             self._stragglers.count(work.cost, now - attempt.started)
@@ -309,6 +268,17 @@ class Dispatcher(threading.Thread):
             self.local_worker.examine(attempt, tensors, self.options.sample)
         else:
             self._accept(attempt, tensors)
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> None:
+        self._retry(attempt, failure.reason, failure.blame)
+        if failure.lost:
+            attempt.connection.restart(failure.reason)
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def on_change(self) -> None:
+        self.servers.notify_changed()
+        asyncio.get_running_loop().call_soon(self._turn)
 
     def _accept(self, attempt: Attempt, tensors: Sequence[Tensor]) -> None:
         credit = partial(attempt.connection.credit, attempt.work)
@@ -325,13 +295,27 @@ class Dispatcher(threading.Thread):
         self._unfinished.remove(work)
         self._last_commit = time.monotonic()
         count()
+        if work.device.type == "cuda":  # the copy waits for the GPU, and other pools need the loop
+            self._copier.submit(self._hand_over, work, tensors)
+        else:
+            self._hand_over(work, tensors)
+        return True
+
+    def _hand_over(self, work: PendingWork, tensors: Sequence[Tensor]) -> None:
+        """Resolve a task's future with its result on the task's device."""
         try:
             result = on_device(tensors, work.device)
         except RuntimeError as error:  # from the GPU, such as out of memory
-            work.future.set_exception(error)
+            self._resolve(partial(work.future.set_exception, error))
         else:
-            work.future.set_result(result)
-        return True
+            self._resolve(partial(work.future.set_result, result))
+
+    def _resolve(self, resolve: Callable[[], None]) -> None:
+        """Resolve a future, whose callbacks must not end the event loop of all pools."""
+        try:
+            resolve()
+        except BaseException as error:  # such as a callback's SystemExit
+            self.on_error(error)
 
     def _retry(self, attempt: Attempt, reason: str, blame: bool = True) -> None:
         """Try a failed attempt's task again, unless another attempt is in progress."""
@@ -356,9 +340,17 @@ class Dispatcher(threading.Thread):
     def _give_up(self, work: PendingWork, error: BaseException) -> None:
         work.cancel_attempts()
         if not work.settled and work.future.set_running_or_notify_cancel():
-            work.future.set_exception(error)
+            self._resolve(partial(work.future.set_exception, error))
         if work in self._unfinished:
             self._unfinished.remove(work)
+
+    def on_error(self, error: BaseException) -> None:
+        """End the pool after a fault of its own, so that callers do not wait."""
+        if isinstance(error, ExitingError):
+            self.inbox.end(str(error))
+            return
+        self.inbox.end(f"the pool has failed: {type(error).__name__}: {error}")
+        _log.error("the pool has failed", exc_info=error)
 
     # --- Sending ---
 
@@ -375,7 +367,7 @@ class Dispatcher(threading.Thread):
             if self.local_worker.helps(work, self.servers):
                 self.local_worker.take(work)
             elif (connection := self.servers.choose(work, now)) is not None:
-                self._send(work, connection)
+                connection.start(work)
             else:
                 waiting.append(work)
                 if not self.servers.any_free(now):
@@ -398,15 +390,10 @@ class Dispatcher(threading.Thread):
                 work.reason = "it is above the caps of its server (--max-tokens, --max-bytes)"
                 self._lose_step(work)
             elif connection.is_free(_MAX_STEPS_AT_ONCE, now):
-                self._send(work, connection)
+                connection.start(work)
             else:
                 waiting.append(work)
         self._unsent_steps = waiting
-
-    def _send(self, work: PendingWork, connection: ServerConnection) -> None:
-        connection.start(work)
-        if (reason := connection.progress()) is not None:
-            self._lose(connection, reason)
 
     def _leave_servers(self, work: PendingWork) -> bool:
         """Compute a task in this process or fail it; return False to try all servers again."""
@@ -420,13 +407,6 @@ class Dispatcher(threading.Thread):
         return True
 
     # --- Deadlines ---
-
-    def _beat(self, now: float) -> None:
-        for connection in self.servers:
-            if (reason := connection.beat(now)) is not None:
-                self._lose(connection, reason)
-        for work in list(self._unfinished):
-            self._check_deadlines(work, now)
 
     def _check_deadlines(self, work: PendingWork, now: float) -> None:
         deadlines = self.options.deadlines
@@ -462,7 +442,7 @@ class Dispatcher(threading.Thread):
             connection = attempt.connection
             limit = self.options.deadlines.request + connection.allowance
             if not attempt.late and connection.waited(attempt, now) > limit:
-                connection.cancel(attempt)
+                attempt.late = True
                 any_ended = True
                 work.avoid.add(connection.address)
                 work.reason = f"{connection.address}: no answer within {limit:.3g} s"
@@ -480,7 +460,7 @@ class Dispatcher(threading.Thread):
         if connection is not None and not connection.attempts:
             work.hedged = True
             self._hedged += 1
-            self._send(work, connection)
+            connection.start(work)
 
 
 class StragglerDetector:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
 
-from seqpar.servers.pool.connection import CachePlace, PendingWork, PoolEndpoint, ServerConnection
+from seqpar.servers.pool.connection import (
+    CachePlace,
+    ConnectionEvents,
+    PendingWork,
+    PoolEndpoint,
+    ServerConnection,
+)
 
 
 class KnownServers:
     """The connections of a pool by address.
 
-    Threads other than the pool's may call only `__iter__`, `wait_for_any` and `place`.
+    Threads other than the event loop's may call only `__iter__`, `wait_for_any` and `place`.
     """
 
     def __init__(self, endpoint: PoolEndpoint, depth: int) -> None:
@@ -28,12 +34,12 @@ class KnownServers:
     def get(self, address: str) -> ServerConnection | None:
         return self._connections.get(address)
 
-    def use(self, addresses: Sequence[str]) -> list[ServerConnection]:
+    def use(self, addresses: Sequence[str], events: ConnectionEvents) -> list[ServerConnection]:
         """Connect to these servers; return the connections to all others, no longer listed."""
         dropped = [self._connections.pop(x) for x in set(self._connections) - set(addresses)]
         for address in addresses:
             if address not in self._connections:
-                self._connections[address] = ServerConnection(address, self.endpoint)
+                self._connections[address] = ServerConnection(address, self.endpoint, events)
         return dropped
 
     def notify_changed(self) -> None:
@@ -95,20 +101,12 @@ class KnownServers:
         return chosen.place
 
     def at(self, place: CachePlace) -> ServerConnection | None:
-        """Return the connection to a cache's server; None if the cache was lost with its lease."""
+        """Return the connection to a cache's server; None if it has another session now."""
         connection = self._connections.get(place.address)
         return connection if connection is not None and connection.place == place else None
 
-    def poll_milliseconds(self, most: float) -> int:
-        """Return how long the pool's thread may sleep, at most `most` seconds."""
-        now = time.monotonic()
-        if any(connection.needs_polling(now) for connection in self):
-            return 0
-        transports = self.endpoint.transports.values()
-        return min(int(1000 * most), *(transport.patience() for transport in transports))
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leave all servers."""
-        for connection in self:
-            connection.close()
-        self.endpoint.close()
+        await asyncio.gather(*(connection.close() for connection in self))
+        if self.endpoint.direct is not None:
+            self.endpoint.direct.shutdown()

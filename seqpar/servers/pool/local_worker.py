@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from seqpar.servers.server.compute import compute, hardware_of
 from seqpar.servers.wire.request import Request
 
 Outcome = list[Tensor] | Exception | None  # None: the task was settled before it was computed
+
+
+class ExitingError(Exception):
+    """The interpreter exits, and starts no thread any more."""
 
 
 class LocalWorker:
@@ -39,7 +44,7 @@ class LocalWorker:
         if not work.at_home:
             work.at_home = True
             self._unfinished.append(work)
-            self._executor.submit(self._compute, work)
+            self._submit(self._compute, work)
 
     def helps(self, work: PendingWork, servers: Iterable[ServerConnection]) -> bool:
         """Return whether this process should finish a task before any ready server does."""
@@ -67,7 +72,14 @@ class LocalWorker:
 
     def examine(self, attempt: Attempt, tensors: list[Tensor], rows: int) -> None:
         """Check `rows` rows of a server's result; the verdict appears in `examined`."""
-        self._executor.submit(self._examine, attempt, tensors, rows)
+        with suppress(ExitingError):
+            self._submit(self._examine, attempt, tensors, rows)
+
+    def _submit(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._executor.submit(call, *arguments)
+        except RuntimeError:
+            raise ExitingError("the interpreter exits") from None
 
     def count(self, cost: int) -> None:
         self.tasks += 1

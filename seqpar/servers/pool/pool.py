@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import as_bool, as_float, as_int, as_path, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.servers.pool.report import PoolReport
 from seqpar.servers.wire.limits import Deadlines, PoolOptions
 from seqpar.servers.wire.request import Request, ServersError
@@ -49,6 +50,7 @@ class ServerPool:
         self.comm: Comm = _OnlyRank(self._name, 0, 1)
 
     @classmethod
+    @outside_graphs
     def connect(
         cls,
         addresses: str | Sequence[str],
@@ -68,10 +70,12 @@ class ServerPool:
             addresses: one or more addresses. ipc://PATH and tcp://HOST:PORT are one server each.
                 file://PATH (a file with one address per line) and dns://NAME:PORT are looked up
                 again every 2 s, so servers can join and leave.
-            keys: the folder with this client's keys. Servers on other machines require keys.
-            transports: transports of payloads, the preferred one first; the server chooses among
-                those that it has. "zmq" always works. "nixl" needs its package and trusts its
-                peers; by default it is offered only over Unix sockets.
+            keys: the folder with this client's certificate and its private key, which
+                `python -m seqpar keygen` makes. Servers on other machines require it.
+            transports: transports of payloads. "grpc" is the default, and always used where no
+                other can be. ["nixl"] also uses NIXL with servers that offer it. NIXL needs the
+                extra `nixl`, trusts its peers, and opens TCP ports that anyone may use, also for
+                servers on Unix sockets: use it on networks and machines that you trust.
             deadlines: seconds by name, such as {"request": 10}. The class
                 `seqpar.servers.wire.limits.Deadlines` has the names and defaults. All deadlines
                 must be in ascending order.
@@ -98,7 +102,7 @@ class ServerPool:
         has_home = as_bool("home", home)
         folder = None if keys is None else as_path("keys", keys)
         try:
-            within = Deadlines(**(deadlines or {}))
+            within = Deadlines() if deadlines is None else Deadlines(**deadlines)
         except TypeError:
             known = [field.name for field in fields(Deadlines)]
             raise ValueError(f"deadlines must be among {known}, got {shown(deadlines)}") from None
@@ -118,7 +122,8 @@ class ServerPool:
         The result is (out, lse) of a forward pass or (dq, dk, dv) of a backward pass, on the
         request's device. Do not change the request's tensors before the future is done. The future
         raises a ServersError after the deadline `give_up`, or the error of computing the task in
-        this process.
+        this process. Callbacks of the future run in the thread that all pools of this process
+        share: they must not wait.
 
         Raises:
             ValueError: if `request` is not a Request.
@@ -130,7 +135,7 @@ class ServerPool:
     def dispatcher(self) -> Dispatcher:
         """Return the object that runs tasks; raise a ServersError in a forked process."""
         if os.getpid() != self._process:
-            raise ServersError("the pool is another process's: connect in this one")
+            raise ServersError("the pool is another process's: make a pool in this one")
         return self._dispatcher
 
     def report(self) -> PoolReport:
@@ -138,8 +143,12 @@ class ServerPool:
         return self._dispatcher.report()
 
     def close(self) -> None:
-        """Leave all servers. The futures of tasks without a result raise."""
-        self._dispatcher.close()
+        """Leave all servers. The futures of tasks without a result raise.
+
+        In a forked process this does nothing: the pool is the other process's.
+        """
+        if os.getpid() == self._process:
+            self._dispatcher.close()
 
     def __repr__(self) -> str:
         return f"<ServerPool: {self._name}>"

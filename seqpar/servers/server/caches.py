@@ -1,13 +1,12 @@
-"""A server's caches of keys and values; each belongs to one client's lease.
+"""A server's caches of keys and values; each belongs to one client's session.
 
-A cache exists until its client frees it or its client's lease ends; the server never evicts rows. A
-step whose rows do not fit is refused. A step whose cache is missing, or differs from the one that
+A cache exists until its client frees it or its client's session ends; the server never evicts rows.
+A step whose rows do not fit is refused. A step whose cache is missing, or differs from the one that
 the step continues, gets a CacheLost error.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import MAX_DOCUMENT_TOKENS
-from seqpar.servers.transport.peers import Peer, fits, room
+from seqpar.core.ranges import UNLIMITED
+from seqpar.servers.server.account import Account, Client
 from seqpar.servers.wire.header import DTYPES, form_of
+from seqpar.servers.wire.messages import Step, Task
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
 from seqpar.servers.wire.payload import Buffer, RequestError
-from seqpar.servers.wire.protocol import StepRequest
 from seqpar.softmax.compute.call_options import CallOptions
 
 _OVERHEAD = 2**12  # bytes of a cache in addition to its pages
@@ -81,47 +81,27 @@ class Caches:
 
     def __init__(self, most: int, device: torch.device, backend: str) -> None:
         """`most` is the most bytes that all caches may take."""
-        self._most, self._device, self._backend = most, device, backend
-        self._caches: dict[Peer, dict[int, ClientCache]] = {}
-        # Totals are updated with each change: a client may have a million small caches.
-        self._by_key: dict[str, int] = defaultdict(int)
-        self.nbytes = 0
+        self.account = Account(most)
+        self._device, self._backend = device, backend
+        self._caches: dict[Client, dict[int, ClientCache]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._caches.values()))
 
-    def room_of(self, key: str, shared: bool) -> int:
-        """Return how many more bytes a key's caches may take; `shared` is as in `admit`."""
-        return room(self._by_key.get(key, 0), self.nbytes, self._most, shared)
+    def admit(self, client: Client, task: Task, step: Step, buffers: Sequence[Buffer]) -> CacheStep:
+        """Accept a step whose header and payload were checked, and reserve memory for its rows.
 
-    def _count(self, key: str, more: int) -> None:
-        self.nbytes += more
-        self._by_key[key] += more
-        if not self._by_key[key]:
-            del self._by_key[key]
-
-    def admit(
-        self,
-        client: Peer,
-        step: StepRequest,
-        buffers: Sequence[Buffer],
-        shared: bool = False,
-        checked: bool = False,
-    ) -> CacheStep:
-        """Accept a step, whose header was checked, and reserve memory for its rows.
-
-        `shared` is whether several keys share the memory; `checked` is whether the payload was
-        already compared with its checksum. An error (CacheLost, or a RequestError that names the
-        fault) leaves all caches as they were.
+        An error (CacheLost, or a RequestError that names the fault) leaves all caches as they were.
         """
-        payload = form_of(step).request
-        length = step.start + step.k_rows
-        last = max(length, step.offset + step.q_rows) + max(0, -step.offset)
+        length = step.start + task.k_rows
+        last = max(length, step.offset + task.q_rows) + max(0, -step.offset)
         if last > MAX_DOCUMENT_TOKENS:
             reason = f"positions must be at most {MAX_DOCUMENT_TOKENS}"
             raise RequestError(f"start, offset: {reason}, got {step.start} and {step.offset}")
-        dims = step.batch, step.kv_heads, step.dim, step.value_dim
-        shape = RowShape(DTYPES[step.dtype], *dims)
+        if max(step.left, step.right) > UNLIMITED:
+            raise RequestError(f"left, right: at most {UNLIMITED} rows, got {step[-2:]}")
+        dims = task.batch, task.kv_heads, task.dim, task.value_dim
+        shape = RowShape(DTYPES[task.dtype], *dims)
         own = self._caches.get(client, {})
         cache = own.get(step.cache)
         if cache is None:
@@ -132,31 +112,28 @@ class Caches:
             raise CacheLost("cache: it is another one")
         elif cache.pages.shape != shape:
             raise RequestError("cache: its rows have other heads, head dims, batch or dtype")
-        if not checked:
-            payload.check(buffers, step.checksum)
-        q, k, v = payload.tensors(buffers)
+        q, k, v = form_of(task).request.tensors(buffers)
         more = max(0, shape.nbytes(length) - cache.pages.nbytes)
         if step.cache not in own:
             more += _OVERHEAD
-        held = self._by_key.get(client.key, 0)
-        if more and not fits(more, held, self.nbytes, self._most, shared):
-            free = self.room_of(client.key, shared)
+        if more and not self.account.fits(client.name, more):
+            free = self.account.room_of(client.name)
             raise RequestError(f"cache: {more} bytes more are not free, {free} are")
         cache.pages.reserve(length)
-        self._count(client.key, more)
+        self.account.count(client.name, more)
         self._caches.setdefault(client, own)[step.cache] = cache
         cache.length, cache.writes = length, cache.writes + 1
-        options = CallOptions(step.scale, step.softcap, self._backend, deterministic=True)
+        options = CallOptions(task.scale, task.softcap, self._backend, deterministic=True)
         seen = Seen(step.offset, step.left, step.right)
         return CacheStep(cache, step.writes, step.start, length, q, k, v, seen, options)
 
-    def free(self, client: Peer, number: int) -> None:
+    def free(self, client: Client, number: int) -> None:
         """Free the client's cache with this number, if it exists."""
         cache = self._caches.get(client, {}).pop(number, None)
         if cache is not None:
-            self._count(client.key, -(cache.pages.nbytes + _OVERHEAD))
+            self.account.count(client.name, -(cache.pages.nbytes + _OVERHEAD))
 
-    def end(self, client: Peer) -> None:
+    def end(self, client: Client) -> None:
         """Free all caches of a client."""
         for number in list(self._caches.get(client, ())):
             self.free(client, number)

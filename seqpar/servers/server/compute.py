@@ -9,7 +9,6 @@ are aligned as in a separate call: matrix products may depend on the alignment.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -19,10 +18,9 @@ from torch import Tensor
 from seqpar.attention.backend import DEFAULT
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.masks.mask import Blocks, Slices
-from seqpar.servers.wire.payload import host_memory
+from seqpar.servers.wire.host_memory import host_memory
 from seqpar.servers.wire.request import Request
-from seqpar.softmax.attend import attend_backward, attend_blocks
-from seqpar.softmax.backends.choice import default_backend
+from seqpar.softmax.attend import attend_backward, attend_blocks, default_backend
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
@@ -33,9 +31,9 @@ _ROWS = 32  # this many rows take a multiple of 64 bytes, for any number of head
 def kind_of(request: Request, device: torch.device) -> Hashable:
     """Return a key that is equal for requests that one call may compute on this device.
 
-    Each forward of Triton's and ATen's kernels on a GPU has a different key. Triton's cut long rows
-    of keys more finely if a launch has fewer rows, and ATen's are cuDNN's for equal documents, so
-    the bits would depend on the other requests.
+    On a GPU, each forward pass of Triton or ATen has a key of its own, so it is never fused. Triton
+    splits long rows of keys by the number of rows in the launch, and ATen uses cuDNN if all
+    documents are equal. In a fused call, the bits would depend on the other requests.
     """
     name = _backend_of(request, device)
     alone = name in ("triton", "aten") and device.type == "cuda" and request.output is None
@@ -43,7 +41,7 @@ def kind_of(request: Request, device: torch.device) -> Hashable:
         request.operation,
         request.q.dtype,
         (request.q.shape[0], *request.q.shape[2:], *request.v.shape[2:]),
-        replace(request.options, backend=name),
+        request.options._replace(backend=name),
         request.exact_out,
         request.output is not None and request.output.dlse is not None,
         id(request) if alone else None,
@@ -58,7 +56,7 @@ def compute(requests: Sequence[Request], device: torch.device) -> list[list[Tens
     lse (B, Tq, Hq) and the gradients, shaped like q, k and v, have fp32 (fp64 for fp64).
     """
     first = requests[0]
-    options = replace(first.options, backend=_backend_of(first, device))
+    options = first.options._replace(backend=_backend_of(first, device))
     q_starts = _starts([x.q for x in requests])
     k_starts = _starts([x.k for x in requests])
     slices = _joined([x.slices for x in requests], q_starts, k_starts)

@@ -6,11 +6,7 @@ They are on the metrics page, in the table of `python -m seqpar status`, and in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import msgspec
-
-from seqpar.servers.wire.protocol import Status
+from dataclasses import asdict, dataclass, replace
 
 GIGABYTE = 1e9
 
@@ -19,10 +15,31 @@ GIGABYTE = 1e9
 class Totals:
     """Totals since the server's start, which are fields of `Status`."""
 
-    tasks: int = 0  # tasks and steps that were computed and sent
+    tasks: int = 0  # tasks and steps that were computed
     tokens: int = 0  # their query rows
     bytes: int = 0  # of their payloads and results
-    refused: int = 0  # requests that were malformed, above a cap, too late, or met a full server
+    refused: int = 0  # calls that ended with an error, but for those whose session had ended
+
+
+@dataclass(frozen=True)
+class Status:
+    """A server's numbers, as in the message `StatusReply`. Totals count since its start."""
+
+    library: str
+    device: str
+    transports: list[str]
+    seconds: float
+    clients: int
+    waiting: int
+    tasks: int
+    tokens: int
+    bytes: int
+    refused: int
+    busy_seconds: float
+    batches: int
+    caches: int
+    cache_bytes: int
+    draining: bool
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,9 @@ class Counter:
 
 
 COUNTERS = (
-    Counter("clients", "clients with a lease", False, "clients", "{clients}", "{clients} clients"),
+    Counter(
+        "clients", "clients with a session", False, "clients", "{clients}", "{clients} clients"
+    ),
     Counter("tasks", "tasks computed", True, "tasks", "{tasks}", "{tasks_rate:,.0f} tasks/s"),
     Counter(
         "tokens", "query rows of these tasks", True,
@@ -57,7 +76,7 @@ COUNTERS = (
         "busy_seconds", "seconds of computing", True,
         "busy", "{busy_share:.0%}", "{busy_share:.0%} busy",
     ),
-    Counter("batches", "fused calls", True),
+    Counter("batches", "computing calls, each of one task or of several", True),
     Counter("caches", "caches of keys and values", False, "caches", "{caches}"),
     Counter("cache_bytes", "bytes that these take", False, "GB of caches", "{cache_gigabytes:.2f}"),
     Counter("draining", "whether the server is about to leave"),
@@ -76,14 +95,14 @@ def live_line(now: Status, before: Status) -> str:
     """Return one line with a server's work between two statuses."""
     names = [counter.name for counter in COUNTERS if counter.grows] + ["seconds"]
     growth = {name: getattr(now, name) - getattr(before, name) for name in names}
-    numbers = _numbers(msgspec.structs.replace(now, **growth))
+    numbers = _numbers(replace(now, **growth))
     return "  ".join(counter.live.format(**numbers) for counter in COUNTERS if counter.live)
 
 
 def _numbers(status: Status) -> dict[str, object]:
     """Return the fields of a status, with rates and shares."""
     seconds, gigabytes = max(status.seconds, 1e-9), status.bytes / GIGABYTE
-    return msgspec.structs.asdict(status) | {
+    return asdict(status) | {
         "tasks_rate": status.tasks / seconds,
         "tokens_rate": status.tokens / seconds,
         "gigabytes": gigabytes,

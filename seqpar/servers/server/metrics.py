@@ -9,8 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from seqpar.core.web import BoundedServer, Handler, serve_in_thread
-from seqpar.servers.server.counters import COUNTERS
-from seqpar.servers.wire.protocol import Status
+from seqpar.servers.server.counters import COUNTERS, Status
 
 
 class _StatusCollector(Collector):
@@ -27,7 +26,7 @@ class _StatusCollector(Collector):
             yield kind(f"seqpar_{counter.name}", counter.help, value=value)
 
 
-def publish(status: Callable[[], Status], port: int, host: str) -> Callable[[], None]:
+def publish(status: Callable[[], Status], host: str, port: int) -> Callable[[], None]:
     """Serve the metrics page from a thread; return a function to end it, or raise a ValueError."""
     registry = CollectorRegistry()
     registry.register(_StatusCollector(status))

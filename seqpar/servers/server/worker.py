@@ -1,67 +1,61 @@
-"""The threads of a server that read large payloads and compute jobs.
+"""The threads of a server that compute jobs.
 
-Clients take turns, and each call computes one job or several jobs of one kind. If the only waiting
-job is brief, the thread that received it computes it, since waking another thread would take as
-long. Long jobs have their own thread, so that other clients' short jobs do not wait for them.
+Clients take turns, and each call computes one job or several jobs of one kind. Long jobs and short
+jobs have separate threads, so that a short job does not wait for another client's long job.
 
-On a CPU, each key that is served has its own threads. The system then divides the cores among the
-keys, so that a key's job never waits for another key's job to end.
+On a CPU, up to eight names have such threads of their own, among which the system divides the
+cores. If more names have jobs, they take turns. On a GPU all names take turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
-from seqpar.servers.server.caches import CacheStep
+from seqpar.servers.server.account import Client
+from seqpar.servers.server.caches import CacheLost, CacheStep
 from seqpar.servers.server.compute import compute
-from seqpar.servers.transport.peers import Peer
+from seqpar.servers.wire.messages import Task
 from seqpar.servers.wire.payload import Bytes, bytes_of, checksum
-from seqpar.servers.wire.protocol import StepRequest, Task
 from seqpar.servers.wire.request import Request
 
 # Costs are multiply-adds, as `ComputeJob.cost` counts them.
-_BRIEF = 0.001  # seconds; a shorter call may run in the thread that receives messages
-_BRIEF_COST = 2**24  # a call that costs more is never brief
 _LONG_COST, _LONG_COST_ON_GPU = 2**31, 2**38  # a job that costs more could delay others
 _SLICE_COST = 2**20  # added per slice, whatever its size
-_ACTIVE = 1.0  # seconds after its last turn for which a key counts as active
-_KINDS = 256  # kinds for which the largest brief call is remembered
-_MAX_THREADS = 8  # per purpose, each for another key; if there are more keys, they take turns
-T = TypeVar("T")
+_ACTIVE = 1.0  # seconds after its last turn for which a name counts as active
+_MAX_THREADS = 8  # per purpose, each for another name; if there are more names, they take turns
+
+
+class ComputationError(Exception):
+    """A computation failed. The text shows no data."""
 
 
 @dataclass(eq=False)
 class ComputeJob:
     """A request that a server has accepted."""
 
-    client: Peer
-    task: Task | StepRequest
-    request: Request | CacheStep | None  # None after the computation, or before it is read
+    client: Client
+    task: Task
+    request: Request | CacheStep | None  # None after the computation
     size: int  # bytes of the request and its result
     kind: Hashable  # equal for requests that one call may compute
-    arrived: float = field(default_factory=time.monotonic)
+    on_done: Callable[[], object]  # called in a computing thread when there is a result or an error
+    done: asyncio.Event  # which `on_done` sets
     result: list[Bytes] | None = None
-    error: str | None = None  # why the computation failed
+    error: Exception | None = None  # why the computation failed
     checksum: int = 0  # of the result
     cost: int = 0  # multiply-adds of all pairs of rows in the slices, an upper bound of the work
-    withdrawn: str | None = None  # why the job was withdrawn while its payload was read
-    brief: bool = False  # whether the thread that received the job computed it
     seconds: float = 0.0  # the call's time divided by its number of jobs
 
     def __post_init__(self) -> None:
-        self.count_cost()
-
-    def count_cost(self) -> None:
-        """Set `cost` if there is a request."""
         request, task = self.request, self.task
         each = task.batch * task.heads * (task.dim + task.value_dim)
         if isinstance(request, CacheStep):
@@ -73,70 +67,81 @@ class ComputeJob:
             self.cost = each * pairs * passes + _SLICE_COST * len(slices) + self.size
 
 
-class ThreadsByKey:
-    """Threads of one purpose. Each serves one key at a time, and no two serve the same key.
+class ThreadsByName:
+    """Threads of one purpose. Each serves one name at a time, and no two serve the same name.
 
-    The next key is one that has not had a turn, or the one that waits longest. The owner's lock
+    The next name is one that has not had a turn, or the one that waits longest. The owner's lock
     guards all calls but the first `start`.
     """
 
-    def __init__(self, name: str, most: int, run: Callable[[], None]) -> None:
+    def __init__(self, name: str, most: int, run: Callable[[], None], lock: threading.Lock) -> None:
         """Up to `most` threads of this name call `run`."""
-        self.served: set[str] = set()  # the keys for which a thread works
+        self.changed = threading.Condition(lock)  # notified when a job may begin
+        self.served: set[str] = set()  # the names for which a thread works
         self.threads: list[threading.Thread] = []
         self._name, self._most, self._run = name, most, run
-        self._last: OrderedDict[str, float] = OrderedDict()  # when each key had its last turn
+        self._last: OrderedDict[str, float] = OrderedDict()  # when each name had its last turn
 
     def start(self) -> None:
         """Start one more thread."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self.threads.append(thread)
         thread.start()
+        self.threads.append(thread)  # now: a thread that has not started is not alive
 
     def start_for(self, waiting: int) -> None:
-        """Start threads if too few are idle for the `waiting` keys that no thread serves."""
+        """Start threads if too few are idle for the `waiting` names that no thread serves."""
         if self.threads:  # the owner has started the first one
             missing = len(self.served) + waiting - len(self.threads)
             for _ in range(min(missing, self._most - len(self.threads))):
                 self.start()
 
-    def waiting(self, clients: Iterable[Peer]) -> dict[str, Peer]:
-        """Return the first of these clients for each key that no thread serves."""
-        firsts: dict[str, Peer] = {}
+    def waiting(self, clients: Iterable[Client]) -> dict[str, Client]:
+        """Return the first of these clients for each name that no thread serves."""
+        firsts: dict[str, Client] = {}
         for client in clients:
-            if client.key not in self.served:
-                firsts.setdefault(client.key, client)
+            if client.name not in self.served:
+                firsts.setdefault(client.name, client)
         return firsts
 
-    def first(self, waiting: Mapping[str, Peer]) -> Peer:
+    def first(self, waiting: Mapping[str, Client]) -> Client:
         """Return the next client."""
-        keys = [key for key in waiting if key not in self._last]
-        keys += [key for key in self._last if key in waiting]
-        return waiting[keys[0]]
+        names = [name for name in waiting if name not in self._last]
+        names += [name for name in self._last if name in waiting]
+        return waiting[names[0]]
 
-    def take(self, waiting: Mapping[str, Peer]) -> tuple[Peer, bool]:
-        """Give the next client its turn; return it, and whether only its key is active."""
+    def take(self, waiting: Mapping[str, Client]) -> tuple[Client, bool]:
+        """Give the next client its turn; return it, and whether only its name is active."""
         client, now = self.first(waiting), time.monotonic()
-        self._last[client.key] = now
-        self._last.move_to_end(client.key)
-        # A key that is forgotten and returns counts as new, and would overtake keys that wait.
+        self._last[client.name] = now
+        self._last.move_to_end(client.name)
+        # A name that is forgotten and returns counts as new, and would overtake names that wait.
         if len(waiting) == 1 and not self.served:
-            for key, last in list(self._last.items()):
+            for name, last in list(self._last.items()):
                 if now - last > _ACTIVE:
-                    del self._last[key]
+                    del self._last[name]
         return client, len(waiting) == len(self._last) == 1 and not self.served
 
 
-class ThreadGroup:
-    """Threads of one or more purposes that start and end together."""
+class Worker:
+    """Computes jobs, at most `rows` rows in a call of several jobs."""
 
-    def __init__(self, on_done: Callable[[], None], *threads: ThreadsByKey) -> None:
-        self._on_done, self._threads = on_done, threads
-        self._changed = threading.Condition()
+    def __init__(self, device: torch.device, rows: int) -> None:
+        most = _MAX_THREADS if device.type == "cpu" else 1
+        self._lock = threading.Lock()
+        short = ThreadsByName("seqpar-compute", most, partial(self._serve, False), self._lock)
+        long = ThreadsByName("seqpar-compute-long", most, partial(self._serve, True), self._lock)
+        self.busy_seconds = 0.0  # spent in computation
+        self.batches = 0  # computing calls
+        self.waiting = 0  # jobs that have not begun
+        self._threads = short, long
+        self._device, self._rows = device, rows
+        self._queues: OrderedDict[Client, deque[ComputeJob]] = OrderedDict()
+        self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
+        self._stepping: set[Client] = set()  # clients that have a step in computation
         self._stopped = False
 
     def start(self) -> None:
-        """Start a thread for each purpose; others start when keys need them."""
+        """Start a thread for short jobs and one for long ones; names with jobs get others."""
         for each in self._threads:
             each.start()
 
@@ -144,102 +149,66 @@ class ThreadGroup:
         """Return whether all threads run."""
         return all(thread.is_alive() for each in self._threads for thread in each.threads)
 
-    def stop(self) -> None:
-        """End each thread after what it does now."""
-        with self._changed:
+    def stop(self, timeout: float) -> None:
+        """End each thread after its current call; wait for that, at most `timeout` seconds."""
+        with self._lock:
             self._stopped = True
-            self._changed.notify_all()
-
-    def join(self, timeout: float) -> None:
-        """Wait until all threads have ended, at most `timeout` seconds in total."""
+            for each in self._threads:
+                each.changed.notify_all()
         end = time.monotonic() + timeout
         for each in self._threads:
             for thread in each.threads:
                 thread.join(max(0, end - time.monotonic()))
 
-
-def _pop_first(queues: OrderedDict[Peer, deque[T]], client: Peer) -> T:
-    """Take the first entry of a client's queue, and move the client to the end of `queues`."""
-    queue = queues.pop(client)
-    first = queue.popleft()
-    if queue:
-        queues[client] = queue
-    return first
-
-
-class Worker(ThreadGroup):
-    """Computes jobs, at most `rows` rows in a call of several jobs."""
-
-    def __init__(self, device: torch.device, rows: int, on_done: Callable[[], None]) -> None:
-        most = _MAX_THREADS if device.type == "cpu" else 1
-        short = ThreadsByKey("seqpar-compute", most, partial(self._serve, False))
-        long = ThreadsByKey("seqpar-compute-long", most, partial(self._serve, True))
-        super().__init__(on_done, short, long)
-        self.done: deque[ComputeJob] = deque()  # that have a result or an error, in order
-        self.busy_seconds = 0.0  # spent in computation
-        self.batches = 0  # computing calls
-        self._device, self._rows = device, rows
-        self._queues: OrderedDict[Peer, deque[ComputeJob]] = OrderedDict()
-        self.waiting = 0  # jobs that have not begun
-        self._long = _LONG_COST if device.type == "cpu" else _LONG_COST_ON_GPU
-        self._stepping: set[Peer] = set()  # clients that have a step in computation
-        self._brief: dict[Hashable, int] = {}  # most rows of a brief call, by kind
-
     def add(self, job: ComputeJob) -> None:
-        """Queue a job; the next `proceed` gets it computed when it is its turn."""
-        with self._changed:
+        """Queue a job, to be computed when it is its turn."""
+        with self._lock:
             self._queues.setdefault(job.client, deque()).append(job)
             self.waiting += 1
+            self._wake()
 
-    def withdraw(self, wanted: Callable[[ComputeJob], bool]) -> list[ComputeJob]:
-        """Remove and return the waiting jobs for which `wanted` is true."""
-        found: list[ComputeJob] = []
-        with self._changed:
-            for client, queue in list(self._queues.items()):
-                found += [job for job in queue if wanted(job)]
-                rest = deque(job for job in queue if not wanted(job))
-                if rest:
-                    self._queues[client] = rest
-                else:
-                    del self._queues[client]
-            self.waiting -= len(found)
-        return found
+    def _wake(self) -> None:
+        """Wake or start threads for the jobs that may begin. The caller has the lock."""
+        for long in (False, True):
+            if able := self._firsts(long):
+                self._threads[long].start_for(len(able))
+                self._threads[long].changed.notify(len(able))
 
-    def proceed(self) -> None:
-        """Compute waiting jobs: a single job that is known to be brief here, others in threads."""
-        if not self.waiting:
-            return
-        with self._changed:
-            alone = self.waiting == 1 and not self._threads[False].served
-            first = self._first(False)
-            if not alone or first is None or not self._is_brief(self._queues[first][0]):
-                for long in (False, True):
-                    self._threads[long].start_for(len(self._firsts(long)))
-                self._changed.notify_all()
-                return
-            jobs = self._take(False)
-        jobs[0].brief = True
-        self._finish(jobs)
-
-    def _is_brief(self, job: ComputeJob) -> bool:
-        rows = self._brief.get(job.kind, -1)
-        return self._rows_of(job) <= rows and job.cost <= _BRIEF_COST
+    def withdraw(self, job: ComputeJob) -> bool:
+        """Remove a job that has not begun; return whether it was removed."""
+        with self._lock:
+            queue = self._queues.get(job.client, ())
+            if job not in queue:
+                return False
+            assert isinstance(queue, deque)
+            queue.remove(job)
+            if not queue:
+                del self._queues[job.client]
+            self.waiting -= 1
+            self._wake()
+            return True
 
     def _serve(self, long: bool) -> None:
         """Compute long jobs, or short ones, until the worker is stopped."""
         while True:
-            with self._changed:
+            with self._lock:
                 while self._first(long) is None and not self._stopped:
-                    self._changed.wait()
+                    self._threads[long].changed.wait()
                 if self._stopped:
                     return
                 jobs = self._take(long)
-                key = jobs[0].client.key
-                self._threads[long].served.add(key)
+                name = jobs[0].client.name
+                self._threads[long].served.add(name)
+                self._wake()
             self._finish(jobs)
-            with self._changed:
-                self._threads[long].served.discard(key)
-            self._on_done()
+            for job in jobs:
+                job.on_done()
+            with self._lock:
+                self._threads[long].served.discard(name)
+                self._stepping -= {job.client for job in jobs if job.task.operation == "step"}
+                self._wake()
+                # Drop the last references, so that an idle thread holds no tensors.
+                del jobs, job
 
     def _finish(self, jobs: list[ComputeJob]) -> None:
         """Compute jobs in one call, and record its time."""
@@ -250,46 +219,32 @@ class Worker(ThreadGroup):
             job.seconds = seconds / len(jobs)
             if job.result is not None:
                 job.checksum = checksum(job.result)
-        with self._changed:
+        with self._lock:
             self.busy_seconds += seconds
             self.batches += 1
-            self._stepping -= {job.client for job in jobs if isinstance(job.task, StepRequest)}
-            self._learn(jobs[0].kind, sum(map(self._rows_of, jobs)), seconds)
-            self._changed.notify_all()
-        self.done.extend(jobs)
 
-    def _learn(self, kind: Hashable, rows: int, seconds: float) -> None:
-        """Remember a kind's largest brief call; a slow call that is no larger forgets it."""
-        most = self._brief.pop(kind, -1)
-        if seconds < _BRIEF:
-            self._brief[kind] = max(most, rows)
-        elif rows > most >= 0:
-            self._brief[kind] = most
-        if len(self._brief) > _KINDS:
-            del self._brief[next(iter(self._brief))]
-
-    def _first(self, long: bool) -> Peer | None:
+    def _first(self, long: bool) -> Client | None:
         """Return the next client among those whose first job is long, or short, and may begin."""
         clients = self._firsts(long)
         return self._threads[long].first(clients) if clients else None
 
-    def _firsts(self, long: bool) -> dict[str, Peer]:
-        """Return the first client with such a job for each key that no thread serves."""
+    def _firsts(self, long: bool) -> dict[str, Client]:
+        """Return the first client with such a job for each name that no thread serves."""
         able = [x for x, queue in self._queues.items() if self._may_begin(queue[0], long)]
         return self._threads[long].waiting(able)
 
     def _may_begin(self, job: ComputeJob, long: bool) -> bool:
         """Return whether a job is long, or short, and no earlier step of its client is running."""
-        ordered = isinstance(job.task, StepRequest) and job.client in self._stepping
+        ordered = job.task.operation == "step" and job.client in self._stepping
         return (job.cost > self._long) == long and not ordered
 
     def _take(self, long: bool) -> list[ComputeJob]:
-        """Take the next client's first job and, if only its key is active, more jobs of its kind.
+        """Take the next client's first job and, if only its name is active, more jobs of its kind.
 
-        Keys take turns, and the clients of each key take turns among themselves. While only one key
-        is active, further jobs are taken from all of its clients in rotation, each client's jobs in
-        order. While several keys are active, each turn is one job, so a key waits for at most one
-        job of each other key.
+        Names take turns, and the clients of each name take turns among themselves. While only one
+        name is active, further jobs are taken from all of its clients in rotation, each client's
+        jobs in order. While several names are active, each turn is one job, so a name waits for at
+        most one job of each other name.
         """
         first, alone = self._threads[long].take(self._firsts(long))
         jobs = [self._pop(first)]
@@ -304,12 +259,17 @@ class Worker(ThreadGroup):
                     jobs.append(self._pop(client))
                     rows += self._rows_of(job)
                     found = True
-        self._stepping |= {job.client for job in jobs if isinstance(job.task, StepRequest)}
+        self._stepping |= {job.client for job in jobs if job.task.operation == "step"}
         return jobs
 
-    def _pop(self, client: Peer) -> ComputeJob:
+    def _pop(self, client: Client) -> ComputeJob:
+        """Take a client's first job, and move the client behind the others."""
         self.waiting -= 1
-        return _pop_first(self._queues, client)
+        queue = self._queues.pop(client)
+        first = queue.popleft()
+        if queue:
+            self._queues[client] = queue
+        return first
 
     def _rows_of(self, job: ComputeJob) -> int:
         return job.task.batch * (job.task.q_rows + job.task.k_rows)
@@ -334,74 +294,14 @@ class Worker(ThreadGroup):
                 for job in jobs:
                     self._compute([job])
                 return
-            jobs[0].error = f"the computation failed: {type(error).__name__}"
+            lost = isinstance(error, CacheLost)
+            failed = ComputationError(f"the computation failed: {type(error).__name__}")
+            jobs[0].error = error if lost else failed
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
         finally:
             for job in jobs:
                 job.request = None
-
-
-class Reader(ThreadGroup):
-    """Checks large payloads, and turns them into requests."""
-
-    def __init__(self, on_done: Callable[[], None]) -> None:
-        self._readers = ThreadsByKey("seqpar-read", _MAX_THREADS, self._serve)
-        super().__init__(on_done, self._readers)
-        # Jobs in order, each with the result of `read`, its exception, or None if withdrawn.
-        self.done: deque[tuple[ComputeJob, object]] = deque()
-        self._queues: OrderedDict[Peer, deque[tuple[ComputeJob, Callable[[], object]]]] = (
-            OrderedDict()
-        )
-        self._trims = False
-
-    def add(self, job: ComputeJob, read: Callable[[], object]) -> None:
-        """Queue a job's payload, in its client's order; `read` is called on its key's turn."""
-        with self._changed:
-            self._queues.setdefault(job.client, deque()).append((job, read))
-            self._readers.start_for(len(self._readers.waiting(self._queues)))
-            self._changed.notify()
-
-    def drop(self, client: Peer) -> None:
-        """Drop a client's queued payloads, and return their memory to the system."""
-        with self._changed:
-            self._queues.pop(client, None)
-            self._trims = True
-            self._changed.notify()
-
-    def _take(self) -> tuple[ComputeJob, Callable[[], object]]:
-        """Take the next key's first payload; the clients of the key also take turns."""
-        client, _ = self._readers.take(self._readers.waiting(self._queues))
-        return _pop_first(self._queues, client)
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._readers.waiting(self._queues) or self._stopped or self._trims):
-                    self._changed.wait()
-                if self._stopped:
-                    return
-                trims, self._trims = self._trims, False
-                has_job = self._readers.waiting(self._queues)
-                job, read = self._take() if has_job else (None, None)
-                key = "" if job is None else job.client.key
-                if job is not None:
-                    self._readers.served.add(key)
-            if trims:
-                trim()
-            if job is None or read is None:
-                continue
-            result: object
-            try:
-                result = read() if job.withdrawn is None else None
-            except Exception as error:
-                result = error
-            self.done.append((job, result))
-            del job, read, result
-            with self._changed:
-                self._readers.served.discard(key)
-                self._changed.notify_all()
-            self._on_done()
 
 
 _LIBC = ctypes.CDLL(None)

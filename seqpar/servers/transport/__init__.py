@@ -1,7 +1,7 @@
-"""The transports between a pool and a server: ZeroMQ over TCP or Unix sockets, and one-sided writes
-with NIXL.
+"""How clients and servers reach each other: addresses, certificates, gRPC's options, and NIXL.
 
-Start with `client_socket.py` and `server_socket.py`, the two ends of a ZeroMQ connection, and with
-`zeromq.py`, the interface of payload transports. `peers.py` identifies clients, and `curve_keys.py`
-reads the keys of both sides.
+Start with `addresses.py` and `routes.py`, the checked way from a client to a server.
+`unix_sockets.py` and `loopback.py` keep other users of the machine out, and `certificates.py`
+authenticates both sides elsewhere; `authority.py` makes the certificates. `options.py` opens gRPC's
+channels, and `one_sided.py` writes payloads with NIXL.
 """

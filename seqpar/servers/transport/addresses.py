@@ -1,12 +1,12 @@
-"""Addresses of servers, and who could listen there instead of a server."""
+"""Addresses of servers, and how gRPC names them."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
-import stat
-from pathlib import Path
+from urllib.parse import quote
 
 from seqpar.core.arguments import shown
 
@@ -15,12 +15,21 @@ def check_address(name: str, address: object) -> str:
     """Return an address (ipc://PATH or tcp://HOST:PORT), or raise a ValueError."""
     if isinstance(address, str) and "\0" not in address:
         if address.startswith("ipc:///") and 7 < len(address.encode()) <= 6 + 107:
+            if _is_in_root(path_of(address)):
+                raise ValueError(
+                    f"{name} must be in a folder below /, got {address}: is a variable such as "
+                    "$XDG_RUNTIME_DIR not set? Use a folder that only you may write to"
+                )
             return address
         match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.*-]+):(\d+|\*)", address)
         if match and (match[2] == "*" or int(match[2]) < 2**16):
             return address
-    expected = "ipc:///PATH (of at most 107 bytes) or tcp://HOST:PORT"
+    expected = "ipc:///FOLDER/NAME (a path of at most 107 bytes) or tcp://HOST:PORT"
     raise ValueError(f"{name} must be {expected}, got {shown(address)}")
+
+
+def _is_in_root(path: str) -> bool:
+    return "/" not in os.path.normpath(path).strip("/")
 
 
 def check_peer(name: str, address: object) -> str:
@@ -36,11 +45,10 @@ def is_local(address: str) -> bool:
     """Return whether only processes of this machine can be at an address."""
     if is_own(address):
         return True
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host_and_port(address)[0]).is_loopback
     except ValueError:
-        return host == "localhost"
+        return False
 
 
 def is_own(address: str) -> bool:
@@ -52,46 +60,44 @@ def path_of(address: str) -> str:
     return address.removeprefix("ipc://")
 
 
-def fault_of_folder(path: str) -> str | None:
-    """Return why another user could replace the file at a path, or None.
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the host and the port of a TCP address; the port "*" is 0.
 
-    This user or root must own each folder above it and each symbolic link. A folder that others may
-    write to must be sticky, so that they cannot rename files of this user.
+    An IPv4 address that is written as an IPv6 address is returned as the IPv4 address, and
+    localhost is 127.0.0.1 for clients and servers, whatever else the system's tables say.
     """
-    names = [*Path(os.path.abspath(path)).parents]
-    names += [*Path(os.path.realpath(os.path.dirname(path)) or "/").parents]
-    names.append(Path(os.path.realpath(os.path.dirname(path))))
-    for folder in dict.fromkeys(names):
-        try:
-            status = os.lstat(folder)
-        except OSError as error:
-            return f"{folder}: {error.strerror}"
-        if status.st_uid not in (0, os.geteuid()):
-            return f"{folder} belongs to another user"
-        if stat.S_ISLNK(status.st_mode):
-            continue
-        mode, own_group = status.st_mode, status.st_gid in (0, os.getegid())
-        writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not own_group)
-        if writable and not mode & stat.S_ISVTX:
-            return f"{folder} may be written to by other users (chmod o-w,g-w)"
-    return None
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    with contextlib.suppress(ValueError):  # of a name
+        host = str(getattr(ipaddress.ip_address(host), "ipv4_mapped", None) or host)
+    return host, 0 if port == "*" else int(port)
 
 
-def fault_of_socket(path: str) -> str | None:
-    """Return why other users could use or replace a Unix socket, or None."""
-    if (fault := fault_of_folder(path)) is not None:
-        return fault
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    if not stat.S_ISSOCK(status.st_mode):
-        return f"{path} is not a socket"
-    if status.st_uid != os.geteuid():
-        return f"{path} belongs to another user"
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        return f"{path} may be used by other users (chmod 600)"
-    return None
+def bind_target(address: str) -> str:
+    """Return the name of an address for a server's `add_insecure_port` or `add_secure_port`."""
+    if is_own(address):
+        return f"unix:{quote(path_of(address))}"  # gRPC decodes it
+    host, port = host_and_port(address)
+    host = "::" if host == "*" else host  # gRPC then takes IPv4 too
+    return joined(host, port)
+
+
+def joined(host: str, port: int) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def target(address: str) -> str:
+    """Return the name of a TCP address for a client's channel.
+
+    A channel to a Unix socket gets its name from a `PinnedSocket`.
+    """
+    return f"dns:///{bind_target(address)}"  # numbers are not looked up
+
+
+def bound(address: str, port: int) -> str:
+    """Return an address with the port that `add_insecure_port` or `add_secure_port` returned."""
+    return address if is_own(address) else f"{address.rpartition(':')[0]}:{port}"
 
 
 def check_keys(name: str, address: str, keys: object) -> None:

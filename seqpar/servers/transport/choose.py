@@ -1,4 +1,4 @@
-"""Chooses transports, and opens this process's end of each."""
+"""The names of transports, and of pools."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from typing import get_args
 
 from seqpar.core.arguments import shown
-from seqpar.servers.transport.one_sided import OneSided, available
-from seqpar.servers.transport.zeromq import Frames, Transport
-from seqpar.servers.wire.protocol import TransportName
-
-_ARENA_BYTES = 2**30  # for peers' one-sided writes; the system provides pages on demand
+from seqpar.servers.transport.one_sided import available
+from seqpar.servers.wire.messages import TransportName
 
 
 def own_name() -> str:
@@ -22,21 +19,16 @@ def own_name() -> str:
 
 
 def transports_of(names: Sequence[str] | None) -> list[TransportName]:
-    """Check an argument `transports`; return the names, "zmq" last. None means all installed."""
+    """Check an argument `transports`; return the names, "grpc" last. None means only "grpc".
+
+    NIXL must be asked for: its library opens a TCP port without authentication, also in a process
+    whose own sockets are Unix sockets.
+    """
     if names is None:
-        return ["nixl", "zmq"] if available() else ["zmq"]
+        return ["grpc"]
     known = get_args(TransportName)
-    if isinstance(names, str) or not set(names) <= set(known):
+    if not isinstance(names, list | tuple | set) or not all(name in known for name in names):
         raise ValueError(f"transports must be some of {list(known)}, got {shown(names)}")
     if "nixl" in names and not available():
         raise ValueError("transports: nixl is not installed, or cannot be loaded")
-    others: list[TransportName] = [name for name in known if name in names and name != "zmq"]
-    return [*others, "zmq"]
-
-
-def open_transports(names: Sequence[TransportName], own: str) -> dict[TransportName, Transport]:
-    """Open this process's end of each transport; `own` is the name of this pool or server."""
-    ends: dict[TransportName, Transport] = {}
-    for name in names:
-        ends[name] = OneSided(f"seqpar-{own}", _ARENA_BYTES) if name == "nixl" else Frames()
-    return ends
+    return ["nixl", "grpc"] if "nixl" in names else ["grpc"]

@@ -10,7 +10,6 @@ import math
 from functools import cached_property, lru_cache
 from typing import get_args
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,17 +17,17 @@ from numpy.typing import NDArray
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.ranges import UNLIMITED
 from seqpar.servers.wire.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_SLICES, Limits
+from seqpar.servers.wire.messages import DtypeName, Task
 from seqpar.servers.wire.payload import Payload, PayloadTensor, RequestError
-from seqpar.servers.wire.protocol import DtypeName, StepRequest, Task
 
 DTYPES: dict[DtypeName, torch.dtype] = {name: getattr(torch, name) for name in get_args(DtypeName)}
 _MAX_KEPT_FORMS = 256
 
 
 class Form:
-    """The payloads of requests that differ only in their numbers, places and data."""
+    """The tensors of a task's payload and of its result."""
 
-    def __init__(self, task: Task | StepRequest) -> None:
+    def __init__(self, task: Task) -> None:
         self._task = task
         self._faults: dict[Limits, str | None] = {}
 
@@ -40,7 +39,7 @@ class Form:
             PayloadTensor("k", dtype, (*keys, task.dim)),
             PayloadTensor("v", dtype, (*keys, task.value_dim)),
         ]
-        if isinstance(task, StepRequest):
+        if task.operation == "step":
             return Payload(operands)
         tensors = [
             PayloadTensor("slices", torch.int64, (task.slices, 6)),
@@ -48,7 +47,7 @@ class Form:
             PayloadTensor("k_positions", torch.int32, (task.k_rows,)),
             *operands,
         ]
-        if task.op == "backward":
+        if task.operation == "backward":
             tensors += [PayloadTensor("dout", dtype, (*rows, task.value_dim))]
             tensors += [PayloadTensor("lse", exact, rows), PayloadTensor("delta", exact, rows)]
             tensors += [PayloadTensor("dlse", exact, rows)] if task.has_dlse else []
@@ -57,8 +56,8 @@ class Form:
     @cached_property
     def result(self) -> Payload:
         task, (dtype, exact, rows, keys) = self._task, self._shapes()
-        if isinstance(task, StepRequest) or task.op == "forward":
-            out = exact if isinstance(task, StepRequest) or task.exact_out else dtype
+        if task.operation != "backward":
+            out = exact if task.exact_out else dtype
             outputs = ("out", out, (*rows, task.value_dim)), ("lse", exact, rows)
             return Payload([PayloadTensor(*output) for output in outputs])
         dk, dv = (*keys, task.dim), (*keys, task.value_dim)
@@ -89,9 +88,8 @@ class Form:
             "kv_heads": (1, MAX_HEADS),
             "dim": (1, MAX_HEAD_DIM),
             "value_dim": (1, MAX_HEAD_DIM),
+            "slices": (0, MAX_SLICES),
         }
-        if isinstance(task, Task):
-            caps["slices"] = 0, MAX_SLICES
         for name, (least, most) in caps.items():
             if not least <= (value := getattr(task, name)) <= most:
                 return f"{name} must be from {least} to {most} here, got {value}"
@@ -110,17 +108,7 @@ class Form:
         return None
 
 
-def form_of(task: Task | StepRequest) -> Form:
-    """Return a header's form. The last 256 forms are kept."""
-    numbers = _NUMBERS if isinstance(task, Task) else _NUMBERS_OF_STEP
-    return _form(msgspec.structs.replace(task, **numbers))
-
-
-_NUMBERS: dict[str, float | None] = {"generation": 0, "request": 0, "checksum": 0}
-_NUMBERS |= {"place": None, "result_place": None, "watching": 0.0}
-_NUMBERS_OF_STEP = _NUMBERS | dict.fromkeys(["cache", "writes", "start", "offset"], 0)
-
-_form = lru_cache(_MAX_KEPT_FORMS)(Form)
+form_of = lru_cache(_MAX_KEPT_FORMS)(Form)  # the forms of the last tasks are kept
 
 
 def check_tables(
@@ -151,4 +139,5 @@ def check_tables(
     rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
     pairs = float(np.dot(rows.astype(np.float64), keys.astype(np.float64)))
     if pairs > 2 * q_positions.size * k_positions.size * (1 + 1e-9):
-        raise RequestError("slices must not overlap: together they have more pairs than there are")
+        reason = "together they have more than twice all pairs of rows"
+        raise RequestError(f"slices must not overlap: {reason}")

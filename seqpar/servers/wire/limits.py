@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from seqpar.core.arguments import as_float, as_int
+from seqpar.core.memory import usable_memory
 
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 MAX_SLICES = 2**20
-MAX_CONTROL_BYTES = 2**16  # per message, without its payload
-MAX_ANSWER_BYTES = 2**26  # per frame that a client accepts; enough for a result of 128 GiB
-MAX_FRAMES = 2**12  # per message
-PIECE_BYTES = 2**20  # per frame of a large payload
+MAX_MESSAGE_BYTES = 2**22  # that gRPC accepts; a payload travels in smaller messages
+MAX_CALL_SECONDS = 3600.0  # of one request; a call without such a deadline is refused
 LEAST_RATE = 2**20  # bytes per second; deadlines do not allow for a slower network
+
+
+def _of_memory(parts: int, most: int) -> int:
+    """Return a default limit: one of `parts` of the memory that this process may use, or `most`."""
+    return min(usable_memory() // parts, most)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of a server. A request above a cap is refused before memory is allocated for it."""
+    """The caps of a server. A request above a cap is refused before memory is allocated for it.
+
+    By default, all requests and results and all caches together take at most half of the memory
+    that the process may use (`usable_memory`).
+    """
 
     tokens: int = 2**20  # query rows, and key rows, of one request
-    bytes: int = 2**31  # of one request's payload, and of its result
-    queued_bytes: int = 2**33  # of all requests and results that a server holds
-    # Requests that one client may have in flight (its credits). If several keys are trusted, the
-    # n-th client of a key gets the n-th part of them, at least one.
+    # Of one request's payload, and of its result
+    bytes: int = field(default_factory=lambda: _of_memory(8, 2**31))
+    # Of all requests and results that a server holds
+    queued_bytes: int = field(default_factory=lambda: _of_memory(4, 2**33))
+    # Requests that one client may have without a result. The n-th session of a certificate gets the
+    # n-th part of them, at least one.
     requests: int = 32
-    clients: int = 256  # with a lease
-    cache_bytes: int = 2**33  # of all keys and values that a server holds for clients
+    clients: int = 256  # that have a session
+    # Of all keys and values that a server holds for clients
+    cache_bytes: int = field(default_factory=lambda: _of_memory(4, 2**33))
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            as_int(field.name, getattr(self, field.name), 1, 2**40)
+        for each in fields(self):
+            as_int(each.name, getattr(self, each.name), 1, 2**40)
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,8 @@ class Deadlines:
     rate counts as at least 1 MiB per second.
     """
 
-    # For a handshake. A server is lost after this time, and at least 1 s, without a sign of life (a
-    # pong, or a piece of a result).
+    # For a handshake. A server is lost after this time, and at least 1 s, without an event of its
+    # session.
     connect: float = 5.0
     # For the answer to one attempt, since it was sent or its server last answered another task.
     # Then another server is asked.
@@ -58,7 +69,7 @@ class Deadlines:
     group: float = math.inf  # the timeout of the trainers' process group, which must not end first
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(self)]
+        names = [each.name for each in fields(self)]
         values = [as_float(name, getattr(self, name)) for name in names]
         if not values[0] > 0:
             raise ValueError(f"connect must be above 0 seconds, got {values[0]}")
@@ -84,19 +95,18 @@ class PoolOptions:
 class ServerDeadlines:
     """A server's deadlines in seconds."""
 
-    # For a client's next message. Then its lease ends, and all that the server holds for it is
-    # freed. A live client gives a sign of life at least three times as often. A connection also
-    # ends if neither a whole message nor 1 MiB of one arrives in this time.
+    # For a client's connection to answer gRPC's keepalive, and for a client to take a session's
+    # event. Then the session ends, and all that the server holds for it is freed.
     idle: float = 10.0
-    # For a request's turn to be computed. Then a task gets the answer of a full server, since its
-    # client may have given it up, and a step of a cache is refused.
+    # For a request to get memory, and then for its turn to be computed. When the time is over, the
+    # call ends with RESOURCE_EXHAUSTED, and the pool sends the request again.
     request: float = 120.0
-    handshake: float = 5.0  # for a connection to authenticate
-    transfer: float = 10.0  # for a one-sided write, plus one second per MiB
+    handshake: float = 5.0  # for a connection to authenticate, and for the first message of a call
+    transfer: float = 10.0  # for a payload or a result, plus one second per MiB
     drain: float = 30.0  # for requests in flight when the server is told to end
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0 < as_float(field.name, getattr(self, field.name)) < math.inf:
-                value = getattr(self, field.name)
-                raise ValueError(f"{field.name} must be finite and above 0 seconds, got {value}")
+        for each in fields(self):
+            if not 0 < as_float(each.name, getattr(self, each.name)) < math.inf:
+                value = getattr(self, each.name)
+                raise ValueError(f"{each.name} must be finite and above 0 seconds, got {value}")

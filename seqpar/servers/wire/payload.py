@@ -1,16 +1,10 @@
-"""Converts tensors to bytes and back, and computes their checksum.
-
-Tensors of tasks move between a GPU and the host through pinned memory. A copy from or to other
-memory would go through a buffer of the driver, and the host would wait for each one.
-"""
+"""Converts tensors to bytes and back, and computes their checksum."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,15 +14,15 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from seqpar.servers.wire.arena import placed
+from seqpar.servers.wire.host_memory import host_memory
 
 Bytes = NDArray[np.uint8]
-Frame = bytes | memoryview  # of a message, as it has arrived
-Buffer = Frame | Bytes  # a part of a payload, as it is sent or has arrived
+Buffer = bytes | memoryview | Bytes  # a part of a payload
 with warnings.catch_warnings():  # torch warns once that such bytes are read-only
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
-_CHECKSUM_MASK = 2**62 - 1  # the largest `Count` of a message
+CHUNK_BYTES = 2**21  # of a message; larger ones gained nothing over loopback
 
 
 class RequestError(ValueError):
@@ -74,41 +68,45 @@ class Payload:
             for part, buffer in zip(self.parts[first:], buffers[first:], strict=True)
         ]
 
-    def whole(self, buffers: list[Buffer]) -> Sequence[Buffer]:
-        """Return one buffer per tensor; buffers that arrived in pieces are copied."""
-        return buffers if [len(x) for x in buffers] == self.sizes else self.copies(buffers)
 
-    def copies(self, buffers: list[Buffer], pinned: bool = False) -> list[Bytes]:
-        """Copy the buffers, or pieces of buffers, to aligned memory; return one array per tensor.
+class Incoming:
+    """A payload that arrives in chunks, which are copied to aligned memory."""
 
-        Empties the list, so each buffer is freed as soon as it has been copied. Raises a
-        RequestError if the sizes are wrong.
-        """
-        pieces = self._pieces(buffers)
-        copies = [host_memory([size], torch.uint8, pinned).numpy() for size in self.sizes]
-        buffers.clear()
-        for copy, left in zip(copies, pieces, strict=True):
-            start = 0
-            while left:
-                piece = np.frombuffer(left.popleft(), np.uint8)
-                copy[start : start + piece.size] = piece
-                start += piece.size
-        return copies
+    def __init__(self, payload: Payload, pinned: bool = False) -> None:
+        self.parts = [host_memory([x], torch.uint8, pinned).numpy() for x in payload.sizes]
+        self.missing = sum(payload.sizes)  # bytes
+        self._filling = iter(self.parts)
+        self._left: Bytes = np.empty(0, np.uint8)  # of the part that is being filled
 
-    def _pieces(self, buffers: Sequence[Buffer]) -> list[deque[Buffer]]:
-        """Assign the buffers to the tensors; raise a RequestError if one spans two tensors."""
-        if sum(map(len, buffers)) != sum(self.sizes):
-            self.check_sizes(buffers)
-        left = deque(x for x in buffers if len(x))
-        pieces: list[deque[Buffer]] = [deque() for _ in self.parts]
-        for part, size, own in zip(self.parts, self.sizes, pieces, strict=True):
-            missing = size
-            while missing > 0:
-                own.append(left.popleft())
-                missing -= len(own[-1])
-            if missing:
-                raise RequestError(f"{part.name} must have {size} bytes, got {size - missing}")
-        return pieces
+    def take(self, data: Buffer) -> None:
+        """Copy the next bytes; raise a RequestError if there are more than the payload has."""
+        chunk: Bytes = np.frombuffer(data, np.uint8)
+        if chunk.size > self.missing:
+            raise RequestError(f"payload: {self.missing} bytes were missing, {chunk.size} came")
+        self.missing -= chunk.size
+        while chunk.size:
+            while not self._left.size:
+                self._left = next(self._filling)
+            size = min(chunk.size, self._left.size)
+            self._left[:size] = chunk[:size]
+            self._left, chunk = self._left[size:], chunk[size:]
+
+
+def chunks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
+    """Yield the bytes of all parts in order: in each list at most 2 MiB altogether."""
+    chunk: list[Bytes] = []
+    room = CHUNK_BYTES
+    for part in parts:
+        left = part
+        while left.size:
+            chunk.append(left[:room])
+            room -= chunk[-1].size
+            left = left[chunk[-1].size :]
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK_BYTES
+    if chunk:
+        yield chunk
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Bytes]:
@@ -129,14 +127,6 @@ def _begin_copy(x: Tensor) -> Tensor:
     return host_memory(x.shape, x.dtype, pinned=True).copy_(x, non_blocking=True)
 
 
-def host_memory(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Return an uninitialised CPU tensor, pinned if `pinned` and if pinned memory is available."""
-    if pinned:
-        with suppress(RuntimeError):
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Return the tensors on a device; the host waits once for copies to a GPU, if there are any."""
     if device.type != "cuda":
@@ -152,7 +142,7 @@ def view_of(buffer: Buffer) -> memoryview:
 
 
 def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
-    """Return the 62-bit XXH3 checksum of a payload whose first parts have the checksum `before`.
+    """Return the 64-bit XXH3 checksum of a payload whose first parts have the checksum `before`.
 
     The checksum of one part is the seed of the next, so the parts' order and lengths matter. Other
     threads run meanwhile. It detects accidents; only keys protect from forgery.
@@ -161,5 +151,5 @@ def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
     for part in parts:
         view = view_of(part)
         result = xxh3_64_intdigest(view.cast("B"), seed=result)
-        result = (result ^ view.nbytes) & _CHECKSUM_MASK
+        result ^= view.nbytes
     return result

@@ -57,11 +57,11 @@ class Request:
         if rows != (self.q.shape[1], keys):
             found = f"{rows} for {(self.q.shape[1], keys)} rows of q and k"
             raise ValueError(f"slices must have a position for each row, got {found}")
-        if self.options.slopes is not None:
-            raise ValueError("options.slopes must be None: requests to servers carry no slopes")
-        if self.options.rank_invariant:
-            reason = "servers place tiles by tasks"
-            raise ValueError(f"options.rank_invariant must be False: {reason}")
+        for name, default in CallOptions._field_defaults.items():
+            given = getattr(self.options, name)
+            if given is not default and (isinstance(given, Tensor) or given != default):
+                reason = f"requests to servers carry no {name}"
+                raise ValueError(f"options.{name} must be {default!r}: {reason}")
         if self.output is not None:
             self._check_output(self.output)
 

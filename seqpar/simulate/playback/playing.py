@@ -12,8 +12,9 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from seqpar.core.arguments import check_type, shown
-from seqpar.costs.cluster import Cluster
+from seqpar.core.arguments import as_sequence, shown
+from seqpar.core.compiling import outside_graphs
+from seqpar.costs.cluster import Cluster, as_cluster
 from seqpar.simulate.playback.network import Flight, Hardware, Network
 from seqpar.simulate.playback.op_costs import Pricing, computes, price
 from seqpar.simulate.playback.outcome import Outcome
@@ -25,15 +26,17 @@ if TYPE_CHECKING:
     import simpy
 
 
+@outside_graphs
 def play(
-    programs: Sequence[Program], cluster: Cluster, *, pricing: Pricing | None = None
+    programs: Sequence[Program], cluster: Cluster | str, *, pricing: Pricing | None = None
 ) -> Outcome:
     """Return when each rank computes, sends and waits if these programs run on a cluster.
 
     Args:
         programs: one program per rank, in order, as `record` returns them. A cluster of cores that
             move messages themselves (`overlaps` is False) can run more ranks than it has cores.
-        cluster: the devices and their links; `Cluster` defines the place of each rank.
+        cluster: the devices and their links, or the name of a preset. `Cluster` defines the place
+            of each rank.
         pricing: a function from the list of all `Compute`s to the seconds of each, by its `id`.
             None: the device's measured costs.
 
@@ -48,8 +51,8 @@ def play(
             message lists.
         ImportError: without simpy, which the extra "plan" installs.
     """
-    programs = list(programs)
-    check_type("cluster", cluster, Cluster)
+    programs = as_sequence("programs", programs, "Program, one for each rank")
+    cluster = as_cluster(cluster)
     if not programs or not all(isinstance(x, Program) for x in programs):
         raise ValueError(f"programs must be one Program for each rank, got {shown(programs)}")
     if len({x.ordered for x in programs}) > 1:

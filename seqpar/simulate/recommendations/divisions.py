@@ -19,7 +19,7 @@ from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.costs.grid import Floats
 from seqpar.layout.layout import Layout
 from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_sizes
-from seqpar.simulate.steps.steps import head_seconds
+from seqpar.simulate.steps.training_step import head_seconds
 
 LAYOUTS = ("zigzag", "contiguous")
 MAX_CONTEXT_RANKS = 2048  # in one group; larger ones make a search too slow

@@ -10,7 +10,7 @@ from seqpar.costs.costs import CHECKPOINTING, Costs
 from seqpar.simulate.playback.outcome import limit_of
 from seqpar.simulate.recommendations.recommendation import Recommendation, as_gb
 from seqpar.simulate.steps.divided import MicroBatches, divided_step
-from seqpar.simulate.steps.steps import Step, step
+from seqpar.simulate.steps.training_step import Step, step
 
 
 def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:

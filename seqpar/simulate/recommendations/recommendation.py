@@ -20,8 +20,8 @@ from seqpar.simulate.recommendations.divisions import (
     planned,
 )
 from seqpar.simulate.steps.divided import Parallelism
-from seqpar.simulate.steps.layers import nano_batches
-from seqpar.simulate.steps.steps import Step
+from seqpar.simulate.steps.recorded_layers import nano_batches
+from seqpar.simulate.steps.training_step import Step
 
 COLUMNS = (
     *("strategy, layout", "seconds", "GB", "longest", "sent, GB", "keeping", "limit", "why not"),
@@ -266,9 +266,13 @@ class Recommendations(list[Recommendation]):
         self.partial = partial
 
     def __str__(self) -> str:
+        return self.as_text()
+
+    def as_text(self, ways: int | None = None) -> str:
+        """Return the table of the first `ways` to train, by default of all."""
         simulated = [x for x in self if x.why_not != NOT_SIMULATED]
         rows = [COLUMNS]
-        for x in simulated:
+        for x in simulated[:ways]:
             seconds = f"{x.seconds:.4g} ±{x.error:.0%}" if x.seconds < np.inf else ""
             seconds = f"≥ {x.seconds:.4g}" if x.excluded else seconds
             figures = (

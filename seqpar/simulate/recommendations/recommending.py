@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqpar.core.arguments import CuSeqlens, as_bool, as_lengths, check_type, shown
-from seqpar.costs.cluster import Cluster
+from seqpar.core.arguments import CuSeqlens, as_bool, as_lengths, shown
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.torch_private import beside_the_caller
+from seqpar.costs.cluster import Cluster, as_cluster
 from seqpar.costs.costs import Costs
 from seqpar.costs.device import Torus
-from seqpar.costs.model import Model
+from seqpar.costs.model import Model, as_model
 from seqpar.simulate.error_model import error_of
 from seqpar.simulate.playback.outcome import AS_FAST, slower_by, slower_for
 from seqpar.simulate.playback.playing import require_simpy
@@ -24,9 +26,11 @@ from seqpar.simulate.recommendations.searching import Search
 from seqpar.simulate.recommendations.ways import ways_in_one_group
 
 
+@outside_graphs
+@beside_the_caller()
 def recommend(
-    model: Model,
-    cluster: Cluster,
+    model: Model | str,
+    cluster: Cluster | str,
     lengths: CuSeqlens,
     *,
     parallelism: str = "context",
@@ -65,8 +69,8 @@ def recommend(
     second Ctrl-C ends the current way too. If no simulated way fits, it is a KeyboardInterrupt.
 
     Args:
-        model: the model.
-        cluster: the number and the speed of the ranks.
+        model: the model, or the name of a preset, such as "llama-8b".
+        cluster: the number and the speed of the ranks, or the name of a preset, such as "4x8-h100".
         lengths: (documents,) the tokens of each document.
         parallelism: "context", or "all" to choose data, pipeline, tensor and context parallelism.
         simulate_all: whether to simulate also the ways that would be excluded or left out.
@@ -77,8 +81,7 @@ def recommend(
             128 devices holds the parameters and is simulated in time.
         ImportError: without simpy, which the extra "plan" installs.
     """
-    check_type("model", model, Model)
-    check_type("cluster", cluster, Cluster)
+    model, cluster = as_model(model), as_cluster(cluster)
     lengths, simulate_all = as_lengths("lengths", lengths), as_bool("simulate_all", simulate_all)
     if not lengths.sum():
         raise ValueError("lengths must have a token")

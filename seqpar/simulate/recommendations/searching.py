@@ -20,7 +20,7 @@ from seqpar.simulate.recommendations.divisions import Division
 from seqpar.simulate.recommendations.predicting import predicted, too_large
 from seqpar.simulate.recommendations.recommendation import NOT_SIMULATED, Recommendation
 from seqpar.simulate.recommendations.ways import ways_of
-from seqpar.simulate.steps.steps import least_step_seconds, least_trainer_seconds
+from seqpar.simulate.steps.training_step import least_step_seconds, least_trainer_seconds
 
 # If no way fits, the longest batch of one is simulated. Its tables need up to 65 bytes per token.
 MAX_TOKENS_FOR_LONGEST = 2**22

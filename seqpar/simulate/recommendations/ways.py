@@ -21,8 +21,8 @@ from seqpar.simulate.recommendations.divisions import (
     layouts,
 )
 from seqpar.simulate.recommendations.recommendation import Recommendation
-from seqpar.simulate.steps.layers import ranks_alike
-from seqpar.simulate.steps.steps import step
+from seqpar.simulate.steps.recorded_layers import ranks_alike
+from seqpar.simulate.steps.training_step import step
 from seqpar.strategies.recurrent import TRANSPORTS
 
 # The strategies that are tried with each division; others only with the best one.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operators import IMPLEMENTATIONS
-from seqpar.core.torch_private import dispatch_mode, memory_of, unsafe_view
+from seqpar.core.torch_private import dispatch_mode, is_any_true, memory_of, unsafe_view
 from seqpar.simulate.recording.program import Compute, Operators
 
 Arguments = tuple[object, ...]
@@ -62,6 +62,11 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         if implementation is not None:  # run the operator's own code, not its fake rule
             with self, torch.no_grad():
                 return implementation(*args, **kwargs)
+        if torch.is_anomaly_check_nan_enabled():  # autograd asks whether a gradient has a NaN
+            if operator is _aten.isnan.default and isinstance(args[0], Tensor):
+                return torch.empty_like(args[0], dtype=torch.bool)
+            if operator.overloadpacket is is_any_true():
+                return torch.zeros((), dtype=torch.bool, device="cpu")  # it has no data
         tensors: list[Tensor] = []
         form = operator, _form(args, tensors), _form(kwargs, tensors)
         known = _known.get(form)

@@ -10,10 +10,13 @@ from itertools import count
 
 import torch
 
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.comm.messages.header import Exchange, Message
-from seqpar.core.arguments import as_bool, as_int, check_function
-from seqpar.core.hooks import Moment, TracedWork, hooks
+from seqpar.attention.backend import forced_backend
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.comm.messages.message_header import Exchange, Message
+from seqpar.core.arguments import as_bool, as_int, as_ranks, check_function
+from seqpar.core.compiling import outside_graphs
+from seqpar.core.hooks import Moment, TracedWork, set_hooks
+from seqpar.core.torch_private import beside_the_caller
 from seqpar.costs.grid import slice_tasks
 from seqpar.linear.attend import LinearWork
 from seqpar.simulate.recording.operators import Operations
@@ -34,6 +37,7 @@ from seqpar.softmax.attend import SoftmaxWork
 _names = count()
 
 
+@outside_graphs
 def record(
     step: Callable[[Comm], object],
     ranks: int,
@@ -49,6 +53,10 @@ def record(
     rank's group, and runs them forward and backward on tensors of the meta device. `comm.rank` and
     `comm.size` identify the rank; the step's result is ignored. No numbers are computed and no data
     is sent.
+
+    The step begins with gradients enabled and without the caller's modes, such as `torch.no_grad`,
+    anomaly mode, `FlopCounterMode` and `use_backend`: the step enters the modes that it needs.
+    Other threads may simulate or compute attention at the same time.
 
     Args:
         step: one rank's code; it may also run linear modules, losses and whole models on meta
@@ -67,7 +75,7 @@ def record(
             `check_ranks` does; or if it waits for an exchange that it did not post.
     """
     check_function("step", step)
-    ranks, ordered = as_int("ranks", ranks, 1), as_bool("ordered", ordered)
+    ranks, ordered = as_ranks("ranks", ranks), as_bool("ordered", ordered)
     shape = (ranks,) if mesh is None else tuple(as_int("mesh", x, 1) for x in mesh)
     if torch.Size(shape).numel() != ranks:
         raise ValueError(f"mesh must have {ranks} ranks, got {shape}")
@@ -83,9 +91,14 @@ def record(
 
 
 def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
+    """Return what a step records; the modes and the backend of the caller do not matter."""
     with (
-        hooks.set(
-            trace=recorder,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        beside_the_caller(),
+        forced_backend(None),
+        set_hooks(
+            traces=(recorder,),
             skip_messages=False,
             replace_compute=lambda area: None,
             beside=recorder.beside,

@@ -10,8 +10,9 @@ from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import as_bool, as_int, check_function, shown
+from seqpar.core.compiling import outside_graphs
 from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server.compute import compute
 from seqpar.servers.wire.request import Request
@@ -30,6 +31,7 @@ from seqpar.simulate.recording.recording import ProgramRecorder, recorded
 _names = count()
 
 
+@outside_graphs
 def record_served(
     step: Callable[[RecordedPool], object],
     trainers: int,

@@ -32,7 +32,7 @@ from seqpar.costs.grid import Floats
 from seqpar.costs.model import Layer, Model
 from seqpar.layout.layout import Layout
 from seqpar.simulate.steps.pipeline import pipeline
-from seqpar.simulate.steps.steps import Step, step
+from seqpar.simulate.steps.training_step import Step, step
 
 _TENSOR_EXCHANGES = 8  # of a layer's activations: 2 gathered, 2 reduced, forward and backward
 _RECOMPUTED_TENSOR_EXCHANGES = 4

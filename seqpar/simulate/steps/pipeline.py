@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.core.arguments import as_int, check_type, shown
-from seqpar.costs.cluster import Cluster
+from seqpar.core.arguments import as_choice, as_ranks
+from seqpar.core.compiling import outside_graphs
+from seqpar.costs.cluster import Cluster, as_cluster
 from seqpar.costs.grid import Floats, as_amounts
 from seqpar.simulate.playback.outcome import Outcome
 from seqpar.simulate.playback.playing import play
@@ -21,10 +22,11 @@ from seqpar.simulate.recording.program import Compute, Operators, Post, Program,
 PASSES = ("forward", "backward")
 
 
+@outside_graphs
 def pipeline(
     forward: ArrayLike,
     backward: ArrayLike,
-    cluster: Cluster,
+    cluster: Cluster | str,
     nbytes: ArrayLike = 0,
     *,
     stages: int,
@@ -39,7 +41,7 @@ def pipeline(
     Args:
         forward, backward: seconds of each micro-batch: (micro_batches,), the same in all stages,
             or (stages, micro_batches).
-        cluster: the devices. `stages` must divide the number of ranks.
+        cluster: the devices, or the name of a preset. `stages` must divide the number of ranks.
         nbytes: bytes that a rank sends for a micro-batch, and receives as gradients:
             (micro_batches,) or one number. A message of 0 bytes still takes the link's latency.
         stages: the number of stages.
@@ -53,12 +55,11 @@ def pipeline(
     Raises:
         ValueError: if an argument is wrong; the message names it.
     """
-    check_type("cluster", cluster, Cluster)
-    stages = as_int("stages", stages, 1)
+    cluster = as_cluster(cluster)
+    stages = as_ranks("stages", stages)
     if cluster.ranks % stages:
         raise ValueError(f"stages must divide the cluster's {cluster.ranks} ranks, got {stages}")
-    if schedule not in ("1f1b", "gpipe"):
-        raise ValueError(f'schedule must be "1f1b" or "gpipe", got {shown(schedule)}')
+    as_choice("schedule", schedule, ("1f1b", "gpipe"))
     seconds = [_by_stage("forward", forward, stages), _by_stage("backward", backward, stages)]
     if seconds[0].shape != seconds[1].shape:
         raise ValueError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from seqpar.softmax.backends.kernel_operands import (
     joint_head_dim,
     pad_heads,
     positive_scale,
-    with_column,
+    with_dlse,
+    with_lse_columns,
 )
 from seqpar.softmax.backends.kernel_order import aten_kernel
 from seqpar.softmax.backends.pieces import Piece
@@ -45,6 +46,12 @@ _HALF = (torch.bfloat16, torch.float16)
 # of the document, not of a piece: of 8,192 tokens on 8 ranks, in pieces of 512 rows, most are in
 # half precision.
 _MAX_QUERIES_ROUNDED_ONCE = 1536
+# The kernel rounds lse to fp32, an error of up to 2⁻²⁴·|lse|. Merged results then have slightly
+# wrong weights, of which backward does not know. A row's gradients of scores no longer add up to 0,
+# and dq gets that sum times whatever all keys have in common. With an lse of 16, dq has up to 1.2
+# times the error of one call, with 30 up to 2.4 times, and with 1,000 up to 16 times; 1.35 is the
+# limit. Larger ones are therefore computed exactly, in a second call of the kernel.
+_MAX_ROUNDED_LSE = 16
 
 forward_blocks = None  # `attend_blocks` calls `forward` for each block
 
@@ -76,10 +83,13 @@ def forward(
     value_dim, width = v.shape[-1], _head_dim(q, v)
     q, options, _ = positive_scale(q, options)
     q, k, v = (pad_heads(x, width) for x in (q, k, v))
-    for piece in _pieces_of(q, slices, options):
+    all_pieces = _pieces_of(q, slices, options)
+    merges = not partial.single or len(all_pieces) > 1
+    for piece in all_pieces:
         rows, keys = piece.rows, piece.keys
         partial.sums.release()
-        out, lse = _forward(q[:, rows], k[:, keys], v[:, keys], piece, slices, options)
+        operands = q[:, rows], k[:, keys], v[:, keys]
+        out, lse = _forward(*operands, piece, slices, options, merges)
         out, first = out[..., :value_dim], piece.first and partial.empty
         is_result = rows == slice(0, q.shape[1]) and out.is_contiguous()
         if not (is_result and partial.sums.keep(out, lse)):
@@ -104,8 +114,7 @@ def backward(
         return
     dim, value_dim, dout = q.shape[-1], v.shape[-1], output.dout
     if output.dlse is not None:
-        v = with_column(v, torch.ones_like(v[..., 0]))
-        dout = with_column(dout, output.dlse)
+        v, dout = with_lse_columns(v), with_dlse(dout, output.dlse)
     width = _head_dim(q, v)
     q, options, sign = positive_scale(q, options)
     q, k, v, dout, out = (pad_heads(x, width) for x in (q, k, v, dout, output.ensure_out()))
@@ -132,10 +141,22 @@ def _head_dim(q: Tensor, v: Tensor) -> int:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, slices: Slices, options: CallOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    piece: Piece,
+    slices: Slices,
+    options: CallOptions,
+    merges: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Return out (B, n, Hq, Dv) and lse (B, n, Hq) of a piece; in fp64 if fp32 is too coarse.
+
+    `merges` says whether they will be merged with results of other keys.
+    """
+    exact = merges and q.is_cpu and q.dtype == torch.float32
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    arguments = {"dropout_p": 0.0, "is_causal": piece.causal, "scale": options.scale}
+    causal, scale = piece.causal, options.scale
+    arguments: dict[str, Any] = {"dropout_p": 0.0, "is_causal": causal, "scale": scale}
     slopes = options.slopes
     if q.dtype in _HALF and not (slopes is None and half_is_faster_in_forward(q.dtype)):
         q, k, v = (x.float() for x in (q, k, v))
@@ -146,9 +167,40 @@ def _forward(
         math.isfinite(float(out.sum())) and bool((lse.isfinite() & (lse != 0)).all())
     ):
         out, lse = _with_special_rows((out, lse), (q, k, v), mask, piece, slices, options.scale)
+    if exact and bool(((lse.abs() > _MAX_ROUNDED_LSE) & lse.isfinite()).any()):
+        lse = _exact_lse(lse, q, k, v, mask, arguments)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     lse = lse if shift is None else lse - shift
     return out, lse if without_keys is None else lse.masked_fill(without_keys[:, None], -torch.inf)
+
+
+def _exact_lse(
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    arguments: dict[str, Any],
+) -> Tensor:
+    """Return the lse (B, Hq, n) of a kernel call in fp64, with the digits that fp32 rounded off.
+
+    The kernel computes the call again, with the rounded lse of each row subtracted from its scores.
+    The lse that it returns is then the rest, which is close to 0.
+    """
+    rounded = lse.nan_to_num(0.0, 0.0, 0.0)[..., None]
+    if mask is None:
+        rest = cpu_attention()(q, k, v, attn_mask=-rounded, **arguments)[1]
+    else:  # a mask for all heads at a time would take as much memory as their scores
+        masks = mask.expand(*rounded.shape[:3], k.shape[2])
+        rests = []
+        for i in range(q.shape[1]):
+            head, kv_head = (slice(j, j + 1) for j in (i, i * k.shape[1] // q.shape[1]))
+            operands = q[:, head], k[:, kv_head], v[:, kv_head]
+            shifted = masks[:, head] - rounded[:, head]
+            rests.append(cpu_attention()(*operands, attn_mask=shifted, **arguments)[1])
+        rest = torch.cat(rests, 1)
+    exact = lse.double()
+    return torch.where(rest.isfinite(), exact + rest, exact)
 
 
 def _with_special_rows(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from seqpar.core.device_tables import device_of
+from seqpar.core.torch_private import function_of
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.aten_cuda import gpu_major
@@ -228,9 +229,7 @@ def _lacking(function: object, names: list[str]) -> str | None:
     """Return a text that names the missing arguments of a function, or None."""
     if not callable(function):
         return ""
-    # torch.library.custom_op hides the function's signature.
-    wrapped: Callable[..., object] = getattr(function, "__dict__", {}).get("_init_fn", function)
-    parameters = inspect.signature(wrapped).parameters
+    parameters = inspect.signature(function_of(function)).parameters
     lacking = [name for name in names if name not in parameters]
     return f" with the arguments {', '.join(lacking)}" if lacking else None
 

@@ -5,8 +5,6 @@ Legend: D head dim (Dv of values); the last dim of every tensor here.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +23,7 @@ def positive_scale(q: Tensor, options: CallOptions) -> tuple[Tensor, CallOptions
     if options.scale > 0:
         return q, options, 1
     sign = -1 if options.scale else 0
-    return q * sign, replace(options, scale=-options.scale or 1.0), sign
+    return q * sign, options._replace(scale=-options.scale or 1.0), sign
 
 
 def joint_head_dim(q: Tensor, v: Tensor) -> int:
@@ -47,10 +45,28 @@ def aligned_heads(x: Tensor, width: int) -> Tensor:
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def with_column(x: Tensor, column: Tensor) -> Tensor:
-    """Return x (…, D + 1) with one more column (…).
+def lse_columns(dtype: torch.dtype) -> tuple[float, ...]:
+    """Return what fills each of the columns that v gets if lse has a gradient.
 
-    Fused kernels take no gradient of lse. It is therefore added to dout·v: v gets a column of ones,
-    dout a column of dlse, and out a column of zeros.
+    Some fused kernels take no gradient of lse, dlse. It is therefore added to dout·v: v gets
+    columns of these numbers, dout gets columns whose product with the numbers is dlse, and out gets
+    columns of zeros. dlse is fp32, and in half precision one column would round it, and be infinite
+    above 65,504 in fp16. Two columns hold 16 bits of it in bf16. In fp16 they hold 22 bits, and
+    numbers up to 1.3e8, with a remainder of at most 32,768.
     """
-    return torch.cat([x, column[..., None].to(x.dtype)], -1)
+    return (2.0**11, 1.0) if dtype.itemsize == 2 else (1.0,)
+
+
+def with_lse_columns(v: Tensor) -> Tensor:
+    """Return v (…, Dv) with columns for the gradient of lse."""
+    columns = [v.new_full((*v.shape[:-1], 1), x) for x in lse_columns(v.dtype)]
+    return torch.cat([v, *columns], -1)
+
+
+def with_dlse(dout: Tensor, dlse: Tensor) -> Tensor:
+    """Return dout (…, Dv) with the gradient of lse (…) in columns; see `lse_columns`."""
+    columns, remainder = [dout], dlse[..., None]
+    for factor in lse_columns(dout.dtype):
+        columns.append((remainder / factor).to(dout.dtype))
+        remainder = remainder - columns[-1].to(dlse.dtype) * factor
+    return torch.cat(columns, -1)

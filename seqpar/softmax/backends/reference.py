@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from seqpar.core.device_tables import rehearsing
@@ -31,14 +31,19 @@ def forward(
     for rows, keys, mask in _tiles(q, slices):
         scores = _scores(q[:, rows], k[:, keys], options, partial.out.dtype)
         scores = add_bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
-        lse = torch.logsumexp(scores, -1)
-        probability = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0)[..., None])
+        # Large scores leave no room for the digits of lse by which partial results are weighted.
+        largest = scores.amax(-1, keepdim=True).nan_to_num(torch.nan, 0, 0)
+        scores -= largest
+        rest = torch.logsumexp(scores, -1)
+        probability = torch.exp(scores - rest.masked_fill(rest.isneginf(), 0)[..., None])
+        lse = rest.double() + largest[..., 0]
         values = v[:, keys].to(scores.dtype)
         out = torch.einsum("bhgnm,bmhd->bnhgd", probability, values)
         if values.is_cpu and not math.isfinite(float(values.sum())):
-            by_heads = values.permute(0, 2, 1, 3)[:, :, None]
-            out = weighted_sum(probability, by_heads, mask).permute(0, 3, 1, 2, 4)
-        partial.merge(rows, out.flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3))
+            by_heads = rearrange(values, "b m h d -> b h 1 m d")
+            out = rearrange(weighted_sum(probability, by_heads, mask), "b h g n d -> b n h g d")
+        out = rearrange(out, "b n h g d -> b n (h g) d")
+        partial.merge(rows, out, rearrange(lse, "b h g n -> b n (h g)"))
 
 
 def attention_of_rows(
@@ -95,27 +100,26 @@ def backward(
     dtype, kv_heads = gradients.dq.dtype, k.shape[2]
     add_bias = make_add_bias(slices, options, kv_heads, dtype)
     for rows, keys, mask in _tiles(q, slices):
-        dout = output.dout[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
-        lse = output.lse[:, rows].unflatten(2, (kv_heads, -1))
-        delta = output.ensure_delta()[:, rows].unflatten(2, (kv_heads, -1))
+        dout = rearrange(output.dout[:, rows].to(dtype), "b n (h g) d -> b n h g d", h=kv_heads)
+        of_rows = output.lse[:, rows], output.ensure_delta()[:, rows]
+        lse, delta = (rearrange(x, "b n (h g) -> b h g n 1", h=kv_heads) for x in of_rows)
         scores = _scores(q[:, rows], k[:, keys], options, dtype)
         biased = add_bias(scores, rows, keys)
-        probability = torch.exp(biased - lse.permute(0, 2, 3, 1)[..., None]).masked_fill(~mask, 0)
+        probability = torch.exp(biased - lse).masked_fill(~mask, 0)
         gradients.dv[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", probability, dout)
         dscore = torch.einsum("bnhgd,bmhd->bhgnm", dout, v[:, keys].to(dtype))
-        dscore = probability * (dscore - delta.permute(0, 2, 3, 1)[..., None]) * options.scale
+        dscore = probability * (dscore - delta) * options.scale
         if options.softcap:
             dscore = dscore * (1 - (scores / options.softcap) ** 2)
-        gradients.dq[:, rows] += torch.einsum(
-            "bhgnm,bmhd->bnhgd", dscore, k[:, keys].to(dtype)
-        ).flatten(2, 3)
-        q_grouped = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
+        dq = torch.einsum("bhgnm,bmhd->bnhgd", dscore, k[:, keys].to(dtype))
+        gradients.dq[:, rows] += rearrange(dq, "b n h g d -> b n (h g) d")
+        q_grouped = rearrange(q[:, rows].to(dtype), "b n (h g) d -> b n h g d", h=kv_heads)
         gradients.dk[:, keys] += torch.einsum("bhgnm,bnhgd->bmhd", dscore, q_grouped)
 
 
 def max_logits(q: Tensor, k: Tensor, slices: Slices, options: CallOptions) -> Tensor:
     """Return (Hq,): the largest scale · q·k of the slices' pairs, uncapped; −∞ without pairs."""
-    dtype, uncapped = accumulator_dtype(q.dtype), replace(options, softcap=0.0)
+    dtype, uncapped = accumulator_dtype(q.dtype), options._replace(softcap=0.0)
     if options.rank_invariant and k.shape[2] > 1:  # bits may depend on the number of heads
         by_kv_head = zip(q.tensor_split(k.shape[2], 2), k.split(1, 2), strict=True)
         parts = [max_logits(x.clone(), y.clone(), slices, options) for x, y in by_kv_head]
@@ -148,6 +152,6 @@ def _cut(slices: Slices, score_rows: int) -> Iterator[tuple[slice, slice, list[i
 
 def _scores(q: Tensor, k: Tensor, options: CallOptions, dtype: torch.dtype) -> Tensor:
     """Return the scores (B, Hkv, G, n, m) of q (B, n, Hq, D) with k (B, m, Hkv, D)."""
-    q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    q_grouped = rearrange(q.to(dtype), "b n (h g) d -> b n h g d", h=k.shape[2])
     scores = torch.einsum("bnhgd,bmhd->bhgnm", q_grouped, k.to(dtype)) * options.scale
     return options.softcap * torch.tanh(scores / options.softcap) if options.softcap else scores

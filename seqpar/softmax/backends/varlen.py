@@ -29,8 +29,10 @@ from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.kernel_operands import (
     aligned_heads,
     joint_head_dim,
+    lse_columns,
     positive_scale,
-    with_column,
+    with_dlse,
+    with_lse_columns,
 )
 from seqpar.softmax.backends.pieces import key_runs
 from seqpar.softmax.compute.call_options import CallOptions
@@ -255,8 +257,7 @@ class VarlenKernel(NamedTuple):
     backward: Callable[[BackwardRows, VarlenTables, CallOptions], tuple[Tensor, Tensor, Tensor]]
     max_head_dim: int  # the largest D
     softcap: bool = False  # whether it computes scores with a softcap
-    # Whether backward takes dlse. Otherwise the gradient of lse is added to dout·v: v gets a column
-    # of ones, dout a column of dlse, and out a column of zeros.
+    # Whether backward takes dlse. Otherwise operands have columns for it (`lse_columns`).
     lse_gradient: bool = False
     # Whether backward gives the same bits each time when the options ask for it. Otherwise our
     # Triton kernels compute such a backward.
@@ -265,7 +266,8 @@ class VarlenKernel(NamedTuple):
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
-        value_dim = v.shape[-1] + (has_dlse and not self.lse_gradient)
+        has_columns = has_dlse and not self.lse_gradient
+        value_dim = v.shape[-1] + (len(lse_columns(v.dtype)) if has_columns else 0)
         fits = q.dtype in _HALF and max(q.shape[-1], value_dim) <= self.max_head_dim
         return fits and options.slopes is None and (self.softcap or not options.softcap)
 
@@ -326,15 +328,15 @@ class VarlenKernel(NamedTuple):
 
             triton.backward(output, q, k, v, slices, gradients, options)
             return
-        has_column = has_dlse and not self.lse_gradient
+        has_columns = has_dlse and not self.lse_gradient
         value_dim, batch = v.shape[-1], q.shape[0]
         calls, remaining = varlen_work(slices) if takes else VarlenWork([], slices)
         if remaining is not None:
             reference.backward(output, q, k, v, remaining, gradients, options)
         if not calls:
             return
-        if has_column:
-            v = with_column(v, torch.ones_like(v[..., 0]))
+        if has_columns:
+            v = with_lse_columns(v)
         width = joint_head_dim(q, v)
         k, v = (aligned_heads(x, width) for x in (k, v))
         for call in calls:
@@ -342,7 +344,7 @@ class VarlenKernel(NamedTuple):
                 call.request_tables(batch, q.device)
                 continue
             gradients.release()
-            queries = _Queries.of(output, q, call, width, has_column, options)
+            queries = _Queries.of(output, q, call, width, has_columns, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
             results = self.backward(rows, call.tables(batch, q.device), queries.options)
             dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in results)
@@ -374,19 +376,19 @@ class _Queries(NamedTuple):
         q: Tensor,
         call: VarlenCall,
         width: int,
-        has_column: bool,
+        has_columns: bool,
         options: CallOptions,
     ) -> _Queries:
-        kept, key = output.prepared, (call.query_key, width, has_column)
+        kept, key = output.prepared, (call.query_key, width, has_columns)
         if isinstance(kept, cls) and kept.q is q and kept.key == key:
             return kept
         output.prepared = kept = None  # frees the rows of another call
         dout, out = _flat(output.dout, call.queries), _flat(output.ensure_out(), call.queries)
         lse = _flat(output.lse, call.queries).t().contiguous()
         dlse = None if output.dlse is None else _flat(output.dlse, call.queries)
-        if has_column:
+        if has_columns:
             assert dlse is not None
-            dout, dlse = with_column(dout, dlse), None
+            dout, dlse = with_dlse(dout, dlse), None
         scaled, options, sign = positive_scale(_flat(q, call.queries), options)
         dout, rows, out = (aligned_heads(x, width) for x in (dout, scaled, out))
         tensors = dout, rows, out, lse, None if dlse is None else dlse.t().contiguous()

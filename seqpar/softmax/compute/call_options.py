@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from seqpar.attention.call_arguments import NOT_CARRIED, Option
 from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import refuse_tangents
 from seqpar.core.arguments import as_float
@@ -33,51 +34,51 @@ _MIN_INEFFECTIVE_SOFTCAP = 1e30
 _MIN_SOFTCAP = 1e-30
 
 
-@dataclass(frozen=True)
-class CallOptions:
+def parse_softcap(name: str, softcap: object) -> float:
+    """Return the softcap; 0 if it is None or too large to have an effect."""
+    if isinstance(softcap, Tensor):
+        refuse_tangents(**{name: softcap})
+        if softcap.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} must not require a gradient: it has none")
+    number = 0.0 if softcap is None else as_float(name, softcap)
+    return 0.0 if _MIN_INEFFECTIVE_SOFTCAP <= number < math.inf else number
+
+
+class CallOptions(NamedTuple):
     """How ranks and servers compute a call's scores: their formula, and the backend."""
 
-    scale: float  # a score is scale · q·k
-    softcap: float  # caps a score to softcap · tanh(scale · q·k / softcap), or 0 for no cap
+    # a score is scale · q·k
+    scale: Annotated[float, Option(as_float, 1.0, "softmax_scale")]
+    # caps a score to softcap · tanh(scale · q·k / softcap), or 0 for no cap
+    softcap: Annotated[float, Option(parse_softcap, 0.0)]
     backend: str  # the name of a backend, or DEFAULT
     deterministic: bool  # whether the backend's backward must give the same bits each time
     # (1 or B, Hq), in the accumulator's dtype: a head's slope times the distance between the two
-    # positions is subtracted from a score. Equality ignores the slopes.
-    slopes: Tensor | None = field(default=None, compare=False, repr=False)
+    # positions is subtracted from a score
+    slopes: Tensor | None = None
     # Whether bits must be the same on any number of ranks. Tiles then begin at fixed positions of a
     # document.
-    rank_invariant: bool = False
+    rank_invariant: Annotated[bool, NOT_CARRIED] = False
 
     def with_slopes(self, slopes: Tensor | None) -> CallOptions:
-        return self if slopes is self.slopes else replace(self, slopes=slopes)
+        return self if slopes is self.slopes else self._replace(slopes=slopes)
 
     def of_heads(self, heads: slice) -> CallOptions:
         return self.with_slopes(None if self.slopes is None else self.slopes[:, heads])
 
-
-def parse_softcap(softcap: float | None) -> float:
-    """Return the softcap; 0 if it is None or too large to have an effect."""
-    if isinstance(softcap, Tensor):
-        refuse_tangents(softcap=softcap)
-        if softcap.requires_grad and torch.is_grad_enabled():
-            raise ValueError("softcap must not require a gradient: it has none")
-    number = 0.0 if softcap is None else as_float("softcap", softcap)
-    return 0.0 if _MIN_INEFFECTIVE_SOFTCAP <= number < math.inf else number
-
-
-def check_numbers(options: CallOptions, shape: OperandShape) -> None:
-    """Raise a ValueError if the scale or the softcap is outside the accumulator's range."""
-    scale, softcap = options.scale, options.softcap
-    accumulator = torch.finfo(accumulator_dtype(shape.dtype))
-    smallest, largest = accumulator.smallest_normal, accumulator.max
-    if scale and not smallest <= abs(scale) <= largest:
-        limits = f"0 or of {smallest:.3g} to {largest:.3g}, either sign"
-        raise ValueError(f"softmax_scale must be finite, {limits}, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be finite and not negative (0 is none), got {softcap}")
-    least = max(_MIN_SOFTCAP, abs(scale) / largest)
-    if 0 < softcap < least:
-        raise ValueError(f"softcap must be 0 (none) or at least {least:.3g}, got {softcap}")
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise a ValueError if a number is outside the range of the accumulator of a dtype."""
+        scale, softcap = self.scale, self.softcap
+        accumulator = torch.finfo(accumulator_dtype(dtype))
+        smallest, largest = accumulator.smallest_normal, accumulator.max
+        if scale and not smallest <= abs(scale) <= largest:
+            limits = f"0 or of {smallest:.3g} to {largest:.3g}, either sign"
+            raise ValueError(f"softmax_scale must be finite, {limits}, got {scale}")
+        if not 0 <= softcap < math.inf:
+            raise ValueError(f"softcap must be finite and not negative (0 is none), got {softcap}")
+        least = max(_MIN_SOFTCAP, abs(scale) / largest)
+        if 0 < softcap < least:
+            raise ValueError(f"softcap must be 0 (none) or at least {least:.3g}, got {softcap}")
 
 
 _SLOPE_DTYPES = torch.float32, torch.float64

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 

@@ -25,7 +25,8 @@ class Sums:
 
     def __init__(self, make: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
         """`make` returns sums that begin with the results that were kept, if any, or with 0."""
-        self._make, self._kept = make, tuple[Tensor, ...]()
+        self._make = make
+        self._kept: tuple[Tensor, ...] = ()  # torch.compile cannot trace `tuple[Tensor, ...]()`
         self._made: Sequence[Tensor] | None = None
 
     @classmethod
@@ -76,6 +77,7 @@ class Partial:
     empty: bool = False  # whether no row has keys yet
     # Whether the merged bits of a row do not depend on its place among other rows
     rank_invariant: bool = False
+    single: bool = False  # whether one call of a backend computes it, and nothing is merged into it
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor) -> Partial:
@@ -84,7 +86,12 @@ class Partial:
 
     @classmethod
     def nothing(
-        cls, q: Tensor, v: Tensor, out: Tensor | None = None, rank_invariant: bool = False
+        cls,
+        q: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        rank_invariant: bool = False,
+        single: bool = False,
     ) -> Partial:
         """Make the partial of queries (B, T, Hq, D) that have no keys yet.
 
@@ -106,7 +113,7 @@ class Partial:
                 return sums, kept[1].to(torch.float64).contiguous()
             return sums, torch.full(shape[:-1], -torch.inf, dtype=torch.float64, device=device)
 
-        return cls(Sums(make), empty=True, rank_invariant=rank_invariant)
+        return cls(Sums(make), True, rank_invariant, single)
 
     @property
     def out(self) -> Tensor:

@@ -1,5 +1,5 @@
 """Tokens are exchanged for heads: the common code of Ulysses and USP.
 
-Start with `exchange.py`. `messages.py` packs messages and brings the rows that arrive into the
-order of documents.
+Start with `head_exchange.py`. `head_messages.py` packs messages and brings the rows that arrive
+into the order of documents.
 """

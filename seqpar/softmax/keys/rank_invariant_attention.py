@@ -13,7 +13,6 @@ Legend: B batch, n rows of a tile, m keys that it attends to, H heads, D head di
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.background import in_this_mode, set_own_threads
 from seqpar.core.device_tables import is_on_cuda
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.reshard import move
@@ -39,8 +39,8 @@ from seqpar.softmax.compute.partial import (
     Partial,
     PartialGradients,
 )
-from seqpar.softmax.keys.exchange import travelling_keys
-from seqpar.softmax.keys.plan import Distances, KeyPlan
+from seqpar.softmax.keys.key_exchange import travelling_keys
+from seqpar.softmax.keys.key_plan import Distances, KeyPlan
 from seqpar.softmax.keys.rank_invariant_plan import TilePlan, Unit
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.wire.row_messages import Rows
@@ -89,7 +89,7 @@ class TileCall:
         self._tiled = self._plan.moved or call.layout
         tiled = call.altered(layout=self._tiled)
         self._keys = tiled.once(("keys", distances), lambda: KeyPlan(tiled, distances, True))
-        self._options = replace(call.options, rank_invariant=True)
+        self._options = call.options._replace(rank_invariant=True)
 
     def forward(self, operands: Operands) -> ForwardResult:
         q, k, v, sinks = operands
@@ -102,7 +102,7 @@ class TileCall:
             """Write a part of a unit; return the part and any requested max logits."""
             keys, values = pool.of_unit(unit, part)
             queries = part.rows_of(q, unit.rows)
-            partial = Partial.nothing(queries, values, rank_invariant=True)
+            partial = Partial.nothing(queries, values, rank_invariant=True, single=True)
             max_logits = None if self._call.max_logits is None else MaxLogits.nothing(queries)
             options = part.options(self._options)
             attend(queries, keys, values, unit.slices, partial, options, max_logits)
@@ -397,11 +397,11 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
         for job in jobs:
             yield job()
         return
-    workers, inference = _workers(os.getpid(), threads), torch.is_inference_mode_enabled()
+    workers = _workers(os.getpid(), threads)
     pending = deque[Future[T]]()
     try:
         for job in jobs:
-            pending.append(workers.submit(_run, job, inference))
+            pending.append(workers.submit(in_this_mode(job)))
             del job  # it holds tensors
             if len(pending) > threads:
                 yield pending.popleft().result()
@@ -412,23 +412,7 @@ def on_one_thread_each(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
             future.cancel()
 
 
-def _run(job: Callable[[], T], inference: bool) -> T:
-    with torch.inference_mode(inference), torch.no_grad():
-        return job()
-
-
 @cache
 def _workers(process: int, threads: int) -> ThreadPoolExecutor:
     """Return the worker threads of a process; a forked process has its own."""
-    lock = threading.Lock()
-
-    def limit_this_thread() -> None:
-        with lock:
-            default = torch.get_num_threads()
-            # This also sets the default of threads that start later, so another thread restores it.
-            torch.set_num_threads(1)
-            restore = threading.Thread(target=torch.set_num_threads, args=(default,))
-            restore.start()
-            restore.join()
-
-    return ThreadPoolExecutor(threads, "seqpar one thread", limit_this_thread)
+    return ThreadPoolExecutor(threads, "seqpar one thread", set_own_threads, (1,))

@@ -24,7 +24,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.layout.reshard import share
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.keys.plan import Distances, KeyPlan, key_traffic
+from seqpar.softmax.keys.key_plan import Distances, KeyPlan, key_traffic
 from seqpar.softmax.wire.row_messages import Rows
 
 # Queries per tile. ATen's CPU kernels use blocks of 256 queries from 768 on. Each tile writes and

@@ -17,8 +17,8 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Mask, Slices, halves, local_slices
 from seqpar.layout.masks.reach import AttentionSide, ReachedRows
 from seqpar.softmax.call import ResolvedCall
-from seqpar.softmax.keys.plan import KeyStep, with_rows
-from seqpar.softmax.queries.exchange import QueryHop
+from seqpar.softmax.keys.key_plan import KeyStep, with_rows
+from seqpar.softmax.queries.query_exchange import QueryHop
 from seqpar.softmax.wire.row_messages import Rows
 
 

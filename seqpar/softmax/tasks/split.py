@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch.autograd.function import FunctionCtx
 from seqpar.attention.operands import OperandShape
 from seqpar.attention.operators import (
     FLOP_FORMULAS,
+    CallContext,
+    Saved,
     implementation,
     in_order,
     refuse_double_backward,
@@ -36,23 +38,14 @@ from seqpar.attention.operators import (
 )
 from seqpar.comm.binding import BoundStrategy
 from seqpar.comm.dtensor import HeadPlacement
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
+from seqpar.comm.messages.message_header import empty_numbers
 from seqpar.core.arguments import shown
 from seqpar.layout.layout import Layout
-from seqpar.softmax.call import SCHEMA, CallArguments, CallKeywords, Operands, ResolvedCall
+from seqpar.softmax.call import CallArguments, Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, cast_each, sinks_gradient
 from seqpar.softmax.module import Attention
-from seqpar.softmax.operator import (
-    CallContext,
-    as_result,
-    backward_flops,
-    empty_results,
-    forward_flops,
-    prepare_forward,
-    results_of,
-    save_call,
-)
-from seqpar.softmax.resolution import describe, resolve_on_ranks
+from seqpar.softmax.softmax_operator import ATTENTION, Bound, as_result
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 
 P = TypeVar("P")  # the messages of a pass that has begun
@@ -129,23 +122,25 @@ class SplitStrategy(Strategy, Generic[P]):
         return self.complete_gradients(posted, call, output, operands, residuals)
 
 
+_OPERANDS, _ARGUMENTS = "Tensor q, Tensor k, Tensor v", ATTENTION.arguments.schema
 torch.library.define(
     "seqpar::attention_begin",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {SCHEMA}) -> Tensor[] results",
+    f"({_OPERANDS}, Tensor? sinks, {_ARGUMENTS}) -> Tensor[] results",
 )
 torch.library.define(
     "seqpar::attention_begin_backward",
-    "(Tensor dticket, Tensor q, Tensor k, Tensor v, Tensor layout) -> Tensor[] gradients",
+    f"(Tensor dticket, {_OPERANDS}, Tensor layout) -> Tensor[] gradients",
 )
 torch.library.define(
     "seqpar::attention_finish",
-    f"(Tensor ticket, Tensor? sinks, Tensor q, Tensor k, Tensor v, {SCHEMA}) -> Tensor[] results",
+    f"(Tensor ticket, Tensor? sinks, {_OPERANDS}, {_ARGUMENTS}) -> Tensor[] results",
 )
 torch.library.define(
     "seqpar::attention_finish_backward",
     "(SymInt number, Tensor? dout, Tensor? dlse, Tensor? sinks, Tensor[] saved, Tensor numbers, "
-    f"{SCHEMA}) -> Tensor[] gradients",
+    f"{_ARGUMENTS}) -> Tensor[] gradients",
 )
+_restored = ATTENTION.arguments.restored
 
 
 class _Posted(NamedTuple):
@@ -164,12 +159,12 @@ _numbers = count(2)  # torch.compile may take sizes of 0 and 1 for constants
 
 @implementation("seqpar::attention_begin")
 def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object) -> list[Tensor]:
-    operands, arguments = Operands(q, k, v, sinks), CallArguments._make(carried)
+    operands, arguments = Operands(q, k, v, sinks), _restored(carried)
     bound: BoundStrategy[SplitStrategy[object]] = BoundStrategy.of(arguments.strategy)
-    call, comm = resolve_on_ranks(bound, arguments, operands)
+    call, comm = ATTENTION.begin(bound, operands, arguments)
     bound.announce("forward")
     with without_autocast(q):
-        operands, call = prepare_forward(bound.strategy, comm, call, operands, arguments)
+        operands, call = ATTENTION.prepared(bound.strategy, comm, call, operands, arguments)
         messages = bound.strategy.post(comm, call, operands)
     number = next(_numbers)
     _posted["forward", number] = _Posted(bound, comm, call, messages, operands)
@@ -201,14 +196,18 @@ def _finish(
     posted.bound.announce("forward")
     with without_autocast(q):
         result = posted.bound.strategy.complete(posted.messages, posted.call, posted.operands)
-        return results_of(result, posted.comm, posted.call)
+        outs, kept = ATTENTION.results(result, posted.comm, posted.call)
+        return [*outs, posted.comm.numbers.as_tensor(), *kept]
 
 
 @torch.library.register_fake("seqpar::attention_finish")  # type: ignore[untyped-decorator]
 def _finish_fake(
     ticket: Tensor, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *carried: object
 ) -> list[Tensor]:
-    return empty_results(q, k, v, CallArguments._make(carried))
+    arguments = _restored(carried)
+    bound: Bound = BoundStrategy.of(arguments.strategy)
+    outs, kept = ATTENTION.empty(bound, Operands(q, k, v, sinks), arguments)
+    return [*outs, empty_numbers(bound.comm.size), *kept]
 
 
 @implementation("seqpar::attention_finish_backward")
@@ -222,14 +221,15 @@ def _finish_backward(
     *carried: object,
 ) -> list[Tensor]:
     q, k, v, out, lse, *residuals = (unit_stride(x) for x in saved)
-    arguments, dout = CallArguments._make(carried), torch.zeros_like(out) if dout is None else dout
+    arguments, dout = _restored(carried), torch.zeros_like(out) if dout is None else dout
     bound: BoundStrategy[SplitStrategy[object]] = BoundStrategy.of(arguments.strategy)
     bound.announce("backward")
     with without_autocast(q):
         comm = bound.comm.call(numbers)
         operands = Operands(q, k, v, sinks)
-        call = arguments.to_call(comm, operands.shape, sinks is not None)
-        describe(comm, bound, arguments, call, q.device, sinks)
+        call = arguments.to_call(comm, OperandShape.of(q, k, v), sinks is not None)
+        compared = ATTENTION.compared(operands, arguments)
+        ATTENTION.describe(bound, comm, call, arguments, q.device, compared)
         output = OutputGradient.of(unit_stride(dout), dlse, out, lse, sinks)
         messages = bound.strategy.post_gradients(comm, call, output, operands, residuals)
         _posted["backward", number] = _Posted(
@@ -289,11 +289,12 @@ class _BegunContext(FunctionCtx):
 
 class _FinishedContext(CallContext):
     number: int
+    has_sinks: bool
 
 
 def _save_begun(ctx: _BegunContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], CallArguments._make(inputs[4:]).layout)
+    ctx.save_for_backward(*inputs[:3], _restored(inputs[4:]).layout)
 
 
 def _differentiate_begin(ctx: _BegunContext, dticket: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -307,24 +308,25 @@ def _differentiate_begin(ctx: _BegunContext, dticket: Tensor | None) -> tuple[Te
 
 def _save_finished(ctx: _FinishedContext, inputs: tuple[Any, ...], results: list[Tensor]) -> None:
     ticket, sinks, q, k, v, *carried = inputs
-    arguments = CallArguments._make(carried)
-    out, lse, numbers, *residuals = save_call(ctx, arguments, results)
+    arguments = _restored(carried)
+    out, lse, numbers, *kept = results
+    ctx.mark_non_differentiable(numbers, *kept)
     # The ticket itself is not kept: if a checkpoint repeats the call, it has another number.
-    ctx.number = ticket.shape[1]
-    saved = *arguments.tensors(), numbers, sinks, q, k, v, out, lse, *residuals
-    ctx.save_for_backward(*saved)
+    ctx.number, ctx.has_sinks = ticket.shape[1], sinks is not None
+    residuals = kept[arguments.return_max_logits :]
+    handles = ATTENTION.keep_call(ctx, BoundStrategy.of(arguments.strategy), carried)
+    ctx.save_for_backward(*handles, numbers, sinks, q, k, v, out, lse, *residuals)
 
 
 def _differentiate_finish(
     ctx: _FinishedContext, dout: Tensor | None, dlse: Tensor | None, *_: object
 ) -> tuple[Tensor | None, ...]:
-    arguments, saved = CallArguments.restored(ctx.saved_tensors, ctx.settings)
-    numbers, sinks, *saved = saved
+    arguments, (numbers, sinks, *saved) = ATTENTION.kept_call(ctx)
     operator = torch.ops.seqpar.attention_finish_backward
     gradients = in_order(
         numbers, lambda x: operator(ctx.number, dout, dlse, sinks, saved, x, *arguments)
     )
-    return (*gradients, None) if sinks is None else tuple(gradients)
+    return tuple(gradients) if ctx.has_sinks else (*gradients, None)
 
 
 register_autograd("seqpar::attention_begin", 4, _differentiate_begin, _save_begun)
@@ -343,7 +345,7 @@ def _finish_flops(
     *carried: object,
     out_val: object = None,
 ) -> int:
-    return forward_flops(q, k, v, sinks, *carried)
+    return ATTENTION.flops(Operands(q, k, v, sinks), _restored(carried))
 
 
 def _finish_backward_flops(
@@ -357,7 +359,8 @@ def _finish_backward_flops(
     out_val: object = None,
 ) -> int:
     """Count a backward where it begins, because only this operator gets the layout."""
-    return backward_flops(OperandShape.of(*saved[:3]), carried)
+    sizes = [size for x in saved[:3] for size in x.shape]
+    return ATTENTION.backward_flops(_restored(carried), Saved(saved, sizes))
 
 
 FLOP_FORMULAS[torch.ops.seqpar.attention_finish] = _finish_flops
@@ -381,9 +384,7 @@ class SplitAttention(Attention):
     alternate. `forward` makes both parts, one after the other.
     """
 
-    def begin(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Unpack[CallKeywords]
-    ) -> BegunCall:
+    def begin(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> BegunCall:
         """Post the messages of a call and return immediately.
 
         Arguments and errors are the same as in a call. Pass the result to `finish`, once; between
@@ -394,8 +395,9 @@ class SplitAttention(Attention):
         Autograd runs the two parts in the opposite order: the backward of `finish` posts, and the
         backward of `begin` computes, so other work lies between them again.
         """
-        operands, arguments, heads = self._inputs(q, k, v, layout, **options)
-        (ticket,) = torch.ops.seqpar.attention_begin(*operands, *arguments)
+        operands, arguments, heads = self._agreed_inputs(q, k, v, layout, **options)
+        carried = ATTENTION.arguments.flat(arguments)
+        (ticket,) = torch.ops.seqpar.attention_begin(*operands, *carried)
         return BegunCall(ticket, operands, arguments, heads, q.dim() == 3)
 
     def finish(self, begun: BegunCall) -> Tensor | tuple[Tensor, ...]:
@@ -403,7 +405,6 @@ class SplitAttention(Attention):
         if not isinstance(begun, BegunCall):
             raise ValueError(f"begun must be what begin returned, got {shown(begun)}")
         q, k, v, sinks = begun.operands
-        out, lse, _, *more = torch.ops.seqpar.attention_finish(
-            begun.ticket, sinks, q, k, v, *begun.arguments
-        )
-        return as_result(out, lse, begun.arguments, begun.heads, begun.unbatched, *more[:1])
+        carried = ATTENTION.arguments.flat(begun.arguments)
+        results = torch.ops.seqpar.attention_finish(begun.ticket, sinks, q, k, v, *carried)
+        return as_result(results, begun.arguments, begun.heads, begun.unbatched)

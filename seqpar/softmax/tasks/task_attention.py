@@ -21,15 +21,15 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm, Pending
-from seqpar.comm.messages.header import Message
+from seqpar.comm.messages.comm import Comm, Pending
+from seqpar.comm.messages.message_header import Message
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.tasks.task_rows import ServerRows
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, Sums
 from seqpar.softmax.strategy import ForwardResult, Gradients
-from seqpar.softmax.tasks.plan import Sent, Shipment, TaskPlan, TaskStage
+from seqpar.softmax.tasks.task_plan import Sent, Shipment, TaskPlan, TaskStage
 from seqpar.softmax.wire.row_messages import Rows
 
 Packed = dict[tuple[int, int], Tensor]  # (id of the rows, id of the tensors) -> message

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed.nn  # before there is a group, which its default arguments would hold
 
-from seqpar import LASP2Attention, Layout, make_attention
+from seqpar import LASP2Attention, Layout, ShardedCache, make_attention
 from seqpar.comm.binding import BoundStrategy
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.cases import module
+from tests.support.compiling import compiling_elsewhere
 from tests.support.fakes import fake_group
 from tests.support.ranks import virtual
 
@@ -37,7 +38,7 @@ COMMON = {  # of both kinds: changes of a call, and what the error of all ranks 
     "no head dim": ({"q": torch.zeros(TOKENS, 2, 0)}, "q must have at least one head"),
     "another device": ({"k": META}, "k must be on q's device, cpu, got meta"),
     "q on another device": ({"q": META}, "k must be on q's device, meta, got cpu"),
-    "another dtype": ({"q": torch.zeros(TOKENS, 2, 8).int()}, "q must be of q's dtype"),
+    "another dtype": ({"q": torch.zeros(TOKENS, 2, 8).int()}, "q must be of one of the dtypes"),
     "no layout": ({"layout": None}, "layout must be a seqpar.Layout, got NoneType"),
     "ranks": ({"layout": Layout.zigzag(36, 2)}, "layout must be for the group's 3 ranks"),
     "causal": ({"causal": None}, "causal must be True or False, got None"),
@@ -98,6 +99,12 @@ def test_an_error_on_one_rank_is_raised_everywhere(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_errors_reach_all_ranks_while_another_thread_compiles(kind):
+    with compiling_elsewhere():
+        test_a_type_error_on_one_rank_stays_one(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_type_error_on_one_rank_stays_one(kind):
     """Such as DTensor or a tensor subclass of others may raise."""
 
@@ -118,7 +125,10 @@ def test_wrong_arguments_on_one_rank_are_raised_everywhere(kind):
         right = right_call(LAYOUT.tokens_per_rank[comm.rank])
         for wrong, message in (
             ({name: x for name, x in right.items() if name != "layout"}, "argument: 'layout'"),
-            (right | {"windowsize": 3}, "unexpected keyword argument 'windowsize'"),
+            (
+                right | {"windowsize": 3},
+                "^windowsize is not an argument of a call, got .*",
+            ),
         ):
             with pytest.raises(TypeError, match=f"{message} \\(rank {BAD} of {RANKS}\\)"):
                 attn(**wrong if comm.rank == BAD else right)
@@ -137,6 +147,75 @@ def test_unsupported_answers_and_sends_nothing(kind):
             attn.traffic(**right | change)
     assert "windowsize is not an argument of a call" in attn.unsupported(**right, windowsize=3)
     assert attn.unsupported(**right) is None and comm.sent_messages == 0
+
+
+OTHER_NAMES = {
+    "softmax": {
+        "is_causal": "pass causal;",
+        "attn_mask": r"documents and padding need no mask.* pass mask=seqpar.Mask.of_ranges",
+        "attention_mask": r"documents and padding need no mask.* pass mask=seqpar.Mask.of_ranges",
+        "scale": "pass softmax_scale;",
+        "dropout": "pass dropout_p;",
+        "enable_gqa": "leave it out: k and v may always have fewer heads than q;",
+        "cu_seqlens": "leave it out: the layout has the documents, as in Layout.zigzag",
+        "max_seqlen_q": "leave it out: the layout has the documents",
+        "position_ids": "leave it out: the layout has the positions",
+        "sliding_window": r"pass window_size: a sliding window of w keys.* is \(w - 1, 0\);",
+        "return_attn_probs": "pass return_lse;",
+        "s_aux": "pass sinks;",
+        "query": "pass q;",
+        "past_key_values": "decode with seqpar.ShardedCache;",
+        "group": "it belongs to the module",
+    },
+    "linear": {
+        "is_causal": "pass causal;",
+        "attention_mask": "documents and padding need no mask, since the layout has the documents;",
+        "softmax_scale": "pass scale;",
+        "g": "pass log_decay;",
+        "output_final_state": "pass return_state;",
+        "cu_seqlens": "leave it out: the layout has the documents",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_arguments_of_other_libraries_are_named_with_ours(kind):
+    comm = Comm("silent", BAD, RANKS)
+    attn = make(kind, comm)
+    for name, way_out in OTHER_NAMES[kind].items():
+        message = f"^{name} is not an argument of a call, got {name}=5: {way_out}"
+        with pytest.raises(TypeError, match=message):
+            attn(**right_call(TOKENS), **{name: 5})
+        assert re.search(message, attn.unsupported(**right_call(TOKENS), **{name: 5}))
+    assert comm.sent_messages == 0
+
+
+def test_decode_and_caches_name_our_arguments():
+    attn = module("ring", Comm("silent", 0, 1))
+    cache = ShardedCache(attn, Layout.zigzag(4, 1))
+    x = torch.zeros(5, 2, 8)
+    cache.put(0, x[1:], x[1:])
+    cache.extend()
+    message = "^is_causal is not an argument of a call, got is_causal=True: pass causal;"
+    with torch.no_grad():
+        with pytest.raises(TypeError, match=message):
+            attn.decode(x[:1], x, x, Layout.zigzag(5, 1), is_causal=True)
+        with pytest.raises(TypeError, match=message):
+            cache.attend(0, x[:1], x[:1], x[:1], is_causal=True)
+    with pytest.raises(TypeError, match=message):
+        attn.preparation(heads=2, head_dim=8, dtype=torch.float32, is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["ring", "usp", "mesh", "disaggregated"])
+def test_arguments_of_calls_are_no_options(name):
+    comm = MESH if name in ("mesh", "usp") else Comm("silent", 0, 4)
+    for option, way_out in (
+        ("causal", "causal is an argument of a call"),
+        ("is_causal", "in a call, pass causal"),
+        ("attn_mask", "in a call, documents and padding need no mask"),
+    ):
+        with pytest.raises(TypeError, match=f"^{option} is not an option of .*; {way_out}"):
+            make_attention(name, comm, **{option: True})
 
 
 @pytest.mark.parametrize("method", ["traffic", "mask_area"])
@@ -249,3 +328,17 @@ def test_a_module_outliving_its_group_raises(kind):
         for call in (*calls, *(loss.backward for loss in losses)):
             with pytest.raises(RuntimeError, match="group '0' has been destroyed"):
                 call()
+
+
+LOSSES = {"square": lambda out: out.square().sum(), "sum": torch.sum}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_differentiating_twice_is_refused(kind, loss):
+    """Also of a sum, where only what forward saved, and no gradient of out, depends on q."""
+    q, k, v = (torch.randn(8, 2, 4, requires_grad=True) for _ in range(3))
+    out = make(kind, Comm("one", 0, 1))(q, k, v, Layout.zigzag(8, 1), causal=True)
+    (gradient,) = torch.autograd.grad(LOSSES[loss](out), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        gradient.sum().backward()

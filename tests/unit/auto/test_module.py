@@ -1,8 +1,6 @@
 """`make_attention("auto", group)`: which strategy it chooses, without ranks."""
 
 import copy
-import gc
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -11,11 +9,11 @@ import torch
 import seqpar
 from seqpar import Layout, Mask, simulate
 from seqpar.attention.operands import OperandShape
-from seqpar.auto import choosing, measuring, module
+from seqpar.auto import choosing, measuring
 from seqpar.auto.choosing import CandidatePrediction, Choice
 from seqpar.balance import Cluster
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.hooks import hooks
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.hooks import set_hooks
 from seqpar.simulate.candidates import STRATEGIES, Candidate, candidates
 from seqpar.strategies.registry import SOFTMAX
 
@@ -118,49 +116,6 @@ def test_all_ranks_choose_alike():
     assert len({x.choice for x in attn}) == 1
 
 
-def test_skipped_simulations_change_no_price():
-    """Rows of documents in zigzag order are indexed, and indices are kept with a layout."""
-    cluster = replace(NODE, overlaps=False, device=replace(NODE.device, new_memory=1e-6))
-    ranked = []
-    for before in (False, True):
-        layout, attn = Layout.zigzag([0, 500, 501, 2048], 4), made(cluster=cluster)
-        if before:
-            found, call = candidates(cluster, 4), {"causal": True, "backward": False}
-            shape = OperandShape(torch.bfloat16, 1, 8, 4, 64, 64)
-            simulate.choose(cluster, found, shape, layout, **call)
-        with hooks.set(skip_messages=before):
-            chosen(layout, attn)
-        ranked.append(attn.choice.ranked)
-        freed = weakref.ref(layout.geometry)
-        del layout  # or the next is the same
-        gc.collect()
-        assert freed() is None
-    assert ranked[0] == ranked[1] and max(x.sent_bytes for x in ranked[1]) > 0
-
-
-def test_a_choice_is_made_once_per_layout(monkeypatch):
-    calls = []
-    real = module.choose
-    monkeypatch.setattr(module, "choose", lambda *a, **k: calls.append(a) or real(*a, **k))
-    attn, layout = made(strategies=["ring", "ulysses"]), Layout.zigzag(640, 4)
-    for _ in range(3):
-        chosen(layout, attn)
-    again = made(strategies=["ring", "ulysses"])
-    chosen(layout, again)  # of the same plan
-    assert len(calls) == 1
-    chosen(layout, attn, window_size=(9, 0))
-    chosen(layout, attn, heads=(4, 4))
-    chosen(Layout.zigzag(648, 4), attn)
-    assert len(calls) == 4
-    chosen(layout, made(strategies=["ring", "ulysses"], backward=False))
-    assert len(calls) == 5
-    calls.clear()
-    attn.choice, freed = None, weakref.ref(layout.geometry)
-    del layout
-    gc.collect()
-    assert freed() is None
-
-
 def test_candidates_within_2_8_errors_are_close():
     ranked = [CandidatePrediction(Candidate(name), x) for name, x in (
         ("ring", 1.0), ("ulysses", 1.28), ("all_gather", 1.29), ("token_ring", torch.inf),
@@ -185,7 +140,7 @@ def test_a_call_that_is_replaced_is_not_measured():
     q = torch.zeros(2)
     assert measuring.can_be_measured(q) and not measuring.can_be_measured(q.to("meta"))
     for replaced in ({"skip_messages": True}, {"replace_compute": lambda area: None}):
-        with hooks.set(**replaced):
+        with set_hooks(**replaced):
             assert not measuring.can_be_measured(q)
 
 
@@ -270,7 +225,9 @@ def test_a_copy_chooses_alike():
 
 
 WRONG = [
-    ({"cluster": "4x8-h100"}, TypeError, "cluster must be a Cluster or None"),
+    ({"cluster": 4}, TypeError, "cluster must be a Cluster or the name of a preset"),
+    ({"cluster": "h100"}, ValueError, 'cluster: preset must be like "4x8-h100"'),
+    ({"is_causal": True}, TypeError, "is_causal is not an option of 'auto', .* pass causal"),
     ({"ranks": 8}, ValueError, "cluster must be a cluster of at least the group's 8 ranks"),
     ({"strategies": []}, ValueError, "strategies must be some of"),
     ({"strategies": ["rings"]}, ValueError, "strategies must be some of"),

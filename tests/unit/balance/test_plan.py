@@ -34,7 +34,7 @@ def assert_whole(plan, lengths, capacity):
         assert batch.seconds.shape == batch.tokens.shape == batch.bytes.shape
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_every_token_is_planned_once_within_capacity(data):
     nodes, devices = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 4)]))
@@ -51,6 +51,75 @@ def test_every_token_is_planned_once_within_capacity(data):
     assert balance.Plan.from_json(plan.to_json()) == plan
 
 
+def short_documents(seed, count, mean, most):
+    return np.random.default_rng(seed).lognormal(mean, 1, count).astype(int).clip(1, most)
+
+
+@st.composite
+def drawn_plans(draw):
+    """Arguments of plans of a few documents, which often need several micro-batches."""
+    nodes, devices = draw(st.sampled_from([(1, 2), (1, 3), (2, 2), (1, 8), (3, 4)]))
+    capacity = draw(st.sampled_from([7, 300, 2000, 8000]))
+    seed, count = draw(st.integers(0, 1000)), draw(st.integers(1, 20))
+    mean = np.log(capacity * nodes * devices / count) + draw(st.floats(-1, 0.5))
+    lengths = short_documents(seed, count, mean, nodes * devices * capacity)
+    return lengths, cluster(nodes, devices), capacity
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=15)
+@given(drawn_plans())
+def test_auto_is_the_best_by_prediction(drawn):
+    lengths, where, capacity = drawn
+    plans = {
+        method: balance.plan(lengths, where, MODEL, capacity=capacity, method=method)
+        for method in METHODS
+    }
+    best = plans["auto"]
+    # Above 8 micro-batches "auto" is content with less.
+    enough = 1.01 * best.bound if len(plans["wlb"].micro_batches) > 8 else 0.0
+    least = min(plan.seconds for plan in plans.values())
+    assert best.seconds <= max(least, enough) * (1 + 1e-9)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=15)
+@given(drawn_plans(), st.sampled_from([2, 4]), st.sampled_from([None, 3]))
+def test_more_capacity_gives_no_slower_plan(drawn, times, micro_batches):
+    lengths, where, capacity = drawn
+    capacity *= 1 if micro_batches is None else 4  # so that three micro-batches have room
+    less, more = (
+        balance.plan(lengths, where, MODEL, capacity=x, micro_batches=micro_batches)
+        for x in (capacity, times * capacity)
+    )
+    few = balance.plan(lengths, where, MODEL, capacity=times * capacity, method="wlb")
+    enough = 1.01 * more.bound if len(few.micro_batches) > 8 else 0.0
+    assert more.seconds <= max(less.seconds, enough) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "mean", "capacity"), [(1, 14, 6.3, 2000), (39, 9, 5.8, 300)]
+)
+def test_auto_tries_contiguous_packing(seed, count, mean, capacity):
+    """Contiguous packing is over 10% faster than all else, by its cuts or with fewer batches."""
+    call = short_documents(seed, count, mean, 8 * capacity), cluster(1, 8), MODEL
+    plans = {
+        method: balance.plan(*call, capacity=capacity, method=method)
+        for method in (*balance.METHODS, "auto")
+    }
+    best = plans.pop("auto")
+    assert best.seconds <= plans["contiguous"].seconds == min(x.seconds for x in plans.values())
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "mean", "capacity"), [(22, 14, 6.3, 2000), (27, 9, 5.8, 300)]
+)
+def test_twice_the_capacity_gives_no_slower_plan(seed, count, mean, capacity):
+    call = short_documents(seed, count, mean, 8 * capacity), cluster(1, 8), MODEL
+    less, more = (balance.plan(*call, capacity=x).seconds for x in (capacity, 2 * capacity))
+    assert more <= less
+
+
 @few_rows()
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("slack", [1.0, 1.3])
@@ -59,7 +128,11 @@ def test_batches_that_need_several_micro_batches(method, slack):
     capacity = int(slack * lengths.sum() / (3 * 8)) + 1
     plan = balance.plan(lengths, cluster(2), MODEL, capacity=capacity, method=method)
     assert_whole(plan, lengths, capacity)
-    assert 3 - (slack > 1) <= len(plan.micro_batches) <= 4
+    assert 3 - (slack > 1) <= len(plan.micro_batches)
+    few = balance.plan(lengths, cluster(2), MODEL, capacity=capacity, method="bytescale")
+    assert len(few.micro_batches) <= 4
+    if len(plan.micro_batches) > 4:  # "auto" takes more if that is faster
+        assert method == "auto" and plan.seconds < few.seconds
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -119,10 +192,12 @@ def test_empty_batches_have_plans():
         ({"lengths": [0.5]}, ValueError, "lengths"),
         ({"capacity": 0}, ValueError, "capacity"),
         ({"capacity": 1.5}, ValueError, "capacity"),
-        ({"method": "best"}, ValueError, "method must be auto or one of zeppelin"),
+        ({"method": "best"}, ValueError, "method must be one of auto, zeppelin, "),
         ({"cluster": None}, TypeError, "cluster"),
-        ({"cluster": MODEL}, TypeError, r"cluster must be a Cluster, got .{1,201}$"),
-        ({"model": "llama-8b"}, TypeError, "model"),
+        ({"cluster": MODEL}, TypeError, r"cluster must be a Cluster or .*, got .{1,201}$"),
+        ({"cluster": "h100"}, ValueError, 'cluster: preset must be like "4x8-h100", of .*; got'),
+        ({"model": "llama"}, ValueError, "model: preset must be one of llama-3b, .*, got 'llama'"),
+        ({"model": 8}, TypeError, "model must be a Model .*, got 8: Model.from_config makes one"),
     ],
 )
 def test_wrong_arguments_are_named(changes, error, named):
@@ -139,9 +214,9 @@ def test_a_cluster_has_ranks():
 @pytest.mark.exhaustive
 def test_many_micro_batches_take_time_in_proportion():
     """Few documents a micro-batch are no reason to try all ways for each of very many."""
-    lengths = np.random.default_rng(0).integers(1, 2000, 8000)
+    lengths = np.random.default_rng(0).integers(1, 2000, 1600)
     plan = balance.plan(lengths, cluster(), MODEL, capacity=5000)
-    assert len(plan.micro_batches) > 300
+    assert len(plan.micro_batches) > 60
     assert plan.share > 0.9
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqpar.bench import sweep
-from seqpar.bench.results.results import SweepResults
+from seqpar.bench.results.results_file import SweepResults
 from seqpar.bench.workers import rank
 from seqpar.bench.workers.ranks import PointError, StartError
 from seqpar.bench.workloads.contenders import ONE, Contender
@@ -54,7 +54,7 @@ def test_a_failure_has_its_reason_and_sweeping_continues(tmp_path):
         told = [str(error) for (_, failed), error in faults.items() if failed == name]
         assert [row["failed"]] == (told or [None])
     assert len(rows["ring", 48]["seconds"]) == 2
-    assert ("time", "token_ring") not in here.tasks and here.tasks.count(
+    assert ("time", "token_ring") not in here.requests and here.requests.count(
         ("time", "all_gather")
     ) == 2
 
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, tokens, dtype, change
                  passes=["forward+backward"])  # fmt: skip
     row = rows["ring", int(tokens)]
     assert row["failed"].startswith("wrong, so it was not timed") and said in row["failed"]
-    assert ("time", "ring") not in here.tasks and row["seconds"] == []
+    assert ("time", "ring") not in here.requests and row["seconds"] == []
     assert rows[ONE, int(tokens)]["failed"] is None
     assert sweep.faulty([*rows.values()])
 
@@ -148,7 +148,7 @@ def test_longer_batches_are_compared_in_some_rows(tmp_path, monkeypatch):
 def test_an_interrupted_sweep_loses_nothing(tmp_path, at):
     class Interrupted(Here):
         def ask(self, *arguments):
-            if len(self.tasks) == at:
+            if len(self.requests) == at:
                 raise KeyboardInterrupt
             return super().ask(*arguments)
 
@@ -158,16 +158,16 @@ def test_an_interrupted_sweep_loses_nothing(tmp_path, at):
     rows = swept(tmp_path, second)
     assert all(len(row["seconds"]) == 2 and not row["failed"] for row in rows.values())
     # where the ranks are, each time; then of both contenders: check, costs, two turns
-    assert len(first.tasks) + len(second.tasks) == (at > 0) + 1 + 2 * 4
+    assert len(first.requests) + len(second.requests) == (at > 0) + 1 + 2 * 4
 
 
 def test_a_finished_sweep_only_repeats_failures_on_request(tmp_path):
     swept(tmp_path, Here({("check", "ring"): PointError("it took more than 60 s")}))
     again = Here()
-    assert swept(tmp_path, again)["ring", 32]["failed"] is not None and again.tasks == []
+    assert swept(tmp_path, again)["ring", 32]["failed"] is not None and again.requests == []
     results = SweepResults.open(tmp_path, options(), again=True)
     sweep.run(options(), results, again, lambda _: None)
-    assert {name for _, name in again.tasks} == {None, "ring"}
+    assert {name for _, name in again.requests} == {None, "ring"}
     assert results.rows[-1]["failed"] is None and len(results.rows[-1]["seconds"]) == 2
 
 
@@ -182,12 +182,12 @@ def test_a_point_may_take_so_long_in_all(tmp_path, monkeypatch):
 
 def test_a_rank_shares_one_workloads_tensors():
     here = Here()
-    task = {"workload": options().workloads()[0].as_dict(), "contender": "ring"}
-    here.ask(1, task | {"do": "time"}, 1)
-    here.ask(1, task | {"do": "time", "contender": "all_gather"}, 1)
+    request = {"workload": options().workloads()[0].as_dict(), "contender": "ring"}
+    here.ask(1, request | {"do": "time"}, 1)
+    here.ask(1, request | {"do": "time", "contender": "all_gather"}, 1)
     steps = here._rank._steps
     assert steps["ring"].tensors is steps["all_gather"].tensors
-    here.ask(1, task | {"do": "time", "workload": task["workload"] | {"tokens": 36}}, 1)
+    here.ask(1, request | {"do": "time", "workload": request["workload"] | {"tokens": 36}}, 1)
     assert set(here._rank._steps) == {"ring"} and len(here._rank._steps["ring"].tensors[0]) == 36
 
 

@@ -65,9 +65,6 @@ def test_documents_in_order_use_the_fewest_ranks():
     assert in_order(lengths, COSTS, 8192) == pytest.approx(alone, rel=0.05)
     many = np.full(32, 8192)  # two micro-batches, one after the other
     assert in_order(many, COSTS, 8192) == pytest.approx(2 * seconds_alone(many[:1]), rel=0.02)
-    assert in_order(np.array([65536]), COSTS, 8192) < in_order(
-        np.array([65536]), COSTS, 8192, offload=1.0
-    )  # which is on fewer ranks
 
 
 @pytest.mark.parametrize("name", ["byted", "github"])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from benchmarks.network import linear
 from benchmarks.network.linear_contenders import CONTENDERS
 from benchmarks.papers import linear_cost
 from tests.support.ranks import virtual
@@ -69,14 +68,3 @@ def test_bytes_are_those_of_the_model(name):
         for rank in range(ranks)
     ]
     assert sum(forward) == sum(per_rank)
-
-
-def test_the_picture_of_what_was_measured_is_drawn(tmp_path):
-    same = {"ranks": 4, "pass": linear.PASSES[1], "tokens": 512, "total": 1.0, "predicted": 1.1}
-    rows = [
-        same | {"topology": topology, "contender": name}
-        for topology in ("mesh", "switch")
-        for name in CONTENDERS
-    ]
-    linear.plot(rows, tmp_path / "linear.png")
-    assert (tmp_path / "linear.png").stat().st_size

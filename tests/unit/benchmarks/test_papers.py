@@ -1,13 +1,14 @@
-"""Papers' figures: each module runs, every published one has its source, and pages hold results."""
+"""Papers: figures are predicted, published ones have a source, and the page holds the results."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.papers import frame, megatron, run
+from benchmarks.papers import megatron, run
 from benchmarks.papers.ring_flash_attention import visits
-from benchmarks.papers.training import flops
+from benchmarks.papers.virtual_time import flops
 from seqpar.balance import Cluster, Costs, Model
 
 MODEL = Model.preset("llama-7b")
@@ -20,43 +21,50 @@ SLOW = {"lightseq", "ring_flash_attention", "mesh"}  # a second or two each
     "name",
     [
         pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ())
-        for name in run.MODULES
+        for name in run.PAPERS
     ],
 )
-def test_each_papers_published_figures_are_recomputed(name):
-    found, written = run.compute(name, mini=True), frame.read(frame.FOLDER / f"{name}.json")
-    assert found.name == written.name == name
-    known = {(x.published, x.source) for x in written.points}
-    assert {(x.published, x.source) for x in found.points} <= known | {(None, "")}
-    assert all(x.predicted > 0 for x in found.points)
-    assert any(x.published and not x.fitted for x in found.points)
+def test_each_papers_published_figures_are_predicted(name):
+    found = run.PAPERS[name](True)
+    assert all(x > 0 for x in found.values())
+    published = [what for what, _, *known in run.data_of(name)["figures"] if len(known) == 2]
+    assert set(published) & set(found)
+
+
+@pytest.mark.parametrize("name", run.PAPERS)
+def test_results_have_the_figures_of_the_data(name):
+    written, data = json.loads((run.FOLDER / f"{name}.json").read_text()), run.data_of(name)
+    assert (written["name"], written["title"]) == (name, data["title"])
+    names = [what for what, *_ in data["figures"]]
+    assert names == [x["what"] for x in written["points"]] and len({*names}) == len(names)
+    assert run.compared(name, {x["what"]: x["predicted"] for x in written["points"]}) == written
+    for _, _, *known in data["figures"]:  # a value has a source
+        assert not known or (known[0] > 0 and known[1] and known[2:] in ([], [True]))
 
 
 def test_the_page_holds_what_was_written():
     assert run.PAGE.read_text().endswith(run.generated())
-    pictures = {path.stem for path in frame.FOLDER.glob("*.png")}
-    assert pictures == {*run.MODULES}
+    pictures = {path.stem for path in run.FOLDER.glob("*.png")}
+    assert pictures == {*run.PAPERS}
 
 
-def test_published_figures_have_a_source_and_an_error():
-    with pytest.raises(ValueError, match="source: 'speed'"):
-        frame.Point("speed", "×", 2.0, published=3.0)
-    with pytest.raises(ValueError, match="source"):
-        frame.Point("speed", "×", 2.0, source="abstract")
-    with pytest.raises(ValueError, match="predicted: 'speed' is inf"):
-        frame.Point("speed", "×", float("inf"))
-    point = frame.Point("speed", "×", 2.0, published=4.0, source="abstract")
-    assert point.error == -0.5
-    assert frame.Point("speed", "×", 2.0).error is None
+def test_predictions_are_those_of_the_data():
+    with pytest.raises(ValueError, match=r"data/usp.toml has no figures \['speed'\]"):
+        run.compared("usp", {"speed": 2.0})
+    with pytest.raises(ValueError, match="usp: 'MFU, of all pairs' is inf"):
+        run.compared("usp", {"MFU, of all pairs": float("inf")})
+    (point,) = run.compared("usp", {"MFU, of all pairs": 43.0})["points"]
+    assert point["published"] == 86 and point["error"] == -0.5 and not point["fitted"]
+    (point,) = run.compared("usp", {"the same, Ring": 43.0})["points"]
+    assert point["published"] is None and point["error"] is None
 
 
-def test_a_paper_is_read_as_it_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(frame, "FOLDER", tmp_path)
-    points = (frame.Point("speed", "×", 2.0, 4.0, "abstract"), frame.Point("time", "ms", 1e-3))
-    paper = frame.Paper("one", "One", points)
-    frame.write(paper)
-    assert frame.read(tmp_path / "one.json") == paper
-    assert (tmp_path / "one.png").exists()
+def test_a_paper_is_written_with_its_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    paper = run.compared("usp", {"MFU, of all pairs": 80.0, "the same, Ring": 30.0})
+    run.write(paper)
+    assert json.loads((tmp_path / "usp.json").read_text()) == paper
+    assert (tmp_path / "usp.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +77,7 @@ def test_a_paper_is_read_as_it_was_written(tmp_path, monkeypatch):
     ],
 )
 def test_values_are_shown_with_three_digits(value, unit, expected):
-    assert frame.shown(value, unit) == expected
+    assert run.shown(value, unit) == expected
 
 
 def test_megatron_on_one_rank_sends_nothing():

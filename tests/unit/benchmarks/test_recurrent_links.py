@@ -10,8 +10,9 @@ from tests.support.commands import fork_spawned
 @pytest.mark.exhaustive  # two processes start
 def test_it_checks_and_times_all_transports(monkeypatch):
     fork_spawned(monkeypatch, emulated)
-    with emulated.Network("loopback", links.RANKS) as network:
-        rows = links.measure(network, [(128, 2, 8)], rounds=1)
+    loopback = emulated.Network("loopback", 1), emulated.Network("loopback", links.RANKS)
+    with loopback[0] as one, loopback[1] as ranks:
+        rows = links.measured(one, ranks, [(128, 2, 8)], rounds=1)
     assert [row["transport"] for row in rows] == [*links.LAYOUTS] * 2
     state = 2 * 8 * 8 * 4  # bytes
     sent = {(row["transport"], row["pass"]): row["bytes"] for row in rows}

@@ -19,5 +19,5 @@ def test_steps_are_compared(tmp_path):
         assert row["bytes"]["sent"] == task + 8 * 64 * element + 8 * exact
         assert all(len(x) == 2 for x in row["rounds"].values())
         assert server.status().caches == 0 or not pool.report().waiting
-    text = decoding.table([{"transport": "zmq", **row}])
-    assert "| zmq | 40 |" in text
+    text = decoding.table([{"transport": "grpc", **row}])
+    assert "| grpc | 40 |" in text

@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from tests.support.nccl import Deadlock, nccl
-from tests.support.nccl_exchanges import Speeds
-
-SPEEDS = Speeds(latency=1.0, rate=8.0)  # so a message of n fp64 elements takes 1 + n seconds
 
 
 def message(peer, elements=1):
@@ -113,25 +110,6 @@ def test_a_raising_rank_is_blamed_not_its_waiters():
         nccl(2, program)
 
 
-def late_peer(comm):
-    """Rank 1 computes for 5 s before it posts: rank 0's exchange blocks until then."""
-    comm.work(5.0 * comm.rank)
-    both_at_once(comm)
-
-
-def hidden(comm):
-    """3 s of compute under an exchange of 2 s: the wait costs nothing."""
-    pending = post(comm, [1 - comm.rank], [1 - comm.rank])
-    comm.work(3.0)
-    pending.wait()
-
-
-def exposed(comm):
-    """Posted after 3 s of compute."""
-    comm.work(3.0)
-    both_at_once(comm)
-
-
 def behind(comm):
     """Two of 2 s each, one after another, and 3 s of compute beside them."""
     posted = [post(comm, [1 - comm.rank], [1 - comm.rank], step=step) for step in (0, 1)]
@@ -145,48 +123,3 @@ def beside(comm):
     posted = [post(x, [1 - comm.rank], [1 - comm.rank]) for x in (comm, comm.beside("b", [0, 1]))]
     for pending in posted:
         pending.wait()
-
-
-def channel(comm):
-    """The same on a channel, which all ranks make."""
-    posted = [post(x, [1 - comm.rank], [1 - comm.rank]) for x in (comm, comm.channel("b"))]
-    for pending in posted:
-        pending.wait()
-
-
-def fan_out(comm):
-    """Rank 0 sends 3 messages through one port; rank 1's own compute ends later."""
-    comm.join()
-    if comm.rank == 0:
-        post(comm, to=[1, 2, 3]).wait()
-    else:
-        comm.work(10.0 if comm.rank == 1 else 0.0)
-        post(comm, source=[0]).wait()
-
-
-TIMES = [
-    (late_peer, 2, [7.0, 7.0]),
-    (hidden, 2, [3.0, 3.0]),
-    (exposed, 2, [5.0, 5.0]),
-    (behind, 2, [4.0, 4.0]),
-    (beside, 2, [2.0, 2.0]),
-    (channel, 2, [2.0, 2.0]),
-    (fan_out, 4, [14.0, 14.0, 4.0, 4.0]),
-]
-
-
-@pytest.mark.parametrize(("program", "ranks", "seconds"), TIMES)
-def test_times_are_those_computed_by_hand(program, ranks, seconds):
-    _, world = nccl(ranks, program, speeds=SPEEDS)
-    assert world.now == seconds
-
-
-def test_a_full_device_runs_exchanges_in_order():
-    _, world = nccl(2, beside, speeds=SPEEDS, one_at_a_time=True)
-    assert world.now == [4.0, 4.0]
-
-
-def test_events_say_what_overlapped():
-    _, world = nccl(2, hidden, speeds=SPEEDS)
-    found = {(x.kind, x.start, x.stop) for x in world.events if x.rank == 0}
-    assert found == {("compute", 0.0, 3.0), ("flight", 0.0, 2.0), ("wait", 3.0, 3.0)}

@@ -49,7 +49,7 @@ def test_a_sweep_writes_results_and_a_page(here, tmp_path, capsys):
     assert {x.name for x in (tmp_path / "x").iterdir()} == {"bench.json", "bench.md"}
     assert main([*TINY, "--folder", str(tmp_path / "x"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["rows"][1]["figures"]["seconds"] > 0 and len(here.tasks) == 1 + 2 * 4
+    assert found["rows"][1]["figures"]["seconds"] > 0 and len(here.requests) == 1 + 2 * 4
 
 
 def test_a_threshold_is_a_gate(here, tmp_path, capsys):
@@ -59,12 +59,12 @@ def test_a_threshold_is_a_gate(here, tmp_path, capsys):
     assert main(words) == 1
     assert "broken: ring, 32 tokens" in capsys.readouterr().err
     (tmp_path / "gate.json").write_text(json.dumps({"rules": [rule | {"at_most": 1e-3}]}))
-    assert main(words) == 0 and len(here.tasks) == 1 + 2 * 4  # nothing is measured again
+    assert main(words) == 0 and len(here.requests) == 1 + 2 * 4  # nothing is measured again
 
 
 @pytest.mark.parametrize(("words", "wrong"), [
     (["--strategies", "rign"], "strategies must be among"),
-    (["--lengths", ","], "lengths must not be empty"),
+    (["--lengths", ","], "lengths must be numbers of tokens such as"),
     (["--preset", "magi"], "heads are those of the preset magi"),
     (["--threshold", "/nonexistent"], "threshold: /nonexistent cannot be read"),
     (["--folder", "/dev/null/x"], "folder: /dev/null/x cannot be used"),
@@ -74,7 +74,7 @@ def test_mistakes_are_named_before_measuring(here, words, wrong, capsys):
     assert main([*TINY, *words]) == 2
     said = capsys.readouterr()
     assert not said.out and said.err.startswith("bench: ") and wrong in said.err
-    assert said.err.count("\n") == 1 and here.tasks == []
+    assert said.err.count("\n") == 1 and here.requests == []
 
 
 def test_too_many_ranks_are_refused_on_all(monkeypatch, capsys):
@@ -94,7 +94,7 @@ def test_results_of_other_options_are_refused(here, tmp_path, capsys):
 
 
 def test_an_interrupt_keeps_measurements_and_its_status(here, tmp_path, capsys):
-    ask, asked = here.ask, here.tasks
+    ask, asked = here.ask, here.requests
 
     def interrupted(*arguments):
         if len(asked) == 4:
@@ -106,7 +106,7 @@ def test_an_interrupt_keeps_measurements_and_its_status(here, tmp_path, capsys):
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [row["check"] is not None for row in found["rows"]] == [True, True]
     here.ask = ask
-    assert main([*TINY, "--folder", str(tmp_path)]) == 0 and len(here.tasks) == 1 + 1 + 2 * 4
+    assert main([*TINY, "--folder", str(tmp_path)]) == 0 and len(here.requests) == 1 + 1 + 2 * 4
 
 
 def test_without_what_draws_it_says_what_to_install(monkeypatch, capsys):

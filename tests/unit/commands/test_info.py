@@ -66,7 +66,7 @@ def test_links_are_active_cards_with_their_rates(tmp_path):
 
 
 def test_functions_that_torch_removed_are_explained(capsys, monkeypatch):
-    monkeypatch.setattr(info, "missing", lambda: {"torch._gone": "to go fast"})
+    monkeypatch.setattr(info.TORCH, "missing", lambda: {"torch._gone": "to go fast"})
     assert main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index("missing in torch") + 1] == "  torch._gone  to go fast"

@@ -10,7 +10,7 @@ from seqpar import simulate
 from seqpar.__main__ import main
 from seqpar.balance import Cluster
 from seqpar.simulate.recommendations import predicting
-from tests.unit.simulate.steps.test_steps import SMALL
+from tests.unit.simulate.steps.test_training_step import SMALL
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def files(tmp_path):
     paths = {x: tmp_path / f"{x}.json" for x in names}
     paths["model"].write_text(json.dumps(SMALL))
     Cluster.preset("1x2-h100").to_json(paths["cluster"])
-    paths["lengths"].write_text("300\n519, 5\n")
+    paths["lengths"].write_text("300\n512x2, 5\n")
     paths["binary"].write_bytes(b"\xff\xff")
     paths["deep"].write_text("[" * 100_000)
     return {name: str(path) for name, path in paths.items()}
@@ -36,9 +36,20 @@ def test_it_prints_the_table_and_the_code(files, capsys):
     code, out, err = plan(capsys, *words)
     assert code == 0 and not err
     assert out.startswith("strategy, layout") and "seqpar.make_attention(" in out
+    table, code_lines = out.split("\n\nimport torch", 1)
+    assert len(table.splitlines()) == 1 + 10 + 1 and table.endswith("--rows 0 shows all.")
     code, out, _ = plan(capsys, *words, "--json")
     rows = json.loads(out)
     assert rows[0]["why_not"] is None and rows[0]["seconds"] <= rows[-1]["seconds"]
+    speed, tokens = rows[0]["tokens_per_second"], 300 + 2 * 512 + 5
+    assert speed == pytest.approx(tokens / rows[0]["seconds"] / 2) and 0 < rows[0]["mfu"] < 1
+    *_, choice, how_fast, memory = code_lines.splitlines()
+    assert choice == f"choice: {table.splitlines()[1].split('  ')[0]}"
+    assert f"a step of {tokens:,} tokens, {speed:,.0f} tokens/s per GPU, MFU " in how_fast
+    assert "of 80.0 GB on the fullest GPU" in memory
+    code, out, _ = plan(capsys, *words, "--rows", "0")
+    table, _ = out.split("\n\nimport torch", 1)
+    assert len(table.splitlines()) == 1 + len(rows) and "--rows" not in table
 
 
 def test_a_cluster_is_saved_and_contradictions_are_named(files, capsys, tmp_path):
@@ -69,6 +80,9 @@ def test_presets_work_and_misfits_set_the_status(capsys):
     code, out, _ = plan(capsys, *words)
     rows = json.loads(out)
     assert code == 1 and {x["seconds"] for x in rows} == {None} and rows[0]["memory"] > 80e9
+    assert {x["mfu"] for x in rows} == {x["tokens_per_second"] for x in rows} == {None}
+    _, out, _ = plan(capsys, *words[:-1])
+    assert "choice: none. The closest is " in out.splitlines()[-1] and " too much" in out
 
 
 def test_an_interrupted_plan_is_printed_as_partial(files, capsys, monkeypatch):
@@ -93,7 +107,7 @@ WRONG = [
     ({"model": "none"}, "plan: model: .*none.json: No such file"),
     ({"model": "lengths"}, "plan: model: .*lengths.json is not JSON"),
     ({"lengths": "none"}, "plan: lengths: .*none.json: No such file"),
-    ({"lengths": "model"}, "plan: lengths must be integers"),
+    ({"lengths": "model"}, "plan: lengths: .*model.json must be numbers of tokens such as 4096"),
     ({"lengths": "0"}, "plan: lengths must have a token"),
     *(
         ({name: "binary"}, f"plan: {name}: .*is not text")
@@ -101,7 +115,13 @@ WRONG = [
     ),
     ({"model": "deep"}, "plan: model: .*deep.json is not JSON"),
     ({"cluster": "deep"}, "plan: .*deep.json: this is not JSON"),
-    ({"lengths": "5,-3"}, "plan: lengths: 5,-3: No such file"),
+    *(
+        (
+            {"lengths": text},
+            f"plan: lengths must be numbers of tokens such as .*, got '{word}'; there",
+        )
+        for text, word in {"5,-3": "-3", "a": "a", "16384x": "16384x", "1.5K": "1.5K"}.items()
+    ),
 ]
 
 

@@ -2,17 +2,19 @@
 
 import copy
 import datetime
-import inspect
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 import seqpar
-from seqpar import Layout, balance
-from seqpar.comm.messages.exchange import Comm
+from seqpar import Layout, Mask, balance
+from seqpar.attention.unknown_arguments import call_arguments
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.arguments import shown
+from seqpar.simulate.recording.program import Program
 
 ONE = Comm("malformed", 0, 1)
 MESH = copy.copy(ONE)
@@ -187,6 +189,82 @@ CALLS = {
     "Trace.gather": (seqpar.Trace().gather, {"group": ONE}),
     "Trace.write": (write, {"path": "nothing"}),
 }
+COSTS = balance.Costs(CLUSTER, MODEL)
+TASKS = balance.Tasks.of(4, 4, 4)
+CAUSAL = Mask.of(True, (-1, -1), None, LAYOUT.geometry)
+ROWS = balance.RowBytes.of(2, 2, 8)
+SIZES_OF_ROWS = {"heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8, "itemsize": 2}
+DECODE = {"q": X[:2], "k_cache": X, "v_cache": X, "kv_layout": LAYOUT, "cu_seqlens": [0, 1, 2]}
+PREPARED = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "kv_heads": 2, "device": "cpu"}
+SECONDS = {"forward": [1.0, 1.0], "backward": [2.0, 2.0], "nbytes": 0, "stages": 2}
+
+
+def decode(**arguments):
+    with torch.no_grad():
+        RING.decode(**arguments)
+
+
+def select(sequences):
+    put(X, X).select(sequences)
+
+
+def connect(**arguments):
+    deadlines = {"connect": 0.001}
+    seqpar.ServerPool.connect("ipc:///nobody/server", deadlines=deadlines, **arguments).close()
+
+
+# Of names in other public modules, and of methods.
+MORE_CALLS = {
+    "Attention.decode": (decode, DECODE | {"causal": True, "return_lse": False}),
+    "Attention.preparation": (RING.preparation, PREPARED | {"backward": True}),
+    "LASP2Attention.preparation": (LASP2.preparation, PREPARED | {"backward": True}),
+    "Layout.from_position_ids": (
+        Layout.from_position_ids,
+        {"position_ids": torch.arange(24), "ranks": 2, "kind": "zigzag"},
+    ),
+    "ShardedCache.select": (select, {"sequences": [0]}),
+    "ServerPool.connect": (
+        connect,
+        {"transports": ["grpc"], "home": True, "depth": 2},
+    ),
+    "plan": (
+        balance.plan,
+        {"lengths": [5, 7], "cluster": CLUSTER, "model": MODEL, "capacity": 100}
+        | {"method": "zigzag", "checkpointing": "none", "remap": False, "heads": 1},
+    ),
+    "token_balanced": (
+        balance.token_balanced,
+        {"layout": Layout.zigzag(24, 2), "cluster": CLUSTER},
+    ),
+    "RowBytes.of": (balance.RowBytes.of, SIZES_OF_ROWS),
+    "RowBytes.sent": (balance.RowBytes.sent, SIZES_OF_ROWS | {"backward": 2.5}),
+    "disaggregate_stages": (
+        balance.disaggregate_stages,
+        {"stages": [balance.Stage(LAYOUT, CAUSAL, None)], "servers": 1, "row_bytes": ROWS},
+    ),
+    "Costs": (balance.Costs, {"cluster": CLUSTER, "model": MODEL}),
+    "Costs.attention": (COSTS.attention, {"tasks": TASKS, "backward": False, "heads": 2}),
+    "Costs.attention_call": (COSTS.attention_call, {"tasks": TASKS, "backward": False}),
+    "Costs.span_work": (partial(COSTS.span_work, [0], [4]), {"backward": False}),
+    "Costs.tokenwise": (COSTS.tokenwise, {"tokens": 3, "backward": False}),
+    "Costs.token_capacity": (
+        COSTS.token_capacity,
+        {"checkpointing": "none", "ranks": 2, "stage": 3},
+    ),
+    "Costs.message": (COSTS.message, {"nbytes": [1.0], "link": "inside"}),
+    "Tasks.of": (balance.Tasks.of, {"rows": 1, "keys": 1, "pairs": 1, "windowed": 0.0}),
+    "pipeline": (seqpar.simulate.pipeline, SECONDS | {"cluster": CLUSTER, "schedule": "1f1b"}),
+    "play": (seqpar.simulate.play, {"programs": [Program()], "cluster": CLUSTER}),
+    "masks.image_blocks": (
+        partial(seqpar.masks.image_blocks, [0, 10, 24]),
+        {"blocks": [(0, 2, 4)]},
+    ),
+    "masks.from_magi": (
+        seqpar.masks.from_magi,
+        {"q_ranges": [[0, 4]], "k_ranges": [[0, 4]], "attn_types": ["full"]},
+    ),
+    "causal_work": (seqpar.layout.plot.causal_work, {"layout": LAYOUT}),
+}
 NO_CALLS = {  # what has no arguments, or takes no other than we give it
     *("Exposure", "Group", "PeerError", "SAVED_OPS", "Span", "Trace", "__version__", "trace"),
     "Layout",  # tests/unit/layout
@@ -206,9 +284,9 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CALLS | MORE_CALLS)
 def test_errors_are_ours_and_name_the_argument(name):
-    function, good = CALLS[name]
+    function, good = (CALLS | MORE_CALLS)[name]
     function(**good)
     wrong = []
     for argument in good:
@@ -239,4 +317,4 @@ def test_the_walk_leaves_nothing_out():
     walked = {name.split(".")[0].split(",")[0].split("'")[0] for name in CALLS}
     assert walked | NO_CALLS == set(seqpar.__all__)
     for module, goods in ((RING, SOFTMAX | PREFIX | MASKED), (LASP2, LINEAR), (KDA, RECURRENT)):
-        assert set(inspect.signature(module.forward).parameters) == set(goods)
+        assert set(call_arguments(module.forward)) == set(goods)

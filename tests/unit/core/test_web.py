@@ -8,17 +8,20 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler
 
+import grpc
 import pytest
 import torch
 
 from seqpar.core import web
 from seqpar.core.web import BoundedServer, Handler
-from seqpar.explore import server as explorer
+from seqpar.explore import page_server as explorer
 from seqpar.explore.question import Question
-from seqpar.servers.transport.peers import Peer
-from seqpar.servers.wire import protocol
-from seqpar.servers.wire.protocol import decode, encode
-from tests.support.servers import QUICK, Client, running, wait_until
+from seqpar.servers.server.audit import Audit
+from seqpar.servers.server.callers import Callers
+from seqpar.servers.server.sessions import UntrustedError
+from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.texts import printable
+from tests.support.servers import Client, running, wait_until
 
 
 class Page(Handler):
@@ -136,37 +139,48 @@ def test_a_question_is_cancelled_when_its_client_leaves(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["a\x1b[2Jb", "a\nb", "a\r\x07b", "a\u202eb", "a\x9bb"])
-def test_texts_of_peers_are_escaped(text):
-    for message in (
-        protocol.Refused(text),
-        protocol.Failed(1, 1, text),
-        protocol.Malformed(text),
-        protocol.Hello(text, text, ["zmq"], []),
-    ):
-        found = decode(encode(message))
-        texts = [getattr(found, name) for name in protocol._TEXTS[type(message)]]
-        assert all(x.isprintable() and x[0] == "a" and x[-1] == "b" for x in texts)
-    assert decode(encode(protocol.Refused("plain é"))) == protocol.Refused("plain é")
+def test_texts_of_peers_are_escaped(text, caplog):
+    shown = printable(text)
+    assert shown.isprintable() and shown[0] == "a" and shown[-1] == "b"
+    Audit().write(logging.WARNING, "refused", text, text, text)
+    assert caplog.records[0].getMessage() == f"refused: client {shown} {shown}: {shown}"
+    assert printable("plain é") == "plain é"
 
 
-def test_the_audit_log_names_leases_refusals_and_evictions(tmp_path, caplog):
+def test_the_audit_log_names_sessions_refusals_and_ends(tmp_path, caplog):
     caplog.set_level(logging.INFO, "seqpar.servers.audit")
-    with (
-        running(f"ipc://{tmp_path}/s", deadlines=QUICK) as server,
-        Client(server.address, client="a\x1b[2J"),
-        Client(server.address, library="9"),
-    ):
+    limits = Limits(clients=1)
+    with running(f"ipc://{tmp_path}/s", limits=limits) as server:
+        with Client(server.address, client="a\x1b[2J") as client, pytest.raises(grpc.RpcError):
+            Client(server.address, client="b")
         wait_until(lambda: not server.status().clients)
     lines = [record.getMessage() for record in caplog.records]
-    assert any(x.startswith("lease: client ") and "a\\x1b[2J by zmq" in x for x in lines)
-    assert any(x.startswith("refused: client ") and "library" in x for x in lines)
-    assert any(x.startswith("evicted: client ") and "nothing was heard" in x for x in lines)
+    assert any(x.startswith("session: client ") and x.endswith("a\\x1b[2J") for x in lines)
+    assert any(x.startswith("refused: client ") and "1 already of 1" in x for x in lines)
+    assert any(x.startswith("ended: client ") and "it has left" in x for x in lines)
+    assert not any(repr(client.session)[2:-1] in x or client.session.hex() in x for x in lines)
 
 
-def test_the_audit_log_is_limited(caplog):
-    from seqpar.servers.server.clients import _MAX_LOG_LINES, _Audit
+def test_the_audit_log_names_callers_that_are_not_trusted(tmp_path, caplog, monkeypatch):
+    def refuse(self, context):
+        raise UntrustedError("it is another user's")
 
-    audit = _Audit()
-    for _ in range(10 * _MAX_LOG_LINES):
-        audit.write(logging.WARNING, "refused", Peer(b"\0\1"), "a reason")
-    assert len(caplog.records) == _MAX_LOG_LINES
+    monkeypatch.setattr(Callers, "check_user", refuse)
+    with running(f"ipc://{tmp_path}/s") as server, pytest.raises(grpc.RpcError):
+        Client(server.address)
+    lines = [x.getMessage() for x in caplog.records if x.name == "seqpar.servers.audit"]
+    assert any(x.startswith("refused: client ") and "another user's" in x for x in lines)
+
+
+def test_the_audit_log_is_limited(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    audit = Audit()
+    for _ in range(1000):
+        audit.write(logging.WARNING, "refused", "name", "peer", "a reason")
+    assert len(caplog.records) == 100
+    now[0] = 60.0
+    audit.write(logging.WARNING, "refused", "name", "peer", "a reason")
+    assert [x.getMessage() for x in caplog.records[100:]] == [
+        "900 lines were left out", "refused: client name peer: a reason",
+    ]  # fmt: skip

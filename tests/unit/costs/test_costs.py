@@ -176,6 +176,8 @@ def test_descriptions_are_not_exchanged():
         Costs(LLAMA, H100)
     with pytest.raises(TypeError, match="inside must be a Link"):
         replace(H100, inside=5)
+    costs = Costs("4x8-h100", "llama-8b")
+    assert (costs.cluster, costs.model) == (H100, Model.preset("llama-8b"))
     assert hash(H100) == hash(Cluster.preset("4x8-h100")) and hash(LLAMA)
 
 

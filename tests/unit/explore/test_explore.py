@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import re
 import socket
 import threading
 import xml.etree.ElementTree as ET
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.commands.explore import MEANINGS
 from seqpar.explore.page import page
+from seqpar.explore.page_server import answered, listening
 from seqpar.explore.question import Question, answer
-from seqpar.explore.server import answered, listening
 from seqpar.simulate.candidates import STRATEGIES
 
 SMALL = {"lengths": "100,28x2", "heads": 4, "kv_heads": 4, "head_dim": 8}
@@ -47,7 +48,7 @@ def test_an_address_asks_all_that_differs():
     question = Question(strategy="usp", window=7, causal="no", lengths="5,6x2", ranks=8)
     assert Question.of(dict(parse_qsl(question.address()))) == question
     assert Question().address() == ""
-    assert question.documents() == [5, 6, 6]
+    assert question.documents() == [5, 6, 6] and Question(lengths="1Kx2").documents() == [1024] * 2
     assert set(MEANINGS) == set(Question.__dataclass_fields__)
 
 
@@ -84,6 +85,12 @@ def test_a_page_shows_a_command_for_the_shell():
     assert "--lengths &#x27;64 32&#x27;" in page(answer(Question(lengths="64 32")), {})
 
 
+def test_dtypes_have_the_names_of_bench_and_of_torch():
+    for name in ("fp32", "float32"):
+        status, text = answered(f"lengths=64&ranks=2&dtype={name}")
+        assert status == 200 and "<option selected>fp32" in text and "--dtype fp32" in text
+
+
 def test_what_is_asked_is_escaped():
     _, text = answered("lengths=%3Cscript%3Ealert(1)%3C/script%3E")
     assert "<script" not in text
@@ -97,6 +104,29 @@ def test_a_page_is_one_file_of_whole_pictures(changes):
     assert len(pictures) == 4
     for picture in pictures:
         ET.fromstring(picture)
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_words_fit_into_their_picture_on_a_phone(ranks):
+    """There, a picture is as wide as the page, and its words are larger in it."""
+    found = page(answer(Question(**SMALL | {"ranks": ranks, "strategy": "all_gather"})), {})
+    assert "min-width" not in found and "overflow-x" not in found
+    style = found.split("@media (max-width: 39rem)")[1].split("</style>")[0]
+    sizes = {
+        kind: int(n) for kind, n in re.findall(r"svg text(.*?) { font-size: (\d+)px; }", style)
+    }
+    for picture in re.findall(r"<svg.*?</svg>", found, re.DOTALL):
+        root = ET.fromstring(picture)
+        width = float(root.get("viewBox").split()[2])
+        for word in root.iter("{http://www.w3.org/2000/svg}text"):
+            kinds, x = word.get("class", "").split(), float(word.get("x"))
+            if "tight" in kinds:
+                assert "svg .tight { display: none; }" in style
+                continue
+            size = sizes[".number" if "number" in kinds else ""]
+            length = 0.6 * size * len(word.text)
+            left = x - length * (1.0 if "end" in kinds else 0.5 if "middle" in kinds else 0.0)
+            assert left >= -2 and left + length <= width + 2 and float(word.get("y")) >= 0.7 * size
 
 
 def test_the_server_answers_at_its_own_address_alone():

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.integrations.context_parallel import _ToAllRanks as ToAllRanks
 from tests.support.cases import STRATEGIES, module
+from tests.support.compiling import compiling_elsewhere
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
 from tests.unit.integrations.test_sdpa import by_documents
@@ -238,12 +239,13 @@ WRONG = [
     ({"buffers": [3], "buffer_seq_dims": [0]}, r"buffers\[0\] must be a tensor"),
     (
         {"buffers": [nn.Parameter(TABLE)], "buffer_seq_dims": [0]},
-        r"buffers\[0\] must be a plain tensor that requires no gradient",
+        r"buffers\[0\] must be a plain tensor that requires no gradient, got a Parameter that "
+        "requires one: detach it",
     ),
     ({"no_restore_buffers": [IDS]}, r"no_restore_buffers\[0\] must be one of buffers"),
     ({"layout": Layout.zigzag(30, 3)}, "layout must be for the group's 2 ranks"),
     ({"layout": 30}, "layout must be a seqpar.Layout"),
-    ({"group": None}, "group must be given"),
+    ({"group": None}, r"group must be a process group .* call torch.distributed.init_process_gr"),
 ]
 
 
@@ -408,6 +410,12 @@ def test_other_attention_is_refused_by_name(name, training):
         pytest.raises(ValueError, match=f"^({message})\\S* must not be called within context"),
     ):
         call(training)
+
+
+def test_other_attention_is_refused_while_another_thread_compiles():
+    call, message = OTHERS["math"]
+    with compiling_elsewhere(), alone(), pytest.raises(ValueError, match=f"^{message}"):
+        call(False)
 
 
 SDPA = {

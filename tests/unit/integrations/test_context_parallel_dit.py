@@ -7,7 +7,7 @@ from torch import nn
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows

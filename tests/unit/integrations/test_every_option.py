@@ -8,7 +8,7 @@ import torch
 
 import seqpar
 from seqpar import Layout, Mask, ShardedCache, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual

@@ -88,10 +88,12 @@ def test_layouts_with_equal_spans_are_equal(data):
     spans_of = [[layout.spans(rank) for rank in range(ranks)] for layout in (one, two)]
     assert (one == two) == (spans_of[0] == spans_of[1])
     assert (one.geometry.digest == two.geometry.digest) == (one == two)
+    assert (one.geometry.described() == two.geometry.described()) == (one == two)
     listed = Layout.from_spans(spans_of[0], cu)
     for same in (listed, pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
         assert same == one and hash(same) == hash(one)
         assert same.geometry.digest == one.geometry.digest
+        assert same.geometry.described() == one.geometry.described()
     assert one != Layout.from_spans([*spans_of[0], []], cu) and one != cu
 
 

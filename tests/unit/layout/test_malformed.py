@@ -102,7 +102,7 @@ MALFORMED = {
 }
 
 
-@few_rows()
+@few_rows(pairs=False)
 @pytest.mark.parametrize("wrong", BAD_CU_SEQLENS)
 @pytest.mark.parametrize("taker", TAKE_CU_SEQLENS)
 def test_malformed_cu_seqlens_are_named(taker, wrong):

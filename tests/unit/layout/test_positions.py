@@ -74,5 +74,5 @@ def test_positions_must_count_up_from_0(positions, message):
 
 @pytest.mark.parametrize("kind", ["spans", "from_spans", None, "Zigzag", ["zigzag"]])
 def test_a_kind_that_is_none_is_refused(kind):
-    with pytest.raises(ValueError, match="kind must be contiguous, zigzag or striped"):
+    with pytest.raises(ValueError, match="kind must be one of contiguous, zigzag, striped"):
         Layout.from_position_ids([0, 1], 2, kind)

@@ -1,4 +1,5 @@
-"""remap: tokens get to where another layout wants them, and just those that must."""
+"""remap: tokens get to where another layout wants them, and just those that must. From the second
+call on the host waits for nothing."""
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from seqpar import Layout
 from seqpar.layout.reshard import share
 from tests.support.ranks import virtual
+from tests.support.steady import DOCUMENTS, RANKS, HostWaits, SilentComm, layouts
+from tests.support.tiers import few_rows
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=6)
 KINDS = st.sampled_from(["contiguous", "zigzag", "striped", "whole", "first"])
@@ -91,3 +94,24 @@ def test_wrong_arguments_are_named_and_nothing_is_sent(name):
         return comm.sent_bytes
 
     assert virtual(2, program) == [0, 0]
+
+
+LAYOUTS = layouts(stripe=16)
+MOVES = {
+    "unshard": lambda layout, x, comm: layout.unshard(x, comm),
+    "remap": lambda layout, x, comm: layout.remap(x, Layout.zigzag(DOCUMENTS, RANKS), comm),
+}
+
+
+@few_rows()
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moving_waits_for_nothing(move, layout):
+    for rank in (0, RANKS - 1):
+        comm, layout_of = SilentComm(rank, RANKS), LAYOUTS[layout]
+        x = torch.empty(layout_of.tokens_on(rank), 8, device="meta", requires_grad=True)
+        second = HostWaits()
+        MOVES[move](layout_of, x, comm).sum().backward()
+        with second:
+            MOVES[move](layout_of, x, comm).sum().backward()
+        assert not second.found

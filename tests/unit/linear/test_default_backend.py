@@ -8,7 +8,7 @@ import torch
 import triton
 
 from seqpar import LASP2Attention, Layout, RecurrentAttention, use_backend
-from seqpar.linear import strategy
+from seqpar.linear import linear_strategy
 from seqpar.linear.kinds import KINDS, kind
 from seqpar.linear.maps.backends import fla
 from tests.support.steady import SilentComm
@@ -33,7 +33,7 @@ def has_fla(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_fla(monkeypatch):
     monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: None)
-    strategy._warn.cache_clear()
+    linear_strategy._warn.cache_clear()
 
 
 def backend_of(name, device="meta", dtype=torch.bfloat16, dim=64):

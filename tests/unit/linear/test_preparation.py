@@ -1,5 +1,6 @@
 """A layout's first call of linear attention copies all of its tables to the device at once, and
-another process may build them ahead of time. The meta device stands in for a GPU."""
+another process may build them ahead of time. Later calls copy nothing and read nothing back. The
+meta device stands in for a GPU."""
 
 import itertools
 import pickle
@@ -12,9 +13,10 @@ from seqpar.kernels.flash_attention import launching
 from seqpar import LASP2Attention, Layout, RecurrentAttention, use_backend
 from seqpar.core import background
 from seqpar.layout import handle
-from seqpar.linear import operator, rehearsal
+from seqpar.linear.linear_operator import LINEAR_ATTENTION
+from seqpar.linear.linear_strategy import LinearStrategy
 from seqpar.linear.maps.backends import fla
-from seqpar.linear.maps.strategy import MapStrategy
+from seqpar.linear.maps.map_strategy import MapStrategy
 from tests.support.fakes import AtOnce
 from tests.support.ranks import virtual
 from tests.support.steady import RANKS, HostWaits, SilentComm, layouts
@@ -45,18 +47,19 @@ def call(attn, layout, backward=True, **options):
     if isinstance(attn._bound.strategy, MapStrategy):
         tensors["beta"] = empty(2)
     elif options.get("causal", True):
-        options["log_decay"] = torch.empty(2, device=meta)  # values on the CPU are copied too
+        options.setdefault("log_decay", torch.empty(2, device=meta))
     if options.pop("initial_state", False):
         shape = layout.documents, 2, 16, 16
         options["initial_state"] = torch.empty(shape, device=meta)
     inputs, arguments, _ = attn._operator_inputs(**tensors, layout=layout, **options)
     with torch.no_grad():
-        out, final, entered, numbers = operator._linear_attention(*inputs, *arguments)
+        out, final, numbers, entered = LINEAR_ATTENTION._forward(*inputs, *arguments)
         if backward:
-            *others, initial = (None if x is None else x.detach() for x in inputs)
-            operator._linear_attention_backward(
-                out, final, *others, initial is not None, entered, numbers, *arguments
-            )
+            results = [out, final], [entered]
+            saved = LINEAR_ATTENTION.save(attn._bound, inputs, arguments, *results)
+            tensors = [x.detach() for x in saved.tensors if x is not None]
+            given = [x is not None for x in saved.tensors]
+            LINEAR_ATTENTION._backward(out, final, tensors, given, saved.sizes, numbers, *arguments)
 
 
 def copies(attn, layout, **options):
@@ -104,8 +107,8 @@ def elsewhere(fresh):
 @pytest.fixture
 def rehearsals(monkeypatch):
     """The number of rehearsals so far, in a list."""
-    found, run, name = [], rehearsal._request_on_meta, "_request_on_meta"
-    monkeypatch.setattr(rehearsal, name, lambda *args: (found.append(1), run(*args))[1])
+    found, run = [], LinearStrategy.rehearse
+    monkeypatch.setattr(LinearStrategy, "rehearse", lambda *args: (found.append(1), run(*args))[1])
     return found
 
 
@@ -129,7 +132,14 @@ def test_tables_travel_once(case, backend, states, fresh):
             assert copies(attn, layout, **states) == {}
 
 
-@few_rows()
+@pytest.mark.parametrize("case", LASP2)
+def test_a_decay_of_the_host_is_copied_once(case, fresh):
+    attn, layout, decay = module(*case, 1), fresh("zigzag"), torch.full((2,), -0.1)
+    assert copies(attn, layout, log_decay=decay)
+    assert copies(attn, layout, log_decay=decay) == {}
+
+
+@few_rows(pairs=False)
 @pytest.mark.parametrize("states", STATES, ids=["no states", "states"])
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_first_call_finds_prepared_tables(case, backend, states, elsewhere, rehearsals):
@@ -232,16 +242,10 @@ def test_wrong_arguments_are_named(change, said):
 
 
 def test_unknown_arguments_are_refused():
-    with pytest.raises(TypeError, match="unexpected arguments: window_size"):
+    with pytest.raises(TypeError, match="window_size is not an argument of a call"):
         module("lasp2", "scan", 0).preparation(**SIZES, window_size=4)
 
 
 def test_layouts_of_other_ranks_are_refused():
     with pytest.raises(ValueError, match="layout must"):
         Layout.zigzag(64, RANKS + 1).prepare(module("lasp2", "scan", 0), **SIZES)
-
-
-def test_calls_on_cpus_rehearse_nothing(monkeypatch):
-    monkeypatch.setattr("seqpar.attention.rehearsal.rehearse", None)
-    q = torch.zeros(8, 2, 16)
-    assert LASP2Attention(SilentComm(0, 1))(q, q, q, Layout.zigzag(8, 1)).shape == q.shape

@@ -29,7 +29,7 @@ def plain(function, x):
     return function(x)
 
 
-@few_rows()
+@few_rows(pairs=False)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wrap", [plain, seqpar.checkpoint])
 def test_calls_and_layouts_are_freed_without_the_collector(strategy, wrap):

@@ -9,7 +9,6 @@ import torch
 
 from seqpar import Layout, Mask, masks
 from tests.support.cases import module
-from tests.support.mask_cases import times_seen
 from tests.support.mask_families import FAMILIES, TOKENS
 from tests.support.ranks import virtual
 
@@ -27,17 +26,6 @@ def ranges_of(family):
     return masks.from_magi(queries, keys, kinds)
 
 
-def keys_elsewhere(family, layout):
-    """How many (key, other rank) there are, of ranks with a query that sees the key: by pairs."""
-    seen = times_seen(ranges_of(family), [0, TOKENS]).astype(bool)
-    owner = np.empty(TOKENS, int)
-    for rank in range(RANKS):
-        index = layout.token_indices(rank).numpy()
-        owner[index[index >= 0]] = rank
-    ranks = range(RANKS)
-    return sum(int((seen[owner == r].any(0) & (owner != r)).sum()) for r in ranks)
-
-
 def sent(strategy, layout, lists):
     """Bytes of all ranks' forwards, for each list of ranges."""
 
@@ -48,27 +36,6 @@ def sent(strategy, layout, lists):
         return [sum(x.bytes for x in rows if x.direction == "forward") for rows in rows_of]
 
     return np.sum(virtual(RANKS, on_rank), 0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        ("zigzag", "ring"),
-        *(
-            pytest.param(kind, strategy, marks=pytest.mark.exhaustive)
-            for kind in LAYOUTS
-            for strategy in ("all_gather", "ring")
-            if (kind, strategy) != ("zigzag", "ring")
-        ),
-    ],
-)
-def test_a_key_reaches_each_seeing_rank_once(kind, strategy):
-    layout = LAYOUTS[kind]
-    found = sent(strategy, layout, [ranges_of(family) for family in FAMILIES])
-    assert len(FAMILIES) == 25
-    assert dict(zip(FAMILIES, (found / ROW).tolist(), strict=True)) == {
-        family: keys_elsewhere(family, layout) for family in FAMILIES
-    }
 
 
 @pytest.mark.exhaustive

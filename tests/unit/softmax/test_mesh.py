@@ -1,7 +1,6 @@
 """Meshes of any shape, the one that sends least, and what is special about edges."""
 
 import itertools
-import threading
 from collections import Counter
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 import seqpar
 from seqpar import Layout, best_mesh
 from seqpar.attention.operands import OperandShape
-from seqpar.comm.messages.exchange import Comm, as_mesh
-from seqpar.softmax.backends import aten
-from seqpar.softmax.keys import plan
+from seqpar.comm.messages.comm import Comm, as_mesh
+from seqpar.softmax.keys import key_plan
 from seqpar.strategies.mesh import row_bytes, sent_bytes
 from tests.support import cases
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
-from tests.support.tiers import covering
+from tests.support.tiers import few_rows
 
 CU = [0, 41, 42, 42, 50, 121]
 SHAPES = [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
@@ -30,25 +28,17 @@ CALLS = {
 }
 
 
-def shapes_and_calls():
-    """Shapes, calls and layouts: any two meet in CI, and each is in `make test`."""
-    factors = SHAPES, [*CALLS], ["contiguous", "zigzag", "striped"]
-    quick, in_ci = covering(*factors, together=1), covering(*factors)
-    for row in itertools.product(*factors):
-        marks = [] if row in quick else [pytest.mark.exhaustive]
-        if row not in [*quick, *in_ci]:
-            marks.append(pytest.mark.every_row)
-        yield pytest.param(*row, marks=marks)
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
-    monkeypatch.setattr(plan, "_ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 4)
     monkeypatch.setattr("seqpar.layout.masks.mask._TILE_ROWS", 2)
 
 
-@pytest.mark.parametrize(("shape", "options", "kind"), list(shapes_and_calls()))
+@few_rows()
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", CALLS)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 def test_a_mesh_of_any_shape_is_right(monkeypatch, small, shape, kind, options):
     monkeypatch.setattr(cases, "square", lambda group: as_mesh(Comm.of(group), *shape))
     ranks, options = (
@@ -98,6 +88,7 @@ def test_the_best_shape_sends_the_fewest_bytes(shape, options, causal):
             assert sum([found["forward"], found["backward"]][:passes]) == expected[rank]
 
 
+@few_rows()
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 4), (8, 1)])
 @pytest.mark.parametrize("messages", [None, torch.int8])
@@ -142,46 +133,3 @@ def test_the_best_shape_inside_usp_sends_least():
 def test_documents_on_one_rank_each_send_nothing():
     layout = Layout.from_spans([[(r, 0, 9)] for r in range(4)], [9 * r for r in range(5)])
     assert not any(sent((2, 2), rank, layout, True, (2, 2)) for rank in range(4))
-
-
-FORWARD = ["keys", "queries", "compute", "compute", "compute", "results", "compute"]
-# Half of its own pairs and half of those with the other rank's keys, the guest's with both, and the
-# second halves: what leaves last hides under own queries and keys.
-BACKWARD = [
-    *("keys", "queries", "compute", "compute", "compute", "compute", "results"),
-    *("compute", "gradients", "compute"),
-]
-
-
-@pytest.mark.parametrize(("backward", "expected"), [(False, FORWARD), (True, BACKWARD)])
-def test_all_but_the_first_exchanges_hide_under_compute(monkeypatch, backward, expected):
-    """Rank 0 of 2 x 2, all rows needed: its column's other rank is 2, and its row's is 1."""
-    events, here = [], threading.get_ident  # (thread, what it did); a rank is a thread
-
-    def of_pass(thread):
-        own = [what for other, what in events if other == thread]
-        return own[own.index("backward") + 1 :] if "backward" in own else own
-
-    def call(comm):
-        names, start = {2: ["keys", "gradients"], 1: ["queries", "results"]}, comm.start
-
-        def post(sends, recvs, exchange):
-            left = [x for x in names.get(sends[0][0], ["other"]) if x not in of_pass(here())]
-            events.append((here(), left[0] if left else "other"))
-            return start(sends, recvs, exchange)
-
-        comm.start = post
-        layout, q = Layout.contiguous(16, 4), torch.zeros(4, 6, 8, requires_grad=backward)
-        out = cases.module("mesh", comm)(q, q, q, layout, causal=False)
-        if backward:
-            events.append((here(), "backward"))
-            out.sum().backward()
-        return here()
-
-    def logged(function):
-        return lambda *arguments: (events.append((here(), "compute")), function(*arguments))[1]
-
-    monkeypatch.setattr(aten, "forward", logged(aten.forward))
-    monkeypatch.setattr(aten, "backward", logged(aten.backward))
-    first, *_ = virtual(4, call)
-    assert of_pass(first) == expected

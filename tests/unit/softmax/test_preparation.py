@@ -14,7 +14,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.core import device_tables
 from seqpar.costs import Cluster
 from seqpar.layout import handle
-from seqpar.softmax import rehearsal
+from seqpar.softmax.strategy import Strategy
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual
 from tests.support.steady import RANKS, SilentComm, layouts
@@ -40,8 +40,8 @@ def elsewhere(monkeypatch):
 @pytest.fixture
 def rehearsals(monkeypatch):
     """The number of rehearsals so far, in a list."""
-    found, run = [], rehearsal._run_on_meta
-    monkeypatch.setattr(rehearsal, "_run_on_meta", lambda *args: (found.append(1), run(*args))[1])
+    found, run = [], Strategy.rehearse
+    monkeypatch.setattr(Strategy, "rehearse", lambda *args: (found.append(1), run(*args))[1])
     return found
 
 
@@ -137,24 +137,6 @@ def test_layouts_that_are_here_take_the_tables(strategy, elsewhere, rehearsals):
         assert copies(attn, layout, causal=True) == {}
         assert copies(attn, layout, causal=False) == ONE_COPY
     assert not rehearsals
-
-
-def test_pinned_tables_travel_as_they_are(elsewhere, monkeypatch):
-    attn, sent, to = module("ulysses", SilentComm(1, RANKS)), [], torch.Tensor.to
-
-    def spying(x, *args, **options):
-        sent.append(x)
-        return to(x, *args, **options)
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    with use_backend("triton"):
-        layout = elsewhere("uneven", attn.preparation(**SIZES, causal=True)).pin_memory()
-        (pinned,) = device_tables._pinned.values()
-        monkeypatch.setattr(torch.Tensor, "to", spying)
-        assert copies(attn, layout, causal=True) == ONE_COPY
-    assert any(x is pinned for x in sent)
-    del layout
-    assert not device_tables._pinned
 
 
 def test_pinned_memory_has_the_tables_bits(monkeypatch):

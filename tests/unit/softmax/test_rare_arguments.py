@@ -1,4 +1,5 @@
-"""Legitimate but rare values of arguments: huge windows, scales of any sign, sinks of ±∞."""
+"""Legitimate but rare values: huge windows, scales of any sign, sinks of ±∞, and gradients of out
+that are very small or very large, as loss scaling and long sums make them."""
 
 import sys
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.calls import assert_infinite_sinks_are_limits, local
-from tests.support.cases import STRATEGIES, Case, assert_right, oracle, run
+from tests.support.cases import STRATEGIES, Case, assert_right, module, oracle, rms, run
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
 
@@ -81,3 +82,31 @@ def test_softcaps_of_any_size(softcap, backend):
 def test_infinite_sinks_and_rows_without_keys(strategy, backend):
     with use_backend(backend):
         assert_infinite_sinks_are_limits(strategy, torch.float64)
+
+
+OF_THREE = Layout.zigzag([0, 30, 70], 3)
+SIZES = {
+    torch.float32: [1e-35, 1e-30, 1e-23, 1e22, 1e30],
+    torch.float64: [1e-290, 1e-170, 1e170, 1e290],
+}
+
+
+def gradients(comm, strategy, size, dtype):
+    q, k, v = local(OF_THREE, comm.rank, dtype=dtype)
+    out = module(strategy, comm)(q, k, v, OF_THREE, causal=True)
+    dout = local(OF_THREE, comm.rank, dtype=dtype, seed=1)[0].detach()
+    dout[::5] = 0
+    out.backward(dout * size)
+    return [(x.grad.double() / size).numpy() for x in (q, k, v)]
+
+
+@few_rows(pairs=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+def test_gradients_are_proportional_to_douts_size(strategy, dtype):
+    expected = virtual(3, gradients, strategy, 1.0, dtype)
+    for size in SIZES[dtype]:
+        for got, wanted in zip(virtual(3, gradients, strategy, size, dtype), expected, strict=True):
+            for x, y in zip(got, wanted, strict=True):
+                assert np.isfinite(x).all()
+                assert rms(x - y) <= 32 * torch.finfo(dtype).eps * rms(y), size

@@ -7,7 +7,7 @@ import torch
 
 import seqpar
 from seqpar import Layout, Mask
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.cases import STRATEGIES, module
 from tests.support.plans import at_home
 from tests.support.ranks import virtual
@@ -20,10 +20,17 @@ RANGES = Mask.of_ranges([(0, 0, 10, 0, 10, None, 0), (1, 3, 9, 0, 14, -2, 5)])
 REFUSALS = [
     (
         {"q": (11, 2, 8)},
-        "q must have the 12 tokens its layout gives this rank, got 11 \\(rank 0 of 2\\)",
+        r"q must have the 12 tokens its layout gives this rank, got 11 in \(B, T, H, D\) = "
+        r"\(1, 11, 2, 8\) \(rank 0 of 2\)",
     ),
     ({"k": (13, 1, 8)}, "k must have the 12 tokens"),
     ({"v": (13, 1, 8)}, "v must have the 12 tokens"),
+    (
+        dict.fromkeys("qkv", (1, 2, 12, 8)),
+        r"q must have the 12 tokens its layout gives this rank, got 2 in \(B, T, H, D\) = "
+        r"\(1, 2, 12, 8\): its heads come before its tokens, so give q.transpose\(-3, -2\)",
+    ),
+    ({"q": (24, 2, 8)}, r"got 24 in .* = \(1, 24, 2, 8\): of a whole tensor, give layout.shard\(q"),
     ({"q": (12, 8)}, "q must be \\(T, H, D\\)"),
     ({"k": (1, 12, 1, 8)}, "k must be .* like the others"),
     (
@@ -36,9 +43,9 @@ REFUSALS = [
     ({"k": (12, 0, 8), "v": (12, 0, 8)}, "k must have at least one head"),
     (
         {"q": torch.zeros(12, 2, 8, dtype=torch.float64)},
-        "k must be of q's dtype.* got torch.float32 with torch.float64",
+        "k must be of q's dtype, torch.float64, got torch.float32: cast it, or .*torch.autocast",
     ),
-    ({"q": torch.zeros(12, 2, 8, dtype=torch.int64)}, "q must be of q's dtype, one of"),
+    ({"q": torch.zeros(12, 2, 8, dtype=torch.int64)}, "q must be of one of the dtypes"),
     ({"k": torch.zeros(12, 1, 8, device="meta")}, "k must be on q's device, cpu, got meta"),
     ({"layout": Layout.zigzag(36, 3)}, "layout must be for the group's 2 ranks, got one for 3"),
     ({"layout": 5}, "layout must be a seqpar.Layout, got int"),
@@ -47,7 +54,7 @@ REFUSALS = [
     ({"causal": 1}, "causal must be True or False, got 1"),
     ({"window_size": (-2, 0)}, "window_size.*at least -1, got -2"),
     ({"window_size": (3,)}, "window_size must be two integers"),
-    ({"window_size": 5}, "window_size must be two integers"),
+    ({"window_size": 5}, r"window_size must be two integers, .*, got 5: .* is \(w - 1, 0\)"),
     ({"window_size": (3.5, 0)}, "window_size: a bound .* must be an integer, got 3.5"),
     ({"prefix_lens": [1]}, "prefix_lens must have one entry a document, 2, got 1"),
     ({"prefix_lens": [1, 15]}, "prefix_lens\\[1\\] must lie in 0 to 14"),
@@ -106,7 +113,7 @@ REFUSALS = [
 ]
 
 
-@few_rows()
+@few_rows(pairs=False)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):
@@ -134,9 +141,38 @@ def test_refusals_name_the_argument_and_send_nothing(strategy, change, message):
     assert attn.unsupported(**good, return_lse=True, softcap=2.0) is None
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        seqpar.RingAttention,
+        seqpar.LASP2Attention,
+        seqpar.USPAttention,
+        lambda group: seqpar.make_attention("ring", group),
+        lambda group: seqpar.sdpa(*[torch.zeros(2, 12, 8)] * 3, LAYOUT, group),
+        lambda group: seqpar.context_parallel(group, LAYOUT).__enter__(),
+        lambda group: seqpar.token_shift(torch.zeros(12, 8), LAYOUT, group),
+        lambda group: LAYOUT.unshard(torch.zeros(12), group),
+        lambda group: seqpar.exposure(list, group),
+        lambda group: seqpar.Trace().gather(group),
+    ],
+)
+def test_a_missing_group_names_init_process_group(take):
+    found = "got None: first call torch.distributed.init_process_group; then torch.dist.*WORLD"
+    with pytest.raises(ValueError, match=f"^group must be a process group .*, {found}"):
+        take(None)
+
+
+def test_a_group_is_not_taken_for_its_size():
+    group = torch.distributed.ProcessGroup(0, 2)
+    for take in (
+        lambda: Layout.zigzag(8, group),
+        lambda: seqpar.best_mesh(group, q_heads=2, kv_heads=2),
+    ):
+        with pytest.raises(ValueError, match=r"^ranks must be an integer, .*get_world_size\(group"):
+            take()
+
+
 def test_groups_are_checked():
-    with pytest.raises(ValueError, match="group must be a process group"):
-        seqpar.RingAttention(None)
     layout = Layout.zigzag(8, 2)
     with pytest.raises(ValueError, match="group must have the layout's 2 ranks, got 3"):
         layout.unshard(torch.zeros(4), Comm("three", 0, 3))
@@ -159,7 +195,7 @@ def test_modules_are_copied_with_their_group_and_print():
 
 
 def test_options_are_checked():
-    comm = seqpar.comm.messages.exchange.Comm("silent", 0, 4)
+    comm = seqpar.comm.messages.comm.Comm("silent", 0, 4)
     for make, message in [
         (
             lambda: seqpar.TokenRingAttention(comm, partial_dtype=torch.uint8),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.softmax.keys import rank_invariant_plan
 from tests.support.cases import Case, assert_right, backward, begin, module, oracle, run
 from tests.support.ranks import virtual
@@ -23,7 +23,7 @@ from tests.support.same_bits import (
 from tests.support.tiers import exhaustive_seeds, few_rows
 
 
-@pytest.mark.parametrize("seed", exhaustive_seeds(5, 25, 200))
+@pytest.mark.parametrize("seed", exhaustive_seeds(5, 12))
 def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
     monkeypatch.setattr(rank_invariant_plan, "TILE", 16)
     one, others = drawn_cases(seed)
@@ -33,7 +33,7 @@ def test_random_calls_have_equal_bits_on_any_ranks(seed, monkeypatch):
         assert all(x == expected for x in found), case
 
 
-@pytest.mark.parametrize("seed", exhaustive_seeds(5, 25, 200))
+@pytest.mark.parametrize("seed", exhaustive_seeds(5, 12))
 def test_threads_and_ranks_do_not_change_bits(seed, monkeypatch):
     monkeypatch.setattr(rank_invariant_plan, "TILE", 64)
     one, others = threaded_cases(seed)

@@ -143,7 +143,14 @@ WRONG = [
     (lambda cache: cache.extend(0), "tokens must be at least 1"),
     (lambda cache: cache.extend(2**40), "tokens must be at most 2147483635"),
     (lambda cache: cache.truncate(13), "length must be at most 12"),
-    (lambda cache: (cache.extend(), cache.attend("0", Q, K, K)), r"layer must be .*\[0, 1\]"),
+    (
+        lambda cache: (cache.extend(), cache.attend("0", Q, K, K)),
+        r"layer must be one that put has stored, \[0, 1\], got '0': call put\(layer, k, v\)",
+    ),
+    (
+        lambda cache: seqpar.ShardedCache(cache.attn, cache.layout).attend(0, Q, K, K),
+        "layer must be one that put has stored, none yet, got 0: call put",
+    ),
     (lambda cache: (cache.extend(2), cache.attend(0, Q, K, K)), "q must have 3 dim.* 2 tokens"),
     (lambda cache: (cache.extend(), cache.attend(0, Q, Q, K)), "k must be like the cache's"),
     (lambda cache: (cache.extend(), cache.attend(0, Q, K, K.double())), "v must be like"),
@@ -152,7 +159,7 @@ WRONG = [
         "layer 1 must attend once in each step of extend: it has 12 of 14 tokens",
     ),
     (lambda cache: cache.select([]), "sequences must have at least one"),
-    (lambda cache: cache.select([1]), "sequences must be at most 0"),
+    (lambda cache: cache.select([1]), r"sequences\[0\] must be at most 0"),
     (lambda cache: (cache.extend(), cache.select([0])), "sequences must be selected after all"),
     (
         lambda cache: (cache.extend(), cache.attend(0, Q, K, K, chunk=2, prefix_lens=[3])),

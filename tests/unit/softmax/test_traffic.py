@@ -1,100 +1,13 @@
 """What the strategies send and when: windows, skipping, order, and balance."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
 import seqpar
 from seqpar import Layout
-from seqpar.softmax.backends import aten
-from tests.support.calls import sent_bytes
-from tests.support.cases import STRATEGIES, Case, module, visible
+from tests.support.cases import STRATEGIES, module, visible
 from tests.support.ranks import virtual
-from tests.support.tiers import few_rows
-
-
-@few_rows()
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
-@pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag])
-def test_a_windows_bytes_do_not_depend_on_length(strategy, layout):
-    """What sees nothing, or is not seen, does not travel: bytes of a window layer do not grow with
-    the sequence."""
-    for ranks in (4, 8):
-        sent = {}
-        for tokens in (512, 1024):
-            case = Case(
-                strategy, layout(tokens, ranks), causal=True, window=(16, 0), heads=1, batch=1
-            )
-            sent[tokens] = virtual(ranks, sent_bytes, case)
-        assert sent[512] == sent[1024] and sum(map(sum, sent[512])) > 0
-
-
-@few_rows()
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring"])
-@pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag])
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_a_narrow_window_needs_few_bytes(strategy, layout, ranks):
-    """Against full attention, forward and backward, on the rank that sends most."""
-    tokens, totals = 512, []
-    for options in ({"causal": True, "window": (tokens // 16, 0)}, {"causal": False}):
-        case = Case(strategy, layout(tokens, ranks), heads=1, batch=1, **options)
-        totals.append(max(map(sum, virtual(ranks, sent_bytes, case))))
-    assert 5 * totals[0] <= totals[1]
-
-
-EVENTS = {
-    "ring": ["post", "compute", "post", "compute", "compute"],
-    "all_gather": ["post", "post", "compute", "compute", "compute"],
-    "token_ring": ["post", "compute", "post", "compute", "post", "compute", "post", "compute"],
-    "ulysses": ["post", "post", "compute", "post", "compute", "post"],
-    # Own pairs, half of them; those of guests, whose results then return; the other half.
-    "disaggregated+at keys": ["post", "compute", "compute", "post", "compute"],
-}
-# Gradients return; a part of the own block is computed behind the last that do.
-BACKWARD_EVENTS = {
-    "ring": EVENTS["token_ring"],
-    "all_gather": ["post", "post", "compute", "compute", "post", "compute", "post", "compute"],
-}
-
-
-@few_rows()
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("strategy", EVENTS)
-def test_exchanges_are_posted_before_the_overlapping_work(monkeypatch, strategy, backward):
-    """Rank 0 of 3, all rows needed: each step's exchange is posted before the compute of the step
-    before."""
-    events = []  # (thread, what it did); a rank is a thread
-
-    def call(comm):
-        post = comm.start
-        comm.start = lambda *messages: (
-            events.append((threading.get_ident(), "post")),
-            post(*messages),
-        )[1]
-        layout, q = Layout.contiguous(12, 3), torch.zeros(4, 6, 8, requires_grad=backward)
-        out = module(strategy, comm)(q, q, q, layout, causal=False)
-        if backward:
-            events.append((threading.get_ident(), "backward"))
-            out.sum().backward()
-        return threading.get_ident()
-
-    def logged(function):
-        return lambda *arguments: (
-            events.append((threading.get_ident(), "compute")),
-            function(*arguments),
-        )[1]
-
-    monkeypatch.setattr(aten, "forward", logged(aten.forward))
-    monkeypatch.setattr(aten, "backward", logged(aten.backward))
-    first, *_ = virtual(3, call)
-    mine = [what for thread, what in events if thread == first]
-    expected = EVENTS[strategy]
-    if backward:
-        mine = mine[mine.index("backward") + 1 :]
-        expected = BACKWARD_EVENTS.get(strategy, expected)
-    assert mine == expected
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -123,7 +36,7 @@ def test_mask_area_is_what_each_rank_computes(strategy):
 
 
 def test_zigzag_evens_out_what_contiguous_does_not():
-    attn = module("ring", seqpar.comm.messages.exchange.Comm("silent", 0, 4))
+    attn = module("ring", seqpar.comm.messages.comm.Comm("silent", 0, 4))
     worst = {}
     for make in (Layout.contiguous, Layout.zigzag):
         x = torch.zeros(256, 1, 8)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 import seqpar
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 
 STEADY = (25.0, 20.0, 10.0)  # whole, without communication, communication alone: half exposed
 

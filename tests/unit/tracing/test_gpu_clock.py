@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.hooks import hooks, moment
 from tests.support.fakes import fake_group
 
@@ -65,7 +65,7 @@ def test_events_have_the_gpus_seconds(gpu):
             start = moment(device)
             gpu.queue(device, 2.0)
             gpu.host += 0.25
-            hooks.trace.compute(start, moment(device), SimpleNamespace(area=7))
+            hooks().trace.compute(start, moment(device), SimpleNamespace(area=7))
         gpu.queue(DEVICE, 30.0)
     found = [(event.start, event.stop) for event in trace.events]
     assert found == [(1150.0, 1152.0), (1100.25, 1102.25)]

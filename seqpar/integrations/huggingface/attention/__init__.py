@@ -1,5 +1,5 @@
 """The attention that an enabled model's layers call in place of transformers' functions.
 
-Start with `attention.py`. `own_attention.py` is for layers that compute attention themselves,
-`multimodal.py` for images next to text, and `enabling.py` puts everything in place.
+Start with `attention.py`. `multimodal.py` is for images next to text, `recurrent.py` for recurrent
+layers, and `enabling.py` puts everything in place.
 """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.integrations.huggingface.attention.buckets import BandMasks, attend_in_buckets, masks_of
+from seqpar.core.compiling import is_traced
+from seqpar.core.torch_private import calling_modules
 from seqpar.integrations.huggingface.attention.call import (
     EnabledModel,
     ModelCall,
@@ -21,8 +21,7 @@ from seqpar.integrations.huggingface.attention.call import (
 from seqpar.integrations.huggingface.attention.counting import counted
 from seqpar.integrations.huggingface.attention.masks import MaskShape, is_packed, read_mask
 from seqpar.integrations.huggingface.batch.sharding import KEY, Side
-from seqpar.integrations.huggingface.model.code import has_buckets
-from seqpar.integrations.huggingface.model.layers import AttentionLayer
+from seqpar.integrations.huggingface.model.layers import AttentionLayer, faults_of_adapters
 from seqpar.layout.layout import Layout
 from seqpar.strategies.lasp2 import LASP2Attention
 
@@ -46,7 +45,7 @@ def session_of(module: nn.Module) -> EnabledModel | None:
         return None
     session: EnabledModel = layer.session
     # Layers share compiled graphs. A dictionary's entry in a graph would belong to one layer.
-    return session if torch.compiler.is_compiling() or module in session.layers else None
+    return session if is_traced() or module in session.layers else None
 
 
 def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
@@ -62,6 +61,8 @@ def enabled_layer(module: nn.Module) -> tuple[EnabledModel, AttentionLayer]:
 def running_call() -> ModelCall:
     call = current.call
     if call is None:
+        if reasons := faults_of_adapters(calling_modules()):
+            raise ValueError(reasons[0])
         reason = "its batch must come through shard"
         raise ValueError(f"the model must be called itself while it is enabled: {reason}")
     return call
@@ -84,8 +85,8 @@ def describe_mask(
         whole = call.sharding.whole and not call.entered
         if attention_mask is not None and not whole and not attention_mask.all():
             raise ValueError("attention_mask must go through shard, which makes documents of it")
-        if not whole and call.cache is None:
-            _check_packing(call.sharding.main, mask_function)
+        if call.cache is None:
+            check_packing(call.sharding.main, is_packed(mask_function))
         try:
             documents = call.sharding.main.documents if whole else None
             shape = read_mask(mask_function, documents)
@@ -95,15 +96,16 @@ def describe_mask(
     return ShardedMask(call, shape)
 
 
-def _check_packing(side: Side, function: Any) -> None:
-    """Raise a ValueError if the mask and `shard` interpret jumps of the positions differently."""
-    packed, positions = side.documents.packed, side.position_ids
-    if packed is None or positions is None or positions.dim() != 2:
-        return
-    jumps = bool((positions.diff() != 1).any())
-    if jumps and is_packed(function) != packed:
-        kept = "keeps as positions" if packed else "begins documents at"
-        raise ValueError(f"position_ids have jumps, which a mask of this model {kept}: give a mask")
+def check_packing(side: Side, separates: bool) -> None:
+    """Raise a ValueError if `shard` began documents at jumps of positions, and the mask does not.
+
+    `separates` is whether the model's mask separates documents that it found in the positions. A
+    rank whose positions have no jump learns nothing from its mask; another rank's have one.
+    """
+    if side.documents.packed and not separates and side.shows_jumps():
+        reason = "which a mask of this model keeps as positions"
+        how = "give an attention_mask, of ones, to keep them"
+        raise ValueError(f"position_ids have jumps, {reason}: {how}")
 
 
 def _check_prepared(mask: PreparedMask, function: Any) -> None:
@@ -122,13 +124,9 @@ class ScoreOptions(NamedTuple):
     sliding_window: int | None = None  # ignored: as in transformers' sdpa, the mask has the window
     softcap: float | None = None
     s_aux: Tensor | None = None
-    alibi_slopes: Tensor | None = None  # (Hq,), of a layer that is traced
-    band: MaskShape | None = None  # the own causal mask of a layer that is traced
 
     def arguments(self) -> dict[str, Any]:
-        slopes = {} if self.alibi_slopes is None else {"alibi_slopes": self.alibi_slopes}
-        scores = {"softmax_scale": self.scaling, "softcap": self.softcap, "sinks": self.s_aux}
-        return scores | slopes
+        return {"softmax_scale": self.scaling, "softcap": self.softcap, "sinks": self.s_aux}
 
 
 class LayerCall(NamedTuple):
@@ -139,8 +137,6 @@ class LayerCall(NamedTuple):
     call: ModelCall
     shape: MaskShape
     scores: ScoreOptions
-    bias: Tensor | None  # (1, Hq, 1, bands), T5's
-    bias_masks: BandMasks  # T5's
     cached: int | None  # the layer's number in the cache
 
 
@@ -192,20 +188,12 @@ def _checked(
 ) -> LayerCall:
     session, layer = enabled_layer(module)
     call, shape = call_and_shape(module, session, mask, scores.is_causal)
-    if scores.band is not None:
-        shape = shape & scores.band
-    if scores.alibi_slopes is not None and not shape.causal:
-        raise ValueError("it has ALiBi's bias of earlier keys, and no causal mask")
-    bias = others.pop("position_bias", None) if has_buckets(module) else None
-    if layer.cross:
-        bias = None  # zeros, in T5's cross attention
     refuse_unknown(others)
     if scores.dropout:
         p = scores.dropout
-        raise ValueError(f"dropout is {p}, and attention over sharded keys has no dropout")
+        way_out = "set attention dropout to 0 in the config"
+        raise ValueError(f"dropout is {p}, which attention over ranks does not offer: {way_out}")
     cached = _check_keys(call, layer, operands, shape)
-    if call.cache is not None and bias is not None:
-        raise ValueError("it has a bias by distance, which calls with a cache cannot compute")
     if layer.linear is not None:
         if shape != MaskShape(causal=True):
             raise ValueError(f"it is linear and takes only a causal mask, got {shape}")
@@ -213,14 +201,11 @@ def _checked(
             "sinks": scores.s_aux is not None,
             "softcap": scores.softcap is not None,
             "other keys": layer.cross,
-            "a bias": bias is not None or scores.alibi_slopes is not None,
         }
         for name, given in softmax_only.items():
             if given:
                 raise ValueError(f"it is linear and takes no {name}, which needs softmax attention")
-    documents = call.side(layer.in_encoder).documents
-    masks = [] if bias is None else masks_of(module, bias, shape, documents, call.masks)
-    return LayerCall(session, layer, call, shape, scores, bias, masks, cached)
+    return LayerCall(session, layer, call, shape, scores, cached)
 
 
 def _check_keys(
@@ -251,16 +236,11 @@ def _compute(own: LayerCall, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
     k, v = key.transpose(1, 2), value.transpose(1, 2)
     if layer.linear is not None:
         return layer.linear(q, k, v, layout, own.scores.scaling)
-    scores = own.scores.arguments()
-    options = shape.arguments() | scores
+    options = shape.arguments() | own.scores.arguments()
     if call.decodes:
         return call.cache.attend(own.cached, q, key, value, chunk=shape.chunk, **options)
     other = None if kv_layout is layout else kv_layout
-    attention = own.session.attention
-    if own.bias is not None:
-        attend_under = partial(attention, q, k, v, layout, kv_layout=other, **scores)
-        return attend_in_buckets(own.bias, own.bias_masks, attend_under)
-    return attention(q, k, v, layout, kv_layout=other, **options)
+    return own.session.attention(q, k, v, layout, kv_layout=other, **options)
 
 
 def refuse_unknown(arguments: dict[str, Any], *known: str) -> None:
@@ -292,6 +272,7 @@ def call_and_shape(
     if call is None or call.session is not session:
         reason = "it was called outside of the model, or recomputed without its mask"
         raise ValueError(f"it has no sharded batch: {reason}")
+    check_packing(call.sharding.main, separates=False)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return call, MaskShape(causal=bool(causal))
 

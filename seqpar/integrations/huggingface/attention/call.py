@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.comm.agreement import check_on_all_ranks
-from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.attention.buckets import BandMasks
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.compiling import is_traced
 from seqpar.integrations.huggingface.attention.masks import MaskShape
-from seqpar.integrations.huggingface.batch.sharding import Sharding, Side
+from seqpar.integrations.huggingface.batch.sharding import Opaque, Sharding, Side
+from seqpar.integrations.huggingface.huggingface_private import attention_of
 from seqpar.integrations.huggingface.model.layers import AttentionLayer, Uncopied
 from seqpar.softmax.module import Attention
 
+_IN_MAIN = "call sp.shard with the batches that the loader returns"
+NAME = "seqpar"  # of the attention implementation, in configs
 T = TypeVar("T")
 
 
@@ -31,18 +35,33 @@ class EnabledModel(Uncopied):
     comm: Comm  # the ranks that share each sequence
     strategy: str
     check_ranks: bool
+    process: int  # the id of the process that enabled the model
     attention: Attention  # the strategy's module, which all softmax layers call
     layers: dict[nn.Module, AttentionLayer]  # the model's attention layers, by module
     blocks: list[dict[nn.Module, set[nn.Module]]]  # for each ModuleList: block -> layers inside
-    traces: bool  # whether layers compute attention themselves and are traced (`own_attention.py`)
+    configs: list[Any]  # the model's configs that name seqpar's attention
+    mixing: Any  # the session's `TokenMixing`
+    silent: bool = False  # whether code runs that only this rank may run, without messages
 
     def abandon(self) -> None:
         """End the calls that an interruption, such as Ctrl-C, left open."""
         raise NotImplementedError
 
+    def check_not_switched(self) -> None:
+        """Raise a ValueError if the model calls another attention since it was enabled."""
+        for config in self.configs:
+            if (name := attention_of(config)) != NAME:
+                found = f"it was set to {name!r} after enable"
+                reason = "layers would see one rank's keys"
+                how = f"call model.set_attn_implementation('{NAME}')"
+                raise ValueError(
+                    f"the model's attention must be seqpar's: {found}, and {reason}; {how}, or "
+                    "sp.disable() before another"
+                )
+
     def faults(self, layer: str | None = None) -> AbstractContextManager[None]:
         """Raise a fault of this context, with the layer's name, on all ranks before messages."""
-        return nullcontext() if torch.compiler.is_compiling() else self._faults(layer)
+        return nullcontext() if is_traced() else self._faults(layer)
 
     @contextmanager
     def _faults(self, layer: str | None) -> Iterator[None]:
@@ -52,11 +71,23 @@ class EnabledModel(Uncopied):
             named = type(fault)(f"{layer}: {fault}" if layer else str(fault))
             self.agree(partial(_raise, named), dict)
 
-    def agree(self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]]) -> T:
-        """Return `resolve()`, on all ranks or none; `shared()` must be equal on all ranks."""
-        if not self.check_ranks:
+    def agree(
+        self, resolve: Callable[[], T], shared: Callable[[], dict[str, Any]], hint: str = ""
+    ) -> T:
+        """Return `resolve()`, on all ranks or none; `shared()` must be equal on all ranks.
+
+        `hint` ends the error if `shared()` differs.
+        """
+        if self.silent:
             return resolve()
-        return check_on_all_ranks(self.comm.call(), self.strategy, resolve, lambda _: shared())
+        if os.getpid() != self.process:  # messages of a forked process never arrive
+            where = "in the process that enabled the model, not in a DataLoader's worker"
+            raise ValueError(f"shard, generate and the model must be called {where}: {_IN_MAIN}")
+        with self.comm.telling_errors():
+            if not self.check_ranks:
+                return resolve()
+            call, described = self.comm.call(), lambda _: shared()
+            return check_on_all_ranks(call, self.strategy, resolve, described, hint)
 
 
 def _raise(fault: Exception) -> NoReturn:
@@ -74,7 +105,6 @@ class ModelCall:
     counted: dict[nn.Module, int] = field(init=False)  # calls of each layer before this call
     entered: bool = False  # whether the text model of an image model has been called
     prepared: ShardedMask | None = None  # the mask that the model around the text made for it
-    masks: dict[bool, BandMasks] = field(default_factory=dict)  # T5's bands; key: in the decoder
     cache: Any = None  # the `Cache` of a call with `past_key_values`
     joined: bool = True  # whether the outputs of a call with a cache are gathered from all ranks
 
@@ -86,7 +116,8 @@ class ModelCall:
         layers = self.session.layers
         reached = {x for x, layer in layers.items() if layer.calls > self.counted[x]}
         if not reached:
-            raise ValueError(f"0 of {len(layers)} attention layers were reached")
+            reason = "something replaced their forwards, or skipped them; undo that, or disable()"
+            raise ValueError(f"0 of {len(layers)} attention layers were reached: {reason}")
         for blocks in self.session.blocks:
             missed = [x for x in blocks.values() if x and not x & reached]
             if missed and any(x & reached for x in blocks.values()):
@@ -104,18 +135,24 @@ class ModelCall:
         return side
 
 
-@dataclass(frozen=True, eq=False)
-class ShardedMask:
+class _NoTensor(ValueError, AttributeError):
+    """The refusal of an attribute that only tensors have. `hasattr` returns False."""
+
+
+class ShardedMask(Opaque):
     """The mask that layers receive. It carries the call, also when backward recomputes a layer."""
 
-    call: ModelCall
-    pattern: MaskShape
+    def __init__(self, call: ModelCall, pattern: MaskShape) -> None:
+        self.call, self.pattern = call, pattern
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        if any(isinstance(x, torch.dtype | Tensor) for x in (*args, *kwargs.values())):
+            raise _NoTensor("the model's layers make their own mask: they cast it")
+        return self
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("ndim", "to") and self.call.session.traces:
-            return 0 if name == "ndim" else lambda *_, **__: self
         if hasattr(Tensor, name):
-            raise ValueError(f"the model's layers make their own mask: they read its {name}")
+            raise _NoTensor(f"the model's layers make their own mask: they read its {name}")
         raise AttributeError(name)
 
     def __getitem__(self, index: Any) -> ShardedMask:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import inspect
+from typing import Any
 
 import torch
-from torch import nn
 
-from seqpar.core.compiling import outside_graphs
-from seqpar.core.torch_private import is_compiled, runs_compiled
 from seqpar.integrations.huggingface.attention.call import (
     ModelCall,
     PreparedMask,
@@ -16,7 +14,7 @@ from seqpar.integrations.huggingface.attention.call import (
     current,
 )
 from seqpar.integrations.huggingface.attention.masks import MaskShape
-from seqpar.integrations.huggingface.model.patched_globals import Replaced
+from seqpar.integrations.huggingface.model.replaced import Replaced
 
 
 class CompiledForward(Replaced):
@@ -25,11 +23,12 @@ class CompiledForward(Replaced):
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         self._model, self._eager = model, model.forward
         self._forward = torch.compile(model.forward, **options)
+        self.__signature__ = inspect.signature(model.forward)  # Trainers choose columns by it
         super().__init__(model, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = current.call
-        compiled = call is not None and call.cache is None
+        compiled = call is not None and call.cache is None and not call.session.mixing.watches
         return (self._forward if compiled else self._eager)(*args, **kwargs)
 
     def masks(self, call: ModelCall) -> Any:
@@ -57,20 +56,3 @@ class CompiledForward(Replaced):
             if mask.pattern.chunk is not None:
                 side.in_chunks(mask.pattern.chunk)  # now, because a graph cannot make layouts
         return PreparedMask(made.call, made.pattern) if isinstance(made, ShardedMask) else made
-
-
-_INSTEAD = "call sp.compile(**options) of its session, or compile its blocks one by one"
-
-
-def refuse_compile(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(f"model.compile cannot be used while the model is enabled: {_INSTEAD}")
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    if is_compiled(model) or runs_compiled():
-        raise ValueError(f"model must not be compiled by torch.compile as a whole: {_INSTEAD}")
-
-
-# torch.compile traces this call too, and then raises the second text.
-_IN_GRAPHS = f"seqpar compiles a whole model: {_INSTEAD}"
-check_not_compiled = outside_graphs(_check_not_compiled, _IN_GRAPHS)

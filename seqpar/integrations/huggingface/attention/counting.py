@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.operators import implementation, register_autograd
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.compiling import is_traced
 from seqpar.integrations.huggingface.model.layers import AttentionLayer
 
 _BEGIN, _END, _BACKWARD_BEGIN, _BACKWARD_END = range(4)
@@ -68,7 +69,7 @@ def counted(
     layer: AttentionLayer, q: Tensor, attend: Callable[[Tensor], Tensor], decodes: bool
 ) -> Tensor:
     """Return `attend(q)`, counted each time that it runs."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         (q,) = torch.ops.seqpar.counted(q, layer.handle, _BEGIN)
         (out,) = torch.ops.seqpar.counted(attend(q), layer.handle, _END)
         return out

@@ -1,46 +1,43 @@
 """Everything that `enable` replaces in a model's attention, and in transformers.
 
-`replace_attention` returns handles whose `remove` methods undo it. The guard stays: it makes every
-transformers model refuse a sharded batch unless the model is enabled.
+`replace_attention` returns handles whose `remove` methods undo it.
 """
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import partial
 from inspect import BoundArguments, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.torch_private import compiled_modules
 from seqpar.integrations.huggingface.attention.attention import TEMPERED, attend, describe_mask
-from seqpar.integrations.huggingface.attention.buckets import add_bucket_hooks
-from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
+from seqpar.integrations.huggingface.attention.call import NAME, EnabledModel, ModelCall, current
 from seqpar.integrations.huggingface.attention.multimodal import take_tokens
-from seqpar.integrations.huggingface.attention.own_attention import has_slopes, trace_layers
 from seqpar.integrations.huggingface.attention.recurrent import (
     check_recurrent,
     patch_recurrent_layers,
 )
-from seqpar.integrations.huggingface.batch.sharding import (
-    KEY,
-    Sharding,
-    has_kept_ids,
-    has_noted_tokens,
+from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.integrations.huggingface.huggingface_private import attention_of
+from seqpar.integrations.huggingface.model.code import global_of, takes
+from seqpar.integrations.huggingface.model.layers import (
+    configs_of,
+    encoder_of,
+    is_formula,
+    is_table,
+    kind_of,
 )
-from seqpar.integrations.huggingface.model.code import has_buckets, is_formula, is_table, takes
-from seqpar.integrations.huggingface.model.layers import configs_of, encoder_of, kind_of
-from seqpar.integrations.huggingface.model.patched_globals import Removable, Replaced
+from seqpar.integrations.huggingface.model.replaced import Removable, Replaced
 
-_NAME = "seqpar"  # of the attention implementation, in configs
-_SETTING = "_attn_implementation"  # of configs
 _GROWING = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
 _TEMPERATURE = "attn_temperature_tuning"  # attribute of Llama 4's attention
-_GUARD = "_refuses_sharded_batches"  # attribute of the checked PreTrainedModel.__call__
 
 
 def check_attention(session: EnabledModel, body: nn.Module) -> None:
+    for module, layer in session.layers.items():
+        _check_functions(module, layer.name, body)
     check_recurrent(session.layers, body)
     only_recurrent = all(kind_of(type(x)) is not None for x in session.layers)
     if not _takes_positions(body) and not only_recurrent:
@@ -48,96 +45,53 @@ def check_attention(session: EnabledModel, body: nn.Module) -> None:
         raise ValueError(f"model must take position_ids: {name} counts positions on each rank")
 
 
+def _check_functions(module: nn.Module, layer: str, body: Any) -> None:
+    """Raise a ValueError if transformers calls a user's function for a layer, or for its masks."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = attention_of(getattr(module, "config", body.config))
+    functions = global_of(module, "ALL_ATTENTION_FUNCTIONS") or AttentionInterface()
+    own = global_of(module, "eager_attention_forward")
+    found = {"attention": functions.get(name, own), "masks": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
+    for what, function in found.items():
+        is_kernel = "/" in (name or "")  # of the hub, for transformers' attention
+        if name != NAME and not is_kernel and _is_users(function):
+            given = getattr(function, "__qualname__", type(function).__name__)
+            reason = f"{layer} has {name!r}, the function {given}, which seqpar would not call"
+            how = "if it computes the same, call model.set_attn_implementation('sdpa') first"
+            raise ValueError(f"model must have {what} of transformers: {reason}; {how}")
+
+
+def _is_users(function: Any) -> bool:
+    if function is None:
+        return False
+    while isinstance(function, partial):
+        function = function.func
+    # A wrapper has the `__module__` of the function that it wraps, but globals of its own.
+    file = getattr(function, "__globals__", {}).get("__name__", "")
+    return not file.startswith(("transformers.", "transformers_modules."))
+
+
 def replace_attention(session: EnabledModel, body: Any) -> list[Removable]:
     """Make the model's layers call seqpar. Removing the returned handles undoes it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    guard_models()
-    AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, describe_mask)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, describe_mask)
     for module, layer in session.layers.items():
         layer.session, layer.comm = session, session.comm
         setattr(module, KEY, layer)
-    if session.traces:
-        # The public setter refuses models whose layers compute attention themselves.
-        for config in configs_of(body):
-            setattr(config, _SETTING, _NAME)
-    else:
-        body.set_attn_implementation(_NAME)
+    body.set_attn_implementation(NAME)
+    session.configs = [x for x in configs_of(body) if attention_of(x) == NAME]
     handles: list[Removable] = [
         *_add_position_hooks(body, encoder_of(session.inner)),
-        *add_bucket_hooks(body),
         *_replace_temperatures(session),
-        *trace_layers(session),
         *patch_recurrent_layers(session, body),
     ]
     if body is not session.inner:
         handles.append(body.register_forward_pre_hook(take_tokens, with_kwargs=True))
     return handles
-
-
-def guard_models() -> None:
-    """Make all models check their calls' arguments, also compiled ones once torch has loaded."""
-    from transformers import PreTrainedModel
-
-    _guard(PreTrainedModel)
-    if (compiled := compiled_modules()) is not None:
-        _guard(compiled)
-
-
-def _guard(kind: type[nn.Module]) -> None:
-    call: Any = kind.__call__
-    if hasattr(call, _GUARD):
-        return
-
-    @wraps(call)
-    def checked(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return call(model, *args, **kwargs)
-        if not _is_in_call(model):
-            _refuse_sharded_batch(model, args, kwargs)
-        try:
-            return call(model, *args, **kwargs)
-        except BaseException as interruption:
-            session: EnabledModel | None = vars(model).get(KEY)
-            if session is not None and not isinstance(interruption, Exception):
-                session.abandon()  # torch runs the hooks that end a call after an Exception only
-            raise
-
-    setattr(checked, _GUARD, True)
-    kind.__call__ = checked  # type: ignore[method-assign]
-
-
-def _is_in_call(model: nn.Module) -> bool:
-    """Return whether an enabled model is being called, and this model is a part of it."""
-    call = current.call
-    return call is not None and any(x is model for x in call.session.inner.modules())
-
-
-def _refuse_sharded_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    from transformers import PreTrainedModel
-
-    values = [*args, *kwargs.values()]
-    sharded = isinstance(kwargs.get(KEY), Sharding) or any(map(has_noted_tokens, values))
-    if not sharded and not any(map(has_kept_ids, values)):
-        return
-    model = next((x for x in module.modules() if isinstance(x, PreTrainedModel)), None)
-    if model is None or (not sharded and _has_users_attention(model)):
-        return
-    if any(KEY in vars(x) for x in module.modules()):
-        return  # the hooks of an enabled model check the call
-    name = type(model).__name__
-    way_out = "enable it with seqpar's huggingface.enable, or give it the whole batch"
-    raise ValueError(
-        f"model must be enabled by seqpar for a sharded batch, and this {name} is not: {way_out}"
-    )
-
-
-def _has_users_attention(model: Any) -> bool:
-    from transformers import AttentionInterface
-
-    function = AttentionInterface().get(getattr(model.config, _SETTING, None))
-    return function is not None and not function.__module__.startswith("transformers.")
 
 
 def _replace_temperatures(session: EnabledModel) -> list[Removable]:
@@ -152,8 +106,7 @@ def _replace_temperatures(session: EnabledModel) -> list[Removable]:
 def _takes_positions(model: nn.Module) -> bool:
     if takes(model, "position_ids"):
         return True
-    kinds = is_table, is_formula, has_buckets, has_slopes
-    return any(is_kind(x) for x in model.modules() for is_kind in kinds)
+    return any(is_table(x) or is_formula(x) for x in model.modules())
 
 
 def _add_position_hooks(model: nn.Module, encoder: nn.Module | None) -> list[Removable]:

@@ -67,10 +67,10 @@ def _softmax_call(
     if any(x is not None for x in of_this_batch):
         return []
     options: dict[str, Any] = {"causal": call.causal, "window_size": (call.left, call.right)}
-    options |= {"softmax_scale": call.scale, "softcap": call.softcap}
+    options |= {"softmax_scale": call.options.scale, "softcap": call.options.softcap}
     options |= {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2]}
     options |= {"head_dim": q.shape[3], "value_dim": v.shape[3]}
-    options |= {"sinks": sinks is not None, "alibi_slopes": call.alibi_slopes is not None}
+    options |= {"sinks": sinks is not None}
     return [options | {"dtype": q.dtype, "device": q.device} | known]
 
 

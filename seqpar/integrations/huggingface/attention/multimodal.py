@@ -7,7 +7,6 @@ and computes all images; the gradients of their weights are summed like all othe
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from seqpar.integrations.huggingface.attention.call import ModelCall, ShardedMask, current
 from seqpar.integrations.huggingface.batch.sharding import Side, side_of
-from seqpar.integrations.huggingface.model.code import dispatches, dropout_of, takes
+from seqpar.integrations.huggingface.model.code import dispatches, takes
+from seqpar.integrations.huggingface.model.layers import most_dropped, random_settings
 
 _FEATURES = {
     "deepstack_visual_embeds": "visual_pos_masks",
@@ -57,20 +57,23 @@ class OutsideText:
         self.whole = tuple(  # names of parts with attention, which each rank computes whole
             name for name, part in parts.items() if any(dispatches(type(x)) for x in part.modules())
         )
-        self._dropping = {name: (x, p) for name, x in inside.items() if (p := _most_dropped(x)) > 0}
+        self._dropping = {name: (x, p) for name, x in inside.items() if (p := most_dropped(x)) > 0}
+        self._random = {
+            name: (x, found) for name, x in inside.items() if (found := random_settings(x))
+        }
         self.check()
 
     def check(self) -> None:
+        for name, (x, settings) in self._random.items():
+            if x.training:
+                reason = f"{name} has {', '.join(settings)}, and would draw others on each rank"
+                way_out = "set them to None in its config, or call eval() of this part"
+                what = "model must draw no random numbers outside of its text"
+                raise ValueError(f"{what}, but {reason}: {way_out}")
         for name, (x, p) in self._dropping.items():
             if x.training:
                 reason = f"{name} has {p}, another on each rank: set it to 0 in the config"
                 raise ValueError(f"model must have no dropout outside of its text, but {reason}")
-
-
-def _most_dropped(x: nn.Module) -> float:
-    p = x.p if isinstance(x, nn.Dropout) else dropout_of(x) if dispatches(type(x)) else 0.0
-    layers = getattr(x, "layerdrop", 0.0)
-    return max(p, layers if isinstance(layers, float) else 0.0)
 
 
 def take_tokens(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,7 +100,7 @@ def _taken(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
         x = next(x for x in kwargs.values() if isinstance(x, Tensor))
         rank = call.session.comm.rank
         side = side_of(side.documents, side.layout, rank, positions, x.device)
-        call.sharding = replace(call.sharding, main=side)
+        call.sharding = call.sharding.with_sides(side)
     taken: dict[str, Any] = {}
     for name, value in kwargs.items():
         if name == "position_ids":

@@ -1,8 +1,8 @@
 """Recurrent layers of a model, and short convolutions, over the ranks of its group.
 
-The forwards of these layers call functions of their file where tokens mix. In an enabled model the
-same code calls other functions under these names (`patched_globals.py`), which call `causal_conv1d`
-and `RecurrentAttention`.
+The forwards of these layers call functions of their file where tokens mix. In an enabled model, the
+same code calls other functions under these names (`Overlay` in `model/code.py`). They call
+`causal_conv1d` and `RecurrentAttention`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqpar.attention.backend import DEFAULT, current_backend
-from seqpar.comm.messages.exchange import Comm, as_mesh
+from seqpar.comm.messages.comm import Comm, as_mesh
 from seqpar.core.arguments import shown
+from seqpar.core.compiling import is_traced
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.torch_private import version_of
-from seqpar.halo.call import ACTIVATIONS
-from seqpar.halo.functions import causal_conv1d, halo_on
+from seqpar.halo.functions import ACTIVATIONS, causal_conv1d, halo_on
 from seqpar.integrations.huggingface.attention.attention import (
     call_and_shape,
     enabled_layer,
@@ -31,8 +31,8 @@ from seqpar.integrations.huggingface.attention.attention import (
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ShardedMask
 from seqpar.integrations.huggingface.attention.counting import counted
 from seqpar.integrations.huggingface.attention.masks import MaskShape
+from seqpar.integrations.huggingface.model.code import Overlay, check_forward, named_in
 from seqpar.integrations.huggingface.model.layers import CALLED, kind_of
-from seqpar.integrations.huggingface.model.patched_globals import Overlay, check_forward, named_in
 from seqpar.layout.layout import Layout
 from seqpar.linear.maps.backends import fla
 from seqpar.strategies.recurrent import RecurrentAttention
@@ -44,7 +44,7 @@ _CACHES = ("cache_params", "past_key_values")
 class PatchedRecurrence:
     """The functions that a layer's code calls instead of its file's, in the call's `layout`."""
 
-    layout: Layout
+    layout: Layout  # only while the layer's forward runs
     dtype: torch.dtype  # of the model's q, in the last call
 
     def __init__(
@@ -144,7 +144,7 @@ class PatchedRecurrence:
     def log_decay(self, slopes: Tensor) -> Tensor:
         """Return the constant decays (H,) of lightning attention, −slopes."""
         exact = torch.promote_types(slopes.dtype, torch.float32)
-        if torch.compiler.is_compiling() or slopes.is_inference() or slopes.is_meta:
+        if is_traced() or slopes.is_inference() or slopes.is_meta:
             return -slopes.flatten().to(exact)
         # They stay on the CPU until `slopes` is written to, so later calls do not wait.
         version = version_of(slopes)
@@ -206,14 +206,17 @@ def _forward(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: A
         if hidden.dim() != 3 or hidden.shape[0] != 1 or hidden.shape[1] != side.tokens:
             expected = f"(1, {side.tokens}, channels), the tokens of the sharded batch"
             raise ValueError(f"its hidden states are {tuple(hidden.shape)}, not {expected}")
-    recurrence.layout = side.layout
 
     def computed(hidden: Tensor) -> Tensor:
         if recurrence.kind == "constant_decay":
             return recurrence.lightning(module, hidden)
         return own(module, **given | {"hidden_states": hidden, "attention_mask": None})
 
-    out = counted(layer, hidden, computed, decodes=False)
+    recurrence.layout = side.layout
+    try:
+        out = counted(layer, hidden, computed, decodes=False)
+    finally:
+        del recurrence.layout
     return (out, None) if recurrence.kind == "constant_decay" else out
 
 

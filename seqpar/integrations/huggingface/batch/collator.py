@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -11,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.attention.rehearsal import Preparation
-from seqpar.core.arguments import CuSeqlens, shown
-from seqpar.layout.layout import Layout
+from seqpar.core.arguments import shown
+from seqpar.integrations.huggingface.batch.shard_batch import ModelPreparation
 
 _IGNORED_LABEL = -100  # of tokens without a loss
 _MASKS = ("completion_mask", "assistant_masks")  # 1 where a token is learned
@@ -24,26 +22,6 @@ COLUMNS = (
     "attention_mask",
     *_MASKS,
 )  # of a dataset that `Collator` reads
-
-
-@dataclass(frozen=True)
-class ModelPreparation:
-    """Makes layouts that carry the tables of a model's attention, for one rank.
-
-    `SequenceParallel.preparation` makes it, and lists the calls that it leaves out. It can be
-    pickled and called in any process.
-    """
-
-    kind: str  # of the layouts: zigzag, striped or contiguous
-    ranks: int
-    calls: tuple[Preparation, ...]  # one for each kind of call
-
-    def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
-        """Return these documents' layout, the same as `shard` makes, with its tables."""
-        layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
-        for prepare in self.calls:
-            prepare(layout)
-        return layout
 
 
 class Collator:

@@ -23,7 +23,7 @@ class BatchDocuments(NamedTuple):
     kept: Ints  # (T,) where the tokens that are not padding are among the B·S tokens of all rows
     cu_seqlens: Ints  # where documents begin among these T tokens
     samples: Ints  # where samples begin, for shifts of labels
-    packed: bool | None = None  # whether jumps of positions began documents; None: no jump mattered
+    packed: bool = False  # whether jumps of positions to other numbers than 0 began documents
 
     def by_rows(self) -> BatchDocuments:
         """Return the same batch with exactly one document for each row, even an empty one."""
@@ -45,15 +45,14 @@ class BatchDocuments(NamedTuple):
 
 
 def find_documents(
-    batch: Mapping[str, Any], rows: int, columns: int, prefix: str, cuts: bool | str | None = None
+    batch: Mapping[str, Any], rows: int, columns: int, prefix: str, cuts: bool | str = False
 ) -> BatchDocuments:
     """Return the documents of the batch's tokens, whose keys begin with `prefix`.
 
     A document begins at each row's first token that is not padding, at each entry of
     `cu_seq_lens_q`, and where a position is 0 again. `cuts` decides about every other jump of the
-    positions: True begins a document; False does not, because the model's code reads no documents
-    from positions; None does not, because the batch has a mask. A string is the reason why the
-    effect is unknown.
+    positions: True begins a document, and False does not, because the batch has a mask. A string is
+    the reason why the effect is unknown.
 
     Raises a ValueError that names the key if keys contradict each other, if padding lies between a
     row's tokens, or if positions jump and `cuts` is a string.
@@ -69,20 +68,18 @@ def find_documents(
         restarts[:, 1:] = steps & (positions[:, 1:] == 0)
         jumps[:, 1:] = steps & (positions[:, 1:] != 0)
     if not prefix and any(batch.get(name) is not None for name in CU_SEQLENS):
-        begins |= _listed(batch, real, restarts if cuts is None else restarts | jumps)
+        begins |= _listed(batch, real, restarts | jumps if cuts else restarts)
         jumps &= ~begins
     begins |= restarts
-    packed: bool | None = None
     samples = begins.copy()
-    if positions is not None and jumps.any() and cuts is not None:
+    packed = bool(cuts) and bool(jumps.any())
+    if positions is not None and packed:
         if isinstance(cuts, str):
             row, column = (int(x[0]) for x in np.nonzero(jumps))
             before, after = positions[row, column - 1 : column + 1].tolist()
             where = f"at token {column} of row {row}"
             raise ValueError(f"position_ids jump from {before} to {after} {where}: {cuts}")
-        packed = cuts
-        if cuts:
-            begins |= jumps
+        begins |= jumps
     kept = np.flatnonzero(real)
     if not kept.size:
         raise ValueError("batch must have tokens that are not padding, got none")

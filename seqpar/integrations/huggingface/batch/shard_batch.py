@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,33 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.attention.rehearsal import Preparation
-from seqpar.comm.messages.exchange import Comm
-from seqpar.integrations.huggingface.batch.collator import ModelPreparation
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.arguments import CuSeqlens
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments, find_documents, shape_of
 from seqpar.integrations.huggingface.batch.sharding import (
     KEY,
     Origin,
     Sharding,
     Side,
+    TokensOfRank,
+    UnreadableMask,
     digest_of,
-    keep_ids,
     note_tokens,
+    scalars_of,
     side_of,
 )
-from seqpar.integrations.huggingface.model.code import cuts_documents, default_positions, global_of
-from seqpar.integrations.huggingface.model.layers import encoder_of, kind_of, loss_shifts
+from seqpar.integrations.huggingface.model.code import global_of
+from seqpar.integrations.huggingface.model.layers import (
+    POSITIONS,
+    TYPES,
+    classes_of,
+    configs_of,
+    default_positions,
+    encoder_of,
+    kind_of,
+    loss_shifts,
+    tables_of,
+)
 from seqpar.layout.labels import shift_labels
 from seqpar.layout.layout import Layout
 
@@ -42,6 +55,26 @@ _MADE = (*_DOCUMENTS, "labels", "shift_labels", "position_ids")
 _TEXT = (*_MADE, "input_ids", "inputs_embeds")
 
 
+@dataclass(frozen=True)
+class ModelPreparation:
+    """Makes layouts that carry the tables of a model's attention, for one rank.
+
+    `SequenceParallel.preparation` makes it, and lists the calls that it leaves out. It can be
+    pickled and called in any process.
+    """
+
+    kind: str  # of the layouts: zigzag, striped or contiguous
+    ranks: int
+    calls: tuple[Preparation, ...]  # one for each kind of call
+
+    def __call__(self, cu_seqlens: CuSeqlens) -> Layout:
+        """Return these documents' layout, the same as `shard` makes, with its tables."""
+        layout: Layout = getattr(Layout, self.kind)(cu_seqlens, self.ranks, equal=True)
+        for prepare in self.calls:
+            prepare(layout)
+        return layout
+
+
 class BatchSharder:
     """Cuts the batches of one model into layouts of a `kind`; `shifts` is as in `Origin`."""
 
@@ -53,22 +86,26 @@ class BatchSharder:
         self._origin = Origin(comm, type(model).__module__, self.shifts)
         self._takes = set(inspect.signature(type(model).forward).parameters)
         kinds: set[Any] = {type(x) for x in model.modules()}
-        self._reads_documents = any(cuts_documents(x) for x in kinds)
         self._recurrent = any(kind_of(x) for x in kinds)
         self._chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
 
     def shared(self, batch: Any) -> dict[str, Any]:
         if not isinstance(batch, Mapping):
             return {}
-        names = ["input_ids", "labels", "attention_mask", "position_ids"]
-        names += ["token_type_ids", "mm_token_type_ids"]  # masks depend on them
-        described = {f"batch[{name!r}]": digest_of(batch.get(name)) for name in names}
-        return {"keys of batch": sorted(map(str, batch)), **described}
+        described: dict[str, Any] = {
+            name: digest_of(x)
+            for name, x in batch.items()
+            if isinstance(x, Tensor) and (name in _MADE or not x.is_floating_point())
+        }
+        described |= scalars_of(batch)
+        of_keys = {f"batch[{name!r}]": x for name, x in described.items()}
+        return {"keys of batch": sorted(map(str, batch)), **of_keys}
 
     def shard(self, batch: Batch, layout: Any = None, cached: bool = False) -> Any:
         """As `SequenceParallel.shard`, for a call with a cache if `cached`."""
         if not isinstance(batch, Mapping):
             raise ValueError(f"batch must be a mapping, got {type(batch).__name__}")
+        _check_tensors(batch)
         if KEY in batch:
             raise ValueError("batch must be whole: it was sharded before")
         if layout is None and isinstance(batch.get("layout"), Layout):
@@ -94,20 +131,38 @@ class BatchSharder:
             raise ValueError("model must have no encoder, which needs a second layout")
         return replace(self._make_layout, calls=calls)
 
-    def check_tokens(self, batch: Batch) -> None:
-        """Refuse tokens outside the vocabulary: one rank would fail in a layer."""
-        table = self._model.get_input_embeddings() if not self._with_images else None
-        ids = batch.get("input_ids")
-        if not isinstance(ids, Tensor) or not isinstance(table, nn.Embedding) or not ids.numel():
+    def check_tables(self, batch: Batch, sharding: Sharding) -> None:
+        """Refuse numbers outside the model's tables: only the rank that has one would fail."""
+        classes = classes_of(self._model)
+        for name in ("labels", "shift_labels"):
+            x = batch.get(name)
+            if isinstance(x, Tensor) and classes is not None:
+                counted = x.masked_fill(x == -100, 0)
+                _check_range(name, counted, classes, "the model's classes", "-100 or ")
+        tokens = self._model.get_input_embeddings()
+        if self._with_images or not isinstance(tokens, nn.Embedding):
             return
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"input_ids must be int64 or int32, got {ids.dtype}")
-        low, high = (int(x) for x in ids.aminmax())
-        if low < 0 or high >= table.num_embeddings:
-            expected = f"from 0 to {table.num_embeddings - 1}, the model's vocabulary"
-            raise ValueError(f"input_ids must be {expected}, got {low} to {high}")
+        for name in ("input_ids", "decoder_input_ids"):
+            x = batch.get(name)
+            if isinstance(x, Tensor):
+                if x.dtype not in (torch.int64, torch.int32):
+                    raise ValueError(f"{name} must be int64 or int32, got {x.dtype}")
+                _check_range(name, x, tokens.num_embeddings, "the model's vocabulary")
+        types = batch.get("token_type_ids")
+        if isinstance(types, Tensor) and types.dim() == 2 and "token_type_ids" in self._takes:
+            for x in tables_of(self._model, TYPES) or [tokens]:  # GPT-2 has them among its tokens
+                _check_range("token_type_ids", types, x.num_embeddings, "the model's token types")
+        encoder = encoder_of(self._model)
+        inside = set() if encoder is None else set(encoder.modules())
+        for x in tables_of(self._model, POSITIONS):
+            side = sharding.encoder if x in inside else sharding.main
+            size = x.num_embeddings - getattr(x, "offset", 0)
+            if side is not None and side.last_position >= size:
+                what = f"from 0 to {size - 1}, the model's table of positions"
+                raise ValueError(f"position_ids must be {what}, got {side.last_position}")
 
     def count(self, batch: Batch) -> int | None:
+        _check_tensors(batch)
         if self._with_encoder:
             batch = self._with_decoder_tokens(batch)
         _, documents = self._documents(batch, "decoder_" if self._with_encoder else "")
@@ -122,6 +177,9 @@ class BatchSharder:
                 sharding.main.documents.check_mask(kwargs[name])
             elif kwargs[name] is not False:
                 raise ValueError(f"{name} must not be given: {reason}")
+        if any(getattr(x, "output_attentions", False) for x in configs_of(self._model)):
+            reason = _REFUSED["output_attentions"]
+            raise ValueError(f"output_attentions must be False in the model's config: {reason}")
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict must be True: outputs are found by their names")
         self._check_origin(sharding, "labels" in kwargs)
@@ -186,18 +244,16 @@ class BatchSharder:
         x, *others = [batch[name] for name in names if batch.get(name) is not None] or [None]
         if others or not isinstance(x, Tensor) or x.dim() < 2:
             raise ValueError(f"batch must have either {names[0]} (B, S) or {names[1]} (B, S, D)")
-        cuts = None if cached else self._cuts(batch)
+        cuts = False if cached else self._cuts(batch)
         documents = find_documents(batch, x.shape[0], x.shape[1], prefix, cuts)
         return x, documents.by_rows() if self._with_encoder else documents
 
-    def _cuts(self, batch: Batch) -> bool | str | None:
+    def _cuts(self, batch: Batch) -> bool | str:
         """Return the effect of a jump in the positions, as `cuts` of `find_documents`."""
-        # As in transformers, a batch with a mask keeps its positions. Without one, models that make
-        # masks from positions begin documents there, unless they keep a cache, as they do by
-        # default.
+        # As in transformers, a batch with a mask keeps its positions. Without one, most models make
+        # masks from positions, and begin documents there, unless they keep a cache, as they do by
+        # default. `check_packing` refuses a call in which the model makes another mask.
         if batch.get("attention_mask") is not None:
-            return None
-        if not self._reads_documents:
             return False
         if self._recurrent:
             return "its recurrent layers keep their states there; give an attention_mask"
@@ -221,7 +277,14 @@ class BatchSharder:
         else:
             ids = ids[None] if ids.dim() == 1 else ids
             self._check_positions(batch, ids, documents)
-        return side_of(documents, layout, self._comm.rank, ids, x.device)
+        side_of_rank = partial(side_of, documents, layout, position_ids=ids, device=x.device)
+        if documents.packed and not any(
+            side_of_rank(rank=rank).shows_jumps() for rank in range(layout.ranks)
+        ):
+            reason = "only where one rank's tokens end, so that no rank's mask shows their meaning"
+            how = "begin documents at position 0, or give an attention_mask to keep the positions"
+            raise ValueError(f"position_ids jump {reason}: {how}")
+        return side_of_rank(rank=self._comm.rank)
 
     def _default_positions(self, batch: Batch, prefix: str, documents: BatchDocuments) -> Tensor:
         found = {name: batch.get(f"{prefix}{name}") for name in _OF_POSITIONS}
@@ -234,7 +297,7 @@ class BatchSharder:
         positions = ids.detach().cpu().numpy()
         positions = np.broadcast_to(positions, (documents.rows, documents.columns)).ravel()
         positions = positions[documents.kept]
-        if self._chunk and batch.get("attention_mask") is None and documents.packed is not False:
+        if self._chunk and batch.get("attention_mask") is None:
             first = positions[documents.cu_seqlens[:-1]]
             if documents.cu_seqlens.size > documents.rows + 1 and (first % self._chunk).any():
                 reason = f"its layers cut chunks of {self._chunk} tokens by position"
@@ -277,14 +340,16 @@ class BatchSharder:
             made["labels"] = sharding.main.take(labels, -100)
             count = _counted(labels, documents)
         if sharding.encoder is None and not sharding.whole:
-            made["position_ids"] = sharding.main.position_ids
+            ids = sharding.main.position_ids
+            assert ids is not None
+            made["position_ids"] = ids.view_as(ids)  # the side does not own what owns the side
+        if self._comm.size > 1:
+            _guard(made, [name for _, name in inputs])
         for side, name in [(sharding.main, "labels"), (sharding.main, "position_ids"), *inputs]:
             if isinstance(x := made.get(name), Tensor):
                 note_tokens(x, side)
-        ids = made.get("input_ids")
-        if self._comm.size > 1 and not sharding.whole and isinstance(ids, Tensor):
-            keep_ids(ids)
-        made[KEY] = replace(sharding, labels=count, origin=self._origin)
+        sharding.labels, sharding.origin = count, self._origin
+        made[KEY] = sharding
         return made
 
     def _needs_mask(self, batch: Batch, side: Side) -> bool:
@@ -303,7 +368,9 @@ class BatchSharder:
             if x is not None and got != expected:
                 raise ValueError(f"{name} must be {expected}, a label for each token, got {got}")
             if x is not None and self.shifts is None:
-                raise ValueError(f"{name} must be None: {type(self._model).__name__} has no loss")
+                what = f"{type(self._model).__name__} has no loss by its loss_function"
+                how = "enable a model with such a head, or pass a loss of its outputs to sp.total"
+                raise ValueError(f"{name} must be None: {what}; {how}")
         if shifted is not None or labels is None:
             return shifted
         if not self.shifts:
@@ -325,6 +392,31 @@ _REFUSED = {
 }  # arguments of a call
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")  # the layout's padding copies a token
 _OF_POSITIONS = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+def _guard(part: Any, names: list[str]) -> None:
+    """Let models that are not enabled refuse a rank's tokens, which are entries of a batch."""
+    for name in [name for name in names if part[name] is not None]:
+        if name.endswith("input_ids"):
+            part[name] = part[name].as_subclass(TokensOfRank)
+        elif name == "inputs_embeds":
+            part["attention_mask"] = UnreadableMask()
+
+
+def _check_tensors(batch: Batch) -> None:
+    for name in (*_TEXT, "token_type_ids"):
+        if isinstance(batch.get(name), list | tuple):
+            found = type(batch[name]).__name__
+            how = 'call the tokenizer with return_tensors="pt"'
+            raise ValueError(f"{name} must be a tensor, got a {found}: {how}")
+
+
+def _check_range(name: str, x: Tensor, size: int, what: str, others: str = "") -> None:
+    if x.numel() and not x.is_floating_point():
+        low, high = (int(bound) for bound in x.aminmax())
+        if low < 0 or high >= size:
+            expected = f"{others}from 0 to {size - 1}, {what}"
+            raise ValueError(f"{name} must be {expected}, got {low} to {high}")
 
 
 def check_all_logits(kwargs: Mapping[str, Any]) -> None:

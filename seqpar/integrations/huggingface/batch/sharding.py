@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from itertools import takewhile
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.compiling import is_traced
+from seqpar.core.torch_private import calling_modules
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments
 from seqpar.layout.layout import Layout
 
 KEY = "seqpar"  # the key of a batch's Sharding, and the attribute of modules and tensors
-_MIN_COPY_TOKENS = 16  # shorter tensors cannot be recognised as copies of the tokens
-
-_recent: deque[Tensor] = deque(maxlen=4)  # ids of the batches that were sharded last
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,10 @@ class Side:
             self._chunked[size] = self.layout.chunked(size)
         return self._chunked[size]
 
+    def on(self, device: torch.device) -> Self:
+        ids = None if self.position_ids is None else self.position_ids.to(device)
+        return replace(self, index=self.index.to(device), position_ids=ids)
+
     @property
     def tokens(self) -> int:
         """T_local, the number of tokens on this rank."""
@@ -46,6 +52,11 @@ class Side:
     def shape(self) -> tuple[int, int]:
         """(B, S), the first two dimensions of the whole batch."""
         return self.documents.rows, self.documents.columns
+
+    def shows_jumps(self) -> bool:
+        """Return whether this rank's positions jump, so that a model's mask may separate them."""
+        ids = self.position_ids
+        return ids is not None and bool((ids.reshape(-1, self.tokens)[0].diff() != 1).any())
 
     def take(self, x: Tensor, value: float | None = None, dim: int = 0) -> Tensor:
         """Return this rank's tokens, (…, B, S, …) -> (…, 1, T_local, …), with B along `dim`.
@@ -80,33 +91,69 @@ class Origin:
     shifts: bool | None  # whether labels are next tokens
 
 
-@dataclass(frozen=True, eq=False)
-class Sharding:
-    """The division of a batch among ranks."""
+class Opaque:
+    """An argument of a model's call that wrappers of the model pass on as one object.
 
-    main: Side  # the tokens that have logits: the decoder's, if there is an encoder too
-    encoder: Side | None = None
-    labels: int | None = None  # how many labels count on all ranks together; None without labels
-    whole: bool = False  # whether the model gets all tokens, and cuts them after its images
-    origin: Origin | None = None  # the models for which the batch was sharded
+    FSDP, DDP, accelerate and Lightning rebuild dataclasses, named tuples and registered pytrees
+    among the arguments. They copy or move other objects, by `to`, if at all.
+    """
 
-    def __copy__(self) -> Sharding:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the object for a device, as `Tensor.to` does; a dtype has no effect."""
         return self
 
-    def __deepcopy__(self, memo: object) -> Sharding:
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         way_out = "call shard in the process that calls the model, not in a DataLoader's worker"
         raise ValueError(f"a sharded batch cannot be pickled: {way_out}")
 
+
+class Sharding(Opaque):
+    """The division of a batch among ranks.
+
+    Attributes:
+        main: the tokens that have logits: the decoder's, if there is an encoder too.
+        labels: how many labels count on all ranks together; None without labels.
+        whole: whether the model gets all tokens, and cuts them after its images.
+        origin: the models for which the batch was sharded.
+    """
+
+    def __init__(
+        self,
+        main: Side,
+        encoder: Side | None = None,
+        labels: int | None = None,
+        whole: bool = False,
+        origin: Origin | None = None,
+    ) -> None:
+        self.main, self.encoder, self.labels = main, encoder, labels
+        self.whole, self.origin = whole, origin
+
+    def with_sides(self, main: Side, encoder: Side | None = None) -> Sharding:
+        return Sharding(main, encoder, self.labels, self.whole, self.origin)
+
+    def to(self, *args: Any, **kwargs: Any) -> Sharding:
+        own = self.main.index
+        device = own.new_empty(0).to(*args, **kwargs).device
+        if device == own.device:
+            return self
+        encoder = self.encoder and self.encoder.on(device)
+        return self.with_sides(self.main.on(device), encoder)
+
     def digest(self) -> str:
         """Return a text that is the same on ranks that hold parts of the same batch."""
-        parts = [str(self.labels)]
+        parts, described = [], [f"{self.labels} labels"]
         for side in (self.main, self.encoder):
             if side is not None:
-                parts += [str(side.layout.tokens_per_rank), str(side.documents.cu_seqlens.tolist())]
-        return hashlib.sha256("/".join(parts).encode()).hexdigest()
+                cu_seqlens = side.documents.cu_seqlens.tolist()
+                parts += [str(side.layout.tokens_per_rank), str(cu_seqlens)]
+                described.append(f"{cu_seqlens[-1]} tokens in {len(cu_seqlens) - 1} documents")
+        return f"{', '.join(described)} (digest {_digest('/'.join(parts).encode())})"
 
 
 def side_of(
@@ -125,32 +172,103 @@ def side_of(
 
 
 def note_tokens(x: Tensor, side: Side) -> None:
-    """Note on a tensor, and on its storage, that it holds one rank's tokens."""
+    """Note on a tensor that it holds one rank's tokens."""
     setattr(x, KEY, side)
-    setattr(x.untyped_storage(), KEY, side)
 
 
-def keep_ids(ids: Tensor) -> None:
-    _recent.append(ids)
+def has_tokens_of_rank(x: Any) -> bool:
+    """Return whether a value is of one rank's tokens: their ids, or a tensor with a note."""
+    noted = isinstance(x, Tensor) and getattr(x, KEY, None) is not None
+    return noted or isinstance(x, TokensOfRank)
 
 
-def has_noted_tokens(x: Any) -> bool:
-    if not isinstance(x, Tensor):
-        return False
-    if getattr(x, KEY, None) is not None:
-        return True
-    return type(x) is Tensor and getattr(x.untyped_storage(), KEY, None) is not None
+class TokensOfRank(Tensor):
+    """The ids of one rank's tokens, which only an enabled model may look up in its embeddings.
+
+    Any other transformers model would compute a rank's tokens as if they were a whole batch. Such
+    a model raises a ValueError where it looks the ids up, and so does it for integers that are
+    computed from them, such as copies and parts. Everything else treats the ids as usual.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.embedding:
+            _check_calling_model()
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        is_ids = not isinstance(found, cls) or found.dtype in (torch.int32, torch.int64)
+        return found if is_ids else found.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokensOfRank:
+        made = copy.deepcopy(plain_ids(self), memo).as_subclass(TokensOfRank)
+        vars(made).update(vars(self))
+        return made
 
 
-def has_kept_ids(x: Any) -> bool:
-    if not isinstance(x, Tensor) or x.is_floating_point() or x.numel() < _MIN_COPY_TOKENS:
-        return False
-    return any(ids.shape == x.shape and torch.equal(ids.to(x), x) for ids in tuple(_recent))
+def plain_ids(x: Any) -> Any:
+    """Return ids of a rank's tokens as a usual tensor, and other values as they are."""
+    return x.as_subclass(Tensor) if isinstance(x, TokensOfRank) else x
+
+
+class UnreadableMask(Opaque):
+    """The attention mask of a sharded batch of embeddings, which has no `TokensOfRank`.
+
+    An enabled model drops the mask. A model that is not enabled reads it, which raises a
+    ValueError.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise refusal_of_tokens("model")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise refusal_of_tokens("model")
+
+
+def readable(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an enabled model's call without a mask that nobody may read."""
+    return {name: x for name, x in batch.items() if not isinstance(x, UnreadableMask)}
+
+
+def _check_calling_model() -> None:
+    """Raise a ValueError if a transformers model is being called that is not enabled."""
+    from transformers import PreTrainedModel
+
+    if is_traced():  # the models that are called cannot be found then
+        raise refusal_of_tokens("compiled model")
+    calling = [x for x in calling_modules() if isinstance(x, PreTrainedModel)]
+    others = list(takewhile(lambda x: all(KEY not in vars(y) for y in x.modules()), calling))
+    if others:
+        raise refusal_of_tokens(type(others[-1]).__name__)
+
+
+def refusal_of_tokens(model: str) -> ValueError:
+    way_out = "enable it with seqpar's huggingface.enable, or give it the whole batch"
+    return ValueError(
+        f"model must be enabled by seqpar for a sharded batch, and this {model} is not: {way_out}"
+    )
 
 
 def digest_of(x: Any) -> str | None:
-    """Return a hash of a tensor's bytes; None for other objects."""
+    """Return a tensor's dtype and shape with a hash of its bytes; None for other objects."""
     if not isinstance(x, Tensor):
         return None
     data = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(x.shape)} (digest {_digest(data.tobytes())})"
+
+
+def scalars_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers, strings and tensors of one number among arguments, for JSON."""
+    found = {name: x.item() if _has_one(x) else x for name, x in values.items()}
+    return {str(name): x for name, x in found.items() if isinstance(x, int | float | str)}
+
+
+def _has_one(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 0
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]  # short enough for an error

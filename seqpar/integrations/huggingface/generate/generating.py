@@ -6,6 +6,7 @@ The first such call is a sharded prefill; decoding steps follow it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,16 +19,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.integrations.huggingface.attention.call import EnabledModel, ModelCall, current
 from seqpar.integrations.huggingface.batch.documents import BatchDocuments, shape_of
 from seqpar.integrations.huggingface.batch.shard_batch import BatchSharder, check_all_logits
-from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, Side, digest_of
+from seqpar.integrations.huggingface.batch.sharding import (
+    KEY,
+    Sharding,
+    Side,
+    digest_of,
+    has_tokens_of_rank,
+    readable,
+    scalars_of,
+)
 from seqpar.integrations.huggingface.generate.cache import Cache, cache_type
 from seqpar.integrations.huggingface.loss.outputs import mark, tensors_in, unshard
-from seqpar.integrations.huggingface.model.code import default_positions
-from seqpar.integrations.huggingface.model.layers import Uncopied, encoder_of
-from seqpar.integrations.huggingface.model.patched_globals import Replaced
+from seqpar.integrations.huggingface.model.layers import (
+    Uncopied,
+    default_positions,
+    encoder_of,
+    faults_of_adapters,
+    most_dropped,
+)
+from seqpar.integrations.huggingface.model.replaced import Replaced
 from seqpar.layout.layout import Layout
 
 _drawing: ContextVar[bool] = ContextVar("seqpar_drawing", default=False)
@@ -40,10 +54,9 @@ class Generation(Uncopied):
         self._session, self._sharder = session, sharder
         # Per running call: the outer call, the tokens whose logits are computed (None: all), and
         # how many of the last logits of each row are returned then (0: all).
-        self._outer_calls: list[tuple[ModelCall | None, Kept | None, int]] = []
+        self.outer_calls: list[tuple[ModelCall | None, Kept | None, int]] = []
         inner = session.inner
         self._handles: list[Any] = [
-            inner.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
         self._has_routers = "output_router_logits" in inspect.signature(inner.forward).parameters
@@ -58,12 +71,6 @@ class Generation(Uncopied):
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def abandon(self) -> None:
-        self._outer_calls.clear()
-
-    def takes(self, kwargs: dict[str, Any]) -> bool:
-        return isinstance(kwargs.get("past_key_values"), Cache)
 
     def cache(self, block: int, reserve: int) -> Cache:
         if encoder_of(self._session.inner) is not None:
@@ -81,6 +88,13 @@ class Generation(Uncopied):
         def check() -> Cache:
             if model is not self._session.inner:
                 raise ValueError("the model is a copy of one that is enabled")
+            if KEY in named or any(map(has_tokens_of_rank, named.values())):
+                how = "call model.generate(**batch), which shards the prompts itself"
+                raise ValueError(f"batch must be whole for generate, got a sharded one: {how}")
+            # PEFT puts a method of its own there if it wrapped the model after `enable`.
+            around = getattr(model.prepare_inputs_for_generation, "__self__", None)
+            if reasons := faults_of_adapters([around]):
+                raise ValueError(reasons[0])
             for name, (kept, reason) in _REFUSED.items():
                 configs = _configs(model, named)
                 values = [named.get(name), *(getattr(x, name, None) for x in configs)]
@@ -90,24 +104,27 @@ class Generation(Uncopied):
             given = named.get("past_key_values")
             if given is None:
                 return self.cache(64, 0)
-            if not self.takes(named):
+            if not isinstance(given, Cache):
                 found = type(given).__name__
                 raise ValueError(f"past_key_values must be None or of sp.cache(), got {found}")
             return given
 
         cache = self._session.agree(check, lambda: _settings(model, args, named))
-        with _random_numbers_of_rank_0(self._session.comm):
+        comm = self._session.comm
+        with comm.telling_errors(), _random_numbers_of_rank_0(comm):
             return own(*args, **kwargs | {"past_key_values": cache})
 
-    def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.takes(kwargs):
-            return None
-        kwargs = dict(kwargs)
+    def begin(
+        self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begin a call with a cache: return the arguments that the model gets on this rank."""
+        self._session.abandon()  # in case a call was interrupted
+        kwargs = readable(kwargs)
         cache: Cache = kwargs.pop("past_key_values")
 
         def shared() -> dict[str, Any]:
             described = {"past_key_values": repr(cache), "keywords": sorted(kwargs)}
-            described["training"] = str(inner.training)
+            described |= {"training": str(inner.training)} | scalars_of(kwargs)
             if isinstance(sharding := kwargs.get(KEY), Sharding):
                 return described | {"batch": sharding.digest()}
             names = ["input_ids", "inputs_embeds", "position_ids"]
@@ -121,7 +138,9 @@ class Generation(Uncopied):
         if kept is not None:
             made["logits_to_keep"] = kept.index
         last = kwargs.get("logits_to_keep") if kept is None else None
-        self._outer_calls.append((current.set(call), kept, last or 0))
+        self.outer_calls.append((current.set(call), kept, last or 0))
+        if not call.decodes:
+            self._session.mixing.begin(call)
         if self._has_routers:
             made["output_router_logits"] = False  # the loss of a config's True would be local
         return args, made | {"past_key_values": cache, "use_cache": True}
@@ -131,6 +150,7 @@ class Generation(Uncopied):
     ) -> None:
         if inner is not self._session.inner:
             raise ValueError("the model is a copy of one that is enabled")
+        self._session.check_not_switched()
         if not cache.is_of(self._session.attention):
             raise ValueError("past_key_values must be of this model's sp.cache()")
         for layer in self._session.layers.values():
@@ -144,7 +164,7 @@ class Generation(Uncopied):
         for name in ("labels", "shift_labels", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"{name} must be None in a call with past_key_values")
-        if inner.training and any(map(_has_dropout_or_jitter, inner.modules())):
+        if inner.training and any(most_dropped(x) > 0 for x in inner.modules()):
             reason = "its dropout or jitter would differ between ranks"
             raise ValueError(f"model must be in eval() for calls with past_key_values: {reason}")
         if isinstance(kwargs.get("logits_to_keep"), Tensor):
@@ -171,6 +191,8 @@ class Generation(Uncopied):
         made = self._sharder.shard(kwargs, cached=True) if whole else dict(kwargs)
         sharding = made.pop(KEY)
         self._sharder.check(made, sharding)
+        if whole:
+            self._sharder.check_tables(kwargs, sharding)
         side = sharding.main
         layout, padding = _prefill_layout(side)
         kept = None
@@ -183,12 +205,22 @@ class Generation(Uncopied):
     def _after(self, inner: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Return whole outputs. Runs after a failure too."""
         call = current.call
-        if not self._outer_calls or call is None or call.cache is None:
+        if not self.outer_calls or call is None or call.cache is None:
             return None
-        before, kept, last = self._outer_calls.pop()
-        current.set(before)
+        before, kept, last = self.outer_calls.pop()
+        checked = False
+        try:
+            if outputs is not None:
+                self._session.mixing.end()
+                checked = True
+        finally:
+            self._session.mixing.abandon()
+            current.set(before)
+            if not checked:
+                call.cache.abort()
         if outputs is None:
-            call.cache.abort()
+            if (error := sys.exception()) is not None:
+                self._session.comm.tell_error(error)
             return None
         call.check_reached()
         call.cache.finish()
@@ -219,6 +251,7 @@ _REFUSED = {  # setting of `generate`: the only value that it may have, and the 
     "max_time": (None, "ranks have clocks of their own, and must end with the same token"),
     "guidance_scale": (1, "the prompt without guidance would need a cache of its own"),
     "assistant_early_exit": (None, "a call must go through all attention layers"),
+    "output_attentions": (False, "no rank has all weights"),
     "use_mtp": (False, "the model that proposes tokens would not be enabled"),
 }
 
@@ -226,20 +259,6 @@ _REFUSED = {  # setting of `generate`: the only value that it may have, and the 
 def _refuse_gradient(_: Tensor) -> None:
     how = "call model(**sp.shard(batch)) without a cache"
     raise ValueError(f"past_key_values must be None where gradients are needed: {how}")
-
-
-_DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
-
-
-def _has_dropout_or_jitter(module: nn.Module) -> bool:
-    """Return whether a module is a dropout, or has a positive setting named for one or jitter."""
-    if isinstance(module, _DROPOUTS):
-        return module.p > 0
-    numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, float) and x > 0)
-    return any("drop" in name or "jitter" in name for name, _ in numbers)
 
 
 def _by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
@@ -271,7 +290,7 @@ def _settings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 def _described(x: Any, depth: int = 3) -> Any:
     """Return a text, or texts, that are the same for equal settings of two processes."""
     if isinstance(x, Tensor):
-        return f"{tuple(x.shape)} {digest_of(x)}"
+        return digest_of(x)
     if isinstance(x, _PLAIN):
         return repr(x)
     if not depth:

@@ -1,80 +1,101 @@
-"""The loss of all ranks' tokens, and its gradient for every parameter on every rank.
+"""The loss of all ranks' tokens, and the average of its gradients over the ranks.
 
-During a call of the model, its modules hold outputs of an autograd function in place of their
-parameters. Its backward sums complete gradients over the ranks, so the parameter, its hooks and
-`torch.autograd.grad` get sums only. Terms that use a parameter outside of the model's call, such as
-a penalty of the weights, are equal on all ranks, and are not summed.
+The loss of a group of ranks is the sum of its ranks' losses. Backward on a rank computes the
+gradients that flow through this rank's tokens, times the number of ranks. Their average over the
+ranks is therefore the gradient of the group's loss. Whoever wraps the model averages: DDP and FSDP
+do, and without them `average_gradients` does. Terms that are equal on all ranks, such as a penalty
+of the weights, have equal gradients, which an average does not change.
 
-DDP and FSDP average instead. The loss's gradient is then multiplied by the number of ranks, and the
-sums of parameters that DDP and FSDP leave alone are divided by it.
+`LossOfRanks` computes that sum. All other code here refuses uses that would give wrong gradients
+without an error:
+
+* `_Output` is a node behind each output of the model. In backward, it refuses the gradient of a
+  loss of one rank's tokens.
+* `_check_leaves` refuses a trainable tensor that is not a parameter of the model, because nobody
+  averages its gradient.
+* `_LOCAL` and `_check_step` refuse an optimizer's step before `average`, if no wrapper averages.
+* `Averaging`, in `seqpar.comm.averaging`, finds the wrappers, and refuses wrappers that do not
+  average over the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from seqpar.comm.averaging import Averaging, like, local_part
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.averaging import Averaging, like, local_part, placed_as
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import (
     at_end_of_backward,
+    ddp_node,
+    forward_hooks,
     in_backward,
-    is_compiled,
-    parameters_in,
-    put_tensor,
+    version_of,
 )
-from seqpar.integrations.huggingface.loss.outputs import tensors_in, with_tensors
+from seqpar.integrations.huggingface.loss.outputs import with_tensors
 from seqpar.integrations.huggingface.model.layers import Uncopied
 
-_BUCKET_ELEMENTS = 1 << 24  # summed in one all-reduce
-_KEY = "seqpar"  # key in a graph node's metadata, for the Averaging of its call
-_LOCAL = "where its gradient would be of one rank's tokens"
+_BUCKET_ELEMENTS = 1 << 24  # averaged in one exchange
 _NO_TOTAL = (
     "loss must be the model's own, outputs.loss, or what sp.total returns: a loss of one rank's "
     "tokens, or one that each rank makes of unsharded outputs, has other gradients on each rank"
+)
+_TOTAL = "_seqpar_total"  # set on a loss of all ranks, to know it where no graph is recorded
+_TWICE = (
+    "loss must be this rank's part of a loss, and it is one of all ranks: outputs.loss and results "
+    "of sp.total are sums over the ranks; add them to what sp.total returns"
 )
 _REENTRANT = (
     "use_reentrant must be False for a checkpoint around the model's call: autograd's graph does "
     "not show that a loss depends on the outputs"
 )
-
-Place = tuple[nn.Module, str, Tensor]  # a module, a parameter's name in it, the parameter
+_AVERAGE = "call sp.average_gradients() after backward"
 
 
 class LossOfRanks(torch.autograd.Function):
-    """The sum of all ranks' losses, with the same bits on every rank."""
+    """The sum of all ranks' losses, with the same bits on every rank.
+
+    Its backward multiplies the gradient by the number of ranks, because the ranks' gradients are
+    averaged afterwards, and not summed.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, gradients: ModelGradients, averaged: bool, outputs: list[Any]
-    ) -> Tensor:
+    def forward(ctx: Any, local: Tensor, gradients: ModelGradients, outputs: list[Any]) -> Tensor:
         comm = gradients.comm
         ctx.set_materialize_grads(False)
-        ctx.gradients, ctx.scale = gradients, comm.size if averaged else 1
-        ctx.outputs = outputs
+        ctx.gradients, ctx.outputs = gradients, outputs
         ctx.models = dict.fromkeys([gradients, *(x.gradients for x in outputs)])
         parts = comm.all_gather(local.detach().reshape(1).to(comm.device), label="loss")
         return torch.stack(parts).sum().to(local.device).to(local.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
         if gradient is None:  # DDP passes all outputs through one node, unused ones too
-            return None, None, None, None
+            return None, None, None
         for gradients in ctx.models:
-            gradients.begin_backward(ctx.scale, ctx.outputs)
+            gradients.begin_backward(ctx)
         ctx.gradients.check_scale(gradient)
-        return gradient * ctx.scale, None, None, None
+        return gradient * ctx.gradients.comm.size, None, None
 
 
 class _Output(torch.autograd.Function):
-    """An output that takes gradients only from a loss of all ranks, or from the model's own."""
+    """An output of the model that refuses the gradient of one rank's loss.
+
+    A loss that is computed from outputs reaches this node in backward. `check_output` then finds
+    out whether it came through a `LossOfRanks`, which lists the outputs on which it depends.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: ModelGradients) -> Tensor:
@@ -89,85 +110,87 @@ class _Output(torch.autograd.Function):
         return gradient, None
 
 
-class _OverRanks(torch.autograd.Function):
-    """Tensors that are equal on all ranks but used differently: backward sums their gradients."""
+class _WholeBatch(torch.autograd.Function):
+    """Tensors of a whole batch that require gradients, such as embeddings.
 
-    # The first `tied` tensors pass through. A block's input does, so that backward runs on every
-    # rank, right after the block's, even where no token reached the block's trained experts.
+    All ranks have them, and use different tokens of them. No wrapper averages their gradients, so
+    backward does.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, gradients: ModelGradients, tied: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, comm: Comm, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.gradients, ctx.tied, ctx.tensors = gradients, tied, tensors[tied:]
+        ctx.comm, ctx.tensors = comm, tensors
         return tuple(x.detach() for x in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        own: ModelGradients = ctx.gradients
-        sums = own.sum_over_ranks(ctx.tensors, gradients[ctx.tied :])
-        return None, None, *gradients[: ctx.tied], *sums
+        return None, *average_over_ranks(ctx.tensors, gradients, ctx.comm)
 
 
-# Nodes whose tensors refuse one rank's losses already. Those of `_OverRanks` do not: transformers
-# returns the tied input of the first block as hidden_states[0].
-_GUARDED = {f"{x.__name__}Backward" for x in (LossOfRanks, _Output)}
+# Names of nodes whose tensors already refuse one rank's losses
+_LOSS, _OUTPUT = (f"{x.__name__}Backward" for x in (LossOfRanks, _Output))
+_GUARDED = {_LOSS, _OUTPUT}
+
+
+# The parameters of models without a wrapper. From backward to `average`, the value is the identity
+# of the parameter's gradient and the number of writes to it, so that a gradient that was replaced
+# or clipped is noticed. At other times it is None: the gradient is an average, or there is none.
+# All models share the table, because several of them may have the same parameter.
+_LOCAL = WeakTensorKeyDictionary()
+
+
+def _note_gradient(x: Tensor) -> None:
+    _LOCAL[x] = _written(x.grad)
+
+
+def _check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise a ValueError if an optimizer steps with gradients of one rank's tokens.
+
+    Torch calls this function before and after each step of every optimizer. The call after a step
+    finds gradients that a backward in the step's closure has computed.
+    """
+    for x in (x for group in optimizer.param_groups for x in group["params"] if x in _LOCAL):
+        reason = "gradients are of one rank's tokens"
+        if in_backward():
+            way_out = f"wrap the model in DDP or FSDP, or {_AVERAGE} and step then"
+            raise ValueError(f"optimizer must not step in backward: {reason}; {way_out}")
+        if (noted := _LOCAL[x]) and x.grad is not None and id(x.grad) == noted[0]:
+            raise ValueError(f"optimizer must not step: {reason}; {_AVERAGE}")
+
+
+@cache
+def _check_steps() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+    register_optimizer_step_post_hook(_check_step)
 
 
 class ModelGradients(Uncopied):
-    """Sums the gradients of an enabled model's parameters that DDP and FSDP do not average.
+    """The gradients of an enabled model's parameters: who averages them, and whether they did.
 
-    Between `begin_call` and `end_call`, modules hold other tensors in place of their parameters, as
-    do modules that a checkpoint or a user calls with the model's outputs. The gradients of
-    `blocks`, which each call of the model calls once, are summed right after their backward, all
-    others at the end.
+    A step of training goes through `begin_call`, `watched` (its outputs), `total` or
+    `total_of_model` (its loss), `begin_backward`, `end_backward`, and without a wrapper through
+    `check_unchanged` and `average`.
     """
 
-    def __init__(
-        self, model: nn.Module, comm: Comm, blocks: Iterable[nn.Module], check_ranks: bool
-    ) -> None:
-        self.comm, self._check_ranks = comm, check_ranks
-        self._model, self._blocks = model, set(blocks)
-        self._last = Averaging()  # who averages, as found in the last call with gradients
-        self._in_call = self._in_module = False
-        self._checked_hooks: int | None = None  # number of users' hooks when outputs were checked
-        self._waiting: dict[nn.Module, list[Place]] = {}  # for blocks that wait for their call
-        self._replaced: list[tuple[Place, Tensor]] = []
-        self._scale: int | None = None  # factor of the loss whose backward is running
+    def __init__(self, model: nn.Module, comm: Comm, check_ranks: bool) -> None:
+        self.comm, self._check_ranks, self._model = comm, check_ranks, model
+        self._averaging = Averaging()  # the wrappers of the last call with gradients
+        self._checked: Averaging | None = None  # the wrappers whose parameters were checked
+        self._running = False  # whether the backward of a loss of all ranks is running
         self._before_backward = False  # whether no backward has begun since the last call
         self._counted: set[Any] = set()  # output nodes on which the running loss depends
-        self._left_local: list[Tensor] = []  # have gradients that DDP did not average
-        self._step_hook: RemovableHandle | None = None  # only while there are such gradients
-        self._modules = {x for x in model.modules() if x is not model}
-        self._handles = [
-            x.register_forward_pre_hook(self._enter, with_kwargs=True) for x in self._modules
-        ]
+        self._hooks: dict[Tensor, RemovableHandle] = {}  # hooks on parameters: `_note_gradient`
 
-    def begin_call(self, averaging: Averaging, whole: bool) -> None:
-        """Replace parameters for a call of the model; with `whole`, also those of blocks."""
-        self.end_call()  # in case a call was interrupted
+    def begin_call(self, averaging: Averaging) -> None:
+        """Note who averages gradients in a call of the model that begins now."""
         if not torch.is_grad_enabled() or self.comm.size == 1:
             return
         if not in_backward():
-            self._forget_backward()  # in case a backward was interrupted
-        if self._scale is None:  # otherwise a checkpoint around the call computes it again
-            self._last, self._before_backward = averaging, True
-        groups, others = self._grouped()
-        for block in list(groups):
-            if whole or is_compiled(block):
-                self._replace(groups.pop(block), (), {})
-            elif _recomputes_within(block):
-                self._check_recomputed(block)
-                groups.pop(block)
-        self._replace(others, (), {})
-        self._waiting, self._in_call = groups, True
-
-    def end_call(self) -> None:
-        self._restore()
-        self._in_call = self._in_module = False
-        self._waiting = {}
+            self.end_backward()  # in case a backward was interrupted
+        if not self._running:  # otherwise a checkpoint around the call computes it again
+            self._averaging, self._before_backward = averaging, True
 
     def watched(self, outputs: Any) -> Any:
         """Return a call's outputs, which refuse gradients except from a loss of all ranks."""
@@ -180,71 +203,81 @@ class ModelGradients(Uncopied):
                 return x
             if id(x) not in known:
                 known[id(x)] = _Output.apply(x, self)
-                _mark(known[id(x)], self._last)
             return known[id(x)]
 
         return with_tensors(outputs, watched)
 
-    def check_outputs(self, outputs: Any) -> None:
-        """Raise a ValueError if outputs depend on trainable tensors that a user's hook brought."""
-        # Their gradients would not be summed. The check follows the graph in the first call and
-        # when the number of hooks has changed, but not under FSDP1, where flat parameters look the
-        # same.
-        if self.comm.size == 1 or not torch.is_grad_enabled() or self._last.flattened:
-            return
-        hooks = sum(map(_patches, self._modules))
-        if hooks == self._checked_hooks:
-            return
-        names = {id(x): f"its {name} itself" for name, x in self._model.named_parameters()}
-        averaged, checkpoints = self._last.leaves(), any(map(_makes_leaves, self._modules))
-        for x in _reached(outputs)[1]:
-            embeds = checkpoints and not isinstance(x, nn.Parameter)
-            if id(x) not in averaged and not embeds:
-                used = names.get(id(x), f"a tensor {tuple(x.shape)} that is not its own")
-                how = "make it a parameter of a module in the model, and read it there in each call"
-                raise ValueError(f"model must not use {used} in a hook, {_LOCAL}: {how}")
-        self._checked_hooks = hooks
-
-    def spread(self, batch: Any) -> Any:
+    def of_whole_batch(self, batch: Any) -> Any:
         """Return a whole batch, whose tensors get the gradients of all ranks' tokens."""
         if not isinstance(batch, Mapping) or self.comm.size == 1 or not torch.is_grad_enabled():
             return batch
         own = {k: x for k, x in batch.items() if isinstance(x, Tensor) and x.requires_grad}
         if not own:
             return batch
-        tensors = _OverRanks.apply(self, 0, *own.values())
+        tensors = _WholeBatch.apply(self.comm, *own.values())
         return dict(batch) | dict(zip(own, tensors, strict=True))
 
     def total(self, local: Tensor) -> Tensor:
-        reached, leaves, nodes = _reached(local)
-        if not reached and any(x.name() == "CheckpointFunctionBackward" for x in nodes):
+        """Return the sum of all ranks' losses, for a loss of this rank's outputs."""
+        nodes = _nodes(local.grad_fn, local.output_nr, _GUARDED)
+        if hasattr(local, _TOTAL) or any(x.name() == _LOSS for x in nodes):
+            raise ValueError(_TWICE)
+        outputs = [x for x in nodes if x.name() == _OUTPUT]
+        if not outputs and any(x.name() == "CheckpointFunctionBackward" for x in nodes):
             raise ValueError(_REENTRANT)
-        averaged = any(_call_of(x).averaged for x in reached) if reached else self._last.averaged
-        if leaves and self.comm.size > 1:
-            self._check_leaves(leaves, averaged)
-        if any(x.gradients.comm is not self.comm for x in reached):
+        if any(x.gradients.comm is not self.comm for x in outputs):
             raise ValueError("loss must be of models that are enabled on the same group")
-        return self._total(local, averaged, reached)
+        if self.comm.size > 1:
+            owners = dict.fromkeys([self, *(x.gradients for x in outputs)])
+            _check_leaves(nodes, owners, "loss must not depend on {}")
+        total: Tensor = LossOfRanks.apply(local.reshape(()), self, outputs)
+        mark_total(total)
+        return total
 
     def total_of_model(self, local: Tensor) -> Tensor:
-        return self._total(local, self._last.averaged, [])
+        """Return the sum of all ranks' losses, for the model's own loss."""
+        total: Tensor = LossOfRanks.apply(local, self, [])
+        return total
 
-    def begin_backward(self, scale: int, outputs: list[Any]) -> None:
-        """Note that a backward runs: of a loss of all ranks, times `scale`, from these outputs."""
-        if self.comm.size > 1 and torch.is_grad_enabled():
+    def begin_backward(self, loss: Any) -> None:
+        """Begin the backward of a loss of all ranks, whose node is `loss`.
+
+        One backward may contain several losses of all ranks. The first of them registers what runs
+        at the end of this backward. The first backward with these wrappers also checks that every
+        parameter is averaged.
+        """
+        if self.comm.size == 1:
+            return
+        if torch.is_grad_enabled():
             reason = "gradients of gradients are not computed over ranks"
             raise ValueError(f"create_graph must be False: {reason}")
-        if self._scale not in (None, scale):
-            reason = "DDP or FSDP average the gradients of some calls of the model, and not of all"
-            raise ValueError(f"loss must be of calls whose gradients are averaged alike: {reason}")
-        self._last.check_backward(first=self._before_backward or self._scale is not None)
-        if self._scale is None:
-            self._scale, self._before_backward = scale, False
-            at_end_of_backward(self._end_backward)
-        self._counted.update(outputs)
+        first = self._before_backward or self._running
+        if not self._running:
+            self._running, self._before_backward = True, False
+            at_end_of_backward(_Backward(self))
+            if self._averaging.wrappers:
+                # DDP queues its own work at the end of backward, so the check is queued there too,
+                # and runs after that work.
+                at_end_of_backward(lambda: at_end_of_backward(self._averaging.check_averaged))
+                self.remove()
+            else:
+                self._watch_parameters()
+        self._averaging.check_backward(first)
+        if self._checked is None or self._checked.wrappers != self._averaging.wrappers:
+            self._check_parameters(loss)
+            self._checked = self._averaging
+        self._counted.update(loss.outputs)
+
+    def end_backward(self) -> None:
+        """Forget the backward that was running. An interrupted backward needs this too."""
+        self._running = False
+        self._counted.clear()
 
     def check_scale(self, gradient: Tensor) -> None:
-        """Compare the ranks' factors of the loss, 8 bytes to each rank, if ranks are checked."""
+        """Refuse a loss that ranks multiply by different numbers; each rank sends 8 bytes to each.
+
+        Does nothing with `check_ranks=False`.
+        """
         if not self._check_ranks or self.comm.size == 1:
             return
         own = gradient.detach().reshape(1).double().to(self.comm.device)
@@ -256,158 +289,165 @@ class ModelGradients(Uncopied):
             raise ValueError(f"loss must be multiplied by the same number on all ranks: {listed}")
 
     def check_output(self, node: Any) -> None:
-        if self._scale is None or node not in self._counted:
+        """Raise a ValueError if a gradient of an output does not come from a loss of all ranks."""
+        if not self._running or node not in self._counted:
             raise ValueError(_REENTRANT if node.recomputed else _NO_TOTAL)
 
-    def remove(self) -> None:
-        self.end_call()
-        self._note_local_gradients([])
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    @torch.no_grad()
-    def sum_over_ranks(
-        self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
-    ) -> list[Tensor | None]:
-        """Return the sums of all ranks' gradients; None for tensors without a gradient anywhere."""
-        # Every rank sends each gradient, or zeros, and whether it has one.
-        if self._scale is None:
-            raise ValueError(_NO_TOTAL)
-        sums: list[Tensor | None] = [None] * len(tensors)
-        for bucket in _buckets(tensors):
-            own = [gradients[i] is not None for i in bucket]
-            parts = [_dense(tensors[i], gradients[i]).reshape(-1) for i in bucket]
-            shown = parts[0].new_ones(len(bucket))
-            if not all(own):
-                shown = shown * torch.tensor(own, dtype=shown.dtype).to(shown.device)
-            summed = sum_of_ranks(torch.cat([*parts, shown]), self.comm, self._scale)
-            *totals, anywhere = summed.split([*map(Tensor.numel, parts), len(bucket)])
-            present = own if all(own) else anywhere.bool().tolist()
-            for i, total, known in zip(bucket, totals, present, strict=True):
-                if known:
-                    x = tensors[i]
-                    sums[i] = like(total.view(local_part(x).shape), x)
-        return sums
-
-    def _end_backward(self) -> None:
-        self._forget_backward()
-        self._note_local_gradients(self._last.left_local())
-        at_end_of_backward(self._last.check_averaged)  # after DDP
-
-    def _note_local_gradients(self, parameters: list[Tensor]) -> None:
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
-        self._left_local = parameters
-        if parameters:
-            self._step_hook = register_optimizer_step_pre_hook(self._before_step)
-
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        left = {id(x) for x in self._left_local if x.grad is not None}
-        if any(id(x) in left for group in optimizer.param_groups for x in group["params"]):
-            why = "the last backward ran in DDP's no_sync, and gradients are of one rank's tokens"
+    def check_unchanged(self) -> None:
+        """Raise a ValueError if a gradient was changed after the backward that made it."""
+        if self.comm.size == 1:
+            return
+        if self._averaging.in_no_sync:
+            reason = "the last backward ran in DDP's no_sync, and DDP will average later"
             way_out = "leave no_sync for the last forward and backward before a step"
-            raise ValueError(f"optimizer must not step: {why}; {way_out}")
+            raise ValueError(f"gradients must not be averaged now: {reason}; {way_out}")
+        for x in self._model.parameters():
+            if (noted := _LOCAL.get(x)) and x.grad is not None and _written(x.grad) != noted:
+                raise self._changed(x)
 
-    def _forget_backward(self) -> None:
-        self._scale = None
-        self._counted.clear()
-
-    def _total(self, local: Tensor, averaged: bool, outputs: list[Any]) -> Tensor:
-        total: Tensor = LossOfRanks.apply(local, self, averaged, outputs)
-        _mark(total, self._last)
-        return total
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.comm.size == 1:
-            return None
-        if self._in_call:
-            waiting = self._waiting.pop(module, None)
-            return None if not waiting else self._replace(waiting, args, kwargs)
-        if self._in_module or module not in self._modules:
-            return None
-        self._in_module = True
-
-        def leave(*_: Any) -> None:
-            handle.remove()
-            self._in_module = False
-            self._restore()
-
-        handle = module.register_forward_hook(leave, always_call=True)
-        of_ranks = in_backward() or _reached([args, kwargs])[0]
-        return self._replace(self._places(module), args, kwargs) if of_ranks else None
-
-    def _grouped(self) -> tuple[dict[nn.Module, list[Place]], list[Place]]:
-        groups: dict[nn.Module, list[Place]] = {}
-        others: list[Place] = []
-        owners: dict[int, nn.Module | None] = {}
-        places: list[Place] = []
-        for module, block in _modules(self._model, self._blocks, None):
-            for place in self._own_places(module):
-                places.append(place)
-                if owners.setdefault(id(place[2]), block) is not block:
-                    owners[id(place[2])] = None
-        for place in places:
-            owner = owners[id(place[2])]
-            (others if owner is None else groups.setdefault(owner, [])).append(place)
-        return groups, others
-
-    def _places(self, module: nn.Module) -> list[Place]:
-        return [place for x in module.modules() for place in self._own_places(x)]
-
-    def _own_places(self, module: nn.Module) -> Iterator[Place]:
-        for name, x in parameters_in(module).items():
-            # Another enabled model that shares the module may have replaced the parameter already.
-            if x is None or not x.requires_grad or _is_over_ranks(x.grad_fn):
+    def average(self) -> None:
+        """Average the gradients of the model's parameters over the ranks, without a wrapper."""
+        if self.comm.size == 1 or self._averaging.wrappers:
+            return
+        # Parameters that accelerate offloads are on the meta device. It loads copies while their
+        # module runs, and drops the gradients of the copies, as in one process.
+        parameters = [x for x in self._model.parameters() if x.requires_grad and not x.is_meta]
+        gradients = [placed_as(x, x.grad) for x in parameters]
+        averages = average_over_ranks(parameters, gradients, self.comm)
+        for x, gradient, average in zip(parameters, gradients, averages, strict=True):
+            if average is None:
                 continue
-            if not self._last.has(module, name, x):
-                yield module, name, x
+            if x.grad is None or x.grad is not gradient or x.grad.layout != torch.strided:
+                x.grad = average.clone()  # an average is a part of a message
+            else:
+                with torch.no_grad():
+                    x.grad.copy_(average)
+            if x in _LOCAL:
+                _LOCAL[x] = None
 
-    def _replace(self, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not places:
+    def remove(self) -> None:
+        """Stop watching parameters. Gradients that were not averaged are still refused."""
+        for x, handle in self._hooks.items():
+            handle.remove()
+            if _LOCAL.get(x) is None:
+                _LOCAL.pop(x, None)
+        self._hooks.clear()
+
+    def _watch_parameters(self) -> None:
+        """Register `_note_gradient` on each trainable parameter.
+
+        Also forget gradients that have been zeroed since the last backward. Raise a ValueError for
+        a gradient that has been changed in another way.
+        """
+        _check_steps()
+        for x in self._model.parameters():
+            if x.requires_grad and x not in self._hooks:
+                self._hooks[x] = x.register_post_accumulate_grad_hook(_note_gradient)
+                _LOCAL.setdefault(x, None)
+            elif (noted := _LOCAL.get(x)) and (x.grad is None or _written(x.grad) != noted):
+                if x.grad is not None and _dense(x, x.grad).any():
+                    raise self._changed(x)
+                _LOCAL[x] = None  # zeroed since the last backward
+
+    def _changed(self, x: Tensor) -> ValueError:
+        return ValueError(
+            "gradients must not be changed between backward and sp.average_gradients(): that of "
+            f"{self.name_of(x)} was clipped or replaced; average first"
+        )
+
+    def _check_parameters(self, loss: Any) -> None:
+        """Raise a ValueError if the loss depends on a parameter that nobody averages."""
+        averaging = self._averaging
+        if left_out := averaging.left_out(self._model):
+            raise ValueError(
+                f"model must not have trainable parameters that {averaging.kinds} leaves out, got "
+                f"{', '.join(left_out[:3])}{' and others' * (len(left_out) > 3)}, where gradients "
+                "would be of one rank's tokens: wrap the whole model, or freeze them"
+            )
+        nodes = _nodes(loss, 0, set())
+        _check_leaves(nodes, [self, *loss.models], "model must not use {} in its call")
+
+    def own_leaves(self) -> set[int] | None:
+        """Return the ids of tensors whose gradients are averaged, or None if they are unknown.
+
+        They are unknown under FSDP1, which flattens parameters, and where accelerate offloads them.
+        """
+        if self._averaging.flattened or any(x.is_meta for x in self._model.parameters()):
             return None
-        parameters = list({id(x): x for _, _, x in places}.values())
-        name = "hidden_states"
-        inputs = args[:1] or (kwargs.get(name),)
-        tied = int(isinstance(inputs[0], Tensor) and inputs[0].is_floating_point())
-        outputs = _OverRanks.apply(self, tied, *inputs[:tied], *parameters)
-        _mark(outputs[0], self._last)
-        known = {id(x): y for x, y in zip(parameters, outputs[tied:], strict=True)}
-        for module, own_name, x in places:
-            put_tensor(module, own_name, known[id(x)])
-            self._replaced.append(((module, own_name, x), known[id(x)]))
-        if not tied:
-            return None
-        if args:
-            return (outputs[0], *args[1:]), kwargs
-        return args, kwargs | {name: outputs[0]}
+        if self._averaging.wrappers:
+            return self._averaging.leaves()
+        return {id(x) for x in self._model.parameters()}
 
-    def _restore(self) -> None:
-        for (module, name, x), used in self._replaced:
-            if parameters_in(module).get(name) is used:  # FSDP may have replaced it
-                put_tensor(module, name, x)
-        self._replaced.clear()
+    def name_of(self, x: Tensor) -> str:
+        names = {id(y): f"the model's {name}" for name, y in self._model.named_parameters()}
+        return names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
 
-    def _check_recomputed(self, block: nn.Module) -> None:
-        for _, name, _ in self._own_places(block):
-            kind = type(block).__name__
-            reason = f"a {kind} uses its {name} itself, and not a module in it"
-            raise ValueError(f"use_reentrant must be False for gradient checkpointing: {reason}")
+    def makes_leaves(self) -> bool:
+        """Return whether a hook of transformers or PEFT turns embeddings into leaves.
 
-    def _check_leaves(self, leaves: list[Tensor], averaged: bool) -> None:
-        names = {id(x): name for name, x in self._model.named_parameters()}
-        own = {id(x) for _, _, x in self._places(self._model)}
-        for x in leaves:
-            if id(x) in own or not averaged:
-                used = names.get(id(x), f"a tensor {tuple(x.shape)} that is not the model's")
-                what = f"loss must not depend on {used} outside of the model's call"
-                how = "use it in a module's call within the model that you enable"
-                raise ValueError(f"{what}, {_LOCAL}: {how}")
+        They do this for reentrant checkpoints, whose inputs must require gradients.
+        """
+        hooks = (f for x in self._model.modules() for f in forward_hooks(x)[1].values())
+        names = (getattr(f, "__name__", "") for f in hooks)
+        return any(name.startswith("make_inputs_require_grad") for name in names)
 
 
-def sum_of_ranks(x: Tensor, comm: Comm, divisor: int) -> Tensor:
-    """Return all ranks' sum (N,) over `divisor`, in rank order, by 2·(P − 1)/P·N sent elements."""
+class _Backward:
+    """Ends a backward: autograd's engine calls it after the last node.
+
+    If the backward raises an error, the engine only drops this object, and `__del__` ends it.
+    """
+
+    def __init__(self, gradients: ModelGradients) -> None:
+        self._gradients, self._ended = gradients, False
+
+    def __call__(self) -> None:
+        self._gradients.end_backward()
+        self._ended = True
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._gradients.end_backward()
+            self._gradients.comm.tell_error(RuntimeError("its backward failed"))
+
+
+def mark_total(loss: Tensor) -> None:
+    setattr(loss, _TOTAL, True)
+
+
+@torch.no_grad()
+def average_over_ranks(
+    tensors: Iterable[Tensor], gradients: Iterable[Tensor | None], comm: Comm
+) -> list[Tensor | None]:
+    """Return the ranks' average gradients; None for tensors without a gradient on any rank.
+
+    `tensors` are the tensors whose gradients are given, in the same order on every rank. On a rank
+    where a gradient is None, it counts as 0. Each rank sends 2·(P − 1)/P times the bytes of the
+    gradients.
+    """
+    tensors, gradients = list(tensors), list(gradients)
+    averages: list[Tensor | None] = [None] * len(tensors)
+    for bucket in _buckets(tensors):
+        own = [gradients[i] is not None for i in bucket]
+        parts = [_dense(tensors[i], gradients[i]).reshape(-1) for i in bucket]
+        shown = parts[0].new_ones(len(bucket))
+        if not all(own):
+            shown = shown * torch.tensor(own, dtype=shown.dtype).to(shown.device)
+        averaged = average_of_ranks(torch.cat([*parts, shown]), comm)
+        *found, anywhere = averaged.split([*map(Tensor.numel, parts), len(bucket)])
+        present = own if all(own) else anywhere.bool().tolist()
+        for i, average, known in zip(bucket, found, present, strict=True):
+            if known:
+                x = tensors[i]
+                averages[i] = like(average.view(local_part(x).shape), x)
+    return averages
+
+
+def average_of_ranks(x: Tensor, comm: Comm) -> Tensor:
+    """Add x (N,) over all ranks, in rank order, and divide the sum by the number of ranks.
+
+    Each rank sends 2·(P − 1)/P·N elements.
+    """
     parts = [part.contiguous() for part in x.tensor_split(comm.size)]
     call = comm.call()
     call.join(x.device)
@@ -417,9 +457,7 @@ def sum_of_ranks(x: Tensor, comm: Comm, divisor: int) -> Tensor:
     recvs = [(peer, others[peer]) for peer in comm.peers]
     call.exchange(sends, recvs, label="gradients").wait()
     wide = torch.promote_types(x.dtype, torch.float32)
-    total = sum(others[1:], others[0].to(wide))
-    if divisor != 1:
-        total = total / divisor
+    total = sum(others[1:], others[0].to(wide)) / comm.size
     parts[comm.rank] = total.to(x.dtype)
     sends = [(peer, parts[comm.rank]) for peer in comm.peers]
     recvs = [(peer, parts[peer]) for peer in comm.peers]
@@ -434,82 +472,63 @@ def _dense(x: Tensor, gradient: Tensor | None) -> Tensor:
     return local if local.layout == torch.strided else local.to_dense()
 
 
-def _buckets(tensors: tuple[Tensor, ...]) -> list[list[int]]:
-    buckets: list[list[int]] = []
-    size = 0
+def _buckets(tensors: list[Tensor]) -> list[list[int]]:
+    """Return buckets of indices of `tensors`; the gradients of a bucket are averaged together.
+
+    The tensors of a bucket have one dtype and device, and at most `_BUCKET_ELEMENTS` elements,
+    unless it has only one tensor.
+    """
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, x in enumerate(tensors):
-        last = tensors[buckets[-1][-1]] if buckets else None
-        alike = last is not None and (last.dtype, last.device) == (x.dtype, x.device)
-        if not alike or size + x.numel() > _BUCKET_ELEMENTS:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(i)
-        size += x.numel()
-    return buckets
+        bucket, size = filling.get((x.dtype, x.device), ([], 0))
+        if bucket and size + x.numel() > _BUCKET_ELEMENTS:
+            full.append(bucket)
+            bucket, size = [], 0
+        filling[x.dtype, x.device] = [*bucket, i], size + x.numel()
+    return full + [bucket for bucket, _ in filling.values()]
 
 
-def _modules(
-    module: nn.Module, blocks: set[nn.Module], block: nn.Module | None
-) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    block = module if block is None and module in blocks else block
-    yield module, block
-    for child in module.children():
-        yield from _modules(child, blocks, block)
+def _written(gradient: Tensor | None) -> tuple[int, int]:
+    assert gradient is not None
+    return id(gradient), version_of(local_part(gradient))
 
 
-def _recomputes_within(block: Any) -> bool:
-    """Return whether a block's forward is a reentrant checkpoint, without hooks in backward."""
-    function = vars(block).get("_gradient_checkpointing_func")
-    if function is None or not (getattr(block, "gradient_checkpointing", False) and block.training):
-        return False
-    options = function.keywords if isinstance(function, partial) else {}
-    return bool(options.get("use_reentrant", True))
+def _nodes(root: Any, number: int, ends: set[str]) -> list[Any]:
+    """Return the nodes of autograd's graph that lead to output `number` of the node `root`.
+
+    The search stops at nodes whose names are in `ends`, and at a whole batch.
+    """
+    ends = ends | {f"{_WholeBatch.__name__}Backward"}
+    of_ddp = ddp_node()
+    known: dict[tuple[Any, int], None] = {}  # in one order on all ranks
+    waiting = [(root, number)]
+    while waiting:
+        edge = node, number = waiting.pop()
+        if node is None or edge in known:
+            continue
+        known[edge] = None
+        if node.name() not in ends:
+            following = node.next_functions
+            # DDP passes all outputs of a model through one node.
+            waiting += following[number : number + 1] if node.name() == of_ddp else following
+    return list({node: None for node, _ in known})
 
 
-def _patches(x: nn.Module) -> int:
-    own = vars(x)
-    return len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]) + ("forward" in own)
+def _check_leaves(nodes: list[Any], owners: Iterable[ModelGradients], refusal: str) -> None:
+    """Raise a ValueError if nobody averages the gradient of a leaf of autograd's graph.
 
-
-def _makes_leaves(x: nn.Module) -> bool:
-    """Return whether a hook of transformers or PEFT makes outputs leaves for checkpoints."""
-    hooks = vars(x)["_forward_hooks"].values()
-    return any(getattr(f, "__name__", "").startswith("make_inputs_require_grad") for f in hooks)
-
-
-def _mark(x: Tensor, call: Averaging) -> None:
-    node: Any = x.grad_fn
-    if node is not None:
-        node.metadata[_KEY] = call
-
-
-def _call_of(node: Any) -> Any:
-    return node.metadata.get(_KEY)
-
-
-def _is_over_ranks(node: Any) -> bool:
-    return node is not None and node.name() == f"{_OverRanks.__name__}Backward"
-
-
-def _reached(nested: Any) -> tuple[list[Any], list[Tensor], set[Any]]:
-    """Return the nodes of calls on which tensors depend, and leaves and all nodes outside."""
-    reached: list[Any] = []
-    tensors = [x for _, x in tensors_in(nested)]
-    leaves = [x for x in tensors if x.requires_grad and x.grad_fn is None]
-    nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
-    known = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        followed = node.next_functions
-        if _call_of(node) is not None:
-            reached.append(node)
-            followed = followed[: getattr(node, "tied", 0)]  # a module's inputs, not parameters
-        elif _is_over_ranks(node):
-            followed = ()  # its inputs are tensors of a batch
-        elif hasattr(node, "variable"):
-            leaves.append(node.variable)
-        for other, _ in followed:
-            if other is not None and other not in known:
-                known.add(other)
-                nodes.append(other)
-    return reached, leaves, known
+    `owners` are the models whose parameters are averaged. `refusal` is the beginning of the error.
+    """
+    owners = list(owners)
+    known = [owner.own_leaves() for owner in owners]
+    if any(x is None for x in known):
+        return
+    averaged = set[int]().union(*(x for x in known if x is not None))
+    embeds = any(owner.makes_leaves() for owner in owners)
+    for x in (node.variable for node in nodes if hasattr(node, "variable")):
+        if id(x) not in averaged and (isinstance(x, nn.Parameter) or not embeds):
+            what = refusal.format(owners[0].name_of(x))
+            reason = "its gradient would be of one rank's tokens"
+            how = "make it a parameter of the model that you enable, and read it there in each call"
+            raise ValueError(f"{what}: {reason}; {how}")

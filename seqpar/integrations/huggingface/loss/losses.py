@@ -8,26 +8,22 @@ each rank's own probabilities give its part of the loss.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.integrations.huggingface.attention.call import ModelCall
 from seqpar.integrations.huggingface.batch.sharding import Side
-from seqpar.integrations.huggingface.model.code import global_of
+from seqpar.integrations.huggingface.huggingface_private import TRANSFORMERS
+from seqpar.integrations.huggingface.model.code import ROUTER_LOSS, global_of
 from seqpar.integrations.huggingface.model.layers import configs_of
 
-_LABELS_BRANCH = re.compile(r"^( *)if labels is not None.*\n((?:\1 .*\n|\n)*)", re.MULTILINE)
-_ADDED_TERM = re.compile(r"loss\w* \+=? (.*)")  # to the loss of the labels
-_FACTOR = re.compile(r"self\.([\w.]+) \*")
+_TERMS = ("z_loss_coefficient",)  # settings that add a term to the loss of the labels
 
 
 def losses_of(
@@ -47,7 +43,8 @@ def losses_of(
         found["loss"] = total(_of_labels(model, call, outputs["logits"]))
     if isinstance(outputs.get("aux_loss"), Tensor):
         routers = RouterLoss.of(model)
-        assert routers is not None
+        if routers is None:
+            raise ValueError(_unknown_router_loss(model))
         found["aux_loss"] = total(routers.share(outputs["router_logits"], call.sharding.main, comm))
         if "loss" in found:
             found["loss"] = found["loss"] + routers.coefficient * found["aux_loss"]
@@ -58,10 +55,9 @@ def check_loss_function(model: Any) -> None:
     """Raise a ValueError if a user has replaced the model's loss function."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
-    name = "_loss_function"  # where the setter of transformers' property `loss_function` puts it
     kind = getattr(model, "loss_type", None) or "ForCausalLM"
     default = LOSS_MAPPING.get(kind, LOSS_MAPPING["ForCausalLM"])
-    own = getattr(model, name, default)
+    own = TRANSFORMERS.read_if_set(model, "_loss_function", default)
     while isinstance(own, partial):
         own = own.func
     if own is not default:
@@ -73,22 +69,13 @@ def check_loss_function(model: Any) -> None:
 
 
 def check_loss_terms(model: Any) -> None:
-    """Raise a ValueError if the model adds other terms to the loss of its labels than aux_loss."""
-    for term in _added_terms(type(model).forward):
-        factor = _FACTOR.match(term)
-        if factor and not attrgetter(factor[1])(model):
-            continue
-        what = f"{type(model).__name__} adds {term} to its loss"
-        how = "compute your own loss from the outputs, and pass it to sp.total"
-        raise ValueError(f"labels must be None: {what}, which is not offered; {how}")
-
-
-@cache
-def _added_terms(forward: Callable[..., Any]) -> list[str]:
-    source = _source(forward).rpartition('"""')[2]
-    branches = [branch for _, branch in _LABELS_BRANCH.findall(source)]
-    terms = [term for branch in branches for term in _ADDED_TERM.findall(branch)]
-    return [term for term in terms if "aux_loss" not in term]
+    """Raise a ValueError if a setting adds other terms to the loss of the labels than aux_loss."""
+    for config in configs_of(model):
+        for name in _TERMS:
+            if value := getattr(config, name, 0):
+                what = f"{name} of the model's config is {value}, which adds a term to the loss"
+                how = "set it to 0, or compute your own loss from the outputs for sp.total"
+                raise ValueError(f"labels must be None: {what} that is not offered; {how}")
 
 
 def _of_labels(model: Any, call: ModelCall, logits: Tensor) -> Tensor:
@@ -114,7 +101,7 @@ class RouterLoss:
     @classmethod
     def of(cls, model: Any) -> RouterLoss | None:
         """Return a model's router loss, or None if it is not known to be this one."""
-        own = global_of(model, "load_balancing_loss_func")
+        own = global_of(model, ROUTER_LOSS)
         top = _setting(model, "num_experts_per_tok")
         coefficient = _setting(model, "router_aux_loss_coef", "aux_loss_coef")
         if own is None or top is None or coefficient is None or not _is_this(own):
@@ -137,14 +124,16 @@ class RouterLoss:
 def router_faults(model: nn.Module, asked: bool, padded: bool = False) -> list[str]:
     """Return why a router loss would be wrong. `padded`: a whole batch with padding."""
     asked = asked or any(getattr(x, "output_router_logits", False) for x in configs_of(model))
-    if not asked or "aux_loss" not in _source(type(model).forward):
+    if not asked or global_of(model, ROUTER_LOSS) is None:
         return []
     if padded:
         return ["output_router_logits must not be set for images in rows with padding: pack them"]
-    if RouterLoss.of(model) is not None:
-        return []
+    return [] if RouterLoss.of(model) is not None else [_unknown_router_loss(model)]
+
+
+def _unknown_router_loss(model: nn.Module) -> str:
     what = f"{type(model).__name__} makes another loss of its routers than is known"
-    return [f"output_router_logits is set, and {what}: each rank would have another"]
+    return f"output_router_logits is set, and {what}: each rank would have another; leave it unset"
 
 
 def _setting(model: Any, *names: str) -> Any:
@@ -167,11 +156,6 @@ def _sums(logits: tuple[Tensor, ...], held: Tensor, top: int) -> tuple[Tensor, T
 
 def _balance(chosen: Tensor, likely: Tensor, rows: int) -> Tensor:
     return (chosen / rows * (likely / rows)).sum() * chosen.numel()
-
-
-@cache
-def _source(function: Callable[..., Any]) -> str:
-    return inspect.getsource(inspect.unwrap(function))
 
 
 @cache

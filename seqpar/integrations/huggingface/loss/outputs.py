@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.integrations.huggingface.batch.sharding import KEY, Sharding, Side, note_tokens
 
 _OF_TEXT = (

@@ -1,6 +1,17 @@
-"""Properties of models that are read from their code, and the positions that they give to tokens.
+"""All code of seqpar that reads the Python code of transformers and of the user, or changes it.
 
-Models are recognised by their code, not by their names, so new families work without a table.
+Everything else in this folder calls public functions of transformers, or registers hooks. The code
+that is read or changed here can change with any release, so each function says what it relies on,
+and refuses a model for which that does not hold. A release of transformers that breaks one of these
+assumptions fails the tests of all families.
+
+| of whom | what | relies on |
+|---|---|---|
+| transformers' layers | `dispatches` | the name `get_interface` in their code |
+| transformers' models | `calls_loss_function` | the name `loss_function` in `forward` |
+| files of transformers | `read_elsewhere` | the source of `eager_attention_forward` |
+| recurrent layers of transformers | `Overlay` | functions that the forward names as globals |
+| the user's classes | `users_of_labels` | their source |
 """
 
 from __future__ import annotations
@@ -11,35 +22,149 @@ import re
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from types import CodeType, FunctionType
+from operator import attrgetter
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-ATTENTION = re.compile(r"Attention|Attn(?!_)")
-_DROPOUT = re.compile(r"dropout=0\.0 if not self\.training else self\.([\w.]+)")
-_OWN_DROPOUT = re.compile(  # of attention weights, in layers that compute attention themselves
-    r"self\.(\w*dropout)\((?:\w*(?:attn|attention)_(?:probs|weights|scores)|w)\)"
-    r"|dropout\(\w*weights, p=self\.(\w+)"
-)
-_SOFTMAX = re.compile(r"[sS]oftmax\(")
-_PRODUCT = re.compile(r"(?:matmul\w*|bmm)\(| @ ")
-_OTHER_MIXING = re.compile(r"einsum|\.conv\dd\(|IntSoftmax")
-_CAUSAL_MASK = re.compile(r"create_(?!bidirectional|recurrent)\w*mask")
-_COUNTS_COLUMNS = re.compile(r"position_ids = torch\.arange")  # from 0, without position ids
-_NUMBERING = "create_position_ids_from_input_ids"
-_BUCKETS = (
-    "_relative_position_bucket", "compute_bias", "has_relative_attention_bias", "is_decoder",
-    "n_heads", "relative_attention_max_distance",
-)  # fmt: skip
+from seqpar.integrations.huggingface.model.replaced import Replaced
+
+ATTENTION = re.compile(r"Attention|Attn(?!_)")  # in the names of layers' classes
+ROUTER_LOSS = "load_balancing_loss_func"  # global function of models' files
+_LIBRARIES = ("torch", "transformers", "peft")  # classes of all other packages are the user's
 # CPython 3.11 raises a SystemError if two threads make syntax trees simultaneously.
 _PARSING = threading.Lock()
 
 
+def global_of(x: object, name: str) -> Any:
+    """Return a global variable of the file that defines an object's class, or None."""
+    return getattr(sys.modules[type(x).__module__], name, None)
+
+
+def takes(x: nn.Module, argument: str) -> bool:
+    """Return whether a module's `forward` has a parameter of this name."""
+    return argument in inspect.signature(type(x).forward).parameters
+
+
+def dispatches(kind: type) -> bool:
+    """Return whether a layer's class calls the attention function that its model's config names.
+
+    Layers look that function up by `ALL_ATTENTION_FUNCTIONS.get_interface`, in `forward` or in a
+    method that it calls. There is no public attribute that says so.
+    """
+    if hasattr(kind, "base_model_prefix"):  # a whole model
+        return False
+    return any("get_interface" in x.__code__.co_names for x in _functions(kind))
+
+
+def calls_loss_function(kind: type) -> bool:
+    """Return whether a model computes its loss by `loss_function`, transformers' interface for it.
+
+    Other models may treat labels in any way: some causal models do not shift them.
+    """
+    forwards = (x for x in _functions(kind) if x.__name__ == "forward")
+    return any("loss_function" in x.__code__.co_names for x in forwards)
+
+
+def read_elsewhere(kind: type) -> set[str]:
+    """Return the attributes of a layer that `eager_attention_forward` of the layer's file reads.
+
+    Seqpar's attention replaces this function and would ignore these attributes. The function's
+    parameter for the layer is `module` in all files. The attribute `sinks` is not ignored if the
+    layer passes it as the argument `s_aux`, which seqpar's attention takes too.
+    """
+    own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
+    if own is None or own.__module__ != kind.__module__:
+        return set()
+    read = set(re.findall(r"\bmodule\.(\w+)", _source(own)))
+    if any("s_aux=self.sinks" in _source(x) for x in _functions(kind)):
+        read.discard("sinks")
+    return read
+
+
+def users_of_labels(model: nn.Module, inner: nn.Module) -> list[str]:
+    """Return the names of the user's classes that use labels in a model or in modules around it.
+
+    An enabled model gets no labels, because its loss is computed after its call. A class that only
+    passes `labels=labels` on, to the model inside it or to its base class, does not notice this. A
+    model that the user wrote, and that is of no family of transformers, may pass the labels to
+    `loss_function`, but may not shift them itself, and may not change the loss.
+    """
+    around = [x for x in model.modules() if any(y is inner for y in x.modules())]
+    users: list[str] = []
+    for x in around:
+        kinds = type(x).__mro__[: type(x).__mro__.index(nn.Module)]
+        own = [kind for kind in kinds if kind.__module__.split(".")[0] not in _LIBRARIES]
+        functions = [f for kind in own for f in vars(kind).values() if isinstance(f, FunctionType)]
+        of_a_family = any(kind.__module__.startswith("transformers.models.") for kind in kinds)
+        uses = _makes_another_loss if x is inner and not of_a_family else _uses_labels
+        if any(uses(f, x, around) for f in functions):
+            users.append(type(x).__name__)
+    return users
+
+
+def _uses_labels(function: FunctionType, owner: nn.Module, models: list[nn.Module]) -> bool:
+    nodes = _syntax(function)
+    if not nodes[1:]:
+        return "labels" in function.__code__.co_varnames
+    calls = [x for x in nodes if isinstance(x, ast.Call) and _calls(x.func, owner, models)]
+    passed = [x.value for call in calls for x in call.keywords if x.arg == "labels"]
+    names = [x for x in nodes if isinstance(x, ast.Name) and x.id == "labels" and x not in passed]
+    return bool(names) or any(isinstance(x, ast.Constant) and x.value == "labels" for x in nodes)
+
+
+def _makes_another_loss(function: FunctionType, owner: nn.Module, models: list[nn.Module]) -> bool:
+    """Return whether a function of the user's own model makes another loss than `loss_function`.
+
+    The function may pass labels to `loss_function`, compare them with None and move them to a
+    device. It may add `aux_loss` to the loss if its file has transformers' router loss.
+    """
+    nodes, allowed = _syntax(function), set[ast.AST]()
+    if not nodes[1:]:
+        return "labels" in function.__code__.co_varnames
+    for x in nodes:
+        if isinstance(x, ast.Call):
+            if ast.unparse(x.func) == "self.loss_function":
+                allowed.update(x.args)
+            elif not _calls(x.func, owner, models):
+                continue
+            allowed.update(y.value for y in x.keywords if y.arg == "labels")
+        elif isinstance(x, ast.Compare) and isinstance(x.ops[0], ast.Is | ast.IsNot):
+            allowed.add(x.left)
+        elif isinstance(x, ast.Attribute) and x.attr == "to":
+            allowed.add(x.value)
+        elif isinstance(x, ast.Assign):
+            allowed.update(x.targets)
+    used = (x for x in nodes if x not in allowed)
+    if any(getattr(x, "id", getattr(x, "value", None)) == "labels" for x in used):
+        return True
+    routers = global_of(owner, ROUTER_LOSS) is not None
+    changes = (ast.unparse(x) for x in nodes if _calculates(x))
+    return any("loss" in x and not (routers and "aux_loss" in x) for x in changes)
+
+
+def _calculates(x: ast.AST) -> bool:
+    """Return whether a node calculates with numbers, and does not only join tuples or mappings."""
+    if isinstance(x, ast.BinOp) and isinstance(x.left, ast.Tuple):
+        return False
+    return isinstance(x, ast.BinOp | ast.AugAssign) and not isinstance(x.op, ast.BitOr)
+
+
+def _calls(function: ast.expr, owner: nn.Module, models: list[nn.Module]) -> bool:
+    """Return whether an expression, in a method of `owner`, is one of the models, or super()."""
+    called = ast.unparse(function).removesuffix(".forward")
+    this, _, path = called.partition(".")
+    try:
+        return called == "super()" or (this == "self" and attrgetter(path)(owner) in models)
+    except AttributeError:
+        return False
+
+
 def _functions(kind: type) -> Iterator[FunctionType]:
+    """Yield the functions of a class and of its bases outside torch, without their decorators."""
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             for x in vars(base).values():
@@ -56,142 +181,100 @@ def _source(function: FunctionType) -> str:
         return ""
 
 
-def _text_of(kind: type) -> str:
-    return "\n".join(map(_source, _functions(kind)))
+def _syntax(function: FunctionType) -> list[ast.AST]:
+    """Return the nodes of a function's syntax tree; none if its source is not known."""
+    try:
+        with _PARSING:
+            return list(ast.walk(ast.parse(textwrap.dedent(_source(function)))))
+    except SyntaxError:  # a part of a line, such as a lambda
+        return []
 
 
-def global_of(x: object, name: str) -> Any:
-    """Return a global of the file in which an object's class is, or None."""
-    return getattr(sys.modules[type(x).__module__], name, None)
+class Overlay(Replaced):
+    """Runs a module's own forward with other functions in place of some of its globals.
+
+    This holds until `remove`. The forward keeps its code, closures and decorators. Only this
+    module's copy of the forward sees the other functions: neither its file nor its class changes.
+    With `around`, a call of the module calls `around(own, module, …)`, where `own` is the copy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        functions: Mapping[str, Any],
+        around: Callable[..., Any] | None = None,
+    ) -> None:
+        forward = type(module).forward
+        assert isinstance(forward, FunctionType)
+        own = with_globals(forward, functions)
+
+        def within(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            assert around is not None
+            return around(own, module, *args, **kwargs)
+
+        within.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        made = own if around is None else within
+        super().__init__(module, "forward", MethodType(made, module))
+
+    def remove(self) -> None:
+        """Restore the forward from before, unless somebody has replaced this one since."""
+        if vars(self._module).get("forward") is self._value:
+            super().remove()
 
 
-def takes(x: nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(type(x).forward).parameters
+def check_forward(module: nn.Module, names: Iterable[str]) -> None:
+    """Raise a ValueError if an `Overlay` of these names cannot replace a module's forward."""
+    found = type(module).__name__
+    if "forward" in vars(module):
+        raise ValueError(f"model must have its own forwards, and a {found} has another one")
+    if missing := sorted(set(names) - named_in(module)):
+        reason = f"a {found} does not call {', '.join(missing)}"
+        raise ValueError(f"model must be of a release of transformers that seqpar knows: {reason}")
+    if not _holds_what_it_decorates(type(module).forward):
+        reason = f"a decorator of a {found}'s forward finds it elsewhere than in a closure"
+        raise ValueError(f"model must have forwards that can be copied: {reason}")
 
 
-def dispatches(kind: type) -> bool:
-    """Return whether a class calls the attention function that its model's config names."""
-    if hasattr(kind, "base_model_prefix"):  # a whole model
+def named_in(module: nn.Module) -> set[str]:
+    """Return the names of globals that a forward reads, without those that its decorators read."""
+    function = inspect.unwrap(type(module).forward)
+    return set(function.__code__.co_names) if isinstance(function, FunctionType) else set()
+
+
+def with_globals(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
+    """Return a copy of a function that reads the values of `replaced` in place of its globals.
+
+    If the function has decorators, they are copied too, and call the copy.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    cells, names = function.__closure__, function.__globals__
+    if inner is None:
+        # With a `__name__`, torch.compile would look globals up in the module of that name.
+        names = {name: x for name, x in names.items() if name != "__name__"} | dict(replaced)
+    else:
+        made = with_globals(inner, replaced)
+        cells = tuple(CellType(made) if _has(cell, inner) else cell for cell in cells or ())
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(vars(function))
+    if inner is not None:
+        copy.__dict__["__wrapped__"] = made
+    return copy
+
+
+def _holds_what_it_decorates(function: object) -> bool:
+    """Return whether every decorator keeps the function that it wraps in a closure cell."""
+    if not isinstance(function, FunctionType):
         return False
-    return any("get_interface" in x.__code__.co_names for x in _functions(kind))
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return True
+    held = any(_has(cell, inner) for cell in function.__closure__ or ())
+    return held and _holds_what_it_decorates(inner)
 
 
-def computes_itself(kind: type) -> bool:
-    """Return whether a class multiplies queries and keys itself, in a way that can be traced."""
-    if hasattr(kind, "base_model_prefix") or not ATTENTION.search(kind.__name__):
+def _has(cell: CellType, content: object) -> bool:
+    try:
+        return cell.cell_contents is content
+    except ValueError:  # it is empty
         return False
-    text = _text_of(kind)
-    softmaxes, products = (len(x.findall(text)) for x in (_SOFTMAX, _PRODUCT))
-    # Such code has two products for each softmax, and nothing else that mixes tokens.
-    paired = softmaxes > 0 and products in (2, 2 * softmaxes)
-    return paired and not dispatches(kind) and not _OTHER_MIXING.search(text)
-
-
-def dropout_of(layer: nn.Module) -> float:
-    """Return the dropout probability of an attention layer's weights in training."""
-    for function in _functions(type(layer)):
-        if found := _DROPOUT.search(_source(function)):
-            value: object = layer
-            for part in found[1].split("."):
-                value = getattr(value, part, 0.0)
-            return float(value) if isinstance(value, int | float) else 0.0
-    if computes_itself(type(layer)) and (found := _OWN_DROPOUT.search(_text_of(type(layer)))):
-        own = getattr(layer, found[1] or found[2])
-        return float(own.p if isinstance(own, nn.Dropout) else own)
-    return 0.0
-
-
-def read_elsewhere(kind: type) -> set[str]:
-    """Return the layer's attributes that its file's own attention function reads."""
-    own = getattr(inspect.getmodule(kind), "eager_attention_forward", None)
-    if own is None or own.__module__ != kind.__module__:
-        return set()
-    read = set(re.findall(r"\bmodule\.(\w+)", _source(own)))
-    if any("s_aux=self.sinks" in _source(x) for x in _functions(kind)):
-        read.discard("sinks")
-    return read
-
-
-def masks_padding_tokens(kind: type) -> bool:
-    """Return whether a class derives its mask from padding tokens when it gets none."""
-    return any("make_default_2d_attention_mask" in x.__code__.co_names for x in _functions(kind))
-
-
-@cache
-def cuts_documents(kind: type) -> bool:
-    """Return whether a class makes masks, and so documents, of jumps in position ids."""
-    # Reading the source of every function takes longer than all else when a model is enabled.
-    makers = (x for x in _functions(kind) if any(map(_CAUSAL_MASK.search, _names(x.__code__))))
-    return any(_passes_positions(_source(x)) for x in makers)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code uses, also in functions within it."""
-    yield from code.co_names
-    yield from code.co_varnames
-    for x in code.co_consts:
-        if isinstance(x, CodeType):
-            yield from _names(x)
-
-
-def _passes_positions(source: str) -> bool:
-    with _PARSING:
-        tree = ast.parse(textwrap.dedent(source))
-    for node in ast.walk(tree):
-        arguments: dict[object, ast.expr] = {}
-        if isinstance(node, ast.Call):
-            arguments = {x.arg: x.value for x in node.keywords}
-        elif isinstance(node, ast.Dict):  # arguments that several masks share
-            keys = [x.value for x in node.keys if isinstance(x, ast.Constant)]
-            arguments = dict(zip(keys, node.values, strict=False))
-        positions = arguments.get("position_ids")
-        makes_mask = {"config", "attention_mask"} <= arguments.keys()
-        if makes_mask and positions is not None and not isinstance(positions, ast.Constant):
-            return True
-    return False
-
-
-def has_buckets(x: nn.Module) -> bool:
-    return all(hasattr(x, name) for name in _BUCKETS)
-
-
-def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, columns: int) -> Tensor:
-    """Return the positions (B, S) that the model would give the tokens of a whole batch."""
-    modules: Iterator[Any] = model.modules()
-    for x in modules:
-        if (make := _numbering(x)) is not None:
-            if "input_ids" not in batch:
-                raise ValueError("position_ids must be given where input_ids are not")
-            return make(batch["input_ids"], x.padding_idx)
-    device = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).device
-    mask = batch.get("attention_mask")
-    if mask is not None and _counts_mask(model):
-        return (mask.long().cumsum(1) - 1).clamp(min=0)
-    return torch.arange(columns, device=device).expand(rows, columns)
-
-
-def _numbering(x: Any) -> Callable[..., Tensor] | None:
-    """Return the function that numbers tokens from their padding, as RoBERTa's does, or None."""
-    if not is_formula(x) and not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
-        return None
-    return getattr(x, _NUMBERING, None) or global_of(x, _NUMBERING)
-
-
-def is_table(x: nn.Module) -> bool:
-    """Return whether a module is a table of position embeddings that counts positions itself."""
-    return isinstance(x, nn.Embedding) and takes(x, "position_ids")
-
-
-def is_formula(x: nn.Module) -> bool:
-    """Return whether a module computes position embeddings by a formula, as M2M100 does."""
-    return hasattr(x, _NUMBERING) and isinstance(getattr(x, "weights", None), Tensor)
-
-
-def _counts_mask(model: nn.Module) -> bool:
-    """Return whether positions skip padding: by a table that gets no positions from around."""
-    for around in model.modules():
-        tables = [x for x in around.children() if is_table(x) and takes(x, "attention_mask")]
-        forward = inspect.unwrap(type(around).forward)
-        if tables and not _COUNTS_COLUMNS.search(_source(forward)):
-            return True
-    return False

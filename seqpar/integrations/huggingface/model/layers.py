@@ -1,26 +1,32 @@
-"""Find a model's attention layers, and refuse layers that need the whole sequence."""
+"""What a model consists of: its attention layers, its tables of positions, and its loss.
+
+`find_layers` also refuses modules that need the whole sequence, of which a rank has a part.
+"""
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NoReturn, Self
 
+import torch
 from torch import Tensor, nn
 
+from seqpar.core.torch_private import calling_modules
 from seqpar.integrations.huggingface.model.code import (
     ATTENTION,
-    computes_itself,
+    calls_loss_function,
     dispatches,
-    dropout_of,
-    has_buckets,
-    masks_padding_tokens,
+    global_of,
     read_elsewhere,
     takes,
 )
 
+POSITIONS = re.compile(r"(?:^|\.)(?:wpe|(?!\w*(?:relative|bias))\w*position\w*)$")
+TYPES = re.compile(r"(?:token_type|segment)\w*$")
+_NUMBERING = "create_position_ids_from_input_ids"
 _MIXER = re.compile(  # classes that mix tokens; their norms mix channels only
     r"(?!.*Norm(?:Gated)?$).*(?:Mamba|Rwkv|Recurrent|Retention|DeltaNet|GatedDelta|ShortConv"
     r"|LinearAttention|Lightning|Hyena|SSM|Conv1d|LongConv|TokenShift)"
@@ -33,6 +39,16 @@ _MIXING_SETTINGS = {
     "expert_capacity": "experts take the first tokens that choose them, of a rank",
     "token_dropout": "embeddings depend on how many tokens a rank's sequence has",
 }
+_MODEL_TYPES = {  # families that nothing but their name shows to be inexact
+    "t5gemma": "without a mask, it makes one of the tokens that are equal to padding's; choose "
+    "another family",
+}
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+# Settings by which DINOv3 moves positions of patches at random in training, unless they are None.
+_RANDOM = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _LOSSES = {
     "ForCausalLM": True,
@@ -115,7 +131,7 @@ def find_layers(
     """Return the attention layers by module; a ValueError names all others, and `faults`."""
     modules = dict(model.named_modules(prefix=prefix))
     kinds: dict[str, type] = {name: type(x) for name, x in modules.items()}
-    softmax = {name for name, x in kinds.items() if dispatches(x) or computes_itself(x)}
+    softmax = {name for name, x in kinds.items() if dispatches(x)}
     recurrent = {name for name, x in kinds.items() if kind_of(x)}
     reached = {name: x for name, x in modules.items() if name in softmax or name in recurrent}
     refused = [*_deaf(modules, reached), *_mixing(model, modules, reached, recurrent)]
@@ -135,36 +151,90 @@ def find_layers(
 
 
 def loss_shifts(model: Any) -> bool | None:
-    """Return whether labels are next tokens; None: no labels. Refuses a loss of whole sequences."""
+    """Return whether labels are next tokens; None if the model has no loss that is known.
+
+    Raises a ValueError if the model's labels are of whole sequences.
+    """
     if encoder_of(model) is not None:
         return False
     name, kind = type(model).__name__, getattr(model, "loss_type", None)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    source = inspect.getsource(type(model).forward).rpartition('"""')[2]
-    if "CrossEntropyLoss" in source and kind in (None, "ForCausalLM"):  # some shift, some do not
-        return re.search(r"shift|, 1:|:-1", source) is not None
     if kind is None and (head is not None or name.endswith(("LMHeadModel", "LMHead"))):
-        return True
+        kind = "ForCausalLM"
     if kind is None and re.search(r"For[A-Z]\w+$|DoubleHeads", name):
         kind = name
     if kind is not None and kind not in _LOSSES:
         reason = "it answers for whole sequences, whose tokens no rank has"
         raise ValueError(f"model must have a head for each token, got {name}: {reason}")
-    return None if kind is None else _LOSSES[kind]
+    # BartForCausalLM, for example, makes a loss itself, of labels that it does not shift.
+    if kind is None or (kind == "ForCausalLM" and not calls_loss_function(type(model))):
+        return None
+    return _LOSSES[kind]
 
 
 def encoder_of(model: Any) -> nn.Module | None:
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
         return None
-    if not takes(model, "decoder_input_ids"):  # UMT5EncoderModel, whose config has a decoder
+    if not takes(model, "decoder_input_ids"):  # an encoder by itself, whose config has both
         return None
     encoder: nn.Module = model.get_encoder()
     return encoder if encoder is not model else None
 
 
+def default_positions(model: nn.Module, batch: dict[str, Any], rows: int, columns: int) -> Tensor:
+    """Return the positions (B, S) that the model would give the tokens of a whole batch."""
+    modules: list[Any] = list(model.modules())
+    for x in modules:
+        if (make := _numbering(x)) is not None:
+            if "input_ids" not in batch:
+                raise ValueError("position_ids must be given where input_ids are not")
+            return make(batch["input_ids"], x.padding_idx)
+    device = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).device
+    of_columns = torch.arange(columns, device=device).expand(rows, columns)
+    mask = batch.get("attention_mask")
+    if mask is not None and any(is_table(x) and takes(x, "attention_mask") for x in modules):
+        of_tokens = mask.long().cumsum(1) - 1
+        if ((of_tokens != of_columns) & mask.bool()).any():
+            reason = f"{type(model).__name__} may count tokens or columns by itself"
+            raise ValueError(f"position_ids must be given for rows padded on the left: {reason}")
+    return of_columns
+
+
+def _numbering(x: Any) -> Callable[..., Tensor] | None:
+    """Return the function that numbers tokens from their padding, as RoBERTa's does, or None."""
+    if not is_formula(x) and not isinstance(getattr(x, "position_embeddings", None), nn.Embedding):
+        return None
+    return getattr(x, _NUMBERING, None) or global_of(x, _NUMBERING)
+
+
+def tables_of(model: nn.Module, kind: re.Pattern[str]) -> list[nn.Embedding]:
+    """Return the tables of embeddings with such a name, `POSITIONS` or `TYPES`."""
+    named = model.named_modules()
+    return [x for name, x in named if isinstance(x, nn.Embedding) and kind.search(name)]
+
+
+def classes_of(model: Any) -> int | None:
+    """Return the number of classes of a model's labels, if it is known."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None and "ForTokenClassification" in type(model).__name__:
+        return int(model.config.num_labels)
+    classes = getattr(head, "out_features", None)
+    return None if classes is None else int(classes)
+
+
+def is_table(x: nn.Module) -> bool:
+    """Return whether a module is a table of position embeddings that counts positions itself."""
+    return isinstance(x, nn.Embedding) and takes(x, "position_ids")
+
+
+def is_formula(x: nn.Module) -> bool:
+    """Return whether a module computes position embeddings by a formula, as M2M100 does."""
+    return hasattr(x, _NUMBERING) and isinstance(getattr(x, "weights", None), Tensor)
+
+
 def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[str]:
-    """List layers that compute attention themselves, in a way that cannot be traced."""
+    """List layers that compute attention themselves, and call no function of transformers'."""
     deaf = {}
     for name, x in modules.items():
         if ATTENTION.search(type(x).__name__) and not isinstance(x, nn.ModuleList):
@@ -176,7 +246,8 @@ def _deaf(modules: dict[str, nn.Module], reached: dict[str, nn.Module]) -> list[
     outermost = _outermost(deaf)
     kinds = ", ".join(sorted(set(outermost.values())))
     count = f"{len(reached)} of {len(reached) + len(outermost)} attention layers can be reached"
-    return [f"{count}: {_listed(outermost)} compute attention themselves ({kinds})"]
+    how = "choose a family whose layers call the attention function that its config names"
+    return [f"{count}: {_listed(outermost)} compute attention themselves ({kinds}); {how}"]
 
 
 def _mixing(
@@ -220,20 +291,17 @@ def _by_setting(model: nn.Module, reached: dict[str, nn.Module]) -> list[str]:
     for name, x in reached.items():
         if strange := ", ".join(sorted(read_elsewhere(type(x)) - _READ)):
             reasons.append(f"{name}: its attention reads {strange}, whose meaning is unknown")
-        if hasattr(x, "has_relative_attention_bias") and not has_buckets(x):
-            reasons.append(f"{name} adds a bias to its scores, which is not offered")
-    for name, x in model.named_modules():
-        if masks_padding_tokens(type(x)):
-            reason = "makes masks of the tokens that are padding's, where it is given none"
-            reasons.append(f"{name} ({type(x).__name__}) {reason}")
+        if hasattr(x, "has_relative_attention_bias"):
+            how = "choose a family without relative biases"
+            reasons.append(f"{name} adds a bias to its scores, which is not offered: {how}")
     reasons += layerdrop_faults(model)
     for config in configs_of(model):
+        kind = getattr(config, "model_type", None)
+        if kind in _MODEL_TYPES:
+            reasons.append(f"its model_type is {kind}: {_MODEL_TYPES[kind]}")
         for name, meaning in _MIXING_SETTINGS.items():
             if getattr(config, name, False):
                 reasons.append(f"{name} is set, by which {meaning}")
-    if dropped := [name for name, x in reached.items() if model.training and dropout_of(x) > 0]:
-        where = f"{_listed(dropped)} have attention dropout"
-        reasons.append(f"{where}, which is not offered: set it to 0 in the config")
     return reasons
 
 
@@ -247,19 +315,49 @@ def layerdrop_faults(model: nn.Module) -> list[str]:
     return reasons
 
 
+def most_dropped(module: nn.Module) -> float:
+    """Return the greatest probability of a dropout, or of another setting named for one."""
+    if isinstance(module, _DROPOUTS):
+        return module.p
+    numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, float))
+    return max([x for name, x in numbers if "drop" in name or "jitter" in name], default=0.0)
+
+
+def random_settings(module: nn.Module) -> list[str]:
+    """Return the settings of a module's config that draw other random numbers than dropout's."""
+    config = getattr(module, "config", None)
+    return [name for name in _RANDOM if getattr(config, name, None) is not None]
+
+
 def adapter_faults(model: nn.Module, inner: nn.Module, labelled: bool) -> list[str]:
     """Return why PEFT, around a transformers model, would compute something from a rank's part."""
+    # PEFT may also be around `model`, if PEFT wrapped it after `enable`. An adapter that
+    # transformers puts into its model has no code around the model.
+    inside = takewhile(lambda x: x is not inner, model.modules())
+    return faults_of_adapters([*calling_modules(), *inside], labelled)
+
+
+def faults_of_adapters(around: Iterable[object], labelled: bool = False) -> list[str]:
     reasons: dict[str, None] = {}  # in order; PEFT has the configs in two modules
-    for x in model.modules():
-        if x is inner:  # an adapter that transformers puts into its model has no code around it
-            break
+    for x in around:
         for name, config in getattr(x, "peft_config", {}).items():
+            kind = getattr(config, "peft_type", None)
+            kind = getattr(kind, "value", kind)
+            added = "another model beside this one" if kind == "SHADOW" else None
+            if getattr(config, "is_prompt_learning", False):
+                added = "tokens or keys to each row, which shard cannot cut"
+            if getattr(config, "is_adaption_prompt", False):
+                added = "attention to keys of its own"
+            if added is not None:
+                how = "use a method that changes weights, such as LoRA"
+                reasons[f"adapter {name}: PEFT's {kind} adds {added}: {how}"] = None
             if getattr(config, "alora_invocation_tokens", None):
                 reason = "PEFT finds its alora_invocation_tokens in one rank's part of the tokens"
                 reasons[f"adapter {name}: {reason}"] = None
             if labelled and getattr(config, "orth_reg_weight", None):
                 reason = "PEFT adds a penalty with its orth_reg_weight to the loss of the labels"
-                reasons[f"adapter {name}: {reason}; pass your own loss to sp.total"] = None
+                how = "pass your own loss to sp.total"
+                reasons[f"labels must be None: adapter {name}: {reason}; {how}"] = None
     return list(reasons)
 
 

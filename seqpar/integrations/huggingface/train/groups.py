@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.integrations.huggingface.huggingface_private import ACCELERATE, is_prepared
 
 _OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
@@ -70,9 +71,10 @@ class Groups:
         from accelerate.data_loader import prepare_data_loader
 
         accelerator = self._accelerator
-        if getattr(loader, "_is_accelerate_prepared", False):
-            if loader not in accelerator._dataloaders:
-                accelerator._dataloaders.append(loader)
+        prepared = ACCELERATE.read(accelerator, "_dataloaders")
+        if is_prepared(loader):
+            if loader not in prepared:
+                prepared.append(loader)
             return loader
         if device_placement is None:
             device_placement = accelerator.device_placement
@@ -102,7 +104,7 @@ class Groups:
             self._dispatch(made)
         if _draws_seeds(made.get_sampler()):
             made.rng_types = [*(made.rng_types or ()), "torch"]  # all ranks draw rank 0's
-        accelerator._dataloaders.append(made)
+        prepared.append(made)
         return made
 
     def gather(self, x: Any) -> Any:

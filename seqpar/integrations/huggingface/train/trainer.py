@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from seqpar.integrations.huggingface.attention.attention import session_of
 from seqpar.integrations.huggingface.batch.collator import COLUMNS, Collator
 from seqpar.integrations.huggingface.batch.sharding import KEY
+from seqpar.integrations.huggingface.huggingface_private import (
+    TRAINER,
+    TRL,
+    forget_prepared,
+    is_prepared,
+)
 from seqpar.integrations.huggingface.model.layers import loss_shifts
 from seqpar.integrations.huggingface.session import SequenceParallel, require
-
-_SHIFTS = "_loss_shifts_labels"  # attribute of transformers' Trainer
 
 
 def trainer(base: type) -> type:
@@ -49,6 +53,7 @@ def trainer(base: type) -> type:
         require(package, "huggingface.trainer")
     from transformers import Trainer
 
+    TRAINER.check()
     if not (isinstance(base, type) and issubclass(base, Trainer)):
         raise TypeError(f"base must be transformers.Trainer or a subclass of it, got {base!r}")
     of_trl = [kind for kind in base.__mro__ if kind.__module__.split(".")[0] == "trl"]
@@ -82,16 +87,16 @@ class OverRanks:
     args: Any
     accelerator: Any
     model: Any
+    model_wrapped: Any
     data_collator: Any
     gather_function: Any
     label_smoother: Any
-    _signature_columns: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sp = _session_in(self.model)
         # For a few models, such as GPT-2, transformers counts the first label of each row too.
-        shifts = getattr(self, _SHIFTS, True)
+        shifts = TRAINER.read(self, "_loss_shifts_labels")
         self._counts_firsts = not shifts and bool(loss_shifts(self._sp.inner))
         balanced = getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
         refused = {
@@ -121,18 +126,27 @@ class OverRanks:
     def _keep_columns(self) -> None:
         """Keep columns that a `Collator` reads, which transformers drops if forward lacks them."""
         if isinstance(self.data_collator, Collator):
-            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *COLUMNS]))
+            columns = TRAINER.read(self, "_signature_columns")
+            self._signature_columns = list(dict.fromkeys([*columns, *COLUMNS]))
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         with self._groups.evaluating(not is_training):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # accelerate takes a model that was evaluated before for one that it has prepared, and would
+        # not wrap it in DDP: nobody would average gradients.
+        if self.model_wrapped is self.model and is_prepared(self.model):
+            forget_prepared(self.model)
+        with self._sp.comm.telling_errors():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._groups.evaluating():
+        with self._groups.evaluating(), self._sp.comm.telling_errors():
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._groups.evaluating():
+        with self._groups.evaluating(), self._sp.comm.telling_errors():
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -152,7 +166,7 @@ class OverRanks:
             counts += [int((x != -100).sum()) for x in firsts]
         count = torch.tensor(sum(counts), device=device)
         count = self.accelerator.gather(count).sum() if self._averages_tokens else count
-        return count.clamp(min=1)  # without labels the loss is 0
+        return count if self._groups.evaluates else count.clamp(min=1)  # a step without labels: 0
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -191,11 +205,15 @@ class OverRanks:
         given = {} if items is None else {"num_items_in_batch": items}
         if self.label_smoother is None:
             outputs = model(**batch, **given)
-            return self._scaled(outputs["loss"], items), outputs
-        labels = batch.pop("labels")  # this rank's labels, shifted already
-        outputs = model(**batch)
-        given = given or {"num_items_in_batch": max(1, batch[KEY].labels)}
-        loss = self._sp.total(self.label_smoother(outputs, labels, **given))
+            loss = outputs["loss"]
+        else:
+            labels = batch.pop("labels")  # this rank's labels, shifted already
+            outputs = model(**batch)
+            given = given or {"num_items_in_batch": max(1, batch[KEY].labels)}
+            loss = self._sp.total(self.label_smoother(outputs, labels, **given))
+        counted = batch[KEY].labels if items is None else items
+        if self._groups.evaluates and not counted:
+            loss = loss * torch.nan  # as on one process, so that the mean of batches leaves it out
         return self._scaled(loss, items), outputs
 
     def _scaled(self, loss: Tensor, items: Any) -> Tensor:
@@ -219,8 +237,6 @@ class OverRanksSFT(OverRanks):
     """
 
     aux_loss_enabled: bool
-    _metrics: dict[str, dict[str, list[float]]]
-    _total_train_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -246,8 +262,10 @@ class OverRanksSFT(OverRanks):
             losses = -outputs.log_probs  # 0 for tokens without a label
             if self.args.loss_type == "dft":
                 losses = losses * outputs.log_probs.exp().detach()
-            count = max(1, batch[KEY].labels) if num_items_in_batch is None else num_items_in_batch
-            loss = self._scaled(self._sp.total(losses.sum() / count), num_items_in_batch)
+            count = batch[KEY].labels if num_items_in_batch is None else num_items_in_batch
+            count = torch.as_tensor(count).clamp(min=1)  # without labels the loss is 0, as in TRL
+            local = losses.sum() / count
+            loss = self._scaled(self._sp.total(local), num_items_in_batch)
         self._note(outputs, inputs)
         if not return_outputs:
             return loss
@@ -265,10 +283,11 @@ class OverRanksSFT(OverRanks):
         batches = self.accelerator.gather(torch.cat([sums, sums.new_tensor([tokens])])[None])
         if mode == "train":
             batches = batches.sum(0, keepdim=True)
-        metrics = self._metrics[mode]
+        metrics = TRL.read(self, "_metrics")[mode]
         for labels, right, entropy, _ in batches.tolist():
             metrics["entropy"].append(entropy / labels if labels else 0.0)
             metrics["mean_token_accuracy"].append(right / labels if labels else 0.0)
+        total = TRL.read(self, "_total_train_tokens")
         if mode == "train":
-            self._total_train_tokens += int(batches[0, 3])
-        metrics["num_tokens"] = [self._total_train_tokens]
+            self._total_train_tokens = total = total + int(batches[0, 3])
+        metrics["num_tokens"] = [total]

@@ -25,9 +25,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expanded_gradients, fold
+from seqpar.linear.maps.backends.chunk_grid import grids
 from seqpar.linear.maps.backends.chunks import ChunkGradients, Chunks, sweep
-from seqpar.linear.maps.backends.grid import grids
-from seqpar.linear.maps.options import MapOptions
+from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 CHUNK = 64  # rows of a chunk at most, a power of two

@@ -15,9 +15,9 @@ from torch.nn.functional import hardshrink
 
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.inputs import Gradients, Inputs
+from seqpar.linear.maps.backends.chunk_grid import Grid, Places
 from seqpar.linear.maps.backends.decays import PerHead, PerHeadGradients, PerKey, PerKeyGradients
-from seqpar.linear.maps.backends.grid import Grid, Places
-from seqpar.linear.maps.options import MapOptions
+from seqpar.linear.maps.map_options import MapOptions
 
 
 class ChunkStep(NamedTuple):

@@ -30,9 +30,9 @@ from seqpar.core.arguments import Ints
 from seqpar.core.compiling import constant_in_graphs
 from seqpar.core.device_tables import kept_on
 from seqpar.linear.inputs import Gradients, Inputs, fold, repeated
-from seqpar.linear.maps.backends.grid import Places
+from seqpar.linear.maps.backends.chunk_grid import Places
+from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.maps.maps import transposed
-from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 MAX_HEAD_DIM = 256

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from seqpar.linear.inputs import Gradients, Inputs, expand, fold
 from seqpar.linear.kinds import advance, read
+from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.maps.maps import transposed
-from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 
 

@@ -33,7 +33,7 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import count_up
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 
 CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from seqpar.core.dtypes import accumulator_dtype
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 
 
 class _Work:
@@ -38,8 +39,9 @@ class _Work:
         columns = spans.edges[:-1], spans.edges[1:], spans.state_in, spans.state_out
         for start, stop, enter, leave in zip(*(x.tolist() for x in columns), strict=True):
             rows = slice(start, stop)
-            parts = (x[:, rows].to(self.accumulator).transpose(1, 2) for x in tensors)
-            yield rows, enter, leave, [x.unflatten(1, (self.heads, -1)) for x in parts]
+            parts = (x[:, rows].to(self.accumulator) for x in tensors)
+            heads_first = (rearrange(x, "b l (h g) d -> b h g l d", h=self.heads) for x in parts)
+            yield rows, enter, leave, list(heads_first)
 
     def powers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return λ^{i−j} (Hkv, 1, L, L), 0 for j > i; λ^{i+1} and λ^{L−1−i} (Hkv, 1, L, 1).
@@ -76,7 +78,8 @@ class Forward(_Work):
                 part = (q @ k.mT * between) @ v
             if enter >= 0 and initial is not None:
                 part = part + (q * head) @ initial[enter][:, :, None]
-            out[:, rows] = (self.options.scale * part).flatten(1, 2).transpose(1, 2).to(out.dtype)
+            part = rearrange(self.options.scale * part, "b h g l d -> b l (h g) d")
+            out[:, rows] = part.to(out.dtype)
         return out
 
 
@@ -121,5 +124,5 @@ class Backward(_Work):
                 parts[1] = parts[1] + (v * tail) @ dstate.mT
                 parts[2] = parts[2] + (k * tail) @ dstate
             for gradient, part in zip(gradients, parts, strict=True):
-                gradient[:, rows] = part.flatten(1, 2).transpose(1, 2)
+                gradient[:, rows] = rearrange(part, "b h g l d -> b l (h g) d")
         return dq, dk, dv

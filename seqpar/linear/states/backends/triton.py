@@ -20,7 +20,7 @@ from seqpar.kernels import lightning_attention as kernels
 from seqpar.kernels.gpus import gpu_of
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
-from seqpar.linear.states.options import StateOptions
+from seqpar.linear.states.state_options import StateOptions
 
 refusal = triton_refusal
 _CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from seqpar import balance, make_attention
 from seqpar.balance.planning.divide import in_order, steps_of_epoch
-from seqpar.softmax import rehearsal
+from seqpar.softmax.strategy import Strategy
 from tests.support.processes import PROCESSES
 from tests.support.steady import SilentComm
 from tests.support.tiers import examples
@@ -63,7 +63,7 @@ def test_steps_respect_token_limits_and_name_their_documents():
             assert (LENGTHS[batch.documents] == batch.lengths).all()
 
 
-@examples(12, 50)
+@examples(8, 20)
 @given(st.integers(0, 30), st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 3))
 def test_training_resumes_at_any_step_and_rank_count(step, epoch, seed, deferral):
     options = INLINE | {"seed": seed, "deferral": deferral}
@@ -83,7 +83,7 @@ def test_training_resumes_at_any_step_and_rank_count(step, epoch, seed, deferral
 RESUMES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=3)
 
 
-@examples(quick=5, all_of_them=35)
+@examples(quick=3, all_of_them=8)
 @given(RESUMES, st.booleans())
 def test_each_token_is_read_once_per_epoch(runs, equal):
     """A run is on so many ranks, stops after so many steps, and leaves its state as JSON."""
@@ -202,7 +202,7 @@ def test_workers_prepare_layouts(monkeypatch):
     prepare = attn.preparation(**sizes, causal=True)
     batches = balance.Batches(LENGTHS, planner(), tokens=4096, prepare=prepare)
     step = next(batches.read([np.zeros(n, int) for n in LENGTHS], 0))
-    monkeypatch.setattr(rehearsal, "_run_on_meta", Mock(side_effect=AssertionError("built again")))
+    monkeypatch.setattr(Strategy, "rehearse", Mock(side_effect=AssertionError("built again")))
     for batch in step.micro_batches:
         assert batch["layout"]._takes_tables
         prepare(batch["layout"])
@@ -210,21 +210,6 @@ def test_workers_prepare_layouts(monkeypatch):
         batches.read([], 1)
     with pytest.raises(ValueError, match="prepare must"):
         balance.Batches(LENGTHS, planner(), prepare=3)
-
-
-def test_plans_are_made_ahead_of_steps():
-    """However long the step takes, and with nobody asking for the next one."""
-    made = multiprocessing.get_context("fork").Semaphore(0)
-
-    def counting(lengths):
-        made.release()
-        return planner()(lengths)
-
-    plans = iter(balance.Batches(LENGTHS, counting, tokens=4096, ahead=2))
-    for made_by_now in (3, 1, 1):  # the first step's, and of two ahead
-        next(plans)
-        assert all(made.acquire(timeout=20) for _ in range(made_by_now))
-    assert not made.acquire(timeout=0.1)
 
 
 def test_a_step_waits_only_for_its_plan():

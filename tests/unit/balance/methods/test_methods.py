@@ -62,7 +62,7 @@ def test_auto_is_fastest_for_few_long_documents(count, seed):
     assert seconds["auto"] <= min(seconds.values())
 
 
-@pytest.mark.parametrize("method", ["zeppelin", "bytescale", "power_of_two", "auto"])
+@pytest.mark.parametrize("method", ["zeppelin", "bytescale", "power_of_two"])
 def test_no_document_is_cut_finer_than_a_tile(method):
     lengths = [100, 200, 300, 5000, 70, 40000]
     plan = balance.plan(lengths, cluster(), MODEL, capacity=20000, method=method)

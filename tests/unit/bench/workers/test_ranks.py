@@ -13,7 +13,7 @@ from tests.support.faults import LIMIT
 
 
 class Threads:
-    """In the place of processes: ranks that do what their task says."""
+    """In the place of processes: ranks that do what their request says."""
 
     made = ()  # all of a test
 
@@ -33,17 +33,21 @@ class Threads:
     def serve(self, store, name, rank, stopped):
         store.set(f"{name}/ready/{rank}", "")
         for number in range(10):
-            key = f"{name}/task/{number}"
+            key = f"{name}/request/{number}"
             while not store.check([key]):
                 if stopped.wait(0.005):
                     return
-            task = json.loads(store.get(key))
-            what = task["do"] if rank in task.get("on", [rank]) else task.get("others", "answer")
+            request = json.loads(store.get(key))
+            what = (
+                request["do"]
+                if rank in request.get("on", [rank])
+                else request.get("others", "answer")
+            )
             if what == "die":
                 self.said = f"rank {rank} was killed"
             if what in ("die", "hang"):
                 return
-            answer = {"value": [rank, task["x"]]}
+            answer = {"value": [rank, request["x"]]}
             if what in ("break", "refuse", "PeerError"):
                 answer = {"failed": what, "refused": what == "refuse"}
                 store.set(f"{name}/failed/{number}", "")
@@ -77,7 +81,7 @@ def test_ranks_answer_and_restart_in_other_numbers():
     assert Threads.made[0].begun == [2, 3]
 
 
-@pytest.mark.parametrize(("task", "limit", "said", "anew"), [
+@pytest.mark.parametrize(("asked", "limit", "said", "anew"), [
     ({"do": "refuse"}, LIMIT, "refuse", False),  # all did, so they can go on
     ({"do": "refuse", "on": [1]}, LIMIT, "refuse", True),
     ({"do": "break"}, LIMIT, "break", True),
@@ -91,11 +95,11 @@ def test_ranks_answer_and_restart_in_other_numbers():
     pytest.param({"do": "hang", "on": [0]}, 0.2, "it took more than 0.2 s", True,
                  marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_a_failing_point_has_a_reason_and_successors(task, limit, said, anew):
+def test_a_failing_point_has_a_reason_and_successors(asked, limit, said, anew):
     with RankProcesses(None, 2, "cpu") as ranks:
         assert ranks.ask(2, ASKED, LIMIT)
         with pytest.raises(PointError) as error:
-            ranks.ask(2, ASKED | task, limit)
+            ranks.ask(2, ASKED | asked, limit)
         assert str(error.value) == said
         assert ranks.ask(2, ASKED, LIMIT) == [[0, 5], [1, 5]]
     assert Threads.made[0].begun == ([2, 2] if anew else [2])

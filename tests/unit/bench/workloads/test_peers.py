@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from seqpar import Layout
-from seqpar.bench.workloads.batches import PackedBatch
 from seqpar.bench.workloads.contenders import PEERS, make_peer
+from seqpar.bench.workloads.sweep_batches import PackedBatch
 from seqpar.comm import plain
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 
 from seqpar.comm.faults import heartbeat
 from seqpar.comm.faults.heartbeat import PeerError, close_connections
-from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS
+from seqpar.comm.faults.witness import LEFT, MAX_ERROR_READS, MAX_SILENT_READS
 from tests.support.heartbeats import CHECK, FORWARD, INTERVAL, LOST, TIMEOUT, Hung, World
 
 
@@ -148,6 +148,41 @@ def test_an_idle_rank_is_named():
     with world.waiting(1, [2]):
         said = world.failure(0, [1])
     assert said.startswith(f"rank 2 is alive but did not send, and is in no exchange: {CHECK}. ")
+
+
+def test_an_error_of_one_rank_ends_waits():
+    world = World()
+    error = KeyError("a\nhook's")
+    with world.waiting(0, [2]), world.waiting(1, [0]):
+        world.ranks[2].report(error)
+        world.ranks[2].report(error)  # as an outer context does
+        world.rounds(MAX_ERROR_READS + 1)
+        assert sorted(set(world.interrupted)) == [0, 1]
+    expected = "rank 2 raised an error, and did not send: KeyError: "
+    assert world.store.values["verdict"].startswith(expected)
+    assert "\n" not in world.store.values["verdict"].removeprefix(expected)
+
+
+def test_an_error_of_all_ranks_is_not_blamed():
+    world = World()
+    for rank in world.ranks.values():
+        rank.report(ValueError("text"))
+    with world.waiting(0, [2]):  # rank 2 comes late
+        world.rounds(2 * MAX_SILENT_READS)
+        with world.waiting(2, [0]):
+            world.rounds(1)
+    world.rounds(2)
+    with world.waiting(1, [2]):
+        world.rounds(2 * MAX_SILENT_READS)
+    assert "verdict" not in world.store.values
+
+
+def test_an_error_ends_when_its_rank_waits():
+    world = World()
+    world.ranks[2].report(ValueError("text"))
+    with world.waiting(0, [2]), world.waiting(2, [0]):
+        world.rounds(2 * MAX_SILENT_READS)
+    assert "verdict" not in world.store.values
 
 
 def test_mutual_waiters_learn_what_each_one_does():

@@ -1,19 +1,16 @@
 """Communicators beside a group's own: who makes them, for which groups, and when they end."""
 
 import copy
-import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Layout
 from seqpar.comm.messages import channels
-from seqpar.comm.messages.exchange import Comm, SubComm
-from seqpar.core import torch_private
+from seqpar.comm.messages.comm import Comm, SubComm
 from tests.support.cases import module
 from tests.support.fakes import fake_group
 from tests.support.ranks import virtual
@@ -71,40 +68,6 @@ def nccl(monkeypatch):
     return SimpleNamespace(made=FakeNccl.made, used=used)
 
 
-def test_a_channel_is_made_once_with_group_options(nccl):
-    with fake_group(rank=1, ranks=4) as group:
-        comm = Comm.of(group)
-        comm.join(GPU)
-        first, again = (comm.call().channel("results") for _ in range(2))
-        _, channel = nccl.made
-        assert first._channel is again._channel is channel
-        assert nccl.used == [group, channel]
-        options = channel.options
-        assert options.is_high_priority_stream
-        assert (options.config, options._timeout) == ("users'", timedelta(seconds=7))
-        assert options.global_ranks_in_group == [0, 1, 2, 3]
-        assert comm.channel("other")._channel is nccl.made[2]
-
-
-@pytest.mark.parametrize("priority", [False, True])
-def test_messages_travel_with_high_priority(nccl, monkeypatch, priority):
-    """Through the group's own communicator if it has that, and otherwise through one that has."""
-    carriers = []
-    monkeypatch.setattr(channels, "post", lambda through, *_: carriers.append(through) or [])
-    nccl.made[0].options.is_high_priority_stream = priority
-    with fake_group(rank=1, ranks=4) as group:
-        comm = Comm.of(group).call()
-        comm.join(GPU)
-        comm.join(CPU)
-        for device in (GPU, CPU):
-            x = SimpleNamespace(device=device, numel=lambda: 3, nbytes=12)
-            comm.exchange([(2, x)], [(0, x)], label="test")
-        urgent = group if priority else nccl.made[1]
-        assert carriers == [urgent, group] == nccl.used
-        assert priority or urgent.options.is_high_priority_stream
-        assert comm.channel("results")._channel is nccl.made[-1] is not urgent
-
-
 def test_channel_messages_count_for_the_group(nccl):
     with fake_group(rank=1, ranks=4) as group:
         comm = Comm.of(group).call()
@@ -134,16 +97,6 @@ def test_channels_end_with_their_group(nccl):
         nccl.used.clear()
         del group, comm
     assert nccl.made[1].calls == ["shutdown"]
-
-
-def test_an_exit_does_not_wait_for_channels(nccl, monkeypatch):
-    made, finalize = [], weakref.finalize
-    monkeypatch.setattr(weakref, "finalize", lambda *x: made.append(finalize(*x)) or made[-1])
-    with fake_group(rank=0, ranks=2) as group:
-        comm = Comm.of(group)
-        comm.join(GPU)
-        comm.channel("results")
-        assert [x.atexit for x in made] == [False]
 
 
 def test_a_group_sends_from_its_first_gpu(nccl):
@@ -208,30 +161,6 @@ def test_without_nccl_a_channel_is_the_comm_itself():
         assert comm.channel("results") is comm  # no GPU has joined
         comm.join(CPU)
         assert comm.channel("results") is comm
-
-
-class Posted(TorchDispatchMode):
-    """The groups through which messages go."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._schema.name == "c10d::send":
-            self.groups.append(dist.ProcessGroup.unbox(args[1]))
-        return function(*args, **(kwargs or {}))
-
-    groups = ()
-
-
-def test_a_group_unknown_to_torch_takes_messages():
-    with fake_group(rank=0, ranks=2) as group:
-        backend = torch_private.backend_of(group, CPU)
-        other = torch_private.group_of(backend, group.get_group_store(), CPU)
-        with Posted() as posted:
-            posted.groups = []
-            x = torch.zeros(1)
-            for work in channels.post(other, CPU, [(1, x)], [(1, x)], [0, 1], False):
-                work.wait()
-        assert posted.groups == [other]
-        assert other not in torch_private.process_groups()
 
 
 def check_fault(attn, comm):

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from seqpar.comm.messages.exchange import Arriving, Pending
+from seqpar.comm.messages.comm import Arriving, Pending
 
 
 def test_what_has_arrived_is_its_takers_alone():

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.calls import local
 from tests.support.cases import STRATEGIES, module
 from tests.support.ranks import virtual

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from seqpar import PeerError
 from seqpar.comm.messages import channels
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 
 FAULT = dist.DistBackendError("NCCL communicator was aborted on rank 0")
 

@@ -1,8 +1,12 @@
 """The environment of a measurement, and the progress of many."""
 
 import subprocess
+import threading
+
+import torch
 
 from seqpar.costs.profile import harness, machine
+from tests.support.same_bits import default_threads, torch_threads
 
 
 def test_without_git_there_is_no_commit(monkeypatch):
@@ -13,6 +17,29 @@ def test_without_git_there_is_no_commit(monkeypatch):
 def test_a_device_has_its_cores_whatever_the_threads():
     with machine.one_thread():
         assert harness.environment()["cores"] == harness.CORES
+
+
+def test_one_thread_is_for_the_thread_that_measures():
+    """Another thread that measures meanwhile, or starts meanwhile, has as many as before."""
+    begun, may_end = threading.Event(), threading.Event()
+    counts = []
+
+    def other():
+        with machine.one_thread():
+            begun.set()
+            assert may_end.wait(60)
+        counts.append(torch.get_num_threads())
+
+    with torch_threads(3):
+        thread = threading.Thread(target=other)
+        with machine.one_thread():
+            thread.start()
+            assert begun.wait(60)
+            assert torch.get_num_threads() == 1 and default_threads() == 3
+        assert torch.get_num_threads() == 3
+        may_end.set()
+        thread.join()
+        assert counts == [3] and default_threads() == 3
 
 
 def test_progress_is_line_by_line_without_a_terminal(capsys):

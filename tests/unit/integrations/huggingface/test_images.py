@@ -20,6 +20,8 @@ from tests.support.image_families import (
 from tests.support.ranks import virtual
 from tests.unit.integrations.huggingface.test_families import on_ranks
 
+COUNTING = ("blip-2", "instructblip")  # their text is OPT, which has a table that counts tokens
+
 
 def compare(family, ranks, *kinds):
     pixels, tokens, options = EXACT[family]
@@ -42,7 +44,13 @@ def test_an_image_model_matches_one_process(family):
 
 @pytest.mark.parametrize(("family", "ranks"), on_ranks(EXACT))
 def test_every_image_family_matches_one_process(family, ranks):
-    compare(family, ranks, "whole", "sides")
+    compare(family, ranks, "whole", "padded" if family in COUNTING else "sides")
+
+
+@pytest.mark.parametrize("family", COUNTING)
+def test_left_padding_of_texts_that_count_tokens_is_refused(family):
+    with pytest.raises(ValueError, match="must be given for rows padded on the left"):
+        compare(family, 2, "left")
 
 
 @pytest.mark.exhaustive

@@ -17,17 +17,6 @@ from tests.support.ranks import virtual
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SINKS = {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-BART = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "dropout": 0.0,
-    "decoder_start_token_id": 2,
-}
 CASES = {
     "llama, padded on the left": ("LlamaForCausalLM", {}, "left"),
     "mistral, with windows": ("MistralForCausalLM", {"sliding_window": 5}, "padded"),
@@ -51,10 +40,11 @@ CASES = {
         {"deterministic_flash_attn": True},
         "padded",
     ),
-    "bart, with cross attention": ("BartForConditionalGeneration", BART, "padded"),
+    "bart, with cross attention": ("BartForConditionalGeneration", hf.BART, "padded"),
     "m2m100, with positions by a formula": (
         "M2M100ForConditionalGeneration",
-        BART | dict.fromkeys(["encoder_layerdrop", "decoder_layerdrop", "attention_dropout"], 0.0),
+        hf.BART
+        | dict.fromkeys(["encoder_layerdrop", "decoder_layerdrop", "attention_dropout"], 0.0),
         "padded",
     ),
 }
@@ -94,6 +84,7 @@ def test_router_balancing_loss_covers_all_ranks_tokens(asked):
         batch = sp.shard(of)
         outputs = own(**batch, **asked)
         outputs.loss.backward()
+        sp.average_gradients()
         whole = sp.unshard(outputs)
         torch.testing.assert_close(outputs.aux_loss, alone.aux_loss)
         kept = hf.real(of).flatten()
@@ -134,6 +125,7 @@ def test_gradients_of_several_batches_add_up(llama):
         sp = huggingface.enable(own, comm)
         for of in batches:
             own(**sp.shard(of)).loss.backward()
+        sp.average_gradients()
         return hf.gradients(own)
 
     for found in virtual(2, run):
@@ -153,6 +145,7 @@ def test_a_checkpointed_model_recomputes_the_same(llama):
         sp = huggingface.enable(own, comm)
         own.activation_checkpointing_enable()
         sum(own(**sp.shard(of)).loss for of in batches).backward()
+        sp.average_gradients()
         return hf.gradients(own), sp.report()
 
     for found, report in virtual(2, run):
@@ -191,7 +184,7 @@ def gradients_of_shared_head(models, comm=None):
     of = hf.batch("whole")
     target, draft = copy.deepcopy(models)
     draft.lm_head = target.lm_head
-    batches, total = [of, of], torch.Tensor.sum
+    batches, total, sps = [of, of], torch.Tensor.sum, []
     if comm is not None:
         sps = [huggingface.enable(model, comm) for model in (target, draft)]
         batches, total = [sp.shard(of) for sp in sps], sps[1].total
@@ -201,6 +194,8 @@ def gradients_of_shared_head(models, comm=None):
     ]
     term = total(draft.lm_head(outputs[1].hidden_states[-1]).square().sum())
     (outputs[0].loss + outputs[1].loss + term).backward()
+    for sp in sps:
+        sp.average_gradients()
     return hf.gradients(target), hf.gradients(draft)
 
 
@@ -218,8 +213,10 @@ def test_a_loss_without_labels_is_zero(llama, items):
 
     def run(comm):
         model = copy.deepcopy(llama)
-        loss = model(**huggingface.enable(model, comm).shard(of), num_items_in_batch=items).loss
+        sp = huggingface.enable(model, comm)
+        loss = model(**sp.shard(of), num_items_in_batch=items).loss
         loss.backward()
+        sp.average_gradients()
         return loss.item(), max(float(x.abs().max()) for x in hf.gradients(model).values())
 
     assert virtual(2, run) == [(0.0, 0.0)] * 2
@@ -260,8 +257,11 @@ def test_the_report_has_every_layer_and_its_traffic(llama):
         batch = sp.shard({"input_ids": hf.batch()["input_ids"]})
         before = comm.sent_bytes
         sp.total(model(**batch).logits.sum()).backward()
-        of_gradients = 4 * (weight.numel() + 1) + 4  # of two ranks each sends all, and its loss
-        return sp.report(), comm.sent_bytes - before - of_gradients
+        sent = comm.sent_bytes - before - 4  # its part of the loss
+        sp.average_gradients()
+        of_gradients = 4 * (weight.numel() + 1)  # of two ranks each sends all
+        assert comm.sent_bytes - before - 4 - sent == of_gradients
+        return sp.report(), sent
 
     for report, sent in virtual(2, run):
         names = [f"model.layers.{i}.self_attn" for i in range(2)]
@@ -296,6 +296,7 @@ def test_softmax_layers_become_linear_ones(llama):
         sp.make_linear(["model.layers.1.self_attn"], feature_map=torch.relu)
         outputs = model(**sp.shard(of))
         outputs.loss.backward()
+        sp.average_gradients()
         return outputs.loss.detach(), sp.unshard(outputs).logits.detach(), hf.gradients(model)
 
     hf.assert_same(virtual(2, run), expected, hf.real(of))

@@ -2,17 +2,20 @@
 
 import copy
 import re
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import transformers.masking_utils as utils
 from transformers.loss.loss_utils import ForMaskedLMLoss
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.attention.masks import read_mask
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
+from tests.support.tiers import few_rows
 
 TINY_BAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]}
 TINY_MAMBA = {"state_size": 4, "num_heads": 4, "expand": 1}
@@ -55,11 +58,6 @@ MODELS = {
     "a pooler": ("BertModel", {}, "pooler takes one token .*add_pooling_layer=False"),
     "one answer a sequence": ("LlamaForSequenceClassification", {}, "head for each token"),
     "two answers a sequence": ("LlamaForQuestionAnswering", {}, "head for each token"),
-    "dropout": (
-        "LlamaForCausalLM",
-        {"attention_dropout": 0.1},
-        "model.layers.0.self_attn.*dropout",
-    ),
     "dropped layers": (
         "OPTForCausalLM",
         {"layerdrop": 0.1, "ffn_dim": 32, "word_embed_proj_dim": 32},
@@ -150,8 +148,22 @@ def test_labels_of_losses_with_terms_are_refused():
         sp.model(**sp.shard({name: x for name, x in batch.items() if name != "labels"}))
         sp.model(**sp.shard(batch))
 
-    expected = "labels must be None: BambaForCausalLM adds self.z_loss_coefficient * z_loss to its"
+    expected = "labels must be None: z_loss_coefficient of the model's config is 0.5, which adds"
     assert hf.refusal(run).startswith(expected)
+
+
+def test_a_router_loss_of_unknown_code_is_refused(llama):
+    def with_router_loss(model, args, outputs):
+        return MoeCausalLMOutputWithPast(**outputs, aux_loss=outputs.logits.mean())
+
+    def run(comm):
+        model = copy.deepcopy(llama)
+        model.register_forward_hook(with_router_loss)
+        sp = huggingface.enable(model, comm)
+        model(**sp.shard(hf.batch()))
+
+    expected = "LlamaForCausalLM makes another loss of its routers than is known"
+    assert expected in hf.refusal(run)
 
 
 def test_labels_and_the_models_own_loss_are_refused(llama):
@@ -192,6 +204,63 @@ def test_adapters_that_search_for_tokens_are_refused(llama):
     model = adapted(llama, alora_invocation_tokens=[5])
     text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
     assert "adapter default: PEFT finds its alora_invocation_tokens" in text
+
+
+ADDING = {  # a method of PEFT's that adds tokens, keys or a model -> its config's properties
+    "PROMPT_TUNING": {"is_prompt_learning": True},
+    "PREFIX_TUNING": {"is_prompt_learning": True},
+    "ADAPTION_PROMPT": {"is_adaption_prompt": True},
+    "SHADOW": {},
+}
+OTHER_PROPERTIES = {"is_prompt_learning": False, "is_adaption_prompt": False}
+
+
+@few_rows()
+@pytest.mark.parametrize("kind", ADDING)
+@pytest.mark.parametrize("order", ["around first", "enabled first", "only around generate"])
+def test_adapters_that_add_tokens_or_attention_are_refused(llama, kind, order):
+    """By the same reason whether PEFT is put around the model before `enable` or afterwards."""
+    settings = OTHER_PROPERTIES | ADDING[kind] | {"peft_type": SimpleNamespace(value=kind)}
+
+    def run(comm):
+        model = adapted(llama, **settings)
+        inner = model["inner"].eval()
+        if order == "around first":
+            huggingface.enable(model, comm)
+        sp = huggingface.enable(inner, comm)
+        if order == "enabled first":
+            model(**sp.shard(hf.batch()))
+        inner.prepare_inputs_for_generation = MethodType(type(inner).forward, model)
+        inner.generate(input_ids=hf.batch()["input_ids"], max_new_tokens=2)
+
+    text = hf.refusal(run)
+    assert f"adapter default: PEFT's {kind} adds " in text and "such as LoRA" in text, text
+
+
+def test_adapters_that_bypass_the_models_call_are_refused(llama):
+    """PEFT calls the `forward` of a model with adaption prompts, and not the model."""
+
+    def run(comm):
+        model = adapted(llama, is_adaption_prompt=True, peft_type="ADAPTION_PROMPT")
+        inner = model["inner"]
+        model.forward = lambda **local: inner.forward(**local)
+        sp = huggingface.enable(inner, comm)
+        batch = sp.shard(hf.batch())
+        batch.pop("seqpar")
+        model(**batch)
+
+    assert "adapter default: PEFT's ADAPTION_PROMPT adds attention" in hf.refusal(run)
+
+
+def test_adapters_that_change_weights_are_exact(llama):
+    expected = llama(**hf.batch()).loss
+
+    def run(comm):
+        model = adapted(llama, **OTHER_PROPERTIES, peft_type="LORA")
+        sp = huggingface.enable(model, comm)
+        torch.testing.assert_close(model(**sp.shard(hf.batch())).loss, expected)
+
+    virtual(2, run)
 
 
 ANSWERS = {  # class -> an output that has one answer for each sequence
@@ -381,3 +450,18 @@ EXACT = {
 def test_what_goes_wrong_by_hand_is_right(case):
     name, options, kind = EXACT[case]
     hf.compare(hf.tiny(name, **options), hf.batch(kind), 2)
+
+
+def test_random_positions_of_patches_are_refused_in_training(llama):
+    """DINOv3 scales them by default, and another tower's dropout has other names."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    patches = {"num_attention_heads": 4, "image_size": 32, "patch_size": 16}
+    tower = transformers.DINOv3ViTConfig(**sizes, **patches)
+    config = transformers.LlavaConfig(
+        vision_config=tower, text_config=llama.config, image_token_index=63, vision_feature_layer=-1
+    )
+    model = transformers.LlavaForConditionalGeneration(config).train()
+    text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+    assert "has pos_embed_rescale, and would draw others on each rank" in text, text
+    model.model.vision_tower.eval()
+    virtual(2, lambda comm: huggingface.enable(copy.deepcopy(model), comm))

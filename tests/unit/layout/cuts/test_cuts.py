@@ -91,12 +91,3 @@ def test_long_documents_take_no_more_than_short_ones(options):
     tracemalloc.stop()
     assert peak < 100 * 2**20
     assert max(layout.tokens_per_rank) - min(layout.tokens_per_rank) < 4096
-
-
-def test_holdings_of_all_ranks_are_not_kept():
-    layout = Layout.zigzag(np.arange(20_001) * 200, 256)
-    tracemalloc.start()
-    assert [holding.tokens for holding in layout.geometry.holdings] == layout.tokens_per_rank
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept < 100 * 2**20

@@ -99,17 +99,6 @@ def test_tables_grow_with_documents_and_peers_only(kind):
     assert time.process_time() - start < 1.0
 
 
-def test_tables_are_owned_by_the_layout():
-    layout = Layout.zigzag(64, 2)
-    first = slices_between(layout.geometry, 0, layout.geometry, 1, Mask(3, 0))
-    assert slices_between(layout.geometry, 0, layout.geometry, 1, Mask(3, 0)) is first
-    kv_layout = Layout.zigzag(32, 2)
-    slices_between(layout.geometry, 0, kv_layout.geometry, 1, Mask(3, 0))
-    assert len(layout.geometry._derived_with) == 1
-    del kv_layout
-    assert len(layout.geometry._derived_with) == 0
-
-
 def test_tables_of_many_prefixes_are_freed():
     layout = Layout.zigzag([0, 60, 200], 2)
     geometry, alive = layout.geometry, weakref.WeakSet()

@@ -2,7 +2,6 @@
 
 import itertools
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -10,10 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar import Layout, Mask, RingAttention
+from seqpar import Mask
 from seqpar.balance.disaggregation.disaggregate import RowBytes, disaggregate
-from seqpar.comm.messages.exchange import Comm
-from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask_ranges import MaskRanges, from_handle
 from seqpar.layout.plot import computing_ranks
 from seqpar.layout.tasks.tasks import Parts, check_tasks
@@ -77,31 +74,6 @@ def test_ranges_that_share_a_pair_are_refused(seed, count):
     query, key, document = (int(words[words.index(x) + 1]) for x in ("query", "key", "document"))
     for i in (one, other):
         assert times_seen([ranges[i]], cu, kv_cu)[cu[document] + query, kv_cu[document] + key] == 1
-
-
-def test_many_ranges_are_checked_and_planned_quickly():
-    """100,000 ranges on 64 ranks, of which each shares queries with another. They take 0.5 s."""
-    ranks, count = 64, 100_000
-    starts, none = np.arange(count // 2) * 20, np.zeros(count // 2, np.int64)
-    causal = [none, starts, starts + 20, starts, starts + 20, none - UNLIMITED, none]
-    image = [
-        none,
-        starts + 5,
-        starts + 15,
-        starts + 5,
-        starts + 15,
-        none + 1,
-        none + UNLIMITED,
-    ]
-    table = np.concatenate([np.stack(causal, 1), np.stack(image, 1)])
-    layout = Layout.zigzag(10 * count, ranks)
-    attn = RingAttention(Comm("silent", 5, ranks))
-    x = torch.empty(layout.tokens_on(5), 2, 8, device="meta")
-    begun = time.process_time()
-    call = attn._resolve(x, x, x, layout, mask=Mask.of_ranges(table))
-    plan = attn._bound.strategy.plan(call)
-    assert time.process_time() - begun < 5
-    assert len(plan.own[0]) + sum(len(step.slices) for step in plan.steps) < 2 * count / ranks
 
 
 def numbers(ranges):

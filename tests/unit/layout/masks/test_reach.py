@@ -46,7 +46,7 @@ def masks(draw, queries, keys):
 
 
 @pytest.mark.parametrize(("spans", "edges"), [(2**17, 2**16), (3, 3)])
-@examples(30, 300)
+@examples(20, 80)
 @given(st.data())
 def test_counts_are_those_of_pairwise_tables(spans, edges, data):
     queries, keys = data.draw(geometries())
@@ -112,7 +112,7 @@ def test_groups_reach_what_their_merged_ranks_reach(data):
         assert grouped.are_ranges.tolist() == merged.are_ranges.tolist()
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "zigzag in parts", "contiguous", "spans"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "spans"])
 def test_time_does_not_grow_with_documents_elsewhere(kind):
     """4,096 ranks and 8,000 documents; a rank of a contiguous layout has two of them.
 
@@ -127,7 +127,7 @@ def test_time_does_not_grow_with_documents_elsewhere(kind):
     elif kind == "contiguous":
         layout = Layout.contiguous(cu, 4096)
     else:
-        layout = Layout.zigzag(cu, 4096, min_chunk=None if kind == "zigzag" else 128)
+        layout = Layout.zigzag(cu, 4096)
     geometry, mask = layout.geometry, Mask(UNLIMITED, 0)
     side, own = AttentionSide.of_keys(geometry, geometry, mask), geometry.holdings[1000]
     side.own_rows(own)

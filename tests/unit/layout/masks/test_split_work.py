@@ -83,3 +83,13 @@ def test_full_slices_are_cut_as_others():
     for keys in (1, 7):
         rows = [_row(np.zeros(n, int), np.full(n, keys)) for n in range(2, 1100)]
         assert _middle(np.arange(2, 1100)).tolist() == rows
+
+
+def test_short_slices_stay_whole():
+    """Backward computes them as forward does, so their scores have the same bits."""
+    geometry = from_handle(Layout.contiguous([0, 32, 65], 1)._handle)
+    first, last = halves(
+        slices_between(geometry, 0, geometry, 0, Mask.of(True, (-1, -1), None, geometry))
+    )
+    assert first.q_rows.tolist()[0] == [0, 32] and len(first) == 2
+    assert len(last) == 1 and last.q_rows[0, 0] > 32

@@ -45,7 +45,7 @@ def pairs_of(plan, seen, queries, keys):
     return count * seen
 
 
-@examples(30, 200)
+@examples(20, 80)
 @given(plans(), st.randoms(use_true_random=False))
 def test_partitions_are_accepted_and_nothing_else(made, random):
     queries, keys, mask, plan, seen = made
@@ -61,7 +61,7 @@ def test_partitions_are_accepted_and_nothing_else(made, random):
             check_tasks("plan", other, queries, keys, mask)
 
 
-@examples(30, 200)
+@examples(20, 80)
 @given(plans(), st.sampled_from([1, 5, 1000]))
 def test_slices_of_all_servers_have_every_pair_once(made, rows_of_stage):
     queries, keys, mask, plan, seen = made

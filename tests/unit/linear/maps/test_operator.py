@@ -5,7 +5,7 @@ import torch
 
 import seqpar
 from seqpar import Layout, RecurrentAttention
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.strategies.recurrent import TRANSPORTS
 from tests.support.garbage import left_by
 from tests.support.ranks import virtual

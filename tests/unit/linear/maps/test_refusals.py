@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqpar import Layout, RecurrentAttention, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
 
@@ -63,7 +63,7 @@ REFUSALS = [
 ]
 
 
-@few_rows()
+@few_rows(pairs=False)
 @pytest.mark.parametrize("transport", ["all_gather", "tree"])
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals_name_the_argument_and_send_nothing(change, message, transport):

@@ -5,7 +5,7 @@ import torch
 
 import seqpar
 from seqpar import LASP2Attention, Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from tests.support.linear_cases import LinearCase
 from tests.support.ranks import virtual
 

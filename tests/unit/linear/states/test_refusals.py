@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from seqpar import LASP2Attention, Layout, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
+from seqpar.linear.states import state_options
 
 LAYOUT = Layout.zigzag([0, 10, 24], 2)
 
@@ -12,7 +14,7 @@ LAYOUT = Layout.zigzag([0, 10, 24], 2)
 REFUSALS = [
     (
         {"q": (11, 2, 8)},
-        "q must have the 12 tokens its layout gives this rank, got 11 \\(rank 0 of 2\\)",
+        "q must have the 12 tokens its layout gives this rank, got 11 in .* \\(rank 0 of 2\\)",
     ),
     ({"k": (12, 1, 4)}, "k must have q's head dim, 8, got 4"),
     (
@@ -62,6 +64,10 @@ REFUSALS = [
         "initial_state must be .* of torch.float32, got",
     ),
     (
+        {"backend": "triton"} | {name: torch.zeros(12, 1, 8).bfloat16() for name in "qkv"},
+        r"q must be fp16 or fp32 .* in Triton's interpreter .* got torch.bfloat16: cast",
+    ),
+    (
         {"backend": "flash_attn"},
         r"backend must be one of \['aten', 'reference', 'triton'\], got 'flash_attn'",
     ),
@@ -101,3 +107,20 @@ def test_modules_are_checked():
     mesh.shape = (2, 2)
     with pytest.raises(ValueError, match="group must have 1 dimension"):
         LASP2Attention(mesh)
+
+
+def test_a_decay_that_was_written_to_is_checked_again():
+    lin, x, layout = LASP2Attention(Comm("alone", 0, 1)), torch.zeros(4, 2, 8), Layout.zigzag(4, 1)
+    decay = torch.full((2,), -0.5)
+    for _ in range(2):
+        lin(x, x, x, layout, log_decay=decay)
+    decay.fill_(0.5)
+    with pytest.raises(ValueError, match="log_decay must"):
+        lin(x, x, x, layout, log_decay=decay)
+
+
+def test_no_fake_decay_is_kept():
+    decay = torch.tensor([-0.625])
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="log_decay"):
+        state_options.constant_on(decay, decay.device)
+    assert state_options.constant_on(decay, decay.device).tolist() == [-0.625]

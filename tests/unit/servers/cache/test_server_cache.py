@@ -6,6 +6,7 @@ import gc
 import math
 import multiprocessing
 import pickle
+import threading
 import time
 
 import pytest
@@ -19,8 +20,7 @@ from seqpar.servers.cache import layer_cache
 from seqpar.servers.pool.dispatcher import StepLostError
 from seqpar.servers.server import caches, worker
 from seqpar.servers.server.caches import CacheStep
-from seqpar.servers.server.server import Server
-from seqpar.servers.server.worker import Worker
+from seqpar.servers.server.sessions import FullError, Sessions
 from seqpar.servers.transport.one_sided import available
 from seqpar.servers.wire.limits import Limits
 from tests.support import special_values
@@ -242,6 +242,10 @@ def fails(*_, **__):
     raise RuntimeError("no data of anybody's")
 
 
+def full(*_):
+    raise FullError("requests: there are too many")
+
+
 def altered(**changes):
     """Lets the server have something else than it is told, or nothing."""
 
@@ -268,7 +272,7 @@ FAULTS = {
     ),
     "computation fails": lambda patch: Once(patch, CacheStep, "compute", fails),
     "no memory": lambda patch: Once(patch, caches.Caches, "admit", fails),
-    "busy": lambda patch: Once(patch, Server, "_admit", lambda *_: None, 5),
+    "busy": lambda patch: Once(patch, Sessions, "call", full, 5),
 }
 
 
@@ -295,7 +299,6 @@ def test_what_is_lost_is_noticed_and_built_again(addresses, tmp_path, monkeypatc
 
 def test_a_hanging_server_is_given_up_in_time(addresses, tmp_path, monkeypatch):
     wanted = undisturbed(tmp_path, TENSORS)
-    monkeypatch.setattr(Worker, "_is_brief", lambda *_: False)  # it gives signs of life meanwhile
     with running(addresses[0]), connect(addresses[0], deadlines=QUICK) as pool:
         with prefilled(pool, TENSORS) as cache:
 
@@ -345,10 +348,10 @@ def test_a_server_that_leaves_and_comes_back(addresses, tmp_path, segment):
 
 @pytest.mark.parametrize(
     "transport",
-    ["zmq", pytest.param("nixl", marks=pytest.mark.skipif(not available(), reason="needs nixl"))],
+    ["grpc", pytest.param("nixl", marks=pytest.mark.skipif(not available(), reason="needs nixl"))],
 )
 def test_steps_of_several_caches_go_on_at_once(addresses, transport):
-    transports = [transport, "zmq"]
+    transports = [transport, "grpc"]
     with (
         running(addresses[0], transports=transports),
         connect(addresses[0], transports=transports, home=False) as pool,
@@ -390,7 +393,7 @@ def wrong(**changes):
 
 Q, K, V = part(TENSORS["first"], PREFILL, PREFILL + 2)
 REFUSALS = {
-    "layer must be one that was put": wrong(layer="third"),
+    "layer must be one that put has stored": wrong(layer="third"),
     "q must have the 2 tokens": wrong(q=Q[:, :1]),
     "k must have the 2 tokens": wrong(k=K[:, :1]),
     "q must be a tensor": wrong(q=[1.0]),
@@ -464,10 +467,13 @@ def test_an_answer_is_returned_once(pool):
             answer.result()
 
 
-def test_an_answer_that_is_not_wanted_is_dropped(pool, server, tmp_path):
+def test_an_answer_that_is_not_wanted_is_dropped(tmp_path):
     wanted = undisturbed(tmp_path, TENSORS)
-    with prefilled(pool, TENSORS) as cache:
-        count = server.status().caches
+    with (
+        running(f"ipc://{tmp_path}/own") as server,
+        connect(server.address) as pool,
+        prefilled(pool, TENSORS) as cache,
+    ):
 
         def between(i):
             if i == 3:
@@ -476,7 +482,7 @@ def test_an_answer_that_is_not_wanted_is_dropped(pool, server, tmp_path):
                 cache.truncate(cache.length - 2)
 
         assert same_bits(decode(cache, TENSORS, between), wanted)
-        wait_until(lambda: server.status().caches == count)
+        wait_until(lambda: server.status().caches == len(TENSORS))
 
 
 def test_empty_sequences_may_begin_with_a_step(pool):
@@ -527,11 +533,13 @@ def test_closing_the_pool_during_a_step_raises(addresses, monkeypatch):
     with running(addresses[0]), connect(addresses[0]) as pool:
         cache = prefilled(pool, TENSORS)
         cache.extend(2)
-        Once(monkeypatch, CacheStep, "compute", lambda step: time.sleep(0.5))
+        closed = threading.Event()
+        Once(monkeypatch, CacheStep, "compute", lambda step: closed.wait(20))
         answer = cache.post("first", Q, K, V)
         pool.close()
         with pytest.raises(ServersError, match="closed"):
             answer.result()
+        closed.set()
         with pytest.raises(ServersError, match="closed"):
             cache.attend(1, Q, K, V)
         cache.close()

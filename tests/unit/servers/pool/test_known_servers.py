@@ -40,11 +40,10 @@ def server(outstanding=0.0, rate=None, last_result=0.0, is_free=True):
     ],
 )
 def test_a_task_goes_to_the_soonest_server(servers, chosen):
-    known = KnownServers(PoolEndpoint("", None, {}, 1.0, False), depth=2)
+    known = KnownServers(PoolEndpoint("", None, 1.0), depth=2)
     for number, made in enumerate(servers):
         made.address = str(number)
         known._connections[made.address] = made
     soonest = known.choose(WORK, now=0.0)
     known._connections.clear()
-    known.close()
     assert (soonest and int(soonest.address)) == chosen

@@ -13,10 +13,12 @@ from seqpar.servers.server import worker
 from tests.support.cases import Case
 from tests.support.requests import CASES, backward, forward, random_request
 from tests.support.servers import compute, connect, expected, running, same, wait_until
+from tests.support.tiers import few_rows
 
 REQUESTS = [random_request(i, 40, 50) for i in range(6)]
 
 
+@few_rows(pairs=False)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_right_results_are_right(name, rows):

@@ -1,20 +1,20 @@
 """A server's caches: what continues them, what is lost, and what is refused by name."""
 
+import dataclasses
 import re
 
-import msgspec
 import pytest
 import torch
+from grpc import StatusCode
 
 from seqpar.core.ranges import UNLIMITED
+from seqpar.servers.server import account
 from seqpar.servers.server.caches import CacheLost, Caches
-from seqpar.servers.transport.peers import Peer
-from seqpar.servers.wire import protocol
 from seqpar.servers.wire.codec import pack, pack_step
-from seqpar.servers.wire.limits import Limits, ServerDeadlines
+from seqpar.servers.wire.limits import Limits
+from seqpar.servers.wire.messages import Step, Task
 from seqpar.servers.wire.pages import Pages, RowShape, Seen
-from seqpar.servers.wire.payload import RequestError, bytes_of
-from seqpar.servers.wire.protocol import Failed, Free, Lost, Result
+from seqpar.servers.wire.payload import RequestError
 from seqpar.softmax.compute.call_options import CallOptions
 from tests.support.requests import random_request
 from tests.support.servers import CPU, Client, Gate, running, wait_until
@@ -84,51 +84,87 @@ def step(rows, queries=2, cache=1, writes=0, start=0, **changes):
     """A step that adds so many rows; its header has these changes."""
     operands, seen = drawn(rows, queries), Seen(start + rows - queries, UNLIMITED, 0)
     packed = pack_step(cache, writes, start, operands, seen, SCORES)
-    return msgspec.structs.replace(packed.header, **changes), packed.parts
+    of_task = {x: changes.pop(x) for x in list(changes) if x in Task.__dataclass_fields__}
+    of_step = {x: changes.pop(x) for x in list(changes) if x in Step._fields}
+    return dataclasses.replace(
+        packed,
+        task=dataclasses.replace(packed.task, **of_task),
+        step=packed.step._replace(**of_step),
+        **changes,
+    )
 
 
-def admit(caches, client, header, parts):
-    return caches.admit(Peer(client), header, [x.tobytes() for x in parts])
+def peer(session, name=""):
+    return account.Client(session, name)
+
+
+def admit(caches, session, packed):
+    parts = [x.tobytes() for x in packed.parts]
+    return caches.admit(peer(session), packed.task, packed.step, parts)
 
 
 def test_steps_continue_what_is_there_and_nothing_else():
     caches = Caches(2**20, CPU, "default")
     (_, k, v), (q, new_k, new_v) = drawn(9, 2), drawn(3, 2)
-    admit(caches, b"a", *step(9)).compute()
-    found = admit(caches, b"a", *step(3, writes=1, start=7)).compute()  # two are dropped
+    admit(caches, b"a", step(9)).compute()
+    found = admit(caches, b"a", step(3, writes=1, start=7)).compute()  # two are dropped
     k, v = torch.cat([k[:, :7], new_k], 1), torch.cat([v[:, :7], new_v], 1)
     expected = attention(q, k, v, Seen(8, UNLIMITED, 0))
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.double(), y, atol=1e-6, rtol=1e-6)
-    before = caches.nbytes
-    for client, change in (
+    before = caches.account.held
+    for session, change in (
         (b"a", {"writes": 1}), (b"a", {"writes": 3}), (b"a", {"writes": 2, "start": 11}),
         (b"a", {"cache": 2, "writes": 2}), (b"b", {"writes": 2, "start": 10}),
         (b"b", {"writes": 0, "start": 10}),
     ):  # fmt: skip
         with pytest.raises(CacheLost):
-            admit(caches, client, *step(3, **change))
-    for change, said in (
-        ({"dtype": "bfloat16"}, "heads|k must|q must"), ({"checksum": 1}, "checksum"),
-        ({"offset": 2**31}, "offset"), ({"kv_heads": 4}, "other heads"),
-    ):  # fmt: skip
+            admit(caches, session, step(3, **change))
+    for change, said in (({"offset": 2**31}, "offset"), ({"kv_heads": 4}, "other heads")):
         with pytest.raises(RequestError, match=said):
-            admit(caches, b"a", *step(3, **{"writes": 2, "start": 10} | change))
-    assert caches.nbytes == before and len(caches) == 1
-    admit(caches, b"b", *step(3)).compute()  # of another client, under the same number
-    assert len(caches) == 2 and caches.nbytes == 2 * before
-    caches.end(Peer(b"a"))
-    caches.free(Peer(b"b"), 2)
+            admit(caches, b"a", step(3, **{"writes": 2, "start": 10} | change))
+    assert caches.account.held == before and len(caches) == 1
+    admit(caches, b"b", step(3)).compute()  # of another session, under the same number
+    assert len(caches) == 2 and caches.account.held == 2 * before
+    caches.end(peer(b"a"))
+    caches.free(peer(b"b"), 2)
     assert len(caches) == 1
-    caches.free(Peer(b"b"), 1)
-    caches.free(Peer(b"b"), 1)
-    assert (len(caches), caches.nbytes) == (0, 0)
+    caches.free(peer(b"b"), 1)
+    caches.free(peer(b"b"), 1)
+    assert (len(caches), caches.account.held) == (0, 0)
+
+
+def test_another_name_has_no_cache_of_a_session():
+    caches, first, second = Caches(2**20, CPU, "default"), step(9), step(3, writes=1, start=9)
+    parts = [x.tobytes() for x in first.parts]
+    caches.admit(peer(b"session", "a"), first.task, first.step, parts)
+    with pytest.raises(CacheLost):
+        caches.admit(peer(b"session", "b"), second.task, second.step, parts)
+    caches.end(peer(b"session", "b"))
+    assert len(caches) == 1
+
+
+def test_room_for_caches_takes_no_look_at_each(monkeypatch):
+    """A client may have a million small caches, and each event says what room is left."""
+    caches, first, most = Caches(2**20, CPU, "default"), step(9), 2**20
+    parts, peers = [x.tobytes() for x in first.parts], [peer(b"1", "a"), peer(b"2", "a")]
+    for each in (*peers, peer(b"3", "b")):
+        caches.admit(each, first.task, first.step, parts)
+    each, free = caches.account.held // 3, most - caches.account.held
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "_caches", None)
+        assert caches.account.room_of("a") == (free - 2 * each) // 2
+        assert caches.account.room_of("b") == (free - each) // 2
+        assert caches.account.room_of("c") == free
+    for each in (*peers, peer(b"3", "b")):
+        caches.end(each)
+    assert caches.account.held == 0 and caches.account.room_of("a") == most
 
 
 def test_a_step_after_a_missing_one_fails():
     """Its rows would be memory that may have been another client's."""
     caches = Caches(2**20, CPU, "default")
-    steps = [admit(caches, b"a", *step(4, writes=i, start=4 * i)) for i in range(3)]
+    steps = [admit(caches, b"a", step(4, writes=i, start=4 * i)) for i in range(3)]
     with pytest.raises(CacheLost, match="earlier"):
         steps[1].compute()
     steps[0].compute()
@@ -142,17 +178,17 @@ def test_a_step_after_a_missing_one_fails():
 def test_an_oversized_request_evicts_nothing():
     most = 2 * (SHAPE.nbytes(256) + 4096)
     caches = Caches(most, CPU, "default")
-    assert caches.room_of("", False) == most
+    assert caches.account.room_of("") == most
     for number in (1, 2):
-        admit(caches, b"a", *step(9, cache=number)).compute()
-    assert caches.room_of("", False) == 0
-    admit(caches, b"a", *step(100, writes=1, start=9)).compute()  # in the page that it has
+        admit(caches, b"a", step(9, cache=number)).compute()
+    assert caches.account.room_of("") == 0
+    admit(caches, b"a", step(100, writes=1, start=9)).compute()  # in the page that it has
     for changes in ({"cache": 3}, {"writes": 2, "start": 109}):
         with pytest.raises(RequestError, match=r"cache: \d+ bytes more are not free, 0 are"):
-            admit(caches, b"a", *step(200, **changes))
-    caches.free(Peer(b"a"), 2)
-    admit(caches, b"a", *step(200, writes=2, start=109)).compute()
-    assert len(caches) == 1 and caches.room_of("", False) == most - SHAPE.nbytes(309) - 4096
+            admit(caches, b"a", step(200, **changes))
+    caches.free(peer(b"a"), 2)
+    admit(caches, b"a", step(200, writes=2, start=109)).compute()
+    assert len(caches) == 1 and caches.account.room_of("") == most - SHAPE.nbytes(309) - 4096
 
 
 @pytest.fixture(scope="module")
@@ -166,88 +202,76 @@ def server(tmp_path_factory):
 def client(server):
     with Client(server.address) as client:
         yield client
-        client.say(protocol.Goodbye(client.generation))
-        wait_until(lambda: not len(server._caches) and not server._caches.nbytes)
+    wait_until(lambda: not server.status().caches and not server.status().cache_bytes)
 
 
-def ask(client, header, parts, **changes):
-    """Send a step, and hear what the server says."""
-    fields = {"generation": client.generation, "request": next(client.numbers)} | changes
-    client.say(msgspec.structs.replace(header, **fields), *[x.tobytes() for x in parts])
-    return client.hear()
+def is_computed(client, packed):
+    """Whether a step has a result."""
+    return isinstance(client.ask(packed), list)
 
 
 def test_a_server_answers_steps_and_reports_its_caches(server, client):
-    assert client.welcome.cache_room == 2**18
-    message, frames = ask(client, *step(9))
+    assert client.event().state.cache_room == 2**18
+    found = client.ask(step(9))
     pages = written(*drawn(9, 2)[1:], 9)
     expected = pages.attend(drawn(9, 2)[0], 9, Seen(7, UNLIMITED, 0), SCORES)
-    data = b"".join(x.tobytes() for x in bytes_of(expected))
-    assert isinstance(message, Result) and b"".join(map(bytes, frames)) == data
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
     status = server.status()
     assert status.caches == 1 and status.cache_bytes == SHAPE.nbytes(9) + 4096
-    client.say(Free(client.generation, 1))
-    client.say(Free(client.generation, 1))
-    message, _ = ask(client, *step(3, writes=1, start=9))
-    assert isinstance(message, Lost)
+    assert client.free(1) == client.free(1) == StatusCode.OK
+    assert client.ask(step(3, writes=1, start=9)) == StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"k_rows": 4097}, "k_rows"), ({"batch": 0}, "batch"), ({"heads": 3}, "multiple"),
-    ({"dim": 9}, "q must have"), ({"q_rows": 3}, "q must have"), ({"k_rows": 4}, "k must have"),
+    ({"dim": 9}, "payload: its last"), ({"q_rows": 1}, "payload: .* bytes were missing"),
+    ({"dtype": "bfloat16"}, "payload: .* bytes were missing"),
     ({"checksum": 3}, "checksum"), ({"start": 2**31, "writes": 1}, "start"),
-    ({"offset": -(2**31)}, "offset"), ({"scale": float("inf")}, "scale"), ({"place": 0}, "place"),
+    ({"offset": -(2**31)}, "offset"), ({"scale": float("inf")}, "scale"),
     ({"k_rows": 2048, "kv_heads": 1024, "dim": 1024, "heads": 1024}, "payload"),
 ])  # fmt: skip
 def test_a_step_with_other_promises_is_refused(client, changes, said):
-    message, frames = ask(client, *step(3, **changes))
-    assert isinstance(message, Failed) and not frames
-    assert re.search(said, message.reason), message.reason
-    assert isinstance(ask(client, *step(3))[0], Result)
-    client.say(Free(client.generation, 1))
+    code, reason = client.refusal(step(3, **changes))
+    assert code == StatusCode.INVALID_ARGUMENT and re.search(said, reason), reason
+    assert is_computed(client, step(3))
+    assert client.free(1) == StatusCode.OK
 
 
-def test_caches_are_their_leases(client):
-    for generation in (client.generation, client.generation - 1):
-        message, _ = ask(client, *step(3), generation=generation)
-        assert isinstance(message, Result if generation == client.generation else protocol.Stale)
-    with Client(client.address) as other:
-        assert isinstance(ask(other, *step(3, writes=1, start=3))[0], Lost)
-        other.say(protocol.Goodbye(other.generation))
-    client.say(protocol.Hello("0.1.0", "test", ["zmq"], []))
-    client.generation = client.hear()[0].generation
-    assert isinstance(ask(client, *step(3, writes=1, start=3))[0], Lost)
+def test_caches_are_their_sessions(server, client):
+    assert is_computed(client, step(3))
+    later = step(3, writes=1, start=3)
+    with Client(server.address) as other:
+        assert other.ask(later) == StatusCode.NOT_FOUND
+        assert is_computed(other, step(3))
+        assert other.free(1) == StatusCode.OK
+    assert is_computed(client, later)
 
 
 def test_a_cancelled_step_is_never_taken_for_done(client, server, monkeypatch):
     gate = Gate(monkeypatch)
-    assert isinstance(ask(client, *step(3))[0], Result)
+    assert is_computed(client, step(3))
     task = pack(random_request(0))
-    client.say(task.numbered(client.generation, 50), *[x.tobytes() for x in task.parts])
-    gate.begun.wait(20)
-    for number, (header, parts) in (
-        (51, step(3, writes=1, start=3)),
-        (52, step(3, writes=2, start=6)),
-    ):
-        header = msgspec.structs.replace(header, generation=client.generation, request=number)
-        client.say(header, *[x.tobytes() for x in parts])
-    client.say(protocol.Cancel(client.generation, 51))
-    message, _ = client.hear()
-    assert message == Failed(client.generation, 51, "it was cancelled")
+    first = client.begin(task)
+    assert gate.begun.wait(20)
+    steps = [step(3, writes=1, start=3), step(3, writes=2, start=6)]
+    calls = []
+    for number, each in enumerate(steps, 1):
+        calls.append(client.begin(each))
+        wait_until(lambda: server.status().waiting == number)  # noqa: B023
+    calls[0].cancel()
+    wait_until(lambda: server.status().waiting == 1)
     gate.open.set()
-    answers = {message.request: message for message, _ in (client.hear(), client.hear())}
-    assert isinstance(answers[50], Result)
-    assert answers[52].reason == "the computation failed: CacheLost"
+    assert isinstance(client.hear(first, task), list)
+    assert client.hear(calls[1], steps[1]) == StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("word", [True, False])
-def test_caches_of_clients_that_leave_are_freed(tmp_path, word):
-    deadlines = ServerDeadlines(idle=0.3)
-    with running(f"ipc://{tmp_path}/s", deadlines=deadlines) as server:
-        with Client(server.address) as client:
-            assert isinstance(ask(client, *step(3))[0], Result)
-            assert server.status().caches == 1
-            if word:
-                client.say(protocol.Goodbye(client.generation))
-                wait_until(lambda: not server.status().caches)
-        wait_until(lambda: not server.status().caches and not server.status().cache_bytes)
+def test_caches_of_clients_that_leave_are_freed(server, word):
+    with Client(server.address) as client:
+        assert is_computed(client, step(3))
+        assert server.status().caches == 1
+        if word:
+            client.session_call.cancel()
+            wait_until(lambda: not server.status().caches)
+            assert client.ask(step(3)) == StatusCode.FAILED_PRECONDITION
+    wait_until(lambda: not server.status().caches and not server.status().cache_bytes)

@@ -78,8 +78,8 @@ def test_kinds_separate_requests_that_cannot_be_fused():
         random_request(0, dim=4),
         random_request(0, dtype=torch.float64),
         dataclasses.replace(request, exact_out=True),
-        dataclasses.replace(request, options=dataclasses.replace(request.options, scale=0.5)),
-        dataclasses.replace(request, options=dataclasses.replace(request.options, softcap=3.0)),
+        dataclasses.replace(request, options=request.options._replace(scale=0.5)),
+        dataclasses.replace(request, options=request.options._replace(softcap=3.0)),
     ]
     kinds = {kind_of(x, CPU) for x in (request, *others)}
     assert len(kinds) == 1 + len(others) and kind_of(random_request(7, 9, 9), CPU) in kinds
@@ -129,8 +129,5 @@ def test_forwards_whose_bits_depend_on_others_are_alone(backend):
     requests = [forward(case, backend=backend) for _ in range(2)]
     assert len({kind_of(x, torch.device("cuda")) for x in requests}) == 2
     behind = [backward(case, x.q, x.q[..., 0]) for x in requests]
-    behind = [
-        dataclasses.replace(x, options=dataclasses.replace(x.options, backend=backend))
-        for x in behind
-    ]
+    behind = [dataclasses.replace(x, options=x.options._replace(backend=backend)) for x in behind]
     assert len({kind_of(x, torch.device("cuda")) for x in behind}) == 1

@@ -1,27 +1,32 @@
 """The numbers that a server reports, in the table, the live line and the metrics page."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
-import msgspec
 import pytest
 
-from seqpar.servers.server.counters import COUNTERS, HEADINGS, Totals, cells, live_line
-from seqpar.servers.wire.protocol import Status
+from seqpar.servers.server.counters import COUNTERS, HEADINGS, Status, Totals, cells, live_line
+from seqpar.servers.wire import versions
 
 BEFORE = Status(
-    library="1", device="cpu", transports=["zmq"], seconds=10.0, clients=2, waiting=3, tasks=8,
+    library="1", device="cpu", transports=["grpc"], seconds=10.0, clients=2, waiting=3, tasks=8,
     tokens=1000, bytes=10**9, refused=2, busy_seconds=5.0, batches=4, caches=1,
     cache_bytes=2 * 10**9, draining=False,
 )  # fmt: skip
-AFTER = msgspec.structs.replace(
+AFTER = replace(
     BEFORE, seconds=12.0, tasks=11, tokens=5000, bytes=5 * 10**9, refused=3, busy_seconds=6.0
 )
 
 
 def test_each_number_of_a_status_is_listed():
-    numbers = [x.name for x in msgspec.structs.fields(Status)][3:]
+    numbers = [x.name for x in fields(Status)][3:]
     assert sorted(x.name for x in COUNTERS) == sorted(numbers)
     assert {x.name for x in fields(Totals)} < {x.name for x in COUNTERS if x.grows}
+
+
+def test_each_version_carries_every_number():
+    for version in versions.VERSIONS:
+        reply = version.messages.StatusReply.DESCRIPTOR
+        assert {x.name for x in reply.fields} == {x.name for x in fields(Status)}
 
 
 def test_the_table_shows_totals():

@@ -1,22 +1,23 @@
 """A pool sends nothing to a Unix socket that another user may have made."""
 
+import asyncio
+import contextlib
 import os
+import re
 import socket
 import threading
-import time
 
+import grpc
+import grpc.aio
 import pytest
-import zmq
 
+from seqpar.core.file_owners import fault_of_folder
 from seqpar.servers.server.server import Server
-from seqpar.servers.transport.addresses import fault_of_folder, fault_of_socket
-from seqpar.servers.transport.client_socket import ClientSocket
-from seqpar.servers.wire.protocol import Ping, decode, encode
+from seqpar.servers.transport.unix_sockets import PinnedSocket, binding, fault_of_socket
+from tests.support.grpc_echo import call, echo_server
+from tests.support.other_user import NOBODY, as_root, python_of_nobody
 from tests.support.requests import random_request
 from tests.support.servers import connect, running, same, wait_until
-
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
@@ -59,11 +60,15 @@ FAULTS = {
 def test_a_foreign_socket_is_sent_nothing(listener, fault):
     path, accept = listener
     assert fault_of_socket(str(path)) is None
+    PinnedSocket(str(path)).close()
+    assert accept()
     FAULTS[fault](path)
     named = fault_of_socket(str(path))
     assert named is not None and named.startswith((f"{path} ", f"{path.parent} "))
     with connect(f"ipc://{path}", deadlines={"connect": 0.3}) as pool:
         assert pool.report().servers[0].reason == named
+        with pytest.raises(OSError, match=re.escape(named)):
+            PinnedSocket(str(path))
         assert not accept()
 
 
@@ -77,6 +82,25 @@ def test_a_link_of_another_user_is_not_followed(tmp_path):
     assert fault_of_folder(str(link / "s")) == f"{link} belongs to another user"
 
 
+@as_root
+def test_a_link_in_a_folder_of_another_user_is_not_followed(tmp_path):
+    """It stands between two folders of this user, and its owner may replace it."""
+    for name in ("ours", "theirs", "target"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "theirs" / "b").symlink_to(tmp_path / "target")
+    (tmp_path / "ours" / "a").symlink_to("../theirs/b")
+    path = str(tmp_path / "ours" / "a" / "s")
+    assert fault_of_folder(path) is None
+    give_away(tmp_path / "theirs")
+    assert fault_of_folder(path) == f"{tmp_path}/theirs belongs to another user"
+
+
+def test_a_circle_of_links_is_not_followed(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert "Too many levels of symbolic links" in fault_of_folder(str(tmp_path / "a" / "s"))
+
+
 def test_a_sticky_folder_is_taken(tmp_path):
     tmp_path.chmod(0o1777)
     assert fault_of_folder(str(tmp_path / "s")) is None
@@ -86,7 +110,7 @@ def test_a_process_of_another_user_is_sent_nothing(tmp_path, monkeypatch):
     with running(f"ipc://{tmp_path}/s") as server:
         other = os.geteuid() + 1
         monkeypatch.setattr(
-            "seqpar.servers.transport.client_socket._user_at", lambda descriptor: other
+            "seqpar.servers.transport.unix_sockets.user_at", lambda connected: other
         )
         with connect(server.address, deadlines={"connect": 0.5}) as pool:
             assert "another user's" in pool.report().servers[0].reason
@@ -112,7 +136,7 @@ def test_one_of_many_servers_binds_a_path(tmp_path):
     def bind():
         ready.wait()
         try:
-            bound.append(Server(f"ipc://{tmp_path}/s", transports=["zmq"]))
+            bound.append(Server(f"ipc://{tmp_path}/s"))
         except ValueError as error:
             refused.append(str(error))
 
@@ -130,28 +154,107 @@ def test_one_of_many_servers_binds_a_path(tmp_path):
     assert not (tmp_path / "s.lock").exists()
 
 
-def test_a_leaving_servers_last_replies_are_read(tmp_path):
-    address, poller = f"ipc://{tmp_path}/s", zmq.Poller()
-    with zmq.Context() as context, zmq.Context() as other:
-        server = other.socket(zmq.ROUTER)
-        server.bind(address)
-        os.chmod(tmp_path / "s", 0o600)
-        dialled = ClientSocket(context, poller, address, None, 20.0)
+@contextlib.asynccontextmanager
+async def bound_server(path, answer="here"):
+    """A gRPC server at a Unix socket, which holds its lock until it has stopped."""
+    with contextlib.ExitStack() as until_stopped:
+        with binding(str(path)) as lock:
+            server = echo_server(f"ipc://{path}", lambda context: answer)
+            await server.__aenter__()
+        until_stopped.callback(lock.free)
         try:
-            dialled.send([encode(Ping(1))])
-            end = time.monotonic() + 20
-            while not server.poll(10):
-                assert dialled.broken() is None and time.monotonic() < end
-            peer, _ = server.recv_multipart()
-            for number in range(3):
-                server.send_multipart([peer, encode(Ping(number))])
-            server.close(linger=20_000)
-            other.term()
-            while dialled.broken() is None:
-                poller.poll(10)  # as a pool does, before it reads
-                assert time.monotonic() < end
-            poller.poll(10)
-            answers = [dialled.receive() for _ in range(3)]
-            assert [decode(frames[0]) for frames in answers] == [Ping(x) for x in range(3)]
+            yield
         finally:
-            dialled.close(0)
+            await server.__aexit__(None, None, None)
+
+
+def test_a_server_binds_for_this_user_alone(tmp_path):
+    path = tmp_path / "s"
+
+    async def bind():
+        async with bound_server(path):
+            assert path.stat().st_mode & 0o777 == 0o700
+            file = path.stat().st_ino
+            with pytest.raises(OSError, match="another server listens there"):
+                async with bound_server(path):
+                    pass
+            (tmp_path / "s.lock").unlink()  # as if no server had a lock
+            with pytest.raises(OSError, match="another server listens there"):
+                async with bound_server(path):
+                    pass
+            assert path.stat().st_ino == file
+        assert not list(tmp_path.iterdir())
+        path.write_text("data")
+        with pytest.raises(OSError, match="no socket"):
+            async with bound_server(path):
+                pass
+        assert path.read_text() == "data" and [*tmp_path.iterdir()] == [path]
+
+    asyncio.run(bind())
+
+
+def test_a_server_is_refused_if_others_may_use_its_socket(tmp_path):
+    path = tmp_path / "s"
+
+    def bind():
+        with binding(str(path)), socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            path.chmod(0o622)  # as a default access control list of the folder does
+
+    with pytest.raises(OSError, match="may be used by other users"):
+        bind()
+    assert not (tmp_path / "s.lock").exists()
+
+
+def test_a_channel_never_reaches_another_file_at_the_path(tmp_path):
+    """It connects again by itself, and in a sticky folder others may bind a path that is free."""
+    path = tmp_path / "s"
+
+    async def answers():
+        async with bound_server(path, "first"):
+            pinned = PinnedSocket(str(path))
+            found = [await call(pinned.target)]
+        async with bound_server(path, "second"):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(pinned.target)
+            pinned.close()
+            pinned = PinnedSocket(str(path))
+            found.append(await call(pinned.target))
+            pinned.close()
+        return found
+
+    assert asyncio.run(answers()) == ["first", "second"]
+
+
+LISTEN_AS_ROOTS = """
+listener.listen()
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+@as_root
+def test_a_listener_of_another_user_is_refused(tmp_path):
+    """The file belongs to root, who bound it; only the process that listens is another user's."""
+    path = str(tmp_path / "s")
+    first = "listener = socket.socket(socket.AF_UNIX); os.umask(0o77); listener.bind(sys.argv[1])\n"
+    with python_of_nobody(LISTEN_AS_ROOTS, path, first=first) as other:
+        other.stdout.readline()
+        assert fault_of_socket(path) is None
+        with pytest.raises(OSError, match="the process that listens there is another user's"):
+            PinnedSocket(path)
+
+
+def test_a_socket_that_cannot_be_connected_to_is_named(tmp_path):
+    path = str(tmp_path / "s")
+    with pytest.raises(OSError, match=f"{path}: No such file"):
+        PinnedSocket(path)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        os.chmod(path, 0o600)
+        with pytest.raises(OSError, match="nothing listens there"):
+            PinnedSocket(path)
+        server.listen(0)
+        PinnedSocket(path).close()
+        with pytest.raises(OSError, match="more connections wait there"):  # it does not block
+            PinnedSocket(path)

@@ -301,7 +301,8 @@ def test_mismatched_programs_name_the_waiting_ranks():
     with pytest.raises(ValueError, match="got None for 'ring forward', step 0"):
         simulate.play([Program([seconds(1)])], cluster(), pricing=lambda found: {})
     with pytest.raises(TypeError, match="cluster must be a Cluster"):
-        simulate.play([Program()], "1x2-h100")
+        simulate.play([Program()], 2)
+    assert simulate.play([Program()], "1x2-h100").seconds == 0
 
 
 def test_the_trace_is_that_of_a_real_one(tmp_path):

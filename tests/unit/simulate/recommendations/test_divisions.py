@@ -12,7 +12,7 @@ from seqpar.simulate.recommendations.divisions import divisions
 from seqpar.simulate.recommendations.predicting import too_large
 from seqpar.simulate.recommendations.searching import lower_bounds
 from seqpar.simulate.recommendations.ways import ways_of
-from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, SMALL
+from tests.unit.simulate.steps.test_training_step import CLUSTER, MODEL, SMALL
 
 LENGTHS = [6000, 500, 0, 400, 300, 200, 100, 500, 192]
 HYBRID = Model.from_config(

@@ -1,17 +1,19 @@
 """Every strategy's own code under virtual time."""
 
-import cProfile
 import dataclasses
+import threading
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.autograd import detect_anomaly
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
 from seqpar import LASP2Attention, Layout, make_attention, simulate
-from seqpar.balance import Cluster
-from seqpar.core.torch_private import memory_of
+from seqpar.balance import Cluster, Model
 from seqpar.costs.device import Link
 from seqpar.simulate.playback.op_costs import price
 from seqpar.simulate.recording import operators
@@ -24,6 +26,7 @@ from seqpar.simulate.recording.program import (
     SoftmaxCompute,
     Wait,
 )
+from seqpar.simulate.steps import recorded_layers
 from seqpar.strategies.registry import LINEAR, SOFTMAX
 from tests.support.steady import SilentComm
 from tests.support.tiers import few_rows
@@ -69,18 +72,6 @@ def recorded(name, layout, **how):
     return simulate.record(code(name, layout), layout.ranks, mesh=mesh, **how)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_layout_recorded_again_gives_equal_programs(name):
-    """Though indices are kept with it."""
-    layout = Layout.zigzag([0, 500, 501, 501, 2048], RANKS)
-    first, again = (recorded(name, layout) for _ in range(2))
-    for one, other in zip(first, again, strict=True):
-        assert one.peak_bytes == other.peak_bytes
-        works = [[x.work for x in each.actions if isinstance(x, Compute)] for each in (one, other)]
-        of_operators = [[x for x in each if isinstance(x, Operators)] for each in works]
-        assert of_operators[0] == of_operators[1]
-
-
 def contents(program):
     """The program's peak and its actions, in a form that can be compared."""
     actions = []
@@ -96,45 +87,6 @@ def contents(program):
         elif not isinstance(x, End):
             actions.append(repr(x))
     return program.peak_bytes, actions
-
-
-class _KeepsNothing(dict):
-    def __setitem__(self, form, known):
-        pass
-
-
-@few_rows()
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_kept_forms_of_results_change_no_program(name, layout, monkeypatch):
-    recorded(name, layout)
-    kept = recorded(name, layout)
-    monkeypatch.setattr(operators, "_known", _KeepsNothing())
-    for one, other in zip(kept, recorded(name, layout), strict=True):
-        assert contents(one) == contents(other)
-
-
-def test_results_of_operators_keep_their_memory():
-    """A result is a new tensor, the input itself, or a view of it, also when its form is kept."""
-
-    def step(comm):
-        x, y = torch.empty(2, 4, 6, device="meta")[:, ::2], torch.empty(4, 6, device="meta")
-        for _ in range(3):
-            new, out = y + 1, torch.empty(4, 6, device="meta")
-            assert y.add_(1) is y and torch.mul(y, 2, out=out) is out
-            assert new.shape == y.shape and memory_of(new) not in map(memory_of, (y, out))
-            assert memory_of(y.view(6, 4)) == memory_of(y)
-            assert memory_of(x.reshape(-1)) != memory_of(x) and y.half().dtype == torch.half
-            turned = x.transpose(0, 1)
-            assert (turned * 2).stride() == torch.empty_like(turned).stride() != x.stride()
-            assert (y * 2).dtype == torch.float32 and (y == 2).dtype == torch.bool
-            doubled, other = y.clone(), y.clone()
-            assert torch.add(doubled, other, out=doubled) is doubled
-            assert torch.add(doubled, other, out=other) is other
-            assert (y.long() * 2).dtype == torch.long and (y.long() * 2.0).dtype == torch.float32
-
-    (program,) = simulate.record(step, 1)
-    assert program.peak_bytes
 
 
 @few_rows()
@@ -281,7 +233,80 @@ def test_what_cannot_be_recorded_is_refused():
         simulate.record(code("ring", layout), 0)
     with pytest.raises(ValueError, match="only must be"):
         simulate.record(code("ring", layout), 4, only=[4])
-    assert vars(seqpar.core.hooks.hooks)["trace"] is None
+    assert seqpar.core.hooks.hooks() == seqpar.core.hooks.Hooks()
+
+
+def test_simulating_threads_change_no_other_call():
+    layout, alone, operands = Layout.zigzag(8, 1), Layout.zigzag(32, 2), torch.randn(3, 8, 2, 4)
+    attn = make_attention("ring", simulate.Comm("alone", 0, 1))
+
+    def called():
+        q, k, v = (x.clone().requires_grad_() for x in operands)
+        out = attn(q, k, v, layout, causal=True)
+        return out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))
+
+    expected, programs = called(), recorded("ring", alone)
+    found, begun, may_end = [None, None], *([threading.Event() for _ in range(2)] for _ in range(2))
+
+    def simulate_in(number):
+        def step(comm):
+            begun[number].set()
+            assert may_end[number].wait(60)
+            code("ring", alone)(comm)
+
+        found[number] = simulate.record(step, 2)
+
+    threads = [threading.Thread(target=simulate_in, args=(i,)) for i in range(2)]
+    for thread, event in zip(threads, begun, strict=True):
+        thread.start()
+        assert event.wait(60)
+    for thread, event in zip(threads, may_end, strict=True):  # the first to begin ends first
+        assert all(map(torch.equal, called(), expected))
+        event.set()
+        thread.join()
+    assert all(map(torch.equal, called(), expected))
+    for of_thread in found:
+        assert [contents(x) for x in of_thread] == [contents(x) for x in programs]
+
+
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "anomaly": detect_anomaly,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "reference": lambda: seqpar.use_backend("reference"),
+    "triton": lambda: seqpar.use_backend("triton"),
+    "flops": lambda: FlopCounterMode(display=False),
+    "saved tensors": save_on_cpu,
+    "no hooks": lambda: disable_saved_tensors_hooks("refused"),
+    "default device": lambda: torch.device("meta"),
+    "trace": seqpar.trace,
+    "fake": lambda: torch._subclasses.FakeTensorMode(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+@pytest.mark.parametrize("mode", MODES)
+def test_the_callers_modes_change_no_simulation(mode):
+    hybrid = Model.preset("qwen3-next-80b")
+    layout, cluster = Layout.zigzag([0, 64, 512], 2), Cluster.preset("1x2-h100")
+
+    def simulated():
+        recorded_layers.record_attention_once.cache_clear()
+        operators._known.clear()
+        step = simulate.step("ring", layout, cluster, hybrid)
+        served = simulate.step(
+            "disaggregated", Layout.contiguous(64, 1), cluster, hybrid, servers=1
+        )
+        return [(x.seconds, x.memory.tolist(), x.bytes.tolist()) for x in (step, served)]
+
+    expected = simulated()
+    with MODES[mode]():
+        assert simulated() == expected
+    if mode not in ("flops", "fake"):  # whose hooks run in users' modules, and whose tensors
+        programs = [contents(x) for x in recorded("ring", layout)]
+        with MODES[mode]():
+            assert [contents(x) for x in recorded("ring", layout)] == programs
 
 
 def test_a_rank_alone_sends_nothing():
@@ -292,34 +317,6 @@ def test_a_rank_alone_sends_nothing():
             simulate.record(code(name, layout), 1, mesh=mesh), Cluster.preset("1x1-h100")
         )
         assert outcome.sent_bytes.tolist() == [0] and outcome.seconds > 0
-
-
-@pytest.mark.exhaustive
-def test_cost_of_simulating_grows_with_messages():
-    """Function calls per message do not grow from 16 to 64 ranks, which send 11 times as many."""
-
-    def calls_per_message(rows):
-        ranks = rows * 4
-        layout = Layout.zigzag(ranks * 1024, ranks)
-
-        def step(comm):
-            attn = make_attention("usp", comm)
-            q, k, v = (
-                torch.empty(1024, heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
-                for heads in (32, 8, 8)
-            )
-            out = attn(q, k, v, layout, causal=True)
-            out.backward(torch.empty_like(out))
-
-        with cProfile.Profile() as profile:
-            programs = simulate.record(step, ranks, mesh=(rows, 4), operators=False)
-            outcome = simulate.play(programs, Cluster.preset(f"{ranks // 8}x8-h100"))
-        assert outcome.ends.size == ranks and outcome.seconds > 0
-        posts = (x for program in programs for x in program.actions if isinstance(x, Post))
-        return sum(x.callcount for x in profile.getstats()) / sum(len(x.sends) for x in posts)
-
-    calls_per_message(2)  # fills caches
-    assert calls_per_message(16) < calls_per_message(4)
 
 
 def test_new_memory_and_operators_have_a_price():

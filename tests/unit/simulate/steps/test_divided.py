@@ -14,7 +14,7 @@ from seqpar.simulate.steps.divided import (
     divided_step,
     tensor_sizes,
 )
-from tests.unit.simulate.steps.test_steps import CLUSTER, LAYOUT, MODEL, SMALL
+from tests.unit.simulate.steps.test_training_step import CLUSTER, LAYOUT, MODEL, SMALL
 
 EIGHT = Cluster.preset("1x8-h100")
 NODES = Cluster.preset("4x8-h100")

@@ -98,4 +98,4 @@ def test_wrong_arguments_are_named(arguments, options, error, message):
     with pytest.raises(error, match=message):
         simulate.pipeline(forward, backward, cluster(devices=4), *nbytes, **options)
     with pytest.raises(TypeError, match="cluster"):
-        simulate.pipeline(ONE, ONE, "1x4-h100", stages=1)
+        simulate.pipeline(ONE, ONE, 4, stages=1)

@@ -15,10 +15,10 @@ from seqpar.balance import Cluster, Costs, Link, Model
 from seqpar.simulate.candidates import Candidate
 from seqpar.simulate.recommendations import ways
 from seqpar.simulate.recording.serving import RecordedPool
-from seqpar.simulate.steps.layers import Attending, Products, nano_batches, record_layers
-from seqpar.simulate.steps.steps import least_trainer_seconds
+from seqpar.simulate.steps.recorded_layers import Attending, Products, nano_batches, record_layers
+from seqpar.simulate.steps.training_step import least_trainer_seconds
 from tests.support.tiers import few_rows
-from tests.unit.simulate.steps.test_steps import CLUSTER, MODEL, PAIR, SMALL
+from tests.unit.simulate.steps.test_training_step import CLUSTER, MODEL, PAIR, SMALL
 
 FAST = Link(0.0, 1e30)
 FREE = dataclasses.replace(PAIR, inside=FAST, host=FAST)

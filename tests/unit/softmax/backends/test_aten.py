@@ -98,7 +98,7 @@ def test_old_gpus_compute_in_plain_torch(monkeypatch, backwards):
     [
         ({}, (1, 1)),
         ({"dim": 256}, (1, 1)),
-        ({"dim": 256, "dlse": True}, (1, 0)),  # v gets a column, and the kernel takes 256 at most
+        ({"dim": 256, "dlse": True}, (1, 0)),  # v gets columns, and the kernel takes 256 at most
         ({"dim": 257}, (0, 0)),
         ({"mask": WINDOW}, (1, 1)),
     ],

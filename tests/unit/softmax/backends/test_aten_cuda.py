@@ -4,20 +4,16 @@ import inspect
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from seqpar import Layout
-from seqpar.softmax.backends import aten_cuda, kernel_order, varlen
-from seqpar.softmax.call import Operands
-from seqpar.softmax.compute.partial import Partial
+from seqpar.softmax.backends import aten_cuda, kernel_order
 from tests.support import varlen_kernels
-from tests.support.cases import Case, assert_right, module, oracle, run
+from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
-from tests.support.steady import SilentComm
 from tests.support.tiers import few_rows
 
 DOCUMENTS = [0, 40, 41, 90]
-RANKS, MANY = 8, [i * 48 for i in range(33)]
 
 
 @pytest.fixture
@@ -96,54 +92,3 @@ def test_head_dims_that_backward_refuses(calls, atens_backward, dim):
     case = Case("ring", layout, True, dlse=True, dim=dim, value_dim=192, dtype=torch.bfloat16)
     assert_right(virtual(1, run, case)[0], oracle(case), case.dtype, roundings=4)
     assert calls["backward"]
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators that make no view."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        returns = function._schema.returns
-        is_view = bool(returns) and all(x.alias_info and not x.alias_info.is_write for x in returns)
-        self.count += not is_view
-        return function(*args, **(kwargs or {}))
-
-
-def count_operators(rank, monkeypatch):
-    """Operators of forward and backward of one rank, without the kernels' calls."""
-    attn = module("ring", SilentComm(rank, RANKS), deterministic=False)  # else Triton's backward
-    layout, mode = Layout.zigzag(MANY, RANKS), Operators()
-
-    def count_once(owner, name):
-        """Count a function as one operator: on CUDA it is one kernel of ours."""
-        function = getattr(owner, name)
-
-        def counted(*arguments):
-            mode.count += 1
-            with _disable_current_modes():
-                function(*arguments)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count_once(Partial, "merge")
-    count_once(varlen, "_add")
-    q, k, v, dout = (
-        torch.randn(1, layout.tokens_on(rank), heads, 8).bfloat16() for heads in (2, 1, 1, 2)
-    )
-    call = attn._resolve(q, k, v, layout, causal=True)
-    strategy, comm = attn._bound.strategy, attn._bound.comm
-    with mode:
-        out, lse, _ = strategy.forward(comm.call(), call, Operands(q, k, v))
-    forward, mode.count = mode.count, 0
-    with mode:
-        strategy.backward(comm.call(), call, dout, None, None, [q, k, v, out, lse])
-    return forward, mode.count
-
-
-@pytest.mark.parametrize("rank", [0, 3, RANKS - 1])
-def test_a_hop_of_many_documents_is_one_call(calls, rank):
-    with pytest.MonkeyPatch.context() as patched:
-        forward, backward = count_operators(rank, patched)
-    assert calls["forward"] <= 8 and calls["backward"] <= 9
-    assert calls["forward"] + forward <= 60 and calls["backward"] + backward <= 90

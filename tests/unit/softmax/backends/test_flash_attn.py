@@ -18,6 +18,7 @@ import torch
 from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax.backends import flash_attn, triton
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
+from seqpar.softmax.backends.varlen import VarlenKernel
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
@@ -89,6 +90,12 @@ def hopper(monkeypatch):
     load_package.cache_clear()
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    install(monkeypatch, "FlashAttention-4", MODULES["FlashAttention-4"])
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+
+
 @few_rows()
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", MODULES)
@@ -112,6 +119,58 @@ def test_equals_the_oracle(monkeypatch, name, strategy, options):
     not_deterministic = (("deterministic", False),)
     case = Case(strategy, layout, module_options=not_deterministic, **options)
     assert_right(virtual(3, run, case)[0], oracle(case), case.dtype, roundings=4)
+
+
+DOCUMENTS = [0, 40, 41, 90]
+RANGES = (0, 0, 40, 0, 9, None, None), (2, 5, 49, 0, 40, None, 0)
+BF16 = torch.bfloat16
+
+
+@few_rows()
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "token_ring", "mesh"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dlse": True, "sinks": True, "batch": 2},
+        {"window": (50, 0)},
+        {"value_dim": 16, "dlse": True},
+        {"dim": 24, "scale": -0.5},
+        {"ranges": RANGES, "dlse": True, "sinks": True},
+        {"kv_layout": [0, 20, 70, 70], "causal": False, "dlse": True, "sinks": True},
+    ],
+)
+def test_only_results_equal_the_oracle(installed, strategy, ranks, options):
+    """Where a kernel's first result remains the only one. Also rows and documents without keys."""
+    options = {"causal": True, "heads": 4, "kv_heads": 2} | options
+    if "kv_layout" in options:
+        options["kv_layout"] = Layout.zigzag(options["kv_layout"], ranks)
+    case = Case(
+        strategy, Layout.zigzag(DOCUMENTS, ranks), dtype=BF16, backend="flash_attn",
+        module_options=(("deterministic", False),), **options,
+    )  # fmt: skip
+    assert_right(virtual(ranks, run, case)[0], oracle(case), BF16, roundings=4)
+
+
+def test_groups_that_share_keys_are_summed_exactly(monkeypatch, installed):
+    """1 + 2⁻⁸ + 2⁻⁸ in bf16, rounded once, is 1 + 2⁻⁷; rounded twice, 1."""
+    sizes = iter([1.0, 2**-8, 2**-8])
+
+    def add_gradients(kernel, *arguments):
+        q, k, v, _, gradients, _ = arguments[1:]
+        size = next(sizes)
+        gradients.queries.keep(torch.zeros_like(q))
+        gradients.keys.keep(torch.full_like(k, size), torch.full_like(v, size))
+
+    monkeypatch.setattr(VarlenKernel, "add_gradients", add_gradients)
+    options = (("deterministic", False), ("head_groups", 3))
+    case = Case(
+        "ulysses", Layout.contiguous(DOCUMENTS, 1), True, heads=3, dtype=BF16,
+        backend="flash_attn", module_options=options,
+    )  # fmt: skip
+    *_, dk, dv = virtual(1, run, case)[0]
+    assert (dk == 1 + 2**-7).all() and (dv == 1 + 2**-7).all()
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -5,16 +5,17 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.core.ranges import UNLIMITED
 from seqpar.layout.masks.mask import Mask, Slices, slices_between
 from seqpar.softmax.attend import attend, attend_backward
 from seqpar.softmax.backends.pieces import cut_biased_slices, with_bias
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
-from tests.support.cases import Case, assert_right, module, oracle, run, strategies_by
+from tests.support.cases import STRATEGIES, VARIANTS, Case, assert_right, module, oracle, run
 from tests.support.mask_cases import disjoint_ranges
 from tests.support.ranks import virtual
+from tests.support.tiers import every_third_pair
 
 CU, KV_CU = [0, 5, 5, 60, 101], [0, 9, 9, 90, 105]
 LAYOUT = Layout.zigzag(CU, 3)
@@ -34,7 +35,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "name"), strategies_by(CASES))
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    every_third_pair([*STRATEGIES, *VARIANTS], list(CASES)),
+)
 def test_every_strategy_equals_the_oracle(strategy, name):
     options = {"alibi": "heads", "heads": 4, "kv_heads": 2, "dlse": True} | CASES[name]
     case = Case(strategy, LAYOUT, **options)

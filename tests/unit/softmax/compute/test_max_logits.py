@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from seqpar import Layout, Mask, use_backend
-from seqpar.comm.messages.exchange import Comm
-from tests.support.cases import Case, module, strategies_by, visible
+from seqpar.comm.messages.comm import Comm
+from tests.support.cases import STRATEGIES, VARIANTS, Case, module, visible
 from tests.support.ranks import virtual
+from tests.support.tiers import every_third_pair
 
 CU = [0, 13, 13, 40]
 LAYOUT = Layout.zigzag(CU, 4)
@@ -47,7 +48,10 @@ def call(comm, case):
     return largest
 
 
-@pytest.mark.parametrize(("strategy", "name"), strategies_by(CASES))
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    every_third_pair([*STRATEGIES, *VARIANTS], list(CASES)),
+)
 def test_every_strategy_finds_the_global_largest_score(strategy, name):
     case = Case(strategy, LAYOUT, heads=4, kv_heads=2, **CASES[name])
     largest, *others = virtual(4, call, case)

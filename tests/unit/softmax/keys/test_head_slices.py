@@ -7,7 +7,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.attention.operands import OperandShape
-from seqpar.softmax.keys import plan
+from seqpar.softmax.keys import key_plan
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
@@ -25,7 +25,7 @@ OPTIONS = {
 @pytest.fixture
 def small(monkeypatch):
     """Rows for a group of heads that small cases have."""
-    monkeypatch.setattr(plan, "_ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 4)
 
 
 @few_rows()
@@ -63,7 +63,7 @@ def test_each_group_of_heads_has_its_messages(small, strategy, kv_heads, groups)
 
 
 def test_without_messages_all_heads_are_computed_together(small, monkeypatch):
-    monkeypatch.setattr(plan.HeadSlices, "operands", None)
+    monkeypatch.setattr(key_plan.HeadSlices, "operands", None)
     case = Case("ring", Layout.contiguous([0, 40, 80, 120], 3), causal=True, heads=8, kv_heads=4)
     for got in virtual(3, run, case):
         assert_right(got, oracle(case), case.dtype)
@@ -78,4 +78,4 @@ def test_documents_on_few_ranks_need_fewer_groups(small, documents, shared, grou
     geometry = Layout.contiguous(documents, 8).geometry
     assert (geometry.most_tokens, geometry.shared_tokens) == (16, shared)
     shape = OperandShape(torch.float32, 1, 16, 8, 8, 8)
-    assert len(plan.head_groups(shape, geometry)) == groups
+    assert len(key_plan.head_groups(shape, geometry)) == groups

@@ -37,7 +37,7 @@ def times_computed(layout, kv_layout, mask, shape):
     return count
 
 
-@examples(15, 300)
+@examples(15, 80)
 @given(st.data())
 def test_every_visible_pair_is_in_one_tile(data):
     shape = data.draw(st.sampled_from([(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3)]))

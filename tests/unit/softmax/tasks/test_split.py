@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.softmax.softmax_operator import ATTENTION
 from seqpar.softmax.tasks import split
 from tests.support.cases import Case, module
 from tests.support.nccl import nccl
@@ -107,7 +108,7 @@ def leaves_and_arguments(comm):
     leaves = [x.clone().requires_grad_() for x in (q[None], k[None], v[None], sinks)]
     options = {"causal": True, "sinks": leaves[3], "return_lse": True}
     _, arguments, _ = attn._operator_inputs(*leaves[:3], layout, **options)
-    return attn, layout, leaves, arguments
+    return attn, layout, leaves, ATTENTION.arguments.flat(arguments)
 
 
 def checked(comm):

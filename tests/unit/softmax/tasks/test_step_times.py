@@ -8,7 +8,7 @@ import torch
 
 from seqpar import Exposure, Layout
 from seqpar.balance import RowBytes, disaggregate, place_homes
-from seqpar.core.hooks import hooks
+from seqpar.core.hooks import set_hooks
 from tests.support.cases import module
 from tests.support.nccl import nccl
 from tests.support.nccl_exchanges import Speeds
@@ -39,7 +39,7 @@ def step(comm, strategy, layout, options):
 def seconds(strategy, layout, mbit, pair=PAIR, **options):
     """A forward and backward, of equal work, where links have so many Mbit/s."""
     speeds = Speeds(area=pair, backward=1.0, rate=mbit * 1e6 / 8)
-    with hooks.set(replace_compute=lambda area: None):
+    with set_hooks(replace_compute=lambda area: None):
         return max(nccl(4, step, strategy, layout, options, speeds=speeds)[1].now)
 
 

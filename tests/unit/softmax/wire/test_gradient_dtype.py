@@ -5,7 +5,7 @@ import torch
 
 import seqpar
 from seqpar import Layout
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.softmax.wire import row_messages
 from tests.support.calls import sent_bytes
 from tests.support.cases import Case, begin, module, visible
@@ -94,6 +94,7 @@ def test_bytes_match_traffic_and_the_formula(strategy):
         assert traffic == sent == expected
 
 
+@few_rows(pairs=False)
 @pytest.mark.parametrize("value", ["bf16", torch.float16, torch.float32, 16, torch.zeros(2)])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", "mesh", "usp"])
 def test_other_dtypes_are_refused(strategy, value):

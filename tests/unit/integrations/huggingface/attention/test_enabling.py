@@ -1,13 +1,20 @@
-"""Sharded batches in models that are not enabled, or enabled otherwise, are refused."""
+"""Which models may be enabled, and sharded batches in models that are not enabled."""
 
 import copy
+import functools
+import inspect
 
 import pytest
 import torch
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
 
 from seqpar.integrations import huggingface
 from tests.support import huggingface as hf
+from tests.support import images
+from tests.support.compiling import compiling_elsewhere
 from tests.support.ranks import virtual
 
 OTHERS = (  # with and without **kwargs, with learned, rotary and bucketed positions
@@ -34,6 +41,7 @@ PARTS = {
     },
     "without the key": lambda local: {x: y for x, y in local.items() if x != "seqpar"},
     "copies of all": lambda local: {x: y.clone() for x, y in local.items() if x != "seqpar"},
+    "changed tokens": lambda local: {"input_ids": (local["input_ids"] + 1) % hf.VOCABULARY},
     "copied tokens": lambda local: {"input_ids": local["input_ids"].to(torch.int32, copy=True)},
     "detached tokens": lambda local: {"input_ids": local["input_ids"].detach()},
     "a BatchEncoding": lambda local: transformers.BatchEncoding(
@@ -88,20 +96,41 @@ def test_a_compiled_model_refuses_shards(part, compiled_first):
         assert_refused(hf.refusal(lambda comm, module=module: run(comm, module)))
 
 
-def test_positional_tokens_and_outputs_are_refused():
+def test_positional_tokens_and_sharded_embeddings_are_refused():
     model, other = hf.tiny("LlamaForCausalLM"), hf.tiny("LlamaForCausalLM")
 
     def with_tokens(comm):
         other(huggingface.enable(copy.deepcopy(model), comm).shard(hf.batch())["input_ids"])
 
-    def with_states(comm):
-        enabled = copy.deepcopy(model)
-        sp = huggingface.enable(enabled, comm)
-        outputs = enabled(**sp.shard(hf.batch()), output_hidden_states=True)
-        other(inputs_embeds=outputs.hidden_states[-1].detach())
+    def with_embeddings(comm):
+        sp = huggingface.enable(copy.deepcopy(model), comm)
+        of = hf.batch()
+        embeddings = sp.model.get_input_embeddings()(of.pop("input_ids"))
+        other(**sp.shard(of | {"inputs_embeds": embeddings}))
 
     assert_refused(hf.refusal(with_tokens))
-    assert_refused(hf.refusal(with_states))
+    assert_refused(hf.refusal(with_embeddings))
+
+
+def test_ids_of_a_ranks_tokens_act_as_a_tensor():
+    """In everything but a model that is not enabled, and also in embeddings of the user's."""
+    model, table = hf.tiny("LlamaForCausalLM"), torch.nn.Embedding(hf.VOCABULARY, 4)
+
+    def run(comm):
+        ids = huggingface.enable(copy.deepcopy(model), comm).shard(hf.batch())["input_ids"]
+        plain = torch.tensor(ids.tolist())
+        assert torch.equal(table(ids), table(plain)) and type(table(ids)) is torch.Tensor
+        assert type(ids != 3) is torch.Tensor and type(ids / 2) is torch.Tensor
+        scores = torch.randn(1, ids.shape[1], hf.VOCABULARY)
+        assert torch.equal(scores.gather(-1, ids[..., None]), scores.gather(-1, plain[..., None]))
+        assert type(torch.nn.functional.cross_entropy(scores[0], ids[0])) is torch.Tensor
+
+    virtual(2, run)
+
+
+def test_another_threads_compilation_refuses_no_embeddings():
+    with compiling_elsewhere():
+        test_ids_of_a_ranks_tokens_act_as_a_tensor()
 
 
 def test_a_disabled_model_refuses_shards_and_runs():
@@ -124,7 +153,7 @@ def test_other_tokens_of_the_same_shape_are_taken():
 
     def run(comm):
         local = huggingface.enable(copy.deepcopy(model), comm).shard(hf.batch())
-        other(input_ids=(local["input_ids"] + 1) % hf.VOCABULARY)
+        other(input_ids=torch.randint(hf.VOCABULARY, local["input_ids"].shape))
         other(**hf.batch())
 
     virtual(2, run)
@@ -224,3 +253,112 @@ def test_a_model_around_an_enabled_one_takes_shards():
         assert torch.isfinite(model(**sp.shard(hf.batch())))
 
     virtual(2, run)
+
+
+def doubled(module, query, key, value, mask, **options):
+    out, weights = sdpa_attention_forward(module, query, key, value, mask, **options)
+    return 2 * out, weights
+
+
+@functools.wraps(sdpa_attention_forward)
+def disguised(*args, **options):
+    return doubled(*args, **options)
+
+
+def narrow(*args, **options):
+    return sdpa_mask(*args, **options)
+
+
+USERS = {  # where a user's function is -> the interface, its name there, the function
+    "attention": (transformers.AttentionInterface, "mine", doubled),
+    "a partial": (transformers.AttentionInterface, "mine", functools.partial(doubled)),
+    "a wrapper": (transformers.AttentionInterface, "mine", disguised),
+    "in place of transformers'": (transformers.AttentionInterface, "sdpa", doubled),
+    "masks": (transformers.AttentionMaskInterface, "sdpa", narrow),
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_a_users_attention_function_is_not_replaced(case, monkeypatch):
+    interface, name, function = USERS[case]
+    monkeypatch.setitem(interface._global_mapping, name, function)
+    model = hf.tiny("LlamaForCausalLM")
+    model.set_attn_implementation(name)
+    text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+    assert f"of transformers: model.layers.0.self_attn has '{name}'" in text, text
+    assert "model.set_attn_implementation('sdpa')" in text
+
+
+def test_a_users_eager_attention_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", doubled)
+    model = hf.tiny("LlamaForCausalLM")
+    model.set_attn_implementation("eager")
+    text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+    assert "model.layers.0.self_attn has 'eager', the function doubled" in text, text
+
+
+def test_a_users_attention_of_one_part_is_not_replaced(monkeypatch):
+    """Of the text of a model with images, and not of its images, which keep their attention."""
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "mine", doubled)
+    model = images.build("gemma3", mm_tokens_per_image=4)
+    model.set_attn_implementation({"vision_config": "mine"})
+    virtual(1, lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+    model.set_attn_implementation({"text_config": "mine"})
+    text = hf.refusal(lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+    assert "has 'mine', the function doubled" in text, text
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
+def test_every_attention_of_transformers_is_accepted(name):
+    model = hf.tiny("LlamaForCausalLM")
+    model.set_attn_implementation(name)
+    virtual(1, lambda comm: huggingface.enable(copy.deepcopy(model), comm))
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_attention_that_is_switched_later_is_refused(generates):
+    model = hf.tiny("LlamaForCausalLM").eval()
+
+    def run(comm):
+        own = copy.deepcopy(model)
+        sp = huggingface.enable(own, comm)
+        own.set_attn_implementation("eager")
+        own.set_attn_implementation("seqpar")
+        own(**sp.shard(hf.batch()))
+        own.set_attn_implementation("sdpa")
+        if generates:
+            own.generate(input_ids=hf.batch("whole")["input_ids"], max_new_tokens=2)
+        own(**sp.shard(hf.batch()))
+
+    text = hf.refusal(run)
+    assert "attention must be seqpar's: it was set to 'sdpa' after enable" in text, text
+    assert "model.set_attn_implementation('seqpar')" in text and "sp.disable()" in text
+
+
+SIGNED = {  # models whose forwards are replaced, and whether they can be compiled
+    "LlamaForCausalLM": ({}, True),
+    "Lfm2ForCausalLM": ({"layer_types": ["conv", "full_attention"]}, True),
+}
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_enabled_and_compiled_forwards_keep_their_signatures(name):
+    """Trainers, and other tools, read from it which arguments a module takes."""
+    options, compiles = SIGNED[name]
+    model = hf.tiny(name, **options)
+
+    def signatures():
+        signed = {key: inspect.signature(x.forward) for key, x in model.named_modules()}
+        return {
+            key: [(x.name, x.kind, x.default) for x in signature.parameters.values()]
+            for key, signature in signed.items()
+        }
+
+    def run(comm):
+        sp = huggingface.enable(model, comm)
+        if compiles:
+            sp.compile(backend="eager")
+        return signatures()
+
+    before = signatures()
+    assert virtual(1, run) == [before]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from seqpar import Layout, use_backend
-from seqpar.comm.messages.exchange import Comm
+from seqpar.comm.messages.comm import Comm
 from seqpar.integrations import huggingface
 from seqpar.integrations.huggingface.attention.recurrent import PatchedRecurrence, _nothing
+from seqpar.integrations.huggingface.model.code import check_forward, with_globals
 from seqpar.integrations.huggingface.model.layers import _RECURRENT, CALLED, kind_of
-from seqpar.integrations.huggingface.model.patched_globals import check_forward, with_globals
 from seqpar.linear.maps.backends import fla
 from tests.support import generation
 from tests.support import huggingface as hf
@@ -70,6 +70,7 @@ def test_recomputed_layers_keep_their_documents(models, reentrant):
         for output in outputs:
             own.zero_grad()
             output.loss.backward()
+            sp.average_gradients()
             found.append((output.loss.detach(), sp.unshard(output).logits, hf.gradients(own)))
             found[-1] = copy.deepcopy([x.detach() for x in found[-1][:2]]), dict(found[-1][2])
         return found

@@ -125,6 +125,25 @@ def test_unknown_keys_pass_and_position_planes_are_cut(llama):
     virtual(2, run)
 
 
+def test_a_sharded_batch_moves_to_a_device_whole(llama):
+    """With the positions that layers read from its record; a dtype casts tensors only."""
+
+    def run(comm):
+        sp = huggingface.enable(copy.deepcopy(llama), comm)
+        local = transformers.BatchEncoding(sp.shard(hf.batch()))
+        moved, record = transformers.BatchEncoding(dict(local)).to("meta"), local["seqpar"]
+        same = {name: x.to("cpu", non_blocking=True) for name, x in local.items()}
+        assert same["seqpar"] is record is record.to(torch.float64) is record.to(local["labels"])
+        assert {x.device.type for x in moved.values() if torch.is_tensor(x)} == {"meta"}
+        assert moved["seqpar"].main.position_ids.device.type == "meta"
+        assert moved["seqpar"].digest() == record.digest()
+        return sp.model(**same).loss.detach()
+
+    expected = llama(**hf.batch()).loss.detach()
+    for loss in virtual(2, run):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_layout_padding_is_a_token_of_the_batch(llama):
     """The embedding of a tokenizer's padding is 0, of which some norms have no gradient."""
 

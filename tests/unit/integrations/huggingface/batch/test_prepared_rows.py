@@ -2,15 +2,16 @@
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
 
+from seqpar.attention import rehearsal
 from seqpar.integrations import huggingface
-from seqpar.linear import operator as linear_operator
-from seqpar.linear import rehearsal as linear_rehearsal
-from seqpar.softmax import operator, rehearsal
+from seqpar.linear import linear_operator
+from seqpar.linear.linear_strategy import LinearStrategy
+from seqpar.softmax import softmax_operator
+from seqpar.softmax.strategy import Strategy
 from tests.support import huggingface as hf
 from tests.support.ranks import virtual
 from tests.unit.integrations.huggingface.test_families import build
@@ -28,18 +29,17 @@ def builders(monkeypatch):
     """
     found = []
 
-    def note(run, strategy, call, *others):
-        found.append(call.rank)
-        run(strategy, call, *others)
+    def noted(rehearse):
+        def run(strategy, comm, call, backward):
+            found.append(call.rank)
+            rehearse(strategy, comm, call, backward)
 
-    for of, name in ((rehearsal, "_run_on_meta"), (linear_rehearsal, "_request_on_meta")):
-        monkeypatch.setattr(of, name, partial(note, getattr(of, name)))
-    monkeypatch.setattr(operator, "upload_tables", rehearsal.tables_of)
+        return run
 
-    def tables_of(strategy, comm, call, inputs, backward):
-        linear_rehearsal.tables_of(strategy, comm, call, inputs.q.device, backward)
-
-    monkeypatch.setattr(linear_operator, "upload_tables", tables_of)
+    for kind in (Strategy, LinearStrategy):
+        monkeypatch.setattr(kind, "rehearse", noted(kind.rehearse))
+    for of in (softmax_operator, linear_operator):
+        monkeypatch.setattr(of, "upload_tables", rehearsal.tables_of)
     return found
 
 
@@ -48,7 +48,6 @@ def builders(monkeypatch):
     [
         ("LlamaForCausalLM", {}, 1),
         ("Gemma2ForCausalLM", WINDOWS, 2),
-        ("causal/bloom", {}, 1),  # ALiBi
         ("causal/qwen3_next", {}, 2),  # gated delta rule, and softmax attention
         pytest.param("causal/minimax", {}, 2, marks=pytest.mark.exhaustive),
         pytest.param("GptOssForCausalLM", WINDOWS, 2, marks=pytest.mark.exhaustive),
@@ -71,6 +70,7 @@ def test_a_step_builds_no_tables(name, options, kinds, builders):
             own.zero_grad()
             outputs = own(**sp.shard(of))
             outputs.loss.backward()
+            sp.average_gradients()
             built = builders.count(comm.rank) - before
             steps.append((built, outputs.loss.detach(), hf.gradients(own)))
         return steps
@@ -160,7 +160,7 @@ def test_a_wrong_preparation_is_refused():
         huggingface.Collator(prepare=len)
 
     def on_rank(comm):
-        sp = huggingface.enable(hf.tiny("T5ForConditionalGeneration", dropout_rate=0.0), comm)
+        sp = huggingface.enable(hf.tiny("BartForConditionalGeneration", **hf.BART), comm)
         with pytest.raises(ValueError, match="model must have no encoder"):
             sp.preparation({"input_ids": torch.ones(1, 8, dtype=torch.long)})
         chunks = {"attention_chunk_size": 5, "num_local_experts": 2}

@@ -106,7 +106,7 @@ def of_training(trainer, dataset):
 @few_rows()
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_one_group_trains_on_one_processs_batches(model, tmp_path, kind, options):
+def test_one_group_trains_on_the_batches_of_one_process(model, tmp_path, kind, options):
     counts, batch_rows = sizes()
     for rows in batch_rows:
         expected = make_trainer(model, str(tmp_path), rows, OPTIONS[options])
@@ -215,7 +215,7 @@ def gathered(batch, gather, rows):
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("count_of_groups", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_groups_evaluate_one_processs_batches(model, tmp_path, kind, options, count_of_groups):
+def test_groups_evaluate_batches_of_one_process(model, tmp_path, kind, options, count_of_groups):
     """Their rows and their weights in the mean loss, in the order of one process."""
     state = accelerate.state.GradientState()
     counts, batch_rows = sizes()

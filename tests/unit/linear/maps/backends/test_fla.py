@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.papers.gated_delta import CALLS
-from benchmarks.recurrent.kernels import inputs_of
 from seqpar.attention.backend import current_backend, use_backend
 from seqpar.linear.attend import begin_backward, begin_forward
 from seqpar.linear.inputs import Inputs
 from seqpar.linear.kinds import KINDS, kind
 from seqpar.linear.maps.backends import fla
+from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.maps.maps import apply
-from seqpar.linear.maps.options import MapOptions
 from seqpar.linear.routes import SpanStates
 from tests.support.recurrent_cases import RecurrentCase, run
 from tests.support.tiers import few_rows
@@ -104,48 +102,6 @@ def test_without_rows_or_batch(package, name):
         found, expected = run(case), run(dataclasses.replace(case, backend="reference"))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[label], y) for label, y in expected.items())
-
-
-@pytest.mark.parametrize("rows", [5, 70])
-@pytest.mark.parametrize(
-    ("entered", "left", "forward", "backward"),
-    [
-        (1, 1, [("gated", 8 + 8)], [("gated", 8), ("gated", 8), ("back", 8)]),
-        (1, 0, [("gated", 8)], [("gated", 8), ("back", 8)]),
-        (0, 1, [("gated", 8)], [("gated", 8), ("back", 8)]),
-        (0, 0, [("gated", 8)], [("gated", 8), ("back", 8)]),
-    ],
-)
-def test_a_span_is_computed_once(package, monkeypatch, entered, left, forward, backward, rows):
-    """Calls of fla by the columns of their values, 8, or for a map 8 more or alone."""
-    calls, apply, back = [], _Recurrence.forward, _Recurrence.backward
-
-    def forwards(ctx, name, scale, cu_seqlens, initial, q, k, v, g, beta):
-        calls.append(("gated", v.shape[-1]))
-        return apply(ctx, name, scale, cu_seqlens, initial, q, k, v, g, beta)
-
-    def backwards(ctx, dout, dlast):
-        calls.append(("back", dout.shape[-1]))
-        return back(ctx, dout, dlast)
-
-    monkeypatch.setattr(_Recurrence, "forward", staticmethod(forwards))
-    monkeypatch.setattr(_Recurrence, "backward", staticmethod(backwards))
-    spans = SpanStates(np.array([0, rows]), np.array([entered - 1]), np.array([left - 1]))
-    options, states = MapOptions(kind("gated_delta"), 1.0, "fla"), torch.zeros(1, 1, 2, 8, 8)
-    inputs, dout = inputs_of("gated_delta", rows, 2, 8)
-    begin_forward(inputs, spans, options).finish(states if entered else None)
-    assert calls == forward
-    calls.clear()
-    work = begin_backward(inputs, dout, spans, options, states if entered else None)
-    work.finish(states if left else None)
-    assert calls == backward
-    if entered and left:
-        widths = sum(width for _, width in forward) // 8, 0
-        assert widths == CALLS["forward"]
-        assert (
-            tuple(sum(n == name for n, _ in backward) for name in ("gated", "back"))
-            == (CALLS["backward"])
-        )
 
 
 def test_a_missing_package_or_gpu_is_refused(monkeypatch):

@@ -1,0 +1,126 @@
+"""The arguments of a call other than its tensors, as users give them and as operators carry them.
+
+Each kind of call declares its arguments as a NamedTuple, whose first fields are tensors, such as a
+layout's handle. The last field may itself be a NamedTuple of options, and operators carry the
+fields of this inner tuple one by one. A field annotated with an `Option` is a scalar that users
+pass. Its declaration is all that an operator's schema, autograd, the comparison of ranks and
+preparations need to know about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+
+from torch import Tensor
+
+A = TypeVar("A", bound=tuple[Any, ...])  # a NamedTuple of arguments
+
+Count = Annotated[int, "SymInt"]  # torch.compile does not specialise on it
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Count: "SymInt",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+}
+_SCALARS = int, float, bool, str
+NOT_CARRIED = "not carried"  # annotates a field that operators do not carry
+
+
+class Option(NamedTuple):
+    """The declaration of a scalar that users pass to a call, in the annotation of its field."""
+
+    parse: Callable[[str, Any], Any]  # takes the name and the user's value; raises a ValueError
+    default: Any
+    name: str = ""  # the name that users know, if it is not the name of the field
+
+
+class Field(NamedTuple):
+    """A value that an operator carries."""
+
+    name: str
+    kind: Any
+    option: Option | None
+
+    @property
+    def public_name(self) -> str:
+        return self.option.name or self.name if self.option else self.name
+
+    @property
+    def schema(self) -> str:
+        return f"{_SCHEMA_TYPES[self.kind]} {self.name}"
+
+
+def fields_of(arguments: type) -> list[Field]:
+    """Return the fields that operators carry, for a NamedTuple of tensors, arguments or options.
+
+    Of a NamedTuple of options, operators carry only the scalars, which must be its first fields.
+    """
+    found: list[Field] = []
+    for name, hint in get_type_hints(arguments, include_extras=True).items():
+        notes = get_args(hint)[1:]
+        option = next((x for x in notes if isinstance(x, Option)), None)
+        kind = get_args(hint)[0] if option else hint
+        if _is_options(kind):
+            found += [x for x in fields_of(kind) if x.kind in _SCALARS]
+        elif NOT_CARRIED not in notes:
+            found.append(Field(name, kind, option))
+    return found
+
+
+def _is_options(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple)
+
+
+class Carried(Generic[A]):
+    """The form in which operators carry arguments: tensors first, then scalars, one by one.
+
+    Attributes:
+        schema: the arguments in an operator's schema, such as "Tensor layout, SymInt tokens".
+        tensors: the number of tensors, with which the arguments begin.
+        options: the scalars that users pass, by the names that users know.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        carried, own = fields_of(arguments), list(get_type_hints(arguments).values())
+        self._class = arguments
+        self._options: Any = own[-1] if _is_options(own[-1]) else None
+        self._own = len(own) - (self._options is not None)  # the number of fields but options
+        self._names = [x.name for x in carried]
+        self.schema = ", ".join(x.schema for x in carried)
+        self.tensors = sum(x.kind in (Tensor, Tensor | None) for x in carried)
+        self._parsed = [(x.public_name, x.name, x.option) for x in carried if x.option is not None]
+        self.options = [name for name, _, _ in self._parsed]
+        self._agreed = [
+            (x.public_name, i)
+            for i, x in enumerate(carried)
+            if x.kind in _SCALARS and x.name != "strategy"
+        ]
+
+    def flat(self, arguments: A) -> Sequence[Any]:
+        if self._options is None:
+            return arguments
+        return (*arguments[:-1], *arguments[-1][: len(self._names) - self._own])
+
+    def restored(self, flat: Sequence[Any]) -> A:
+        """Return the arguments from which `flat` made this sequence."""
+        if self._options is None:
+            return self._class(*flat)
+        return self._class(*flat[: self._own], self._options(*flat[self._own :]))
+
+    def agreed(self, arguments: A) -> dict[str, object]:
+        """Return the scalars that must be the same on all ranks, by the names that users know."""
+        flat = self.flat(arguments)
+        return {name: flat[i] for name, i in self._agreed}
+
+    def of(self, user: Mapping[str, Any], **others: Any) -> A:
+        """Return the arguments: options are parsed from `user`, and `others` has all other fields.
+
+        `user` may lack options, which then have their defaults.
+        """
+        for name, field, option in self._parsed:
+            others[field] = option.parse(name, user.get(name, option.default))
+        return self.restored([*map(others.__getitem__, self._names)])

@@ -1,0 +1,506 @@
+"""Exchange messages between ranks. Ranks send all of their messages through `Comm.exchange`.
+
+An exchange is a list of messages to peers and a list of messages from peers, posted together and
+waited for later. A peer is the number of another rank in the group. On gloo, point-to-point
+messages are 3 to 6 times as fast as all_gather and reduce_scatter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from functools import partial
+from threading import RLock, current_thread
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from seqpar.comm.faults.heartbeat import Heartbeat, PeerError, heartbeat_in
+from seqpar.comm.messages import channels, message_header
+from seqpar.comm.messages.channels import Communicators
+from seqpar.comm.messages.message_header import (
+    NO_DIGEST,
+    OUTSIDE,
+    AwaitedHeader,
+    CallNumbers,
+    Exchange,
+    Message,
+)
+from seqpar.core.arguments import shown
+from seqpar.core.hooks import hooks
+from seqpar.core.torch_private import flat_mesh
+
+WaitContext = Callable[[], AbstractContextManager[None]]
+
+
+class Pending:
+    """Posted messages. Their tensors must not be read or written before `wait` returns."""
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        messages: list[list[Message]],
+        check: Callable[[], None] | None = None,
+        error_of: Callable[[Exception], Exception] | None = None,
+    ) -> None:
+        """`check()` raises if a peer's messages are not what this rank expects.
+
+        `error_of` returns the error to raise in place of a backend's.
+        """
+        self._works, self._messages, self._check = works, messages, check
+        self._error_of = error_of
+        # Entered around waiting, to name the rank at fault and to trace.
+        self.contexts: list[WaitContext] = []
+
+    def wait(self) -> None:
+        """Return when received tensors are complete and sent tensors may be overwritten."""
+        if self.contexts:
+            with self.contexts.pop(0)():
+                self.wait()
+            return
+        if self._check is not None:
+            self._check()
+        try:
+            for work in self._works:
+                work.wait()
+        except dist.DistBackendError as error:
+            if self._error_of is None:
+                raise
+            raise self._error_of(error) from error
+        # Drop the tensors, so that each is freed when its owner drops it.
+        self._works, self._messages, self._check = [], [], None
+
+
+class Arriving:
+    """Tensors into which posted messages are received."""
+
+    def __init__(self, tensors: list[Tensor], pending: Pending) -> None:
+        self._tensors, self._pending = tensors, pending
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the tensors and return them. This object then keeps none of them alive."""
+        self._pending.wait()
+        arrived, self._tensors = self._tensors, []
+        return arrived
+
+
+class Comm:
+    """A group as one of its ranks sees it.
+
+    Attributes:
+        name: the group's name, the same on all of its ranks.
+        rank, size: this process's rank, and the number of ranks. Ranks of a mesh count along its
+            rows, whatever their ranks in its process group.
+        shape: (size,), or the shape of a mesh.
+        numbers: the numbers of the call to which this Comm's exchanges belong, if any.
+        digest: the digest of the call's arguments, which headers carry.
+    """
+
+    numbers = OUTSIDE
+    digest = NO_DIGEST
+    _heartbeat: Heartbeat | None = None
+    _channel: ProcessGroup | None = None  # carries the messages; None: `Communicators.carrier`
+    _router: Router | None = None  # relays messages (`relays.py`); None: they go straight
+
+    def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.shape: tuple[int, ...] = (size,)
+        self._order: Sequence[int] = range(size)  # the rank in the group of each rank
+        self._communicators = Communicators()  # all Comms of a group share them
+        # Weak, since a group that outlives destroy_process_group is destroyed with the interpreter,
+        # which may abort.
+        self._group = (lambda: None) if group is None else weakref.ref(group)
+        self._calls = [0] * size  # counts of calls, shared by all Comms of a group
+        self._turn = RLock()  # held by the thread whose call runs, and shared by them too
+        # What was sent, shared with the Comms that `call` and `channel` return.
+        self._sent: Counter[str] = Counter()
+
+    def __deepcopy__(self, memo: object) -> Comm:
+        return self  # a copied module stays in its group
+
+    @classmethod
+    def of(cls, group: Group) -> Comm:
+        """Return the Comm of a process group or a mesh: the same object for the same group."""
+        if isinstance(group, Comm):
+            return group
+        if isinstance(group, DeviceMesh):
+            return cls._of(*_group_of_mesh(group), tuple(group.shape))
+        if not isinstance(group, ProcessGroup):
+            expected = "a process group (of which this process is a member) or a mesh"
+            way_out = "torch.distributed.group.WORLD is the group of all ranks"
+            if not (dist.is_available() and dist.is_initialized()):
+                way_out = f"first call torch.distributed.init_process_group; then {way_out}"
+            raise ValueError(f"group must be {expected}, got {shown(group)}: {way_out}")
+        return cls._of(group, tuple(range(group.size())), (group.size(),))
+
+    @classmethod
+    def _of(cls, group: ProcessGroup, order: tuple[int, ...], shape: tuple[int, ...]) -> Comm:
+        """Return the Comm whose ranks are these of the group, in this order."""
+        known, ascending = _comms.setdefault(group, {}), tuple(range(group.size()))
+        if (order, shape) not in known:
+            name = "x".join([group.group_name, *map(str, shape[1:])])
+            if order != ascending:
+                name += f"{list(order)}"
+            comm = cls(name, order.index(group.rank()), len(order), group)
+            comm.shape, comm._order = shape, order
+            if (order, shape) == (ascending, (comm.size,)):
+                comm._heartbeat = heartbeat_in(group)
+            else:
+                plain = cls.of(group)
+                comm._heartbeat, comm._calls = plain._heartbeat, plain._calls
+                comm._turn = plain._turn
+                comm._communicators = plain._communicators
+            known[order, shape] = comm
+        return known[order, shape]
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether this rank may relay messages of other ranks in each exchange of the group."""
+        return self._router is not None
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this rank has sent so far, without the headers of `message_header.py`."""
+        return self._sent["bytes"]
+
+    @property
+    def sent_messages(self) -> int:
+        """The number of messages that this rank has sent so far, without headers."""
+        return self._sent["messages"]
+
+    def call(self, numbers: Tensor | None = None) -> Comm:
+        """Return this Comm for a new call, or for a backward, with its forward's `numbers`."""
+        of_call, own = copy(self), self._order[self.rank]
+        of_call.numbers = CallNumbers(self._calls, own, numbers)
+        return of_call
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Raise a ValueError if a call of another thread runs on this group.
+
+        The calls would take each other's messages. Other ranks may have begun the refused call, so
+        all ranks that wait raise a PeerError with the reason.
+        """
+        if self.size == 1:
+            yield
+        elif self._turn.acquire(blocking=False):
+            try:
+                yield
+            finally:
+                self._turn.release()
+        else:
+            self._refuse_thread()
+
+    def _refuse_thread(self) -> NoReturn:
+        refused = (
+            f"group must be used by one thread at a time: on rank {self.rank} of {self.size}, the "
+            f"thread {current_thread().name!r} began a call while another thread's call ran. Calls "
+            "on a group have one order, the same on all ranks: let one thread make them, or make a "
+            "group for each thread with dist.new_group"
+        )
+        if self._heartbeat is not None:
+            self._heartbeat.accuse(refused)
+        raise ValueError(refused)
+
+    def join(self, device: torch.device) -> None:
+        """Make the group's communicator for this device, with all ranks, at the first call.
+
+        NCCL makes it at its first use and needs all ranks. In a call, some ranks may send and
+        receive nothing, so each call begins with this method.
+        """
+        group = self._group()
+        if group is not None and self._heartbeat_for(device) is None:
+            self._communicators.join(group, device)
+
+    def sends_from(self, device: torch.device) -> bool:
+        group = self._group()
+        if group is None or self._heartbeat_for(device) is not None:
+            return True
+        return self._communicators.expected(group, device) is None
+
+    def check_device(self, name: str, device: torch.device) -> None:
+        if not self.sends_from(device):
+            expected = self._communicators.expected(self.process_group, device)
+            raise ValueError(f"{name} must be on {expected}, got one on {device}")
+
+    def channel(self, name: str) -> Comm:
+        """Return these ranks with a separate communicator, identified by `name`.
+
+        On NCCL, messages in two directions, or levels, wait for each other if they use one
+        communicator. All ranks make it together at its first use, so all must request the same
+        channels, in the same order, before they post a call's messages. On gloo, where links are
+        independent, this returns the Comm itself. Bytes count as the Comm's. A communicator takes
+        some hundred MB of each GPU, and is freed with the group.
+        """
+        group = self._group()
+        through = None if group is None else self._communicators.channel(group, name)
+        if through is None:
+            return self
+        channel = copy(self)
+        channel._channel = through
+        return channel
+
+    def exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
+    ) -> Pending:
+        """Post messages and return immediately.
+
+        All tensors are contiguous. Two ranks post the exchanges between them in the same order.
+        Empty messages are not sent. `label` names the strategy and its pass, such as "ring
+        backward", and `step` the strategy's step that needs the messages. Errors and traces name
+        the exchange by both. On gloo, waiting raises a PeerError if two ranks are in different
+        exchanges, or expect other sizes or dtypes. NCCL has no tags, so there only `check_ranks`
+        finds calls that differ.
+
+        On gloo an exchange posts its receives first, and fills a link in both directions
+        simultaneously. Two exchanges, one that sends to a peer and one that receives from it,
+        alternate instead: post them as one exchange.
+        """
+        if hooks().skip_messages:
+            return Pending([], [])
+        return self._exchange(sends, recvs, label, step)
+
+    def _exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], label: str, step: int = 0
+    ) -> Pending:
+        outgoing = [message for message in sends if message[1].numel()]
+        incoming = [message for message in recvs if message[1].numel()]
+        exchange = Exchange(self.numbers.own, label, step)
+        if self._router is not None:
+            pending = self._router(self, outgoing, incoming, exchange)
+        elif outgoing or incoming:
+            self.count(len(outgoing), sum([x.nbytes for _, x in outgoing]))
+            pending = self.start(outgoing, incoming, exchange)
+        else:
+            return Pending([], [])
+        if (trace := hooks().trace) is not None and (outgoing or incoming):
+            traced = trace.exchange(label, step, self.rank, outgoing, incoming)
+            pending.contexts.append(traced)
+        return pending
+
+    def tell_error(self, error: BaseException) -> None:
+        """Let ranks that wait for this one raise a PeerError, which names this rank's error.
+
+        They learn of it within seconds, by the group's heartbeat, so only on gloo. Nothing is sent
+        and this rank does not wait. If all ranks raise the error, the group remains usable.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.report(error)
+
+    @contextmanager
+    def telling_errors(self) -> Iterator[None]:
+        """Tell errors of this context to ranks that wait for this one; see `tell_error`."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell_error(error)
+            raise
+
+    def count(self, messages: int, size: int) -> None:
+        self._sent["bytes"] += size
+        self._sent["messages"] += messages
+
+    def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
+        """Post nonempty messages; waiting for them raises an error that names the rank at fault."""
+        group, device = self.process_group, (sends or recvs)[0][1].device
+        if (heartbeat := self._heartbeat_for(device)) is None:
+            coalesced = self._communicators.coalesces(group, device)
+            through = self._channel or self._communicators.carrier(group, device)
+            error_of = partial(self._watchdog_error, exchange)
+            try:
+                works = channels.post(through, device, sends, recvs, self._order, coalesced)
+            except dist.DistBackendError as error:
+                raise error_of(error) from error
+            return Pending(works, [sends, recvs], error_of=error_of)
+        order = self._order
+        named_sends, named_recvs = (
+            [(order[peer], x) for peer, x in part] for part in (sends, recvs)
+        )
+        numbers = {peer: self.numbers.between(peer) for peer, _ in (*named_sends, *named_recvs)}
+        blame = partial(heartbeat.blame_on_failure, str(exchange), set(numbers))
+        with blame():
+            works, headers = message_header.post(
+                group, exchange, numbers, named_sends, named_recvs, self.digest.table
+            )
+        pending = Pending(works, [sends, recvs], partial(self._check, headers))
+        pending.contexts.append(blame)
+        return pending
+
+    def _check(self, headers: list[AwaitedHeader]) -> None:
+        """Wait for the peers' headers; raise a PeerError if one is in another exchange."""
+        assert self._heartbeat is not None
+        names = self._heartbeat.names
+        for awaited in headers:
+            awaited.work.wait()
+            if awaited.received != awaited.expected:
+                own = names[self._order[self.rank]]
+                cause = message_header.disagreement(awaited, names[awaited.peer], own, self.digest)
+                raise PeerError(self._heartbeat.accuse(cause))
+
+    def _watchdog_error(self, exchange: Exchange, error: Exception) -> PeerError:
+        """Return the error of a backend with its own watchdog, which does not name the rank."""
+        doing = f"rank {self.rank} was in {exchange} of {self.size} ranks"
+        return PeerError(f"a rank or its link failed. {doing}. The backend said: {error}")
+
+    def has_headers(self, device: torch.device) -> bool:
+        """Return whether messages from a device have headers, as on gloo."""
+        return self._heartbeat_for(device) is not None
+
+    def runs_in_order(self, device: torch.device) -> bool:
+        """Return whether an exchange can send what earlier exchanges receive, as on NCCL."""
+        return device.type == "cuda"
+
+    def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
+        """Return the heartbeat that watches messages from a device; NCCL has its own watchdog."""
+        return self._heartbeat if self._heartbeat and device.type == "cpu" else None
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group {self.name!r} has been destroyed")
+        return group
+
+    @property
+    def processes(self) -> list[int]:
+        """The global ranks of the group's ranks, ascending by rank in the process group."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    @property
+    def peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of digests and sizes: the CPU if the group sends from it, or the GPU."""
+        group = self._group()
+        if group is None or "cpu:" in dist.get_backend_config(group):
+            return torch.device("cpu")
+        return self._communicators.gpu(group) or torch.device("cuda", torch.cuda.current_device())
+
+    def synchronize(self) -> None:
+        """Wait for all queued work of this process's GPU, if it uses one."""
+        if torch.cuda.is_initialized():
+            group = self._group()
+            torch.cuda.synchronize(None if group is None else self._communicators.gpu(group))
+
+    def all_gather_text(self, text: str, *, label: str) -> list[str]:
+        if self.numbers is OUTSIDE:
+            return self.call().all_gather_text(text, label=label)
+        data = text.encode()
+        sizes = self.all_gather(torch.tensor([len(data)], device=self.device), label=label)
+        padded = data.ljust(max(map(int, sizes)))
+        tensor = torch.tensor(list(padded), dtype=torch.uint8, device=self.device)
+        return [bytes(x.tolist()).decode() for x in self.all_gather(tensor, label=label)]
+
+    def all_gather(self, x: Tensor, *, label: str) -> list[Tensor]:
+        """Return every rank's `x`, all of one shape, in rank order.
+
+        A rank sends ⌈log₂ P⌉ messages, together P − 1 times the size of x. Outside a call, it
+        counts as a separate call. It sends even while `skip_messages` stops other messages.
+
+        Bruck et al., "Efficient Algorithms for All-to-All Communications" (1997), section 4.
+        """
+        if self.numbers is OUTSIDE:
+            return self.call().all_gather(x, label=label)
+        self.join(x.device)
+        gathered = x.new_empty((self.size, *x.shape))  # from this rank on
+        gathered[0] = x.detach()
+        for step, distance, to, source in self._doubling():
+            sent = gathered[: self.size - distance][:distance]
+            received = gathered[distance : 2 * distance]
+            self._exchange([(to, sent)], [(source, received)], label, step).wait()
+        # Copies, since torch.set_rng_state fails with a view of an offset.
+        return [gathered[(peer - self.rank) % self.size].clone() for peer in range(self.size)]
+
+    def maximum(self, x: Tensor, *, label: str) -> Tensor:
+        """Return the elementwise maximum of all ranks' `x` in ⌈log₂ P⌉ messages of its size."""
+        if self.numbers is OUTSIDE:
+            return self.call().maximum(x, label=label)
+        self.join(x.device)
+        for step, _, to, source in self._doubling():
+            received = torch.empty_like(x)
+            self._exchange([(to, x)], [(source, received)], label, step).wait()
+            x = x.maximum(received)
+        return x
+
+    def _doubling(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (step, distance, receiver, sender) of exchanges after which all ranks have met."""
+        for step in range((self.size - 1).bit_length()):
+            distance = 2**step
+            to, source = self.rank - distance, self.rank + distance
+            yield step, distance, to % self.size, source % self.size
+
+
+class SubComm(Comm):
+    """Some ranks of a group as a group, numbered in the order of `ranks`.
+
+    Their messages go through the whole group's Comm and count in its `sent_bytes`. Errors and
+    traces name every exchange by `label` and `name`, such as "usp forward, ring", and not by the
+    label of `exchange`.
+    """
+
+    def __init__(self, whole: Comm, ranks: Sequence[int], name: str, label: str) -> None:
+        super().__init__(f"{whole.name}/{name}", ranks.index(whole.rank), len(ranks))
+        self._whole, self._ranks, self._label = whole, ranks, f"{label}, {name}"
+
+    @property
+    def is_routed(self) -> bool:
+        return self._whole.is_routed
+
+    def exchange(
+        self, sends: Iterable[Message], recvs: Iterable[Message], *, label: str, step: int = 0
+    ) -> Pending:
+        sends, recvs = (
+            [(self._ranks[peer], tensor) for peer, tensor in messages]
+            for messages in (sends, recvs)
+        )
+        return self._whole.exchange(sends, recvs, label=self._label, step=step)
+
+    def channel(self, name: str) -> SubComm:
+        channel = copy(self)
+        channel._whole = self._whole.channel(name)
+        return channel
+
+
+def as_mesh(comm: Comm, *shape: int) -> Comm:
+    """Return the same ranks as a mesh, along its rows, with its own counts of sent bytes."""
+    group = comm._group()
+    if group is not None:
+        return Comm._of(group, tuple(comm._order), shape)
+    mesh = copy(comm)
+    mesh.name, mesh.shape = "x".join([comm.name, *map(str, shape[1:])]), shape
+    return mesh
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
+    """Return a mesh's group, which torch sorts, and each rank's rank in it, along its rows."""
+    ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh must have this process (global rank {dist.get_rank()}), got {mesh}")
+    if mesh.ndim == 1:
+        group = mesh.get_group()
+    elif world is not None and sorted(ranks) == dist.get_process_group_ranks(world):
+        group = world
+    elif mesh.mesh_dim_names is None:
+        reason = "to make a group of some of the ranks"
+        raise ValueError(f"mesh must have mesh_dim_names {reason}, got {mesh}")
+    else:
+        group = flat_mesh(mesh).get_group()
+    in_group = dist.get_process_group_ranks(group)
+    return group, tuple(map(in_group.index, ranks))
+
+
+Group = ProcessGroup | DeviceMesh | Comm
+"""The ranks that a module computes with: a process group or a device mesh."""
+
+Router = Callable[[Comm, list[Message], list[Message], Exchange], Pending]
+_comms: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], ...], Comm]]
+_comms = weakref.WeakKeyDictionary()

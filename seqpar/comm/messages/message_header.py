@@ -1,0 +1,320 @@
+"""Headers that identify messages, so that a rank never confuses the messages of two calls.
+
+The name of an exchange has the number of its call between the two ranks, its strategy and pass, and
+its step. On gloo, a rank sends a *header* to each peer of an exchange, even if it only receives
+messages from the peer. The header has a digest of the call's arguments, the exchange's name, and
+the sizes and dtypes of the messages in both directions.
+
+A rank may make a call that exchanges no messages with a peer, and that the peer does not make: a
+local check, a recomputation, a batch without tokens on the peer. Two ranks therefore count only
+calls in which they exchange messages. They make these calls in the same order.
+
+A digest is a table of 2 bytes per argument, of one size for all calls. Ranks make it from the
+description that `check_ranks` compares, once per layout and options.
+
+Headers between two ranks are matched by order, with one tag per hop. If two ranks are in different
+exchanges, or have different arguments, each receives a header that it does not expect. Tags of
+messages are computed from their sender's header, so a message never arrives in another one's
+buffer. Otherwise results would be wrong or, with other sizes, gloo would abort the process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from seqpar.comm.faults.witness import CHECK_HINT
+from seqpar.core.arguments import shown
+
+Message = tuple[int, Tensor]  # (peer, tensor)
+DIGEST_BYTES, _ENTRY_BYTES = 64, 2
+_MAX_PARTS = 3  # of a value in words
+_MAX_VALUE_CHARACTERS = 201  # of a value in an error
+_MAX_COMPARED_BYTES = 2**16  # of a tensor's values
+_HEADER_BYTES = 256  # longer text is cut; the checksum covers all of it
+_CHECKSUM_BYTES = 8  # hexadecimal digits; the digest's table and text follow
+_TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins
+_CHECK = "rank check"  # the label of an exchange in which ranks compare a call
+# For a pass's first hop. Later hops use the following tags, because the relaying thread's hops and
+# the main thread's first hops overtake each other.
+_FIRST_HEADER_TAG = 0x5EA
+_FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are usually small
+
+
+class CallNumbers:
+    """The numbers of one call, one between this rank and each peer."""
+
+    def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
+        """Number a new call, or use the `numbers` that `as_tensor` returned.
+
+        `calls` counts this rank's calls, at `rank`, and its calls with each peer. A new call
+        changes `calls`.
+        """
+        self._calls = calls
+        if numbers is None:
+            calls[rank] += 1
+            self._numbers = [0] * len(calls)
+            self._numbers[rank] = calls[rank]
+        else:
+            self._numbers = numbers.view(torch.int64).tolist()
+        self.own = self._numbers[rank]  # calls of this rank, with this one; 0 outside calls
+
+    def between(self, peer: int) -> int:
+        """Return the call's number between this rank and a peer, from their first message on."""
+        if not self.own:
+            return 0
+        if not self._numbers[peer]:
+            self._calls[peer] += 1
+            self._numbers[peer] = self._calls[peer]
+        return self._numbers[peer]
+
+    def as_tensor(self) -> Tensor:
+        """Return the numbers, (ranks,) on the CPU: the bits of a float64 tensor.
+
+        A forward returns them to its backward. As floats, the numbers are below 1e-300. Results of
+        two equal calls are therefore equal within every tolerance, as `torch.library.opcheck`
+        requires, although each call has its own numbers.
+        """
+        # Integers would differ between two equal calls, and so would the shape of an empty tensor.
+        # A table in Python could not tell apart two calls whose backwards run in any order.
+        # As a result of the operator, the tensor outlives copies by hooks, selective checkpoints
+        # keep it, and compiled graphs need nothing new.
+        # torch.tensor would take four times as long.
+        return torch.from_numpy(np.array(self._numbers, dtype=np.int64).view(np.float64))
+
+
+def empty_numbers(ranks: int) -> Tensor:
+    """Return an uninitialized tensor shaped as by `as_tensor`, for tracing by torch.compile."""
+    return torch.empty(ranks, dtype=torch.float64, device="cpu")
+
+
+OUTSIDE = CallNumbers([0], 0, torch.zeros(1, dtype=torch.int64, device="cpu"))
+
+
+class CallDigest(NamedTuple):
+    """The digest of a call's arguments."""
+
+    table: bytes  # DIGEST_BYTES: an entry for the names, and one for each argument
+    arguments: Mapping[str, object]  # by the names that users know, as this rank has them
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, object]) -> CallDigest:
+        """Return the digest of arguments that JSON can hold."""
+        entries = [list(arguments), *arguments.values()]
+        table = b"".join([_entry(json.dumps(value)) for value in entries])
+        assert len(table) <= DIGEST_BYTES, f"{len(arguments)} arguments are too many"
+        return cls(table.ljust(DIGEST_BYTES, b"\0"), arguments)
+
+    def extended(self, **values: Tensor | None) -> CallDigest:
+        """Return the digest with the values of small tensors, by their arguments' names.
+
+        Reads only tensors on the CPU, since reading others would wait for their device.
+        """
+        contents = [None if x is None else _content_of(x) for x in values.values()]
+        if not any(contents):
+            return self
+        names, pairs = list(self.arguments), zip(values, contents, strict=True)
+        entries = tuple([(names.index(name), *x) for name, x in pairs if x is not None])
+        return self._replace(table=_extended(self.table, entries))
+
+    def differing(self, table: bytes) -> list[str]:
+        """Return the arguments with other entries in a peer's table; none if names differ."""
+        if _at(table, 0) != _at(self.table, 0):
+            return []
+        return [
+            name for i, name in enumerate(self.arguments, 1) if _at(table, i) != _at(self.table, i)
+        ]
+
+
+def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
+    """Return a checksum of a small CPU tensor's bytes, and its dtype; None for other tensors."""
+    if not x.is_cpu or x.nbytes > _MAX_COMPARED_BYTES:
+        return None
+    data: Any = x.detach().contiguous()
+    if x.dtype is torch.bfloat16:  # numpy has no bfloat16
+        data = data.view(torch.int16)
+    return crc32(data.numpy()), x.dtype
+
+
+@lru_cache(256)
+def _extended(table: bytes, entries: tuple[tuple[int, int, torch.dtype], ...]) -> bytes:
+    """Return a table in which the entries of some arguments also depend on their contents.
+
+    `entries` has the number, checksum and dtype of each of these arguments.
+    """
+    changed = bytearray(table)
+    for number, checksum, dtype in entries:
+        start = (1 + number) * _ENTRY_BYTES
+        text = f"{_at(table, 1 + number).hex()} {checksum} {dtype}"
+        changed[start : start + _ENTRY_BYTES] = _entry(text)
+    return bytes(changed)
+
+
+def _at(table: bytes, index: int) -> bytes:
+    return table[index * _ENTRY_BYTES : (index + 1) * _ENTRY_BYTES]
+
+
+def _entry(text: str) -> bytes:
+    return crc32(text.encode()).to_bytes(4)[-_ENTRY_BYTES:]
+
+
+NO_DIGEST = CallDigest(bytes(DIGEST_BYTES), {})
+"""The digest of messages outside calls, which have no arguments to compare."""
+
+
+class Exchange(NamedTuple):
+    """The name of an exchange."""
+
+    call: int  # the number of its call; 0 outside calls
+    label: str  # the strategy and its pass, such as "ring backward"
+    step: int  # the strategy's step that needs the messages
+    hop: int = 0  # the number of the hop of relayed messages (`relays.py`)
+
+    def __str__(self) -> str:
+        hop = f", hop {self.hop}" if self.hop else ""
+        return f"call {self.call}, step {self.step} of {self.label}{hop}"
+
+
+class Header:
+    """A rank's description of the messages that it exchanges with one peer."""
+
+    def __init__(
+        self, exchange: Exchange, sends: str, recvs: str, table: bytes = NO_DIGEST.table
+    ) -> None:
+        """`sends` and `recvs` are the texts of `listed`, and `table` is the digest's table."""
+        text = table + f"{exchange}|{sends}|{recvs}".encode()
+        self._checksum = crc32(text)
+        self.data = bytearray(
+            (b"%08x%b" % (self._checksum, text))[:_HEADER_BYTES].ljust(_HEADER_BYTES)
+        )
+
+    def tag(self, index: int) -> int:
+        """Return the tag of the message number `index` of the header's sender."""
+        return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
+
+
+def listed(tensors: Sequence[Tensor]) -> str:
+    return ", ".join([f"{x.numel()} {x.dtype}" for x in tensors])
+
+
+class AwaitedHeader(NamedTuple):
+    """A header that has not yet arrived from a peer."""
+
+    peer: int
+    work: dist.Work
+    expected: bytearray
+    received: bytearray  # the receive buffer; valid when `work` is done
+
+
+def post(
+    group: ProcessGroup,
+    exchange: Exchange,
+    numbers: Mapping[int, int],
+    sends: list[Message],
+    recvs: list[Message],
+    table: bytes = NO_DIGEST.table,
+) -> tuple[list[dist.Work], list[AwaitedHeader]]:
+    """Post messages on gloo with headers, receives first.
+
+    Returns the works of messages, and the headers; wait for the headers first. Peers are ranks of
+    the group. `numbers` has the number of the exchange's call with each peer, and `table` is the
+    table of the digest of the call's arguments.
+    """
+    # Headers go both ways even if messages do not: two ranks that only send would wait for each
+    # other without seeing the other's call.
+    by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    for direction, messages in enumerate((sends, recvs)):
+        for peer, tensor in messages:
+            by_peer.setdefault(peer, ([], []))[direction].append(tensor)
+    works, awaited, outgoing = [], [], []
+    for peer, (sent, received) in by_peer.items():
+        named, data = exchange._replace(call=numbers[peer]), bytearray(_HEADER_BYTES)
+        sends_listed, recvs_listed = listed(sent), listed(received)
+        theirs = Header(named, recvs_listed, sends_listed, table)
+        work = group.recv([_as_tensor(data)], peer, _FIRST_HEADER_TAG + exchange.hop)
+        awaited.append(AwaitedHeader(peer, work, theirs.data, data))
+        works += [group.recv([x], peer, theirs.tag(i)) for i, x in enumerate(received)]
+        outgoing.append((peer, Header(named, sends_listed, recvs_listed, table), sent))
+    for peer, ours, sent in outgoing:
+        works.append(group.send([_as_tensor(ours.data)], peer, _FIRST_HEADER_TAG + exchange.hop))
+        works += [group.send([x], peer, ours.tag(i)) for i, x in enumerate(sent)]
+    return works, awaited
+
+
+def disagreement(
+    header: AwaitedHeader, peer: str, rank: str, digest: CallDigest = NO_DIGEST
+) -> str:
+    """Return a description of how a header differs from the expected one.
+
+    `peer` and `rank` are the names of the peer and of this rank in errors. `digest` belongs to this
+    rank's arguments.
+    """
+    theirs, their_sends, their_recvs = _fields(header.received)
+    ours, our_recvs, our_sends = _fields(header.expected)
+    table = bytes(header.received[_CHECKSUM_BYTES:_TEXT])
+    arguments = digest.differing(table) if _call_of(theirs) == _call_of(ours) else []
+    if theirs != ours:
+        if _call_of(theirs) == _call_of(ours) and (_CHECK in theirs) != (_CHECK in ours):
+            arguments = ["check_ranks"]
+        rule = "all ranks must make the same calls, and run their backwards, in the same order"
+        same = f"; {' and '.join(arguments)} must be the same on all ranks" if arguments else ""
+        return f"{peer} is in {theirs}, while {rank} is in {ours}: {rule}{same}"
+    if arguments:
+        texts = {name: in_words(digest.arguments[name]) for name in arguments}
+        values = "; ".join(
+            f"{name}: {text}" if len(texts) > 1 else text for name, text in texts.items()
+        )
+        return (
+            f"{' and '.join(arguments)} must be the same on all ranks: {peer} and {rank} differ in "
+            f"{ours}, and {rank} has {values}. check_ranks=True shows what each rank has"
+            f"{hint_at(arguments)}"
+        )
+    return (
+        f"{peer} and {rank} are in {ours}, but {peer} sends {their_sends} and receives "
+        f"{their_recvs}, while {rank} receives {our_recvs} and sends {our_sends}: did all ranks "
+        f"make the same call? {CHECK_HINT}"
+    )
+
+
+def in_words(value: object) -> str:
+    """Return an argument's value as errors show it.
+
+    A dict has the value's parts in words, and under "digest" a digest of all of them.
+    """
+    if isinstance(value, dict):
+        parts = [str(text) for name, text in value.items() if name != "digest"]
+        return ", ".join(parts[:_MAX_PARTS]) if parts else str(value["digest"])
+    text = value if isinstance(value, str) else shown(value)
+    return text[:_MAX_VALUE_CHARACTERS]
+
+
+def hint_at(arguments: Collection[str]) -> str:
+    """Return the usual cause if ranks differ in these arguments, to end an error's text."""
+    if "layout" not in arguments:
+        return ""
+    return ". All ranks of a group need one batch: does each rank's sampler draw another one?"
+
+
+def _fields(header: bytearray) -> list[str]:
+    """Return the exchange's name and the lists of sent and received messages, unless cut off."""
+    text = header[_TEXT:].decode(errors="replace").replace("torch.", "").rstrip()
+    fields = [*text.split("|"), "…", "…"]
+    return [fields[0], *(f"({x})" if x else "nothing" for x in fields[1:3])]
+
+
+def _call_of(name: str) -> str:
+    """Return the call in an exchange's name, such as "call 7"."""
+    return name.split(",")[0]
+
+
+def _as_tensor(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,0 +1,84 @@
+"""Whether another user could change a file, by its owner and mode and those of the way to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+_MAX_LINKS = 40  # on the way to a file, as in Linux
+
+
+def fault_of_folder(path: str) -> str | None:
+    """Return why another user could put another file at a path, or None.
+
+    This user or root must own each folder and each symbolic link on the way to the path's last
+    folder. A folder that others may write to must be sticky, so that they cannot rename files of
+    this user. The file itself need not exist.
+    """
+    try:
+        for name, status in _way(os.path.dirname(os.path.join(os.getcwd(), path))):
+            if (fault := _fault(name, status)) is not None:
+                return fault
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def read_file(path: str) -> bytes:
+    """Return what is in a file that only this user or root can change, without waiting for others.
+
+    The path may be a symbolic link, but must lead to a regular file. This user or root must own the
+    file, the links and the folders, and other users must not be able to write to them.
+
+    Raises:
+        ValueError: another user could change the file, or it is no regular file.
+        OSError: the file is missing or cannot be read.
+    """
+    for name, checked in _way(path):
+        if (fault := _fault(name, checked)) is not None:
+            raise ValueError(fault)
+    if not stat.S_ISREG(checked.st_mode):
+        raise ValueError(f"{path} is not a file")
+    # Without O_NONBLOCK, opening a fifo would wait for a process that writes to it.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not os.path.samestat(checked, os.fstat(file.fileno())):
+            raise OSError(f"{path} was replaced while it was read")
+        return file.read()
+
+
+def _fault(name: str, status: os.stat_result) -> str | None:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{name} belongs to another user"
+    mode, own_group = status.st_mode, status.st_gid in (0, os.getegid())
+    writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not own_group)
+    sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
+    if writable and not stat.S_ISLNK(mode) and not sticky:
+        return f"{name} may be written to by other users (chmod o-w,g-w)"
+    return None
+
+
+def _way(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all folders and links through which the system reaches a path, and the file there."""
+    yield "/", os.lstat("/")
+    folder, links = "/", 0
+    names = os.path.join(os.getcwd(), path).split("/")[::-1]
+    while names:
+        name = names.pop()
+        if name == "..":
+            folder = os.path.dirname(folder)
+        if name in ("", ".", ".."):
+            continue
+        found = os.path.join(folder, name)
+        status = os.lstat(found)
+        yield found, status
+        if not stat.S_ISLNK(status.st_mode):
+            folder = found
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), found)
+        target = os.readlink(found)
+        names += target.split("/")[::-1]
+        folder = "/" if target.startswith("/") else folder

@@ -1,0 +1,197 @@
+"""The arguments of a call of linear attention, and the resolved call that strategies read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.attention.call_arguments import Carried, Count, Option
+from seqpar.attention.operands import OperandShape, check_ranks_of
+from seqpar.comm.dtensor import HeadPlacement
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.arguments import Ints, as_bool, as_float
+from seqpar.core.device_tables import kept_on
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.memo import Memo
+from seqpar.layout.geometry import Geometry
+from seqpar.linear.attend import Options
+from seqpar.linear.inputs import Inputs
+from seqpar.linear.routes import StateRoutes
+
+T = TypeVar("T")
+
+_MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
+
+
+class LinearArguments(NamedTuple):
+    """The arguments of a call that are not tensors of numbers, as the operator carries them.
+
+    The module checks types, since the operator takes no others; a strategy's `resolve` checks
+    values.
+    """
+
+    layout: Tensor  # the handle of a geometry; the others can be hashed
+    states_in: Count  # the number of states that enter this rank's spans
+    documents: Count
+    strategy: str  # the key of a BoundStrategy
+    backend: str
+    causal: Annotated[bool, Option(as_bool, True)]
+    scale: Annotated[float, Option(as_float, 1.0)]
+    return_state: Annotated[bool, Option(as_bool, False)]
+
+
+CARRIED: Carried[LinearArguments] = Carried(LinearArguments)
+
+
+class InputForm(NamedTuple):
+    """What all ranks share of the tensors of a call."""
+
+    shape: OperandShape
+    value_heads: int
+    log_decay: tuple[int, str] | None  # the number of dimensions, and the dtype
+    beta: tuple[int, str] | None
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> InputForm:
+        q, k, v, *gates = inputs
+        log_decay, beta = (None if x is None else (x.dim(), str(x.dtype)) for x in gates)
+        return cls(OperandShape.of(q, k, v), v.shape[2], log_decay, beta)
+
+    def described(self) -> dict[str, object]:
+        """Return the fields by the names that users know, for the rank check."""
+        return {
+            **self.shape.described(),
+            "heads of v": self.value_heads,
+            "log_decay": self.log_decay,
+            "beta": self.beta,
+        }
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """A call as exchanges read it. In `shape`, kv_heads is H, dim K and value_dim V."""
+
+    rank: int  # this process's rank in the group that the layout is for
+    layout: Geometry
+    routes: StateRoutes
+    shape: OperandShape
+    form: InputForm
+    options: Options[Any]
+
+    @property
+    def ranks(self) -> int:
+        return self.routes.ranks
+
+    @property
+    def kept(self) -> Memo:
+        """Keeps what calls with the same routes derive, with the layout."""
+        return self.routes.derived
+
+    @property
+    def variant(self) -> tuple[Hashable, ...]:
+        """Everything on which tables depend, except for the strategy and the routes."""
+        return self.rank, self.shape, self.options.backend
+
+    def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
+        """Return `build()`, called once for all calls that differ only in their tensors.
+
+        Its tables are on the device. The layout keeps it, so it must not refer to the layout or to
+        the call.
+        """
+        return kept_on(device, self.kept, (*key, self.rank, self.shape), build)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a state: B·H·K·V·4 (8 for fp64)."""
+        s = self.shape
+        return s.batch * s.kv_heads * s.dim * s.value_dim * accumulator_dtype(s.dtype).itemsize
+
+
+def shape_of(inputs: Inputs) -> OperandShape:
+    """Return the shape of the operands, whose kv_heads is the number of states."""
+    return OperandShape.of(*inputs[:3])._replace(kv_heads=inputs.heads)
+
+
+def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
+    """Return initial states as (documents, B, …), or raise; `dims` follow, as "Hkv, D, Dv"."""
+    if initial_state.dim() != 4 + batched:
+        expected = f"({'B, ' * batched}documents, {dims})"
+        raise ValueError(f"initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    return initial_state.transpose(0, 1) if batched else initial_state[:, None]
+
+
+def returned(
+    out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return out, and final states if any, as the operands came: the inverse of `batch_second`."""
+    out = heads.restore(out if batched else out[0], -2)
+    if states is None:
+        return out
+    return out, heads.restore(states.transpose(0, 1) if batched else states[:, 0], -3)
+
+
+def check_initial_state(
+    layout: Geometry, shape: OperandShape, initial: Tensor | None, dims: str
+) -> None:
+    """Raise unless initial states, if there are any, fit the call; `dims` is as above."""
+    if initial is None:
+        return
+    documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
+    expected = documents, shape.batch, shape.kv_heads, shape.dim, shape.value_dim
+    if tuple(initial.shape) != expected or initial.dtype != dtype:
+        found = f"{tuple(initial.shape)} of {initial.dtype}"
+        wanted = f"{expected} (documents, B, {dims}) of {dtype}"
+        raise ValueError(f"initial_state must be {wanted}, got {found}")
+
+
+def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtype) -> None:
+    check_ranks_of(comm, layout=layout)
+    if layout.cut.most_documents:
+        reason = "what linear attention sends depends on the documents"
+        raise ValueError(f"layout must have no most_documents: {reason}")
+    largest = torch.finfo(accumulator_dtype(dtype)).max
+    if not abs(scale) <= largest:
+        raise ValueError(f"scale must be finite, at most {largest:.3g}, got {scale}")
+
+
+def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
+    """Raise if spans are so short that what they send outweighs their tokens, for all ranks alike.
+
+    That is `elements` of the accumulator for each head, called `what`.
+    """
+    sizes = shape.dim, shape.value_dim, shape.dtype, elements
+    why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
+    if why is not None:
+        raise ValueError(why)
+
+
+def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> str | None:
+    size = elements * accumulator_dtype(shape.dtype).itemsize
+    least = size / ((shape.dim + shape.value_dim) * shape.dtype.itemsize)
+    fine = layout.derived(("runs of many spans",), lambda: _runs_of_many_spans(layout))
+    short = np.flatnonzero(fine[3] < least * fine[2])
+    if not short.size:
+        return None
+    rank, document, count, tokens = fine[:, short[0]].tolist()
+    where = f"in document {document} on rank {rank}"
+    return (
+        f"layout must have spans of at least {math.ceil(least)} tokens, shorter than which "
+        f"{what} outweigh tokens, got {count} of {tokens / count:.4g} on average {where}"
+    )
+
+
+def _runs_of_many_spans(layout: Geometry) -> Ints:
+    """Return (4, n): rank, document, number of spans and tokens of the runs of many spans."""
+    most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
+    for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
+        documents, first, stop = held.runs
+        tokens = held.offsets[stop] - held.offsets[first]
+        table = np.stack([np.full_like(documents, rank), documents, stop - first, tokens])
+        tables.append(table[:, table[2] > _MANY_SPANS])
+    return np.concatenate(tables, axis=1)

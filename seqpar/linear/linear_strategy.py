@@ -1,0 +1,199 @@
+"""The base class of all strategies of linear attention, as modules and the operator see them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from seqpar.attention.backend import DEFAULT, refusal
+from seqpar.attention.operands import check_rows, naming_rank
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.traffic import Traffic
+from seqpar.linear.attend import HookedSteps, request_tables
+from seqpar.linear.final_states import final_states_traffic
+from seqpar.linear.inputs import Gradients, Inputs, empty_inputs
+from seqpar.linear.linear_call import LinearArguments, LinearCall, check_initial_state
+
+# On CUDA. Our Triton kernels compute every kind of "linear" attention: its decays are constant, or
+# absent.
+PREFERRED = {"linear": "triton", "recurrent": "fla"}
+
+C = TypeVar("C", bound=LinearCall)
+O = TypeVar("O")  # noqa: E741  what leaves spans: a Tensor of states, or Maps
+O_contra = TypeVar("O_contra", contravariant=True)
+
+
+class ForwardResult(NamedTuple):
+    out: Tensor  # (B, T_local, max(Hq, H), V), in q's dtype
+    final_states: Tensor  # (documents, B, H, K, V), or (0, …) if they are not returned
+    # (states_in, B, H, K, V), the states that entered the rank's spans, which backward needs
+    states_in: Tensor
+
+
+class BackwardResult(NamedTuple):
+    gradients: Gradients  # of the inputs
+    # (documents, B, H, K, V), whose sum over ranks is the gradient of the initial states; None if
+    # there were none
+    dinitial: Tensor | None
+
+
+class Exchange(Protocol[O_contra]):
+    """An exchange of states or maps in one pass. It returns states at the stations of a rank.
+
+    The same exchange passes gradients of states back, with the maps of backward. It is made, with
+    its weights, before the states are known, so that sending does not wait for weights. `travels`
+    is whether it sends or receives anything that computation should hide.
+    """
+
+    travels: bool
+
+    def post(self, outgoing: O_contra) -> None:
+        """Begin to send this rank's states by slot of its sources, or its maps.
+
+        Of the maps of heads (`maps/ends.py`) only the states are read.
+        """
+
+    def wait(self) -> Tensor:
+        """Return (stations, B, H, K, V) by slot: sums of states or, with maps, the entering states.
+
+        With maps, the states that enter heads are arbitrary; `Ends.begin` writes them.
+        """
+
+
+def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) -> Tensor:
+    """Return the states of an exchange, during which work without other spans' states runs."""
+    exchange.post(outgoing)
+    if exchange.travels:
+        steps.local()
+    return exchange.wait()
+
+
+@dataclass(frozen=True)
+class LinearStrategy(Generic[C]):
+    """An exchange plan: it brings states to the spans that they enter, forward and backward.
+
+    The fields are the options, and `str()` must show all of them: modules of the same string on one
+    group share a BoundStrategy. States are (n, B, H, K, V), in fp32 (fp64 for fp64).
+    """
+
+    name: ClassVar[str]
+    routable: ClassVar[bool] = True
+    rehearses: ClassVar[bool] = True
+    transport: ClassVar[str]  # the name of the exchange, as users pass it
+    # the family of backends: "linear" for those that exchange states, "recurrent" for those that
+    # exchange maps
+    family: ClassVar[Literal["linear", "recurrent"]]
+    state_dims: ClassVar[str]  # the dimensions of a state in errors
+
+    def described(self) -> dict[str, object]:
+        """Return the options that all ranks must share, for the rank check."""
+        return {"transport": self.transport}
+
+    def resolve(
+        self, comm: Comm, arguments: LinearArguments, inputs: Inputs, initial: Tensor | None
+    ) -> C:
+        """Return the resolved call, if it is right and can be computed exactly.
+
+        Otherwise raise a ValueError that names the argument, its value, what was expected and the
+        rank.
+        """
+        with naming_rank(comm):
+            comm.check_device("q", inputs.q.device)
+            self.check_shapes(inputs)
+            arguments = self.with_backend(arguments, inputs)
+            call = self.to_call(comm, arguments, inputs, initial is not None)
+            tokens = call.layout.holdings[comm.rank].tokens
+            check_rows(inputs.q, inputs.k, inputs.v, tokens, tokens)
+            self.check_gates(inputs)
+            check_initial_state(call.layout, call.shape, initial, self.state_dims)
+            if reason := refusal(self.family, arguments.backend, inputs.q, inputs.v):
+                raise ValueError(reason)
+        return call
+
+    def with_backend(self, arguments: LinearArguments, inputs: Inputs) -> LinearArguments:
+        """Return the arguments with a backend that is not the default."""
+        if arguments.backend != DEFAULT:
+            return arguments
+        return arguments._replace(backend=self.default_backend(inputs))
+
+    def default_backend(self, inputs: Inputs) -> str:
+        """Return the backend that is chosen by default.
+
+        CPUs use "aten". On CUDA it is many small operators, so its choice there warns once.
+        """
+        chosen, preferred = "aten", PREFERRED[self.family]
+        if inputs.q.is_cuda:
+            reason = refusal(self.family, preferred, inputs.q, inputs.v)
+            if reason is None:
+                chosen = preferred
+            else:
+                _warn(f"{self.family} attention runs as plain PyTorch on CUDA: {reason}")
+        return chosen
+
+    def check_shapes(self, inputs: Inputs) -> None:
+        """Raise if shapes are wrong, before anything is derived from them."""
+        raise NotImplementedError
+
+    def check_gates(self, inputs: Inputs) -> None:
+        """Raise if q, k and v fit the layout, but other inputs or numbers of heads are wrong."""
+        raise NotImplementedError
+
+    def to_call(
+        self, comm: Comm, arguments: LinearArguments, inputs: Inputs, has_initial_state: bool
+    ) -> C:
+        """Return the resolved call; raise a ValueError if the layout or a number is wrong.
+
+        The layout keeps what is the same in all calls of these settings.
+        """
+        raise NotImplementedError
+
+    def forward(self, comm: Comm, call: C, inputs: Inputs, initial: Tensor | None) -> ForwardResult:
+        """Return the attention of this rank's queries over the tokens of all ranks."""
+        raise NotImplementedError
+
+    def backward(
+        self, comm: Comm, call: C, inputs: Inputs, states_in: Tensor, dout: Tensor, dfinal: Tensor
+    ) -> BackwardResult:
+        """Return the gradients of this rank's inputs and of the initial states.
+
+        `states_in` is from the forward's result. `dfinal` has the gradients of the final states,
+        (documents, B, H, K, V), or (0, …) if they were not returned.
+        """
+        raise NotImplementedError
+
+    def request_tables(self, comm: Comm, call: C, inputs: Inputs, backward: bool) -> None:
+        """Request all tables of a pass; a rehearsal collects them. The inputs may be empty."""
+        spans = call.routes.held(comm.rank).states
+        self.exchange(comm, call, inputs.q.device, backward)
+        request_tables(inputs, spans, call.options, backward)
+
+    def rehearse(self, comm: Comm, call: C, backward: bool) -> None:
+        """Request the tables of forward, and with `backward` of backward, for meta tensors."""
+        call = replace(call, options=call.options.on_meta())
+        tokens = call.layout.holdings[call.rank].tokens
+        inputs = empty_inputs(call.shape, tokens, torch.device("meta"))
+        for direction in (False, True)[: 1 + backward]:
+            self.request_tables(comm, call, inputs, direction)
+
+    def exchange(self, comm: Comm, call: C, device: torch.device, backward: bool) -> Exchange[Any]:
+        """Return the exchange of a pass, before its states or maps are known."""
+        raise NotImplementedError
+
+    def exchange_traffic(self, call: C, rank: int) -> list[Traffic]:
+        """Return a rank's messages in both passes' exchanges; only geometry decides them."""
+        raise NotImplementedError
+
+    def traffic(self, call: C, rank: int) -> list[Traffic]:
+        """Return a rank's messages, by pass, step and peer; only geometry decides them."""
+        ends = final_states_traffic(call, rank, gradients=self.family == "recurrent")
+        return [*self.exchange_traffic(call, rank), *ends]
+
+
+@cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

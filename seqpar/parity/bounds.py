@@ -1,0 +1,49 @@
+"""How far two correct runs of a model can differ: rounding, from dtype and depth.
+
+An operation that sums K products in an accumulator of unit roundoff a, and rounds its result to a
+dtype of unit roundoff u, has a relative error of about u + a·√K, because its roundings are
+independent and add like a random walk. Two runs that do the same operations in different orders
+differ by as much. Later operations pass the difference on and add their own, so the n-th operation
+of a step differs by about √n·(u + a·√K). The bound is `MARGIN` times that.
+
+The derivation assumes that an operation does not enlarge relative differences, on average over a
+token's features. A model that does, such as one with very large attention scores, exceeds the
+bound; a second recording of the first run then measures the bound in its place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+MARGIN = 4.0  # the largest of many tokens, estimated from a few projections
+REPEATED_MARGIN = 4.0  # times the measured difference between two recordings of one run
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Return the largest relative error of rounding to a dtype, by the dtype's name."""
+    return torch.finfo(getattr(torch, dtype)).eps / 2
+
+
+def rounding_bound(operation: int, coarsest: float, summands: int) -> float:
+    """Return the bound of the relative difference after `operation` operations.
+
+    `coarsest` is the unit roundoff of the least precise dtype so far. `summands` is K.
+    """
+    accumulator = min(coarsest, unit_roundoff("float32"))
+    one = coarsest + accumulator * math.sqrt(max(1, summands))
+    return MARGIN * math.sqrt(max(1, operation)) * one
+
+
+def update_bound(gradient_bound: float, coarsest: float, relative_update: float) -> float:
+    """Return the bound of the relative difference of a weight's update.
+
+    An optimizer such as Adam divides a gradient by its own size. If an element's gradient is
+    smaller than the error of the gradient, its update may have any sign. About `gradient_bound` of
+    all elements are that small, so the updates differ by a norm of 2·√gradient_bound. After the
+    update the weight is rounded once. `relative_update` is the norm of the update divided by that
+    of the weight.
+    """
+    rounding = coarsest / relative_update if relative_update else math.inf
+    return 2 * math.sqrt(gradient_bound) + MARGIN * rounding

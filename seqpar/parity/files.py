@@ -1,0 +1,76 @@
+"""The files of a recording: `rank-00000.json` and `rank-00000.safetensors` for each rank.
+
+The JSON file lists what was recorded and names the tensors. Both kinds can be read without seqpar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+FORMAT = 1
+_NAME = re.compile(r"rank-(\d+)\.(json|safetensors)")
+_BEGAN = time.time()  # when this process began; other ranks of this run write newer files
+
+
+def require_safetensors() -> ModuleType:
+    """Return safetensors' module for torch, or raise an ImportError with the pip command."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        reason = "recordings of seqpar.parity need safetensors"
+        raise ImportError(f"{reason}: pip install 'seqpar[hf]'") from error
+    return safetensors.torch
+
+
+def check_new(folder: Path, rank: int) -> None:
+    """Raise a ValueError if the folder exists, unless other ranks of this run have just made it."""
+    if not folder.exists():
+        return
+    way_out = "give another name, or remove the folder"
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    for entry in entries:
+        found = _NAME.fullmatch(entry.name)
+        if found is None or int(found[1]) == rank or entry.stat().st_mtime < _BEGAN:
+            raise ValueError(f"folder {folder} exists: {way_out}")
+    if not entries:
+        raise ValueError(f"folder {folder} exists: {way_out}")
+
+
+def write_rank(
+    folder: Path, rank: int, content: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = folder / f"rank-{rank:05d}"
+    require_safetensors().save_file(tensors, name.with_suffix(".safetensors"))
+    text = json.dumps({"format": FORMAT, **content}, indent=1)
+    name.with_suffix(".json").write_text(text, encoding="utf-8")
+
+
+def read_rank(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a rank's JSON and tensors, or raise a ValueError that says what is wrong."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        tensors = require_safetensors().load_file(file.with_suffix(".safetensors"))
+    except ImportError:
+        raise
+    except Exception as error:  # safetensors has an error type of its own
+        raise ValueError(f"{file}: not a rank of a recording: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{file}: must be of format {FORMAT}, got {found}")
+    return content, tensors
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """Return the JSON files of all ranks, or raise a ValueError if there are none."""
+    files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
+    if not files:
+        raise ValueError(f"{folder}: no recording; seqpar.parity.record makes one")
+    return files

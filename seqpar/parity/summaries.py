@@ -1,0 +1,69 @@
+"""Summaries of rows of a tensor: a norm, a mean and a few random projections, in fp64.
+
+A projection multiplies a row by a vector of random signs. The signs depend only on the position in
+the row, so equal rows have equal projections in every run and on every rank. If two rows differ by
+a vector d, each projection differs by the sum of d's elements with random signs, whose square is
+|d|² on average. `compare.py` therefore estimates |d| from the differences of projections, and does
+not need the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PROJECTIONS = 4
+COLUMNS = 2 + PROJECTIONS  # of a summary: norm (or sum of squares), mean (or sum), projections
+_MAX_ELEMENTS = 2**24  # converted to fp64 at once: 128 MiB
+
+
+@functools.lru_cache(maxsize=256)
+def signs(start: int, count: int, salt: int, device: torch.device) -> Tensor:
+    """Return (count, PROJECTIONS) random signs in fp64, of the positions from `start` on.
+
+    They are bits of a hash of the position and `salt`, so a part of a row has the signs of its own
+    positions.
+    """
+    index = np.arange(start, start + count, dtype=np.uint64)[:, None] * np.uint64(PROJECTIONS)
+    mixed: Any = index + np.arange(PROJECTIONS, dtype=np.uint64) + np.uint64(1 + (salt << 48))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    bits = (mixed >> np.uint64(40)) & np.uint64(1)
+    return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64)).to(device)
+
+
+def summarise(rows_TC: Tensor) -> Tensor:
+    """Return (T, COLUMNS) in fp64: each row's norm, mean and projections."""
+    tokens, features = rows_TC.shape
+    if tokens > (step := max(1, _MAX_ELEMENTS // max(1, features))):
+        return torch.cat([summarise(x) for x in rows_TC.split(step)])
+    exact = rows_TC.double()
+    mean = exact.mean(1) if features else exact.new_zeros(tokens)
+    projections = exact @ signs(0, features, 0, exact.device)
+    return torch.cat([exact.norm(dim=1)[:, None], mean[:, None], projections], 1)
+
+
+def summarise_block(block: Tensor, offsets: tuple[int, ...] = ()) -> Tensor:
+    """Return (COLUMNS,) in fp64: a block's sum of squares, sum and projections.
+
+    `offsets` are the indices of the block's first element in the whole tensor. The summary of the
+    whole tensor is the sum of its blocks' summaries. A projection multiplies by the signs of the
+    row and of the column.
+    """
+    row, *others = (*offsets, 0, 0)[: max(1, block.dim())]
+    matrix = block.reshape(block.shape[0], -1) if block.dim() else block.reshape(1, 1)
+    below = matrix.shape[1] // max(1, block.shape[1]) if block.dim() > 1 else 1
+    column = (others[0] if others else 0) * below
+    total = torch.zeros(COLUMNS, dtype=torch.float64, device=block.device)
+    step = max(1, _MAX_ELEMENTS // max(1, matrix.shape[1]))
+    for start in range(0, matrix.shape[0], step):
+        exact = matrix[start : start + step].double()
+        products = exact @ signs(column, matrix.shape[1], 1, exact.device)
+        products = products * signs(row + start, len(exact), 2, exact.device)
+        sums = torch.stack([exact.square().sum(), exact.sum()])
+        total += torch.cat([sums, products.sum(0)])
+    return total

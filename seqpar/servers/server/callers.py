@@ -1,0 +1,48 @@
+"""Who makes the calls of a server, and whom it serves."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from seqpar.servers.server.sessions import UntrustedError
+from seqpar.servers.transport.addresses import is_own
+from seqpar.servers.transport.certificates import ServerIdentity
+from seqpar.servers.transport.loopback import user_of
+
+
+class Caller(NamedTuple):
+    """The client that makes a call."""
+
+    name: str  # in its certificate; "" without certificates
+    certificate: bytes  # as PEM; b"" without
+
+
+class Callers:
+    """Identifies callers: by certificates, or else by the user of a local connection."""
+
+    def __init__(self, keys: ServerIdentity | None) -> None:
+        self.keys = keys
+        self.address = ""  # of the server, as soon as it is bound
+
+    def identify(self, context: Any) -> Caller:
+        """Return who makes a call, or raise an UntrustedError."""
+        if self.keys is None:
+            self.check_user(context)
+            return Caller("", b"")
+        certificate: bytes = context.auth_context()["x509_pem_cert"][0]
+        name = self.keys.name_of(certificate)
+        if name is None:
+            raise UntrustedError("the client's certificate is not trusted here")
+        return Caller(name, certificate)
+
+    def trusts(self, caller: Caller) -> bool:
+        """Return whether a caller's certificate is still trusted."""
+        return self.keys is None or self.keys.name_of(caller.certificate) == caller.name
+
+    def check_user(self, context: Any) -> None:
+        """Raise an UntrustedError if another user's process calls over loopback."""
+        if is_own(self.address):
+            return
+        if user_of(context.peer(), self.address) not in (0, os.geteuid()):
+            raise UntrustedError("without keys, a server on TCP serves its own user alone")

@@ -1,0 +1,86 @@
+"""gRPC's standard health service, which tells whether a server accepts requests.
+
+The service answers at the server's address. The probes of Kubernetes can neither use TLS nor have a
+certificate. A second port can answer them without TLS, and has no other service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio
+
+from seqpar.servers.transport.addresses import joined
+from seqpar.servers.wire import versions
+
+Place = tuple[str, int]  # host and port
+Admit = Callable[[Any], Awaitable[None]]  # ends a call whose context it gets, or returns
+_MAX_CALLS = 64  # at a time, on the second port
+_OPTIONS = [  # of the second port, at which strangers may call
+    ("grpc.max_receive_message_length", 2**10),
+    ("grpc.max_metadata_size", 2**13),
+    ("grpc.max_concurrent_streams", 8),
+    ("grpc.max_allowed_incoming_connections", _MAX_CALLS),
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_connection_age_ms", 10_000),  # a `Watch` could last for ever
+    ("grpc.max_connection_age_grace_ms", 1_000),
+    ("grpc.so_reuseport", 0),  # else two servers would share the port
+]
+
+
+class _Checked(health_pb2_grpc.HealthServicer):
+    """Identifies the caller before the health service answers."""
+
+    def __init__(self, servicer: aio.HealthServicer, admit: Admit) -> None:
+        self._servicer, self._admit = servicer, admit
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        await self._admit(context)
+        return await self._servicer.Check(request, context)
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        await self._admit(context)
+        await self._servicer.Watch(request, context)
+
+
+class Health:
+    """The health of a server, and of each version of its service."""
+
+    def __init__(self, place: Place | None) -> None:
+        """Bind the second port if `place` is one; raise a ValueError if it cannot be bound."""
+        self._servicer = aio.HealthServicer()
+        self._second: grpc.aio.Server | None = None
+        if place is not None:
+            self._second = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._second)
+            name = joined(*place)
+            try:
+                self._second.add_insecure_port(name)
+            except RuntimeError:
+                raise ValueError(
+                    f"health: {name} cannot be bound; another program may have this port"
+                ) from None
+
+    def add_to(self, server: grpc.aio.Server, admit: Admit) -> None:
+        """Let a server answer questions about health that `admit` does not end."""
+        checked = _Checked(self._servicer, admit)
+        health_pb2_grpc.add_HealthServicer_to_server(checked, server)
+
+    async def begin(self) -> None:
+        """Tell that the server accepts requests, and answer at the second port."""
+        for service in ("", *(version.service for version in versions.VERSIONS)):
+            await self._servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+        if self._second is not None:
+            await self._second.start()
+
+    async def drain(self) -> None:
+        """Tell that the server accepts no more requests."""
+        await self._servicer.enter_graceful_shutdown()
+
+    async def end(self) -> None:
+        """Close the second port."""
+        if self._second is not None:
+            await self._second.stop(grace=None)

@@ -1,0 +1,466 @@
+"""The calls of an attention server: sessions, tasks and steps of caches, and the server's numbers.
+
+A call is checked before it has any effect. The server reads a payload only when the client's
+account has room for it; until then gRPC's flow control lets the sender wait. What a call takes is
+free again when the call ends, for whatever reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+import torch
+
+from seqpar.attention.backend import DEFAULT
+from seqpar.servers.server.account import Account, TooManyError, Turns
+from seqpar.servers.server.audit import Audit
+from seqpar.servers.server.caches import CacheLost, Caches, CacheStep
+from seqpar.servers.server.callers import Caller, Callers
+from seqpar.servers.server.compute import hardware_of, kind_of
+from seqpar.servers.server.counters import Status, Totals
+from seqpar.servers.server.sessions import (
+    FullError,
+    LeavingError,
+    Session,
+    Sessions,
+    StaleSessionError,
+    UntrustedError,
+)
+from seqpar.servers.server.worker import ComputationError, ComputeJob, Worker, trim
+from seqpar.servers.transport.one_sided import ArenaTarget, OneSided, TransportError
+from seqpar.servers.wire.codec import KeptSlices, unpack
+from seqpar.servers.wire.header import form_of
+from seqpar.servers.wire.limits import LEAST_RATE, MAX_CALL_SECONDS, Limits, ServerDeadlines
+from seqpar.servers.wire.messages import Places, ReplyHeader, RequestHeader
+from seqpar.servers.wire.payload import Buffer, Bytes, Incoming, RequestError, chunks
+from seqpar.servers.wire.request import Request
+from seqpar.servers.wire.texts import library_version
+from seqpar.servers.wire.versions import Version, data_of, joined
+
+Context: TypeAlias = Any  # a grpc.aio.ServicerContext, which has no type hints
+BEAT_SECONDS = 0.25  # a session has an event at least this often
+_CHUNKS_AT_ONCE = 2  # that the server receives from one name
+_FIRST_REQUESTS_AT_ONCE = 4  # that the server receives from one name
+_PATIENCE_SECONDS = 0.25  # for a chunk; then another call of the name gets the turn
+_PAUSE_SECONDS = 0.005  # of a refused call, and of `Session`, `Free` and `Status`
+_READERS = 8  # threads that check payloads
+_MASK_ROWS, _MASK_BYTES = 768, 12  # query rows of a mask in memory, and bytes per pair of rows
+_SMALL_PAYLOAD_BYTES, _FEW_SLICES = 2**18, 2**8  # that the thread of all calls checks itself
+_MAX_REASON = 200  # characters
+_STRANGER = "\n"  # for the pauses of callers that are not trusted; no certificate has this name
+MAX_CALLS = 2**11  # that a server holds, and as many refused calls that have not ended
+# Rows of one fused call. A CPU computes one slice after another: compared with one call per task, a
+# fused call of tasks of 512 tokens takes a tenth longer, and of 128 tokens half as long again.
+_MAX_BATCH_ROWS, _MAX_BATCH_ROWS_ON_CPU = 2**16, 2**10
+
+
+_CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
+    (CacheLost, grpc.StatusCode.NOT_FOUND),
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (FullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (LeavingError, grpc.StatusCode.UNAVAILABLE),
+    (StaleSessionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (UntrustedError, grpc.StatusCode.UNAUTHENTICATED),
+    (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (ComputationError, grpc.StatusCode.INTERNAL),
+    (TransportError, grpc.StatusCode.DATA_LOSS),
+]
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """Return the status of a call that failed; its text never shows a payload."""
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code, str(error)[:_MAX_REASON] or "it took too long"
+    # Out of memory, for example; the error's own text might contain data.
+    return grpc.StatusCode.INTERNAL, f"it could not be handled: {type(error).__name__}"
+
+
+class Service:
+    """Answers the calls of all versions of the service."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        limits: Limits,
+        deadlines: ServerDeadlines,
+        callers: Callers,
+        direct: OneSided | None,
+    ) -> None:
+        """`direct` is the server's NIXL agent, if the server uses NIXL."""
+        self.device, self.callers, self.direct = device, callers, direct
+        self.draining = False  # then it accepts no more requests
+        self.totals, self.audit, self.library = Totals(), Audit(), library_version()
+        rows = _MAX_BATCH_ROWS_ON_CPU if device.type == "cpu" else _MAX_BATCH_ROWS
+        self.worker = Worker(device, rows)
+        self.sessions = Sessions(limits)
+        self.account = Account(limits.queued_bytes)
+        self._calls, self._refused = Account(MAX_CALLS), Account(MAX_CALLS)
+        self.caches = Caches(limits.cache_bytes, device, DEFAULT)
+        self._limits, self._deadlines = limits, deadlines
+        self._started = time.monotonic()
+        self._turns, self._first_turns = Turns(_CHUNKS_AT_ONCE), Turns(_FIRST_REQUESTS_AT_ONCE)
+        self._pauses = Turns(1)
+        self._kept = KeptSlices()
+        self._readers = ThreadPoolExecutor(_READERS, "seqpar-read")
+        self._news = asyncio.Event()  # set for a moment to wake every session
+
+    def status(self) -> Status:
+        """Return the server's numbers; any thread may ask."""
+        return Status(
+            library=self.library,
+            device=str(self.device),
+            transports=["grpc"] if self.direct is None else ["nixl", "grpc"],
+            seconds=time.monotonic() - self._started,
+            clients=len(self.sessions),
+            waiting=self.worker.waiting,
+            **asdict(self.totals),
+            busy_seconds=self.worker.busy_seconds,
+            batches=self.worker.batches,
+            caches=len(self.caches),
+            cache_bytes=self.caches.account.held,
+            draining=self.draining,
+        )
+
+    def handlers(self, version: Version) -> grpc.GenericRpcHandler:
+        """Return gRPC's handler of one version of the service."""
+        calls = {
+            "Session": self._session,
+            "Compute": self._compute,
+            "Free": self._free,
+            "Status": self._status,
+        }
+        # A call of one request is answered like a stream, because gRPC would read its request
+        # before it called a handler.
+        of_streams = grpc.stream_stream_rpc_method_handler
+        handlers = {name: of_streams(self._answering(calls[name], version)) for name in calls}
+        return grpc.method_handlers_generic_handler(version.service, handlers)
+
+    def _answering(
+        self, call: Callable[..., Awaitable[None]], version: Version
+    ) -> Callable[[object, Context], Awaitable[None]]:
+        """Return a handler that identifies the caller, and ends the call with an error's status."""
+
+        async def handle(_: object, context: Context) -> None:
+            name = _STRANGER
+            try:
+                caller = self.callers.identify(context)
+                name = caller.name
+                self._calls.take(name, 1)
+                await call(caller, version, await self._first_request(name, context), context)
+                return
+            except TooManyError:
+                code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "calls: the server has too many"
+            except grpc.aio.AbortError:
+                raise
+            except grpc.aio.InternalError:  # the client left while the server wrote to it
+                return
+            except Exception as error:
+                code, reason = status_of(error)
+                if isinstance(error, UntrustedError):
+                    self.audit.write(logging.WARNING, "refused", name, context.peer(), reason)
+                # Calls that end with their session were not refused.
+                self.totals.refused += not isinstance(error, StaleSessionError)
+                if code == grpc.StatusCode.INTERNAL:
+                    # An error's text might contain data.
+                    self.audit.write(logging.ERROR, "error", "", "", type(error).__name__)
+            # A refused call ends after a pause, so that its client cannot call again at once.
+            with suppress(TooManyError):
+                self._refused.take(name, 1)
+                await self._pause(name)
+            await context.abort(code, reason)
+
+        return handle
+
+    async def admit(self, context: Context) -> None:
+        """Count a question about health as a call of its caller, or end it."""
+        try:
+            self._calls.take(self.callers.identify(context).name, 1)
+        except UntrustedError as error:
+            await context.abort(*status_of(error))
+        except TooManyError:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server has too many calls")
+
+    async def _pause(self, name: str) -> None:
+        """Delay a call that costs its client little; calls of a name are delayed one by one.
+
+        Without this, a name with many connections could keep the event loop busy, and the calls of
+        others would wait in gRPC's queue.
+        """
+        async with self._pauses.turn(name):
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _first_request(self, name: str, context: Context) -> bytes:
+        """Read a call's first request. No account counts its bytes before it is complete."""
+        async with self._first_turns.turn(name), asyncio.timeout(self._deadlines.handshake):
+            raw: bytes = await context.read()
+        if raw is grpc.aio.EOF:
+            raise RequestError("request: there is none")
+        return raw
+
+    # --- Sessions ---
+
+    async def _session(
+        self, caller: Caller, version: Version, raw: bytes, context: Context
+    ) -> None:
+        await self._pause(caller.name)
+        request = version.read(version.messages.SessionRequest, raw)
+        peer = context.peer()
+        if self.draining:
+            raise LeavingError("the server is about to leave")
+        try:
+            session = self.sessions.begin(*caller)
+        except FullError as error:
+            self.audit.write(logging.WARNING, "refused", caller.name, peer, str(error))
+            raise
+        self.audit.write(logging.INFO, "session", caller.name, peer, request.client)
+        reason = "it has left"
+        try:
+            event = version.messages.SessionEvent(welcome=self._welcome(version, request, session))
+            while True:
+                async with asyncio.timeout(self._deadlines.idle):
+                    await context.write(event.SerializeToString())
+                if event.HasField("state"):  # the first one follows the welcome
+                    await self.wait_for_beat()
+                if not self.callers.trusts(caller):
+                    reason = "its certificate is no longer trusted"
+                    raise UntrustedError(reason)
+                event = version.messages.SessionEvent(state=self._state(version, session))
+        except TimeoutError:
+            reason = f"it has taken no event for {self._deadlines.idle:g} s"
+            raise
+        finally:
+            self.sessions.end(session)
+            if self.direct is not None:
+                self.direct.close(session.client)
+            self.caches.end(session.client)
+            level = logging.INFO if reason == "it has left" else logging.WARNING
+            self.audit.write(level, "ended", caller.name, peer, reason)
+            with suppress(RuntimeError):  # the server has ended
+                self._readers.submit(trim)
+
+    def _welcome(self, version: Version, request: Any, session: Session) -> Any:
+        welcome = version.messages.Welcome(
+            session=session.client.session,
+            library=self.library,
+            device=hardware_of(self.device),
+            tokens=self._limits.tokens,
+            bytes=self._limits.bytes,
+            requests=session.requests,
+        )
+        if request.HasField("arena") and (direct := self.direct) is not None:
+            arena = direct.open(session.client)
+            with suppress(TransportError):  # then payloads travel through gRPC
+                if arena is not None:
+                    theirs = request.arena
+                    target = ArenaTarget(theirs.agent, theirs.address, theirs.size)
+                    direct.connect(session.client, target)
+                    welcome.arena.MergeFrom(version.messages.Arena(**arena._asdict()))
+        return welcome
+
+    def _state(self, version: Version, session: Session) -> Any:
+        return version.messages.ServerState(
+            waiting=self.worker.waiting,
+            cache_room=self.caches.account.room_of(session.client.name),
+            draining=self.draining,
+        )
+
+    async def wait_for_beat(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_SECONDS):
+                await self._news.wait()
+
+    def tell(self) -> None:
+        """Give every session an event now, or end it if its certificate is no longer trusted."""
+        self._news.set()
+        self._news.clear()
+
+    def close(self) -> None:
+        """Free what the calls have used; all calls have ended."""
+        self.worker.stop(self._deadlines.drain)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        if self.direct is not None:
+            self.direct.shutdown()
+
+    # --- Tasks and steps ---
+
+    async def _compute(
+        self, caller: Caller, version: Version, raw: bytes, context: Context
+    ) -> None:
+        header, data = version.read_request(raw)
+        del raw
+        session = self.sessions.find(header.session, caller.name)
+        if self.draining:
+            raise LeavingError("the server is about to leave")
+        # If the client reads nothing, gRPC keeps the call until the call's own deadline.
+        left = context.time_remaining()
+        if left is None or left > 1.1 * MAX_CALL_SECONDS:  # gRPC rounds it up
+            raise RequestError(f"deadline: a call must have one of at most {MAX_CALL_SECONDS:g} s")
+        form = form_of(header.task)
+        form.check(self._limits)
+        size = sum(form.request.sizes) + sum(form.result.sizes)
+        self._check_memory(size)
+        name = session.client.name
+        with self.sessions.call(session):
+            await self._take_room(name, size)
+            if header.places is None:
+                parts = await self._receive(name, header, data, context)
+            else:
+                parts = await self._take_written(session, header, header.places, context)
+            del data
+            job = await self._job(session, header, parts, size)
+            del parts
+            await self._computed(job)
+            self.totals.tasks += 1
+            self.totals.tokens += header.task.batch * header.task.q_rows
+            self.totals.bytes += size
+            await self._reply(version, job, header.places, context)
+
+    def _check_memory(self, needed: int) -> None:
+        """Refuse a request that needs more bytes than all requests may have."""
+        if needed > (most := self.account.most):
+            raise RequestError(f"memory: all requests may have {most} bytes, this needs {needed}")
+
+    async def _take_room(self, name: str, size: int) -> None:
+        """Wait until the account has room for a request, which has it until the call ends."""
+        try:
+            async with asyncio.timeout(self._deadlines.request):
+                await self.account.wait_and_take(name, size)
+        except TimeoutError:
+            raise FullError("memory: other requests have it") from None
+
+    def _until(self, size: int) -> asyncio.Timeout:
+        """Return a deadline for moving this many bytes."""
+        return asyncio.timeout(self._deadlines.transfer + size / LEAST_RATE)
+
+    async def _receive(
+        self, name: str, header: RequestHeader, data: Buffer, context: Context
+    ) -> list[Bytes]:
+        """Read a call's payload; other calls of the same name wait for their turns."""
+        payload = form_of(header.task).request
+        incoming = Incoming(payload)
+        incoming.take(data)
+        async with self._until(incoming.missing):
+            while incoming.missing:
+                raw = await self._next_chunk(name, context)
+                if raw is grpc.aio.EOF:
+                    raise RequestError(f"payload: its last {incoming.missing} bytes are missing")
+                incoming.take(data_of(raw))
+        return incoming.parts
+
+    async def _next_chunk(self, name: str, context: Context) -> bytes:
+        """Read a call's next message on its name's turn; a sender that stalls gives the turn up."""
+        async with self._turns.turn(name):
+            chunk = asyncio.ensure_future(context.read())
+            try:
+                await asyncio.wait([chunk], timeout=_PATIENCE_SECONDS)
+            except BaseException:
+                chunk.cancel()
+                raise
+        raw: bytes = await chunk
+        return raw
+
+    async def _take_written(
+        self, session: Session, header: RequestHeader, places: Places, context: Context
+    ) -> list[Bytes]:
+        """Return a payload that the client writes with NIXL; it then ends its requests."""
+        if (direct := self.direct) is None:
+            raise RequestError("places: this server does not use NIXL")
+        sizes = form_of(header.task).request.sizes
+        async with self._until(sum(sizes)):
+            if await direct.polling(context.read()) is not grpc.aio.EOF:
+                raise RequestError("places: a payload that NIXL moves has no data")
+        return direct.read(session.client, sizes, places.request)
+
+    async def _job(
+        self, session: Session, header: RequestHeader, parts: Sequence[Bytes], size: int
+    ) -> ComputeJob:
+        """Check a payload, and make a job of it."""
+        task = header.task
+        check = partial(self._check, header, parts, size)
+        if size > _SMALL_PAYLOAD_BYTES or task.slices > _FEW_SLICES:
+            request = await asyncio.get_running_loop().run_in_executor(self._readers, check)
+        else:
+            request = check()
+        found: Request | CacheStep
+        if request is None:
+            assert header.step is not None
+            found = self.caches.admit(session.client, task, header.step, parts)
+            kind = found.kind
+        else:
+            found, kind = request, kind_of(request, self.device)
+        done = asyncio.Event()
+        on_done = partial(asyncio.get_running_loop().call_soon_threadsafe, done.set)
+        return ComputeJob(session.client, task, found, size, kind, on_done, done)
+
+    def _check(self, header: RequestHeader, parts: Sequence[Bytes], size: int) -> Request | None:
+        """Check a payload; return a task's request, or None for a step."""
+        task = header.task
+        if header.step is not None:
+            form_of(task).request.check(parts, header.checksum)
+            return None
+        request = unpack(task, header.checksum, parts, DEFAULT, self._kept)
+        rows, keys = (x[:, 1] - x[:, 0] for x in (request.slices.q_rows, request.slices.k_rows))
+        masked = (rows.clip(max=_MASK_ROWS) * keys)[~request.slices.full]
+        self._check_memory(size + _MASK_BYTES * int(masked.max(initial=0)))
+        return request
+
+    async def _computed(self, job: ComputeJob) -> None:
+        """Wait until a job is computed; withdraw it if the call ends before it begins."""
+        worker = self.worker
+        worker.add(job)
+        try:
+            async with asyncio.timeout(self._deadlines.request):
+                await job.done.wait()
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if worker.withdraw(job):
+                if isinstance(error, TimeoutError):
+                    raise FullError("the request waited for too long") from None
+                raise
+            cancelled = isinstance(error, asyncio.CancelledError)
+            while not job.done.is_set():  # its memory counts until then
+                try:
+                    await job.done.wait()
+                except asyncio.CancelledError:  # once by the call's end, once by the session's
+                    cancelled = True
+            if cancelled:
+                raise asyncio.CancelledError from None
+        if job.error is not None:
+            raise job.error
+
+    async def _reply(
+        self, version: Version, job: ComputeJob, places: Places | None, context: Context
+    ) -> None:
+        """Send a result, chunk by chunk as the client reads it, or write it with NIXL."""
+        assert job.result is not None
+        header, pieces = ReplyHeader(job.checksum, job.seconds), chunks(job.result)
+        async with self._until(job.size):
+            if places is not None and (direct := self.direct) is not None:
+                await direct.write(job.client, job.result, places.result)
+                pieces = iter(())
+            await context.write(version.reply(header, next(pieces, ())))
+            for chunk in pieces:
+                await context.write(joined(b"", chunk))
+
+    # --- Other calls ---
+
+    async def _free(self, caller: Caller, version: Version, raw: bytes, context: Context) -> None:
+        await self._pause(caller.name)
+        request = version.read(version.messages.FreeRequest, raw)
+        session = self.sessions.find(request.session, caller.name)
+        self.caches.free(session.client, request.cache)
+        await context.write(version.messages.FreeReply().SerializeToString())
+
+    async def _status(self, caller: Caller, version: Version, raw: bytes, context: Context) -> None:
+        await self._pause(caller.name)
+        reply = version.messages.StatusReply(**asdict(self.status()))
+        await context.write(reply.SerializeToString())

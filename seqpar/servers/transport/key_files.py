@@ -1,0 +1,98 @@
+"""Files that decide who is let in: only their owner may be able to change them.
+
+They are read so that no file, whatever it is, stops or delays the process that reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from seqpar.servers.wire.texts import printable
+
+T = TypeVar("T")
+_MOST_BYTES = 2**16  # that are read of a file
+# Two changes within a tick of the file system's clock leave the same times.
+_SETTLED_SECONDS = 1.0
+
+
+class Unsafe(ValueError):
+    """Another user could write a file or folder of keys, or read a private key."""
+
+
+def shown(path: Path) -> str:
+    return printable(str(path))
+
+
+def check_folder(folder: Path) -> None:
+    """Raise an error unless only this user or root may change a folder and its parents.
+
+    Parents may let other users add files, as /tmp does, but not replace them.
+    """
+    real, absolute = Path(os.path.realpath(folder)), folder.absolute()
+    for each in {real, *real.parents, absolute, *absolute.parents}:
+        _check_owner(each, os.lstat(each), sticky=each != real)
+
+
+def _check_owner(path: Path, status: os.stat_result, sticky: bool = False) -> None:
+    mode = 0 if stat.S_ISLNK(status.st_mode) else status.st_mode  # a link's mode has no effect
+    writable = mode & 0o022 and not (sticky and mode & stat.S_ISVTX)
+    if writable or status.st_uid not in (0, os.geteuid()):
+        how = "chmod go-w, and chown to this user or root"
+        raise Unsafe(f"keys: {shown(path)} must be writable by its owner alone ({how})")
+
+
+def read(file: Path) -> bytes:
+    """Return what a regular file holds; only its owner may be able to read a private key.
+
+    If root owns the key and this process is not root's, the key's group may read it too. Kubernetes
+    mounts secrets in this way, for the group that a pod names.
+    """
+    # With O_NONBLOCK, opening a fifo does not wait for a process that writes to it.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(file, flags)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"keys: {shown(file)} must be a regular file")
+            _check_owner(file, status)
+            others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
+            if file.suffix == ".key" and status.st_mode & others:
+                raise Unsafe(f"keys: {shown(file)} must be readable by its owner alone (chmod 600)")
+            return os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: OSError) -> ValueError:
+    return ValueError(f"keys: {shown(file)} cannot be read: {error.strerror}")
+
+
+class Watched(Generic[T]):
+    """A value that is loaded again when one of its files has changed."""
+
+    def __init__(self, load: Callable[..., T], *files: Path) -> None:
+        self._load, self.files = load, files
+        self._seen: object = None  # of the files, when the value was loaded last without a fault
+        self.value: T | None = None
+
+    def look(self) -> bool:
+        """Return whether the value has changed, or raise a ValueError and keep the value."""
+        old = self.value
+        try:
+            stats = [os.stat(file) for file in self.files]
+        except OSError as error:
+            raise _unreadable(Path(error.filename), error) from None
+        now = [(x.st_dev, x.st_ino, x.st_mtime_ns, x.st_ctime_ns, x.st_size) for x in stats]
+        if now != self._seen:
+            self.value = self._load(*self.files)
+        if time.time() - max(x.st_ctime for x in stats) > _SETTLED_SECONDS:
+            self._seen = now
+        return self.value != old

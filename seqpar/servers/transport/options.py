@@ -1,0 +1,86 @@
+"""The options of gRPC's channels and servers, and how a pool opens a channel."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import grpc
+
+from seqpar.servers.transport.certificates import SERVER_NAME, ClientIdentity
+from seqpar.servers.transport.routes import CHANNEL_OPTIONS, Route
+from seqpar.servers.wire.limits import MAX_MESSAGE_BYTES, ServerDeadlines
+
+# gRPC would write a line for each handshake of a stranger that fails and each server that leaves.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+Options = list[tuple[str, int | str]]
+_MAX_STREAMS = 36  # calls at a time on one connection: 32 tasks, and control calls
+_UNREAD_BYTES = 2**16
+_MAX_METADATA_BYTES = 2**13
+_MIN_PING_SECONDS = 1.0  # between pings of a client; a server accepts pings three times as often
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(1000 * seconds))
+
+
+def server_options(deadlines: ServerDeadlines, shares_port: bool) -> Options:
+    """Return the options of a server; `shares_port` is whether a client may hold the port.
+
+    Each connection is an open file. All connections together get at most three quarters of the
+    files that the process may open, so that the server can always open its own.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        # gRPC accepts 64 KiB of a stream that the server does not read, so payloads that wait for
+        # their turn take little memory. While the server reads a message, gRPC accepts all of it.
+        # By default gRPC accepts more on a fast connection: up to 60 MiB per stream were measured.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", 3 * files // 4),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(deadlines.handshake)),
+        ("grpc.keepalive_time_ms", _milliseconds(deadlines.idle / 2)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(deadlines.idle / 2)),
+        # Without this option, a ping that is not answered ends a connection only after a minute.
+        ("grpc.http2.ping_timeout_ms", _milliseconds(deadlines.idle / 2)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(_MIN_PING_SECONDS / 3)),
+        ("grpc.so_reuseport", int(shares_port)),
+    ]
+
+
+def client_options(seconds: float) -> Options:
+    """Return the options of a channel, which is lost after `seconds` without an answer."""
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        *CHANNEL_OPTIONS,
+        ("grpc.enable_retries", 0),
+        ("grpc.service_config_disable_resolution", 1),
+        ("grpc.keepalive_time_ms", _milliseconds(max(seconds / 2, _MIN_PING_SECONDS))),
+        ("grpc.keepalive_timeout_ms", _milliseconds(seconds / 2)),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.ssl_target_name_override", SERVER_NAME),
+        ("grpc.default_authority", SERVER_NAME),
+    ]
+
+
+def open_channel(route: Route, identity: ClientIdentity | None, seconds: float) -> grpc.aio.Channel:
+    """Return a channel to a server, with its own connection."""
+    options = client_options(seconds)
+    if identity is None:
+        return grpc.aio.insecure_channel(route.target, options=options)
+    return grpc.aio.secure_channel(route.target, identity.credentials(), options=options)
+
+
+def open_blocking_channel(
+    route: Route, identity: ClientIdentity | None, seconds: float
+) -> grpc.Channel:
+    """Return a channel whose calls block."""
+    options = client_options(seconds)
+    if identity is None:
+        return grpc.insecure_channel(route.target, options=options)
+    return grpc.secure_channel(route.target, identity.credentials(), options=options)

@@ -1,0 +1,156 @@
+"""The versions of the service that servers offer and pools use, and the encoding of their messages.
+
+A server serves the newest two versions. A pool uses the newest version that its server knows. So
+trainers and servers can be updated one after another, in any order.
+
+A `Version` reads and writes the messages of one package, such as `seqpar.attention.v1`. A new
+package gets a subclass, which overrides what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from seqpar.servers.wire import attention_pb2
+from seqpar.servers.wire.messages import Places, ReplyHeader, RequestHeader, Step, Task
+from seqpar.servers.wire.payload import Buffer, RequestError, checksum, view_of
+
+_DATA = 15 << 3 | 2  # the tag of `data`, which precedes its length
+_MAX_LENGTH_BYTES = 5  # of a length below 4 GiB
+M = TypeVar("M", bound=Message)
+_TASK_FIELDS = [name for name in Task.__dataclass_fields__ if name not in ("operation", "dtype")]
+
+
+class Version:
+    """One version of the service."""
+
+    def __init__(self, messages: ModuleType | Any) -> None:
+        """`messages` is the generated module of the version's package."""
+        self.messages = messages
+        self.service = f"{messages.DESCRIPTOR.package}.Attention"
+        self._operations = _names(messages.Operation)
+        self._dtypes = _names(messages.Dtype)
+
+    # --- The messages of `Compute`, whose data is neither parsed nor copied ---
+
+    def request(self, header: RequestHeader, data: Sequence[Buffer] = ()) -> bytes:
+        """Encode the first request of a call."""
+        message = self.messages.ComputeRequest(session=header.session, task=self.task(header.task))
+        if header.step is not None:
+            message.step.MergeFrom(self.messages.Step(**header.step._asdict()))
+        if header.places is not None:
+            message.places.MergeFrom(self.messages.Places(**header.places._asdict()))
+        message.checksum = header.checksum ^ digest(message)
+        return joined(message.SerializeToString(), data)
+
+    def task(self, task: Task) -> Any:
+        """Return a task's message."""
+        operation = self.messages.Operation.Value(task.operation.upper())
+        dtype = self.messages.Dtype.Value(task.dtype.upper())
+        fields = {name: getattr(task, name) for name in _TASK_FIELDS}
+        return self.messages.Task(operation=operation, dtype=dtype, **fields)
+
+    def read_request(self, raw: bytes) -> tuple[RequestHeader, Buffer]:
+        """Decode the first request of a call; a RequestError names what is wrong."""
+        message = self.read(self.messages.ComputeRequest, raw)
+        if not message.HasField("task"):
+            raise RequestError("task: the first request must have one")
+        task = self.read_task(message.task)
+        step = places = None
+        if message.HasField("step"):
+            step = Step(*(getattr(message.step, name) for name in Step._fields))
+        if (step is not None) != (task.operation == "step"):
+            raise RequestError("step: it goes with the operation STEP")
+        if message.HasField("places"):
+            places = Places(message.places.request, message.places.result)
+        checksum = message.checksum ^ digest(message)
+        return RequestHeader(message.session, task, step, checksum, places), message.data
+
+    def read_task(self, message: Any) -> Task:
+        operation, dtype = (
+            names.get(number)
+            for names, number in (
+                (self._operations, message.operation),
+                (self._dtypes, message.dtype),
+            )
+        )
+        if operation is None or dtype is None:
+            raise RequestError("operation, dtype: this server does not know them")
+        fields = {name: getattr(message, name) for name in _TASK_FIELDS}
+        task = Task(operation=operation, dtype=dtype, **fields)  # type: ignore[arg-type]
+        if self.task(task).ByteSize() != message.ByteSize():
+            raise RequestError("task: it has fields that this server does not know")
+        return task
+
+    def reply(self, header: ReplyHeader, data: Sequence[Buffer] = ()) -> bytes:
+        """Encode the first reply of a call."""
+        message = self.messages.ComputeReply(checksum=header.checksum, seconds=header.seconds)
+        return joined(message.SerializeToString(), data)
+
+    def read_reply(self, raw: bytes) -> tuple[ReplyHeader, Buffer]:
+        """Decode the first reply of a call; a RequestError names what is wrong."""
+        message = self.read(self.messages.ComputeReply, raw)
+        return ReplyHeader(message.checksum, message.seconds), message.data
+
+    def read(self, kind: type[M], raw: bytes) -> M:
+        """Decode a message; a RequestError names the kind of message."""
+        try:
+            return kind.FromString(raw)
+        except DecodeError:
+            raise RequestError(f"{kind.DESCRIPTOR.name}: it cannot be decoded") from None
+
+
+def digest(request: Any) -> int:
+    """Return a hash of a request's task and step.
+
+    It is part of the request's checksum, so a damaged header has the wrong checksum.
+    """
+    parts = (x.SerializeToString(deterministic=True) for x in (request.task, request.step))
+    return checksum(list(parts))
+
+
+def _names(enum: Any) -> dict[int, str]:
+    """Return the lower-case names of an enum's values, without the unspecified one."""
+    return {number: name.lower() for name, number in enum.items() if number}
+
+
+VERSIONS: list[Version] = [Version(attention_pb2)]  # the newest first, at most two
+
+
+# --- Data ---
+
+
+def joined(head: bytes, data: Sequence[Buffer]) -> bytes:
+    """Return an encoded message that ends with the field `data`; this copies the data once."""
+    size = sum(view_of(x).nbytes for x in data)
+    views = map(view_of, data)
+    return b"".join([head, bytes([_DATA]), _varint(size), *views]) if size else head
+
+
+def data_of(raw: bytes) -> Buffer:
+    """Return the data of a request or a reply that has nothing else, without a copy."""
+    if not raw or raw[0] != _DATA:
+        raise RequestError("data: a later message of a call has only data")
+    size = 0
+    for start in range(1, min(len(raw), _MAX_LENGTH_BYTES + 1)):
+        size |= (raw[start] & 0x7F) << 7 * (start - 1)
+        if raw[start] < 0x80:
+            break
+    else:
+        raise RequestError("data: its length does not end")
+    if not size or start + 1 + size != len(raw):
+        raise RequestError("data: its length is wrong")
+    return memoryview(raw)[start + 1 :]
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(0x80 | number & 0x7F)
+        number >>= 7
+    found.append(number)
+    return bytes(found)

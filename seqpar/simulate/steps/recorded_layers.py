@@ -1,0 +1,286 @@
+"""Record the layers of a step: attention and matrix products, on tensors without data.
+
+Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation"
+(2025), section 4: with attention servers, a trainer alternates between two nano-batches of its
+documents, so that servers compute for one while the trainer computes with the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.balance.methods.greedy import partition
+from seqpar.comm.messages.comm import Comm
+from seqpar.costs.model import Layer, Model
+from seqpar.layout.layout import Layout
+from seqpar.linear.kinds import kind as kind_of
+from seqpar.simulate.candidates import Candidate
+from seqpar.simulate.recording.program import Begin, Post, Program, Serve, Sizes
+from seqpar.simulate.recording.recording import record
+from seqpar.simulate.recording.serving import RecordedPool, record_served
+from seqpar.softmax.module import Attention
+from seqpar.strategies.disaggregated import DisaggregatedAttention
+from seqpar.strategies.recurrent import RecurrentAttention
+from seqpar.strategies.registry import make_attention
+
+
+class Products(NamedTuple):
+    """The weights of a layer, and the cost of its matrix products' backward."""
+
+    weights: float  # those that each token is multiplied with
+    stored: float  # all of them, of all experts
+    backward: int  # the number of forwards that backward costs
+
+    def flops(self, tokens: int) -> tuple[int, int]:
+        """Return the FLOPs of forward and of backward for a number of tokens."""
+        forward = int(2 * self.weights * tokens)
+        return forward, self.backward * forward
+
+
+@dataclass(frozen=True)
+class Attending:
+    """The attention of one layer: operands, arguments and module."""
+
+    model: Model
+    layer: Layer
+    dtype: torch.dtype  # of the operands
+    transport: str = "all_gather"  # of the layer's maps or states, if it is linear
+
+    @property
+    def linear(self) -> bool:
+        return self.layer.kind == "linear"
+
+    def shapes(self, tokens: int) -> list[tuple[int, int, int]]:
+        """Return the shapes of q, k and v."""
+        m, r = self.model, self.model.recurrence
+        if self.linear:
+            assert r is not None
+            keys = tokens, r.key_heads, r.key_dim
+            return [keys, keys, (tokens, r.value_heads, r.value_dim)]
+        keys = tokens, m.kv_heads, m.head_dim
+        return [(tokens, m.heads, m.head_dim), keys, keys]
+
+    def operands(self, tokens: int) -> list[Tensor]:
+        """Return q, k and v, which require gradients."""
+        return [self._empty(shape, self.dtype) for shape in self.shapes(tokens)]
+
+    def call(self, tokens: int) -> dict[str, object]:
+        """Return the other arguments of a call: causal and the layer's window, or the gates."""
+        if not self.linear:
+            window = -1 if self.layer.window is None else self.layer.window - 1
+            return {"causal": True, "window_size": (window, -1)}
+        r = self.model.recurrence
+        assert r is not None
+        kind, heads = kind_of(r.kind), max(r.key_heads, r.value_heads)
+        gates: dict[str, object] = {}
+        if kind.decay == "constant":
+            # LASP-2 and ZeCO read the values of a constant decay.
+            device = "meta" if self.transport == "tree" else "cpu"
+            gates["log_decay"] = torch.full((heads,), -0.1, device=device)
+        elif kind.decay is not None:
+            key_dims = (r.key_dim,) if kind.decay == "key" else ()
+            gates["log_decay"] = self._empty((tokens, heads, *key_dims), torch.float32)
+        if kind.uses_beta:
+            gates["beta"] = self._empty((tokens, heads), torch.float32)
+        return gates
+
+    def module(
+        self, comm: Comm, strategy: str = "ring", **options: Any
+    ) -> Attention | RecurrentAttention:
+        """Return the layer's module: of this strategy or, if linear, of `transport`."""
+        if not self.linear:
+            return make_attention(strategy, comm, **options)
+        assert self.model.recurrence is not None
+        return RecurrentAttention(comm, self.model.recurrence.kind, self.transport)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def record_attention(
+    candidate: Candidate,
+    layout: Layout,
+    attending: Attending,
+    recompute: bool,
+    ordered: bool,
+    ranks: tuple[int, ...],
+    **options: Any,
+) -> list[Program]:
+    """Record a layer's attention: forward (twice if it is recomputed) and backward."""
+
+    def code(comm: Comm) -> None:
+        tokens = layout.tokens_on(comm.rank)
+        # Not the module: global hooks, such as those of FlopCounterMode, would add operators.
+        attn: Any = attending.module(comm, candidate.strategy, **options).forward
+        operands, call = attending.operands(tokens), attending.call(tokens)
+        if recompute:
+            with torch.no_grad():
+                attn(*operands, layout, **call)
+        out = attn(*operands, layout, **call)
+        out.backward(torch.empty_like(out))
+
+    length = 1 if options else ranks_alike(candidate, layout, attending.model)
+    firsts = sorted({rank - rank % length for rank in ranks})
+    programs = record(code, layout.ranks, mesh=candidate.mesh, only=firsts, ordered=ordered)
+    recorded = dict(zip(firsts, programs, strict=True))
+    return [
+        as_rank(recorded[rank - rank % length], rank - rank % length, rank, length)
+        for rank in ranks
+    ]
+
+
+# Recordings are shared: ways to keep activations differ only outside attention, and all strategies
+# have the same linear layers.
+record_attention_once = lru_cache(maxsize=4)(record_attention)
+
+
+def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
+    """Return the length of runs of ranks whose programs are equal but for their peers.
+
+    Ranks that exchange heads compute the same tokens for different heads. Their programs are equal
+    if all ranks of a run hold the same number of tokens and heads. A run is all ranks of Ulysses,
+    or a row of USP's mesh.
+    """
+    if candidate.strategy == "ulysses":
+        length = layout.ranks
+    elif candidate.strategy == "usp" and candidate.mesh is not None:
+        length = candidate.mesh[1]
+    else:
+        return 1
+    tokens = layout.tokens_per_rank
+    runs = [set(tokens[i : i + length]) for i in range(0, layout.ranks, length)]
+    return length if model.kv_heads % length == 0 and all(len(x) == 1 for x in runs) else 1
+
+
+def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
+    """Return the program of another rank of the recorded rank's run.
+
+    Peers in the same run, and those at the same place in other runs, move by the same distance.
+    """
+    if rank == recorded:
+        return program
+
+    def moved(messages: Sizes) -> Sizes:
+        shift = rank - recorded
+        return tuple(sorted((x - x % length + (x + shift) % length, n) for x, n in messages))
+
+    # The strategies whose ranks are alike run one program.
+    assert not any(isinstance(x, Begin | Serve) for x in program.actions)
+    actions = [
+        replace(x, sends=moved(x.sends), recvs=moved(x.recvs)) if isinstance(x, Post) else x
+        for x in program.actions
+    ]
+    return replace(program, actions=actions)
+
+
+def whole_documents(layout: Layout) -> list[list[int]]:
+    """Return the documents that each rank holds; raise a ValueError if one is cut."""
+    lengths = np.diff(layout.cu_seqlens)
+    documents = []
+    for rank in range(layout.ranks):
+        spans = layout.spans(rank)
+        for span in spans:
+            if (span.start, span.stop) != (0, lengths[span.document]):
+                held = f"rank {rank} has {span.start} to {span.stop} of document {span.document}"
+                raise ValueError(f"layout must have whole documents with servers: {held}")
+        documents.append([span.document for span in spans])
+    return documents
+
+
+def nano_batches(layout: Layout) -> list[list[list[int]]]:
+    """Return each trainer's documents in two nano-batches of similar length.
+
+    A document is never cut, so a trainer with one document has one nano-batch, and a trainer
+    without documents none.
+    """
+    lengths = np.diff(layout.cu_seqlens).astype(np.float64)
+    batches = []
+    for documents in whole_documents(layout):
+        if len(documents) > 1:
+            halves = partition(lengths[documents], 2)
+        else:
+            halves = [np.arange(len(documents))]
+        batches.append([[documents[i] for i in sorted(x.tolist())] for x in halves if x.size])
+    return batches
+
+
+def record_layers(
+    layout: Layout,
+    servers: int,
+    attending: Attending,
+    products: Products,
+    count: int,
+    *,
+    copies: bool,
+    **options: Any,
+) -> list[Program]:
+    """Return the programs of trainers and servers for `count` equal, consecutive layers.
+
+    Servers take tasks in order of arrival. By task number, trainers with few tasks would delay
+    trainers with many. Trainers compute linear layers themselves. `copies` is as in
+    `record_served`, and `options` are options of `DisaggregatedAttention` on a pool.
+    """
+    lengths = np.diff(layout.cu_seqlens)
+    batches = [
+        [Layout.contiguous(np.r_[0, np.cumsum(lengths[batch])], 1) for batch in own]
+        for own in nano_batches(layout)
+    ]
+
+    def step(pool: RecordedPool) -> None:
+        layouts = batches[pool.trainer]
+        attn: Any = attending.module(pool.comm)
+        if not attending.linear:
+            attn = DisaggregatedAttention(pool, **options)
+
+        def begin(x: Tensor, layout: Layout) -> object:
+            shapes = attending.shapes(layout.tokens)
+            operands = _Computed.apply(x, pool, products.flops(layout.tokens), shapes)
+            call = attn.forward if attending.linear else attn.begin
+            return call(*operands, layout, **attending.call(layout.tokens))
+
+        def finish(begun: Any) -> Tensor:
+            return begun if isinstance(begun, Tensor) else attn.finish(begun)
+
+        first = torch.empty(0, dtype=attending.dtype, device="meta", requires_grad=True)
+        begun = [begin(first, layout) for layout in layouts]
+        outs: list[Tensor] = []
+        for i in range(count):
+            outs = []
+            for number, layout in enumerate(layouts):
+                out = finish(begun[number])
+                outs.append(out)
+                if i + 1 < count:
+                    begun[number] = begin(out, layout)
+        if outs:
+            torch.autograd.backward(outs, [torch.empty_like(x) for x in outs])
+
+    return record_served(step, layout.ranks, servers, copies=copies)
+
+
+class _Computed(torch.autograd.Function):
+    """A layer's matrix products, counted as FLOPs; its results are the next attention's q, k, v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        pool: RecordedPool,
+        flops: tuple[int, int],
+        shapes: list[tuple[int, int, int]],
+    ) -> tuple[Tensor, ...]:
+        forward, backward = flops
+        ctx.pool, ctx.flops, ctx.shape = pool, backward, x.shape
+        pool.products(forward)
+        return tuple(x.new_empty(shape) for shape in shapes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.pool.products(ctx.flops)
+        return gradients[0].new_empty(ctx.shape), None, None, None

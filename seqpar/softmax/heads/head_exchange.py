@@ -1,0 +1,331 @@
+"""Divide heads among ranks, and exchange tokens for heads and back, group after group.
+
+Before the exchange a rank has all heads of its tokens. After it, the rank has some heads of the
+tokens of all ranks of its row, in the order of documents and positions. Everything that depends
+only on the layouts is decided once, in a `HeadPlan`.
+
+Legend: B batch, T_local this rank's tokens, T_merged the tokens of all ranks of the row, H heads, h
+some of them, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+from torch import Tensor
+
+from seqpar.comm.messages.comm import Arriving, Comm, SubComm
+from seqpar.comm.messages.message_header import Message
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.heads.head_messages import MergedRows, MessageBlock, Operand
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Heads of one rank that are computed together: query heads `q`, and their KV heads `kv`.
+
+    All of the KV heads have the same number of the query heads.
+    """
+
+    q: slice
+    kv: slice
+    first: bool  # whether it is the first of the rank's groups with these KV heads
+    last: bool  # whether it is the last of them
+
+    @property
+    def q_count(self) -> int:
+        return self.q.stop - self.q.start
+
+    @property
+    def kv_count(self) -> int:
+        return self.kv.stop - self.kv.start
+
+    @property
+    def arriving_kv(self) -> slice:
+        """The KV heads that arrive with this group; none if an earlier group brought them."""
+        return self.kv if self.first else slice(0, 0)
+
+    @property
+    def leaving_kv(self) -> slice:
+        """The KV heads whose gradients are complete after this group and can be sent back."""
+        return self.kv if self.last else slice(0, 0)
+
+
+class HeadGroups:
+    """The heads of all ranks, in groups.
+
+    Rank r of P gets query heads ⌊rHq/P⌋ … ⌊(r+1)Hq/P⌋ − 1, and the KV heads that they use. With
+    `whole_on_ranks`, KV heads are divided in this way instead, each with all of its query heads.
+
+    Each rank's heads are cut into `groups` groups, or fewer if it has fewer heads. Cuts are between
+    KV heads if possible; with `whole_kv` all of them are. There are more groups if that is needed
+    to give all KV heads of a group the same number of query heads.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        q_heads: int,
+        kv_heads: int,
+        groups: int,
+        whole_kv: bool,
+        whole_on_ranks: bool = False,
+    ) -> None:
+        self._group_size = q_heads // kv_heads  # query heads per KV head
+        self._whole_kv = whole_kv
+        unit = self._group_size if whole_on_ranks else 1  # query heads that stay together
+        edges = [rank * (q_heads // unit) // ranks * unit for rank in range(ranks + 1)]
+        cuts = [self._cut(start, stop, groups) for start, stop in pairwise(edges)]
+        self.count = max(map(len, cuts)) - 1  # the groups of the rank with the most
+        padded = [cut + cut[-1:] * (self.count + 1 - len(cut)) for cut in cuts]
+        self._ranks = [self._groups(cut) for cut in padded]
+        sent = (group.arriving_kv for rank in self._ranks for group in rank)
+        # Whether some KV head goes to several ranks.
+        self.kv_on_several_ranks = sum(kv.stop - kv.start for kv in sent) > kv_heads
+
+    def group(self, number: int) -> list[HeadGroup]:
+        """Return each rank's group of this number; it is empty if the rank has fewer groups."""
+        return [rank[number] for rank in self._ranks]
+
+    def of_rank(self, rank: int) -> list[HeadGroup]:
+        return self._ranks[rank]
+
+    def _cut(self, start: int, stop: int, groups: int) -> list[int]:
+        size = self._group_size
+        # Query heads whose KV heads have all of their query heads in this range.
+        whole_start = min(stop, -(-start // size) * size)
+        whole_stop = max(start, stop // size * size)
+        cuts = sorted({start, whole_start, whole_stop, stop}) if stop > start else [start, stop]
+        while len(cuts) <= groups:
+            widest, widest_start = max((b - a, a) for a, b in pairwise(cuts))
+            if widest < 2 or (self._whole_kv and widest <= size):
+                break
+            unit = size if widest > size else 1
+            cuts = sorted([*cuts, widest_start + widest // unit // 2 * unit])
+        return cuts
+
+    def _groups(self, cuts: list[int]) -> list[HeadGroup]:
+        groups: list[HeadGroup] = []
+        for start, stop in pairwise(cuts):
+            kv_start = start // self._group_size
+            kv = slice(kv_start, -(-stop // self._group_size) if stop > start else kv_start)
+            continued = bool(groups) and (stop == start or kv == groups[-1].kv)
+            if groups and kv == groups[-1].kv:
+                groups[-1] = replace(groups[-1], last=False)
+            groups.append(HeadGroup(slice(start, stop), kv, first=not continued, last=True))
+        return groups
+
+
+divide_heads = cache(HeadGroups)
+
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The exchanges and the call of one group of heads."""
+
+    own: HeadGroup  # this rank's heads in the group
+    # The call of these heads, as if each row of ranks were one rank with all their tokens
+    call: ResolvedCall
+    # arriving, leaving: the blocks exchanged before the group is computed, and afterwards
+    arriving: list[MessageBlock]
+    leaving: list[MessageBlock]
+    kept: list[MessageBlock]  # the blocks that an earlier pass received and kept
+
+    def sinks(self, sinks: Tensor | None) -> Tensor | None:
+        return None if sinks is None else sinks[self.own.q]
+
+    def keys(self, heads: Tensors, before: list[Tensor]) -> list[Tensor]:
+        """Return k and v of these heads, which came with this group or with the one before."""
+        if self.own.first or not self.own.kv_count:
+            return [heads["k"], heads["v"]]
+        return before
+
+
+class HeadPlan:
+    """The exchange of heads in one pass, within this rank's row of the mesh.
+
+    Tensors are named as in the code: q, k, v, out, lse, their gradients, and delta.
+    """
+
+    def __init__(
+        self,
+        call: ResolvedCall,
+        rank: int,
+        heads: HeadGroups,
+        size: int,
+        arriving: Sequence[str],
+        leaving: Sequence[str],
+        kept: Sequence[str] = (),
+    ) -> None:
+        """Plan to exchange the tensors of these names in rows of `size` ranks."""
+        self.index, shape = rank % size, call.shape  # this rank's number in its row
+        self.row = range(rank - self.index, rank - self.index + size)
+        self.column = range(self.index, call.ranks, size)
+        # If several ranks compute with a KV head, the owner of the tokens sums their dk and dv,
+        # which travel in the accumulator's dtype. Otherwise dk and dv are complete, and travel in
+        # q's dtype.
+        self._shape, self.adds_kv = shape, heads.kv_on_several_ranks  # whether dk and dv are sums
+        self.kv_dtype = accumulator_dtype(shape.dtype) if self.adds_kv else shape.dtype
+        self._queries = self._keys = MergedRows.of(call.layout, self.row)
+        if call.kv_layout is not call.layout and call.kv_layout.digest != call.layout.digest:
+            self._keys = MergedRows.of(call.kv_layout, self.row)
+        self.kv_tokens = self._keys.counts[self.index]  # of this rank
+        merged = merged_call(call, rank, size)
+        # The groups of this rank's heads, in the order in which they are computed.
+        self.groups = [
+            GroupPlan(
+                own := heads.group(number)[self.index],
+                call_of_heads(merged, own),
+                *(self._blocks(names, heads.group(number)) for names in (arriving, leaving, kept)),
+            )
+            for number in range(heads.count)
+        ]
+
+    def _blocks(self, names: Sequence[str], groups: list[HeadGroup]) -> list[MessageBlock]:
+        by_dtype: dict[object, list[Operand]] = {}
+        for operand in (self._operand(name, groups) for name in names):
+            by_dtype.setdefault(operand.dtype, []).append(operand)
+        batch = self._shape.batch
+        return [
+            MessageBlock(operands, self.row, self.index, batch) for operands in by_dtype.values()
+        ]
+
+    def _operand(self, name: str, groups: list[HeadGroup]) -> Operand:
+        shape, q_heads = self._shape, [group.q for group in groups]
+        if name in ("lse", "delta", "dlse"):
+            return Operand(name, accumulator_dtype(shape.dtype), self._queries, q_heads, None)
+        dim = shape.dim if name.endswith(("q", "k")) else shape.value_dim
+        if name in ("q", "dq", "out", "dout"):
+            return Operand(name, shape.dtype, self._queries, q_heads, dim)
+        if name in ("k", "v"):
+            kv_heads = [group.arriving_kv for group in groups]
+            return Operand(name, shape.dtype, self._keys, kv_heads, dim)
+        kv_heads = [group.leaving_kv for group in groups]
+        return Operand(name, self.kv_dtype, self._keys, kv_heads, dim, add=self.adds_kv)
+
+
+def merged_call(call: ResolvedCall, rank: int, size: int) -> ResolvedCall:
+    """Return the call as if each row of `size` ranks were one rank with all of their tokens.
+
+    Its slopes and max logits are left out: it is cached with the layouts, which must not hold a
+    call's tensors.
+    """
+    return replace(call, max_logits=None).altered(
+        rank=rank // size,
+        layout=call.layout.merged_ranks(size),
+        kv_layout=call.kv_layout.merged_ranks(size),
+        options=call.options.with_slopes(None),
+    )
+
+
+def call_of_heads(call: ResolvedCall, group: HeadGroup) -> ResolvedCall:
+    return call.altered(shape=call.shape._replace(heads=group.q_count, kv_heads=group.kv_count))
+
+
+def in_heads(blocks: list[MessageBlock], merged: Sequence[Tensor]) -> Tensors:
+    """Return the tensors (B, T_merged, h, D) of blocks that have arrived, by name."""
+    return {
+        name: x
+        for block, flat in zip(blocks, merged, strict=True)
+        for name, x in zip(block.names, block.in_heads(flat), strict=True)
+    }
+
+
+class HeadExchange:
+    """Carries out a `HeadPlan`."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        plan: HeadPlan,
+        label: str,
+        outer_name: str,
+        make_results: Callable[[], Tensors],
+    ) -> None:
+        """Prepare the exchange; `label` and `outer_name` name the messages.
+
+        `make_results` allocates the tensors (B, T_local, H, D) for results when the first one
+        returns.
+        """
+        self._comm, self._plan, self._label = comm, plan, f"{label}, heads"
+        between = comm.channel("rows") if len(plan.column) > 1 else comm
+        # Communication within this rank's column, for the outer strategy.
+        self.outer = SubComm(between, plan.column, outer_name, label)
+        self._make_results, self._results = make_results, Tensors()
+        self._returning: tuple[list[MessageBlock], Arriving] | None = None
+        self._sent_back = 0  # groups
+
+    def arrivals(self, tensors: Tensors) -> Iterator[list[Tensor]]:
+        """Yield, for each group, this rank's heads of these tensors (B, T_local, H, D).
+
+        A group comes as one buffer per block, for `in_heads`. While the caller computes with it,
+        the exchange of the next group is under way.
+        """
+
+        def post(number: int) -> Arriving:
+            blocks = self._plan.groups[number].arriving
+            flats = [block.pack_tokens([tensors[name] for name in block.names]) for block in blocks]
+            return self._post(blocks, flats, True, number)
+
+        arriving, count = post(0), len(self._plan.groups)
+        for number, group in enumerate(self._plan.groups):
+            current = arriving
+            if number + 1 < count:
+                arriving = post(number + 1)
+            yield [block.merge(x) for block, x in zip(group.arriving, current.wait(), strict=True)]
+
+    def send_back(self, tensors: Tensors) -> None:
+        """Send the results of the next group, (B, T_merged, h, D), to the tokens' owners.
+
+        Empties `tensors`, and waits until the results of the group before have arrived.
+        """
+        blocks = self._plan.groups[self._sent_back].leaving
+        flats = [block.pack_heads([tensors[name] for name in block.names]) for block in blocks]
+        tensors.clear()  # while the next group is computed, only the messages are held
+        self._collect()
+        self._returning = blocks, self._post(blocks, flats, False, self._sent_back)
+        self._sent_back += 1
+
+    def results(self) -> Tensors:
+        self._collect()
+        return self._results
+
+    def _collect(self) -> None:
+        """Wait for the results of the group before, and put them into the result tensors."""
+        if self._returning is None:
+            return
+        blocks, arriving = self._returning
+        self._returning = None
+        self._results = self._results or self._make_results()
+        for block, flat in zip(blocks, arriving.wait(), strict=True):
+            block.unpack_tokens(flat, [self._results[name] for name in block.names])
+
+    def _post(
+        self, blocks: list[MessageBlock], flats: list[Tensor], to_heads: bool, step: int
+    ) -> Arriving:
+        """Post the messages `flats` of blocks, in token form if they go `to_heads`."""
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        arriving = []
+        for block, flat in zip(blocks, flats, strict=True):
+            sizes, other_sizes = block.token_sizes, block.head_sizes
+            if to_heads:
+                other = flat.new_empty(block.head_elements)
+            else:
+                sizes, other_sizes = other_sizes, sizes
+                other = flat.new_empty(block.token_elements)
+            ours, theirs = flat.split_with_sizes(sizes), other.split_with_sizes(other_sizes)
+            for number in block.own:
+                theirs[number].copy_(ours[number])
+            sends += [(rank, ours[number]) for number, rank in block.others]
+            recvs += [(rank, theirs[number]) for number, rank in block.others]
+            arriving.append(other)
+        pending = self._comm.exchange(sends, recvs, label=self._label, step=step)
+        return Arriving(arriving, pending)

@@ -1,0 +1,125 @@
+"""Exchange key rows step by step, as planned, and return their gradients to their owners.
+
+Keys and values of a row travel together, in messages (n, B, Hkv, D + Dv): n rows, B batch, Hkv KV
+heads, head dims D of k and Dv of v. k and v are views of a message. Gradients return in messages of
+the same form, and dk and dv are views of these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.comm import Arriving, Comm
+from seqpar.comm.messages.message_header import Message
+from seqpar.softmax.compute.partial import PackedGradients
+from seqpar.softmax.keys.key_plan import KeyStep
+from seqpar.softmax.wire.message_dtypes import decode, encode, encoded_width
+from seqpar.softmax.wire.row_messages import Rows
+
+
+def travelling_keys(
+    comm: Comm,
+    steps: Sequence[KeyStep],
+    k: Tensor,
+    v: Tensor,
+    label: str,
+    ahead: int,
+    message_dtype: torch.dtype | None = None,
+) -> Generator[Sequence[Tensor], None, None]:
+    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then k and v of each of these steps.
+
+    While the caller computes with them, the exchanges of the next `ahead` steps are under way. Rows
+    travel in their own dtype, or in 8 bits (`wire/message_dtypes.py`).
+
+    Steps without rows may be left out, but they count: each exchange is posted at the same point
+    between the numbered steps on all ranks. In backward the exchanges of keys and of gradients
+    alternate, and two ranks must post the exchanges between them in the same order.
+    """
+    dims, code = [k.shape[3], v.shape[3]], message_dtype
+    row_shape = k.shape[0], k.shape[2], encoded_width(dims) if code else sum(dims)
+    by_row = k.transpose(0, 1), v.transpose(0, 1)
+    packed: tuple[Rows, Tensor] | None = None  # kept: consecutive receivers often get equal rows
+    under_way: deque[Arriving] = deque()
+    no_rows: Sequence[Tensor] = ()  # yielded for a step in which no rows arrive
+
+    def post(step: KeyStep, following: KeyStep | None) -> None:
+        nonlocal packed
+        if not step.travels:  # this rank may still relay messages of other ranks
+            idle = comm.exchange([], [], label=label, step=step.number)
+            under_way.append(Arriving([], idle))
+            return
+        sends = []
+        for peer, rows in step.to:
+            if packed is None or packed[0] is not rows:
+                packed = None  # freed before other rows are packed
+                message = rows.pack(*by_row)
+                packed = rows, encode(message, dims, code) if code else message
+                del message
+            sends.append((peer, packed[1]))
+        if following is None or not following.sends_last_rows_of(step):
+            packed = None
+        block = k.new_empty((step.rows, *row_shape), dtype=torch.int8 if code else None)
+        recvs = _messages(step.source, block, step.counts)
+        pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        under_way.append(Arriving([block], pending))
+
+    posted = 0
+
+    def post_until(number: int) -> None:
+        nonlocal posted
+        while posted < len(steps) and steps[posted].number <= number:
+            following = steps[posted + 1] if posted + 1 < len(steps) else None
+            post(steps[posted], following)
+            posted += 1
+
+    post_until(ahead)
+    yield k, v
+    for step in steps:
+        post_until(max(step.number - 1 + ahead, step.number))
+        arrived = under_way.popleft().wait()
+        post_until(step.number + ahead)
+        if arrived and code:
+            yield [x.transpose(0, 1) for x in decode(arrived.pop(), dims, code, k.dtype)]
+        elif arrived:
+            yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
+        else:
+            no_rows = no_rows or (k[:, :0], v[:, :0])
+            yield no_rows
+
+
+class GradientReturn:
+    """A step's exchange of gradients: they return to the owners of the rows that travelled."""
+
+    def __init__(
+        self, comm: Comm, label: str, dtype: torch.dtype | None, step: KeyStep, block: Tensor | None
+    ) -> None:
+        """Post the exchange, in a dtype, or in the block's if it is None.
+
+        `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
+        travelled. Gradients of own rows come from the ranks that these were sent to.
+        """
+        sends, recvs = list[Message](), list[Message]()
+        if block is not None:
+            block = block.to(dtype or block.dtype)
+            arriving = block.new_empty((step.sent_rows, *block.shape[1:]))
+            sends = _messages(step.source, block, step.counts)
+            recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
+        pending = comm.exchange(sends, recvs, label=label, step=step.number)
+        self._rows = [rows for _, rows in step.to]
+        self._arriving = Arriving([x for _, x in recvs], pending)
+
+    def add_to(self, total: PackedGradients) -> None:
+        """Wait for the gradients of own rows, and add them to this rank's dk and dv."""
+        for rows, part in zip(self._rows, self._arriving.wait(), strict=True):
+            rows.add(part, total.packed)
+
+
+def _messages(peers: list[int], block: Tensor, counts: list[int]) -> list[Message]:
+    """Split a block into one message per peer, of `counts` rows each."""
+    if len(peers) == 1:
+        return [(peers[0], block)]
+    return list(zip(peers, block.split_with_sizes(counts), strict=True)) if peers else []

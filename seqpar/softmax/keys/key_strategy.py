@@ -1,0 +1,185 @@
+"""The base class of strategies whose queries stay while keys and values travel.
+
+Subclasses choose which ranks' keys arrive together, and how many exchanges are posted ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.messages.comm import Comm
+from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.traffic import Traffic
+from seqpar.softmax.attend import attend_backward, attend_blocks
+from seqpar.softmax.call import Operands, ResolvedCall
+from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
+from seqpar.softmax.keys.key_exchange import GradientReturn, travelling_keys
+from seqpar.softmax.keys.key_plan import (
+    Distances,
+    HeadSlices,
+    KeyPlan,
+    head_groups,
+    key_areas,
+    key_traffic,
+)
+from seqpar.softmax.keys.rank_invariant_attention import TileCall
+from seqpar.softmax.keys.rank_invariant_plan import tile_areas, tile_traffic
+from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
+from seqpar.softmax.wire.message_dtypes import (
+    check_digits,
+    check_gradient_digits,
+    check_gradient_dtype,
+    check_message_dtype,
+)
+
+
+@dataclass(frozen=True)
+class KeyStrategy(Strategy):
+    """Keys and values travel in steps; in backward their gradients return to the owners."""
+
+    message_dtype: torch.dtype | None = None  # of keys and values: None is their own, or 8 bits
+    gradient_dtype: torch.dtype | None = None  # of dk and dv: None is the accumulator's, or bf16
+
+    def __post_init__(self) -> None:
+        check_message_dtype(self.message_dtype)
+        check_gradient_dtype(self.gradient_dtype)
+
+    @property
+    def takes_most_documents(self) -> bool:
+        return not self.rank_invariant
+
+    def check(self, call: ResolvedCall) -> None:
+        check_digits(self.message_dtype, call.shape.dtype)
+        check_gradient_digits(self.gradient_dtype, call.shape.dtype)
+
+    def to_rank_invariant(self) -> Self:
+        if self.message_dtype is not None:  # keys of other ranks would have 8 bits, own keys more
+            raise ValueError('message_dtype must be None with deterministic="ranks"')
+        if self.gradient_dtype is not None:  # a rank's own contributions would have more digits
+            raise ValueError('gradient_dtype must be None with deterministic="ranks"')
+        return replace(self, rank_invariant=True)
+
+    def _tiles(self, comm: Comm, call: ResolvedCall, direction: str) -> TileCall:
+        distances = tuple(map(tuple, self.distances(call.ranks)))
+        return TileCall(comm, call, distances, f"{self.name} {direction}, tiles")
+
+    def distances(self, ranks: int) -> Distances:
+        """Return, for each step, the distances d: rank r receives keys of rank r − d."""
+        raise NotImplementedError
+
+    def ahead(self, ranks: int) -> int:
+        """Return the number of steps whose exchanges are under way while a rank computes."""
+        raise NotImplementedError
+
+    def plan(self, call: ResolvedCall, every_step: bool = False) -> KeyPlan:
+        """Return the call's plan, made once per layout and mask.
+
+        With `every_step` it has steps in which this rank sends and receives no rows; it may still
+        relay messages of other ranks.
+        """
+        build = lambda: KeyPlan(call, self.distances(call.ranks), every_step)  # noqa: E731
+        return call.once(("keys", self, every_step), build)
+
+    def forward(self, comm: Comm, call: ResolvedCall, operands: Operands) -> ForwardResult:
+        if self.rank_invariant:
+            return self._tiles(comm, call, "forward").forward(operands)
+        groups = self.groups(call, comm.is_routed)
+        if len(groups) == 1:
+            return ForwardResult(*self._attend(comm, call, operands), [])
+        q, value_dim = operands.q, operands.v.shape[3]
+        out = q.new_empty((*q.shape[:-1], value_dim))
+        lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+        for heads in groups:
+            part = self._attend(
+                comm, call.with_heads_of(call, heads.queries), heads.operands(operands)
+            )
+            out[:, :, heads.queries], lse[:, :, heads.queries] = part
+            del part
+        return ForwardResult(out, lse, [])
+
+    def groups(self, call: ResolvedCall, every_step: bool = False) -> list[HeadSlices]:
+        """Return the groups of heads that travel and are computed one after another.
+
+        `every_step` is as in `plan`. If this rank sends and receives no rows, it has one group.
+        """
+        if self.plan(call, every_step).steps:
+            return head_groups(call.shape, call.kv_layout)
+        return [HeadSlices(slice(None), slice(None))]
+
+    def _attend(self, comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks = operands
+        plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
+        ahead = self.ahead(call.ranks)
+        keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
+        return attend_blocks(q, keys, plan.blocks, call.options, sinks, None, call.max_logits)
+
+    def gradients(
+        self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands
+    ) -> Gradients:
+        if self.rank_invariant:
+            return self._tiles(comm, call, "backward").gradients(output, operands)
+        total = PartialGradients.zeros(operands.q, operands.k, operands.v)
+        groups = self.groups(call, comm.is_routed)
+        if len(groups) == 1:
+            self._attend_backward(comm, call, output, operands, total)
+        else:
+            for heads in groups:
+                part = heads.output(output), heads.operands(operands), heads.gradients(total)
+                self._attend_backward(comm, call.with_heads_of(call, heads.queries), *part)
+        return total.results()
+
+    def _attend_backward(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        output: OutputGradient,
+        operands: Operands,
+        total: PackedGradients,
+    ) -> None:
+        """Add the gradients of the heads in `operands` to `total`.
+
+        The gradients of each step return to the rows' owners while the next step is computed.
+        Owners add them in the order of the steps.
+        """
+        plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
+        (q, k, v, _), options, ahead = operands, call.options, self.ahead(call.ranks)
+        keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
+        returning: GradientReturn | None = None
+        next(keys)
+        attend_backward(output, q, k, v, plan.own[0], total, options)
+        for step in plan.steps:
+            k_block, v_block = next(keys)
+            gradients = total.of_block(k_block, v_block) if step.travels else None
+            if gradients is not None:
+                attend_backward(output, q, k_block, v_block, step.slices, gradients, options)
+            del k_block, v_block
+            if returning is not None:
+                returning.add_to(total)
+            packed = None if gradients is None else gradients.packed
+            returning = GradientReturn(comm, label, self.gradient_dtype, step, packed)
+            del gradients, packed
+        keys.close()  # frees the last block
+        if returning is not None and plan.ends_early:
+            # Sums have the same bits whether steps without rows are left out or not.
+            returning.add_to(total)
+            returning = None
+        for slices in plan.own[1:]:
+            attend_backward(output, q, k, v, slices, total, options)
+        if returning is not None:
+            returning.add_to(total)
+
+    def areas(self, call: ResolvedCall, rank: int) -> list[int]:
+        distances = self.distances(call.ranks)
+        return (tile_areas if self.rank_invariant else key_areas)(call, rank, distances)
+
+    def traffic(self, call: ResolvedCall, rank: int) -> list[Traffic]:
+        distances = self.distances(call.ranks)
+        if self.rank_invariant:
+            return tile_traffic(call, rank, distances)
+        groups = len(head_groups(call.shape, call.kv_layout))
+        dtypes = self.message_dtype, self.gradient_dtype
+        return key_traffic(call, rank, distances, *dtypes, groups)

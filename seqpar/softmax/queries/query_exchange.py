@@ -1,0 +1,220 @@
+"""Send query rows to the other ranks of a row, which compute with them, and get results back.
+
+Legend: B batch, T local rows, Hq query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import NamedTuple
+
+from torch import Tensor
+
+from seqpar.comm.messages.comm import Arriving, Comm
+from seqpar.comm.messages.message_header import Message
+from seqpar.core.arguments import Ints
+from seqpar.layout.masks.mask import Blocks, Slices
+from seqpar.softmax.call import ResolvedCall
+from seqpar.softmax.keys.key_plan import HeadSlices, head_groups
+from seqpar.softmax.wire.row_messages import Packing, RowFormat, Rows
+
+
+@dataclass(eq=False)
+class QueryHop:
+    """In one step, queries of this rank go to a receiver, and queries of a sender come here."""
+
+    step: int  # the step's number, from 1
+    receiver: int
+    sender: int
+    sent_count: int  # how many query rows go to the receiver
+    received_count: int  # how many come from the sender
+    build_sent: Callable[[], Ints]  # returns the ranges of rows that go to the receiver
+    build_received: Callable[[], Ints]  # returns the sender's ranges of rows that arrive
+    build_slices: Sequence[Callable[[], Slices]]  # return slices over each block of keys
+
+    @cached_property
+    def sent(self) -> Rows:
+        return Rows(self.build_sent())
+
+    @cached_property
+    def received(self) -> Rows:
+        return Rows(self.build_received())
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        """The slices of received rows over each block of keys that is here, or None."""
+        return Blocks([build() for build in self.build_slices]) if self.received_count else None
+
+
+class HopMessages(NamedTuple):
+    """The messages of a hop for one group of heads."""
+
+    hop: QueryHop
+    number: int  # among the groups of all hops; the same on the two ranks of a message
+    group: int  # the number of the group of heads
+    packs: bool  # whether tensors whose rows are one range also share one message
+    outgoing: Packing  # queries to the receiver
+    incoming: Packing  # queries from the sender
+    leaving: Packing  # the sender's results
+    returning: Packing  # this rank's results
+
+    def packs_rows(self, rows: Rows) -> bool:
+        """Return whether the tensors that travel share one message, or have one message each."""
+        return self.packs or not rows.is_range
+
+
+class QuerySchedule(NamedTuple):
+    """The hops of one pass, in order."""
+
+    groups: list[HeadSlices]  # the groups in which heads travel; the same on all ranks
+    hops: list[HopMessages]  # each hop of each group
+    ends_early: bool  # whether hops without rows were left out at the end
+
+    @classmethod
+    def of(
+        cls,
+        call: ResolvedCall,
+        query_hops: Sequence[QueryHop],
+        last_step: int,
+        travelling: Sequence[RowFormat],
+        results: Sequence[RowFormat],
+    ) -> QuerySchedule:
+        """Return the schedule of a pass in which tensors of these formats travel and return.
+
+        `last_step` is the number of the last hop, which may have been left out.
+        """
+        groups, packs, hops = query_groups(call), packs_all_rows(call), list[HopMessages]()
+        for hop in query_hops:
+            for group, heads in enumerate(groups):
+                batch, count = call.shape.batch, heads.queries.stop - heads.queries.start
+                sent, received = (batch, hop.sent_count, count), (batch, hop.received_count, count)
+                messages = HopMessages(
+                    hop,
+                    hop.step * len(groups) + group,
+                    group,
+                    packs,
+                    outgoing=Packing(sent, travelling),
+                    incoming=Packing(received, travelling),
+                    leaving=Packing(received, results),
+                    returning=Packing(sent, results),
+                )
+                hops.append(messages)
+        return cls(groups, hops, bool(hops) and hops[-1].hop.step < last_step)
+
+
+def query_groups(call: ResolvedCall) -> list[HeadSlices]:
+    """Return the groups in which heads travel: the same on all ranks."""
+    return head_groups(call.shape, call.layout)
+
+
+def packs_all_rows(call: ResolvedCall) -> bool:
+    """Return whether all tensors that travel are packed into one message, whatever their rows are.
+
+    Otherwise tensors whose rows are one range are sent one by one, without a copy.
+    """
+    return call.shape.batch > 1 or len(query_groups(call)) > 1
+
+
+class QueryExchange:
+    """Carries out the hops of a schedule.
+
+    Results travel in separate exchanges on a separate channel. In one exchange with the queries of
+    the next hop they would leave a step later.
+    """
+
+    def __init__(
+        self, comm: Comm, schedule: QuerySchedule, travelling: Sequence[Tensor], label: str
+    ) -> None:
+        """Prepare a pass in which the tensors `travelling`, (B, T, Hq, …), travel."""
+        self._queries, self._results = comm, comm.channel("results")
+        self._schedule, self._label, self._device = schedule, label, travelling[0].device
+        whole = [x.contiguous() for x in travelling]
+        self._travelling = [[x[:, :, heads.queries] for x in whole] for heads in schedule.groups]
+
+    def results(
+        self,
+        compute_first: Callable[[], None],
+        compute_last: Callable[[], None],
+        compute: Callable[[HopMessages, list[Tensor]], Tensor],
+    ) -> Iterator[tuple[int, slice | Tensor, list[Tensor]]]:
+        """Yield the results of this rank's queries in the order of the hops, as they return.
+
+        Each comes with the number of its group of heads and with its local rows, as a range or
+        indices.
+
+        Args:
+            compute_first: computes with this rank's own queries while the first queries arrive.
+            compute_last: does so while the last results return.
+            compute: returns a message with the results of received queries. Meanwhile the queries
+                of the next hop and, in the other direction, the results of the hop before are
+                under way.
+        """
+        hops = self._schedule.hops
+        arriving = self._post_queries(hops[0]) if hops else None
+        compute_first()
+        returning: tuple[HopMessages, Arriving] | None = None
+        for messages, following in zip_longest(hops, hops[1:]):
+            assert arriving is not None
+            received, arriving = arriving.wait(), None
+            # Where ranks leave out hops without rows, all post the others in one order.
+            if adjacent := following and following.number == messages.number + 1:
+                arriving = self._post_queries(following)
+            message = compute(messages, received) if messages.hop.received_count else None
+            del received  # before the next queries are computed
+            returned = self._returned(*returning) if returning else None
+            returning = messages, self._post_results(messages, message)
+            del message
+            if following and not adjacent:
+                arriving = self._post_queries(following)
+            if returned:
+                yield returned
+            del returned
+        if returning and self._schedule.ends_early:
+            # Sums have the same bits whether hops without rows are left out or not.
+            if returned := self._returned(*returning):
+                yield returned
+            returning = None
+        compute_last()
+        if returning and (returned := self._returned(*returning)):
+            yield returned
+
+    def _returned(
+        self, messages: HopMessages, results: Arriving
+    ) -> tuple[int, slice | Tensor, list[Tensor]] | None:
+        """Wait for the results of a hop; return None if it has no rows."""
+        tensors, hop = results.wait(), messages.hop
+        return (messages.group, hop.sent.local(self._device), tensors) if hop.sent_count else None
+
+    def _post_queries(self, messages: HopMessages) -> Arriving:
+        hop = messages.hop
+        sends, recvs, received = list[Message](), list[Message](), list[Tensor]()
+        if hop.received_count and messages.packs_rows(hop.received):
+            message, received = messages.incoming.empty(self._device)
+            recvs = [(hop.sender, message)]
+        elif hop.received_count:
+            received = messages.incoming.apart(self._device)
+            recvs = [(hop.sender, x) for x in received]
+        if hop.sent_count:
+            travelling = self._travelling[messages.group]
+            if messages.packs_rows(hop.sent):
+                packed, tensors = messages.outgoing.empty(self._device)
+                for x, out in zip(travelling, tensors, strict=True):
+                    hop.sent.select(x, out)
+                sends = [(hop.receiver, packed)]
+            else:
+                sends = [(hop.receiver, hop.sent.select(x)) for x in travelling]
+        pending = self._queries.exchange(sends, recvs, label=self._label, step=hop.step)
+        return Arriving(received, pending)
+
+    def _post_results(self, messages: HopMessages, message: Tensor | None) -> Arriving:
+        hop = messages.hop
+        sends = [] if message is None else [(hop.sender, message)]
+        recvs, results = list[Message](), list[Tensor]()
+        if hop.sent_count:
+            arriving, results = messages.returning.empty(self._device)
+            recvs = [(hop.receiver, arriving)]
+        pending = self._results.exchange(sends, recvs, label=self._label, step=hop.step)
+        return Arriving(results, pending)

@@ -1,0 +1,51 @@
+"""Wrappers, tensor parallelism and torch's context_parallel: compared, or named as not seen."""
+
+import pytest
+
+from seqpar import parity
+from tests.support.parity import Run, step
+from tests.support.parity_stacks import (
+    one_rank,
+    seqpar_context_parallel,
+    tensor_parallel,
+    torch_context_parallel,
+)
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_wrapped_model_is_compared_to_its_gradients_and_weights(pool, tmp_path, wrapper):
+    step(None, tmp_path / "one", Run(optimizer="AdamW"))
+    pool(2, step, tmp_path / "many", Run(2, wrapper=wrapper, optimizer="AdamW"))
+    report = parity.compare(tmp_path / "one", tmp_path / "many")
+    assert report.first is None, str(report)
+    stages = {x.stage for x in report.findings}
+    assert {"output", "gradient of output", "gradient", "weight after"} <= stages
+
+
+def test_divided_features_are_named_as_not_compared(pool, tmp_path):
+    one_rank(tmp_path / "one")
+    pool(2, tensor_parallel, tmp_path / "many")
+    report = parity.compare(tmp_path / "one", tmp_path / "many")
+    assert report.first is None, str(report)
+    assert "many: all ranks have the same tokens" in report.notes
+    assert any("blocks.0.up: not compared: 64 features in one and 32" in x for x in report.notes)
+    assert "blocks.0.up.weight" in [x.name for x in report.findings if x.stage == "gradient"]
+
+
+def test_context_parallel_agrees_with_one_rank(pool, tmp_path):
+    one_rank(tmp_path / "one")
+    pool(2, seqpar_context_parallel, tmp_path / "two")
+    report = parity.compare(tmp_path / "one", tmp_path / "two")
+    assert report.first is None, str(report)
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_the_order_of_torchs_context_parallel_is_found(pool, tmp_path, averages):
+    one_rank(tmp_path / "one")
+    pool(2, torch_context_parallel, tmp_path / "many", averages)
+    report = parity.compare(tmp_path / "one", tmp_path / "many")
+    assert "many: the order of tokens was found from the inputs: position_ids" in report.notes
+    if averages:
+        assert report.first is None, str(report)
+    else:
+        assert report.diagnosis.startswith("Gradients are those of a rank's tokens only")

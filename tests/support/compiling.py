@@ -1,0 +1,49 @@
+"""Other threads that are compiling."""
+
+import contextlib
+import threading
+
+import torch
+
+
+class Waits(torch.nn.Module):
+    """A module whose forward, which torch.export runs, calls a function."""
+
+    def __init__(self, wait):
+        super().__init__()
+        self.wait = wait
+
+    def forward(self, x):
+        self.wait()
+        return x.sin()
+
+
+def compile_slowly(wait):
+    def backend(graph, inputs):
+        wait()
+        return graph
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(1))
+
+
+def export_slowly(wait):
+    torch.export.export(Waits(wait), (torch.ones(1),), strict=False)
+
+
+@contextlib.contextmanager
+def compiling_elsewhere(compile=compile_slowly):
+    """In this context, another thread compiles a function."""
+    began, end = threading.Event(), threading.Event()
+
+    def wait():
+        began.set()
+        assert end.wait(60)
+
+    thread = threading.Thread(target=compile, args=(wait,))
+    thread.start()
+    try:
+        assert began.wait(60)
+        yield
+    finally:
+        end.set()
+        thread.join()

@@ -1,0 +1,119 @@
+"""Small models on other people's stacks: torch's context_parallel and tensor parallelism."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import seqpar
+from seqpar import Layout, parity
+from tests.support.parity import Ring
+
+TOKENS, WIDTH, HEADS, VOCABULARY = 32, 32, 2, 29
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, position_ids, gather):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        if gather is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            k, v = (gather(part.transpose(1, 2)).transpose(1, 2) for part in (k, v))
+            seen = position_ids[:, :, None] >= gather(position_ids)[:, None]
+            scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], -torch.inf)
+            out = scores.softmax(-1) @ v
+        x = x + self.out(out.transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.at = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids, position_ids, gather=None):
+        x = self.embed(input_ids) + self.at(position_ids)
+        for block in self.blocks:
+            x = block(x, position_ids, gather)
+        return self.head(x)
+
+
+def inputs():
+    torch.manual_seed(3)
+    model, ids = Model(), torch.randint(0, VOCABULARY, (2, TOKENS))
+    positions = torch.arange(TOKENS).expand(2, -1).clone()
+    return model, ids, positions, F.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+def loss_of(logits, labels, count):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+
+def one_rank(folder):
+    model, ids, positions, labels = inputs()
+    with parity.record(folder, model):
+        loss_of(model(ids, positions), labels, (labels >= 0).sum()).backward()
+
+
+def torch_context_parallel(group, folder, averages=True):
+    """torch's `context_parallel` cuts the batch; keys are gathered, since its ring needs a GPU."""
+    model, ids, positions, labels = inputs()
+    count, ranks = (labels >= 0).sum(), dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    buffers = [ids, positions, labels]
+    with (
+        context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[1] * 3, no_restore_buffers=set(buffers)
+        ),
+        parity.record(folder, model, group),
+    ):
+        logits = model(ids, positions, lambda x: Ring.apply(x, group, False))
+        (loss_of(logits, labels, count) * ranks).backward()
+        for x in model.parameters() if averages else ():
+            dist.all_reduce(x.grad, group=group)
+            x.grad /= ranks
+
+
+def seqpar_context_parallel(group, folder):
+    """Ours replaces SDPA in the same model."""
+    model, ids, positions, labels = inputs()
+    count, ranks = (labels >= 0).sum(), dist.get_world_size(group)
+    layout = Layout.zigzag(TOKENS, ranks)
+    ids, positions, labels = (
+        layout.shard(x, dist.get_rank(group), 1) for x in (ids, positions, labels)
+    )
+    with (
+        seqpar.context_parallel(group, layout),
+        parity.record(folder, model, group, layout=layout) as recorder,
+    ):
+        loss = loss_of(model(ids, positions), labels, count) * ranks
+        recorder.loss(loss)  # this context has its own backward, which a recording does not see
+        loss.backward()
+        for x in model.parameters():
+            dist.all_reduce(x.grad, group=group)
+            x.grad /= ranks
+
+
+def tensor_parallel(group, folder):
+    """The MLPs' features are divided over ranks, and every rank has all tokens."""
+    model, ids, positions, labels = inputs()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with parity.record(folder, model, group):
+        loss_of(model(ids, positions), labels, (labels >= 0).sum()).backward()

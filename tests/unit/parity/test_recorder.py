@@ -1,0 +1,187 @@
+"""What a recording keeps, what it refuses, and what it says it could not see."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from seqpar import Layout, parity
+from seqpar.parity import files, recording
+
+IDS = torch.arange(12).view(2, 6) % 7
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, wrap=lambda block, x: block(x)):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.wrap = wrap
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = self.wrap(block, x)
+        return self.head(x)
+
+
+def model(**options):
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def step(folder, network, ids=IDS, labels=None, steps=1, **options):
+    """Record the last of some steps, of which each trains."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    for i in range(steps):
+        path = folder if i == steps - 1 else folder.with_name(f"{folder.name}-{i}")
+        with parity.record(path, network, **options):
+            logits = network(ids)
+            target = (ids if labels is None else labels).flatten()
+            nn.functional.cross_entropy(logits.flatten(0, 1), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def test_files_are_readable_without_seqpar(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    step(tmp_path / "run", model(), full=["blocks.1*"])
+    content = json.loads((tmp_path / "run/rank-00000.json").read_text())
+    tensors = safetensors.load_file(tmp_path / "run/rank-00000.safetensors")
+    (whole,) = [x for x in content["outputs"] if x["name"] == "blocks.1"]
+    assert whole["shape"] == [2, 6, 8] and tensors[whole["tensors"]["full"]].shape == (2, 6, 8)
+    assert tensors[whole["tensors"]["summary"]].shape == (2, 6, 6)
+    norms = tensors[whole["tensors"]["full"]].double().norm(dim=-1)
+    assert torch.allclose(tensors[whole["tensors"]["summary"]][..., 0], norms)
+    assert content["optimizer"]["learning_rates"] == [0.01]
+    assert content["cross_entropy"][0]["labels"] == 12
+
+
+def test_gradients_are_those_before_the_step(tmp_path):
+    """`zero_grad` within the context loses none."""
+    report = parity.compare(step(tmp_path / "a", model()), step(tmp_path / "b", model()))
+    gradients = [x for x in report.findings if x.stage == "gradient"]
+    assert report.first is None and len(gradients) == len(list(model().parameters()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_are_recorded_once(tmp_path, reentrant):
+    def wrap(block, x):
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    step(tmp_path / "a", model())
+    report = parity.compare(tmp_path / "a", step(tmp_path / "b", model(wrap=wrap)))
+    assert report.first is None and not report.notes
+    gradients = [x.name for x in report.findings if x.stage == "gradient of output"]
+    assert "blocks.0.up" in gradients and "blocks.1" in gradients
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it
+def test_a_compiled_block_is_seen_from_outside(tmp_path):
+    compiled = model()
+    compiled.blocks[0].compile(backend="eager")
+    compiled.blocks[1] = torch.compile(compiled.blocks[1], backend="eager")
+    step(tmp_path / "a", model())
+    report = parity.compare(tmp_path / "a", step(tmp_path / "b", compiled))
+    compared = [x.name for x in report.findings if x.stage == "output"]
+    assert report.first is None and {"blocks.0", "blocks.1"} <= set(compared)
+    assert "blocks.0.up" not in compared
+    assert any("blocks.1: compiled, so nothing inside it was seen" in x for x in report.notes)
+
+
+def test_parts_of_a_model_may_be_called_by_the_loop(tmp_path):
+    """The inputs are then those of the first module that runs."""
+    for name in ("a", "b"):
+        network = model()
+        with parity.record(tmp_path / name, network) as recorder:
+            x = network.embed(IDS)
+            recorder.loss(network.blocks[0](x).sum(), 12)
+    report = parity.compare(tmp_path / "a", tmp_path / "b")
+    (loss,) = [x for x in report.findings if x.stage == "loss"]
+    assert report.first is None and loss.values[0] == loss.values[1] != 0
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    def refused(error, match, *arguments, **options):
+        with pytest.raises(error, match=match), parity.record(*arguments, **options):
+            pass
+
+    refused(TypeError, "model must be a Module", tmp_path / "a", len)
+    refused(ValueError, "folder must be a path", 3, model())
+    refused(ValueError, "layout must be one of head_tail", tmp_path / "a", model(), layout="zigzag")
+    refused(ValueError, "layout must be a Layout, one of", tmp_path / "a", model(), layout=3)
+    with pytest.raises(ValueError, match="tokens must be None with layout"):
+        step(tmp_path / "a", model(), layout="striped", tokens=torch.arange(6))
+    with pytest.raises(ValueError, match="tokens has 5 tokens on this rank, the model got"):
+        step(tmp_path / "a", model(), tokens=torch.arange(5))
+    with pytest.raises(ValueError, match="layout must have 1 ranks, as the group, got 2"):
+        step(tmp_path / "a", model(), layout=Layout.contiguous(12, 2))
+    with pytest.raises(ValueError, match="the function must return 6 positions for rank 0"):
+        step(tmp_path / "a", model(), layout=lambda rank, ranks, tokens: range(tokens + 1))
+    assert not (tmp_path / "a").exists()
+    step(tmp_path / "a", model())
+    refused(ValueError, "exists: give another name", tmp_path / "a", model())
+
+
+def test_nothing_is_left_on_the_model(tmp_path):
+    network, loss = model(), nn.functional.cross_entropy
+    step(tmp_path / "a", network)
+    assert not any(x._forward_hooks or x._forward_pre_hooks for x in network.modules())
+    assert nn.functional.cross_entropy is loss
+
+
+def test_no_hook_is_left_on_a_parameter_that_a_module_returns(tmp_path):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(7, 8))
+
+        def forward(self):
+            return self.weight
+
+    network = model()
+    network.embed = Table()
+    network.forward = lambda ids: network.head(network.embed()[ids])
+    with parity.record(tmp_path / "a", network):
+        network(IDS).sum().backward()
+    assert not network.embed.weight._backward_hooks
+
+
+def test_options_of_cross_entropy_may_be_positional(tmp_path):
+    network, labels = model(), IDS.flatten().clone()
+    labels[:2] = -1
+    with parity.record(tmp_path / "a", network):
+        loss = nn.functional.cross_entropy(network(IDS).flatten(0, 1), labels, None, None, -1)
+        loss.backward()
+    content = json.loads((tmp_path / "a" / "rank-00000.json").read_text())
+    assert content["cross_entropy"] == [{"value": pytest.approx(loss.item()), "labels": 10}]
+
+
+def test_replicas_may_hold_rows_in_any_order(tmp_path, monkeypatch):
+    """A sampler gives ranks of DDP other rows; none of them says so."""
+    step(tmp_path / "one", model())
+    for rank, row in ((0, 1), (1, 0)):
+        monkeypatch.setattr(recording, "members_of", lambda _, rank=rank: (rank, [0, 1]))
+        monkeypatch.setattr(files, "_BEGAN", 0.0)
+        network = model()
+        with parity.record(tmp_path / "two", network):
+            logits, target = network(IDS[row : row + 1]), IDS[row]
+            nn.functional.cross_entropy(logits.flatten(0, 1), target).backward()
+    report = parity.compare(tmp_path / "one", tmp_path / "two")
+    assert "two: each rank has whole sequences" in report.notes
+    assert report.first.stage == "gradient"  # nobody has averaged
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="no rank has row 1 of the other recording"):
+        parity.compare(tmp_path / "one", step(tmp_path / "twice", model(), ids=IDS[[0, 0]]))
