@@ -1,5 +1,6 @@
 """Attention servers as processes that are killed, stopped and slowed, and clients that are."""
 
+import gc
 import itertools
 import os
 import socket
@@ -194,6 +195,25 @@ def rss(pid):
 
 def descriptors(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_a_closed_pool_frees_its_sockets_without_the_garbage_collector(tmp_path):
+    with processes(tmp_path, 1) as (server,):
+        pid = server.process.pid
+        before = descriptors(pid)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                with held(tmp_path), connect(server.address, home=False) as pool:
+                    futures = [pool.submit(request) for request in REQUESTS]
+                    wait_for_calls(tmp_path, [server])
+                    for future in futures:
+                        future.cancel()
+                del pool, future, futures
+            wait_until(lambda: descriptors(pid) <= before)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.exhaustive)])

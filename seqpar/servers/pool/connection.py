@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from seqpar.servers.wire.texts import library_version, printable
 from seqpar.servers.wire.versions import Version, data_of, joined
 
 Answer = Future[tuple[Tensor, ...]]
+AsyncCall = Callable[..., Coroutine[Any, Any, None]]
 State = Literal["connecting", "ready", "draining", "refused"]
 
 _log = logging.getLogger("seqpar")
@@ -193,7 +194,7 @@ class ServerConnection:
         self._silence_seconds = max(endpoint.connect_seconds, _MIN_SILENCE_SECONDS)
         self._retry_seconds = _RETRY_SECONDS
         self._calls: set[asyncio.Task[None]] = set()  # which must be kept until they end
-        self._keeping = asyncio.get_running_loop().create_task(self._keep_session())
+        self._keeping = self._run(self._keep_session)
 
     # --- What the pool asks when it chooses a server ---
 
@@ -253,10 +254,10 @@ class ServerConnection:
         attempt = Attempt(work, self, self._last_number)
         self.attempts[attempt.number] = attempt
         work.attempts.append(attempt)
-        attempt.call = self._run(self._compute(attempt))
+        attempt.call = self._run(self._compute, attempt)
 
-    def _run(self, call: Any) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(call)
+    def _run(self, call: AsyncCall, *arguments: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(_until_cancelled(call, *arguments))
         self._calls.add(task)
         task.add_done_callback(self._forget_call)
         return task
@@ -319,7 +320,7 @@ class ServerConnection:
         except BaseException:
             call.cancel()
             raise
-        self._run(self._end(call))
+        self._run(self._end, call)
         return payload.tensors(parts), reply.seconds
 
     async def _end(self, call: Any) -> None:
@@ -423,7 +424,7 @@ class ServerConnection:
         if self._channel is not None:
             request = self._service.messages.FreeRequest(session=self._welcome.session, cache=cache)
             free = self._channel.unary_unary(f"/{self._service.service}/Free")
-            self._run(self._quietly(free, request.SerializeToString()))
+            self._run(self._quietly, free, request.SerializeToString())
 
     async def _quietly(self, call: Callable[..., Any], request: bytes) -> None:
         """Make a call whose failure changes nothing: a cache ends with its session."""
@@ -518,12 +519,14 @@ class ServerConnection:
 
     async def _event(self, call: Any) -> Any:
         read = asyncio.ensure_future(call.read())
-        # If this process itself stood still, events have arrived: look once more.
-        for seconds in (self._silence_seconds, _SECOND_LOOK_SECONDS):
-            await asyncio.wait([read], timeout=seconds)
-        if not read.done():
-            read.cancel()
-            raise TimeoutError
+        try:
+            # If this process itself stood still, events have arrived: look once more.
+            for seconds in (self._silence_seconds, _SECOND_LOOK_SECONDS):
+                await asyncio.wait([read], timeout=seconds)
+            if not read.done():
+                raise TimeoutError
+        finally:
+            read.cancel()  # which changes nothing if it has ended
         if (raw := await read) is grpc.aio.EOF:
             await self._raise_status(call)
         return self._service.read(self._service.messages.SessionEvent, raw)
@@ -557,7 +560,7 @@ class ServerConnection:
         self._server_arena = Arena(0)
         if self._endpoint.direct is not None:
             self._endpoint.direct.close(self)
-        self._run(_close(self._channel, self._route))
+        self._run(_close, self._channel, self._route)
         self._channel = self._route = None
         for attempt in unanswered:
             self._events.on_failure(attempt, Failure(reason))
@@ -567,8 +570,7 @@ class ServerConnection:
         """End the session, and begin another one soon."""
         self._keeping.cancel()
         self.lose(reason)
-        again = self._keep_session(_RETRY_SECONDS)
-        self._keeping = asyncio.get_running_loop().create_task(again)
+        self._keeping = self._run(self._keep_session, _RETRY_SECONDS)
 
     def distrust(self, reason: str) -> None:
         """End the session for good."""
@@ -578,12 +580,22 @@ class ServerConnection:
 
     async def close(self) -> None:
         """End the session and all calls."""
-        self._keeping.cancel()
-        calls = [self._keeping, *self._calls]
+        calls = list(self._calls)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await _close(self._channel, self._route)
+
+
+async def _until_cancelled(call: AsyncCall, *arguments: Any) -> None:
+    """Run a call, and return if it is cancelled.
+
+    A task that raises CancelledError keeps the error, the error's traceback keeps the frames of the
+    call, and these keep the task. The call's socket and payload would stay until Python's garbage
+    collector ran.
+    """
+    with suppress(asyncio.CancelledError):
+        await call(*arguments)
 
 
 async def _close(channel: grpc.aio.Channel | None, route: Route | None) -> None:
