@@ -54,7 +54,8 @@ def test_the_table_holds_for_these_sources(version):
     advice = f"run {aot_table.VERSIONS[version]}"
     assert version in SECTIONS, f"tests/kernels/aot.json has nothing of Triton {version}: {advice}"
     section = SECTIONS[version]
-    assert section["sources"] == aot_table.sources_hash(), f"the kernels have changed: {advice}"
+    sources = aot_table.sources_hash(aot.NAMES)
+    assert section["sources"] == sources, f"the kernels have changed: {advice}"
     compiled = [{name: row.get(name) for name in SHIPPED[0]} for row in section["rows"]]
     shipped = json.loads(json.dumps(SHIPPED))
     assert compiled == shipped, f"the configurations or their arguments have changed: {advice}"
@@ -119,7 +120,7 @@ def host():
 
     def hash_of(*change):
         (tmp_path / "kernel.py").write_text(kernel.replace(*change) if change else kernel)
-        return aot_table.sources_hash(tmp_path)
+        return aot_table.sources_hash(["kernel"], tmp_path)
 
     for change in (
         ("Store.", "Other\n\n    words."),
@@ -129,12 +130,51 @@ def host():
         assert hash_of(*change) == hash_of()
     for change in (("(8)", "(6)"), ("WIDTH)", "WIDTH + 1)"), ("x, D", "x, y, D")):
         assert hash_of(*change) != hash_of()
-    hash_of()
-    before_it, after_it = tmp_path / "a.py", tmp_path / "z.py"
-    before_it.write_text(kernel.replace("def kernel", "def other"))
-    both = aot_table.sources_hash(tmp_path)
-    before_it.rename(after_it)
-    assert aot_table.sources_hash(tmp_path) == both
+    before = hash_of()
+    (tmp_path / "kernel.py").rename(tmp_path / "other.py")
+    assert aot_table.sources_hash(["kernel"], tmp_path) == before
+
+
+HELPERS = """
+FIRST, LAST = tl.constexpr(1), tl.constexpr(2)
+OTHER = tl.constexpr(3)
+
+@triton.jit
+def inner(x):
+    return x + LAST
+
+@triton.jit
+def outer(x):
+    return helpers.inner(x)
+
+@kernel
+def without_rows(x):
+    tl.store(x, outer(OTHER))
+"""
+LISTED = """
+from .helpers import outer as renamed
+
+@kernel
+def listed(x):
+    tl.store(x, renamed(x))
+"""
+
+
+def test_the_hash_is_of_what_the_listed_kernels_reach(tmp_path):
+    """A new kernel needs no new table; a change of a helper does, in whichever file it is."""
+
+    def hash_of(*change):
+        for name, text in (("helpers", HELPERS), ("listed", LISTED)):
+            (tmp_path / f"{name}.py").write_text(text.replace(*change) if change else text)
+        return aot_table.sources_hash(["listed"], tmp_path)
+
+    before = hash_of()
+    for change in (("(3)", "(4)"), ("outer(OTHER)", "outer(x)"), ("def without_rows", "def new")):
+        assert hash_of(*change) == before
+    for change in (("(2)", "(5)"), ("x + LAST", "x - LAST"), ("helpers.inner(x)", "inner(-x)")):
+        assert hash_of(*change) != before
+    with pytest.raises(ValueError, match="got \\['unknown'\\]"):
+        aot_table.sources_hash(["listed", "unknown"], tmp_path)
 
 
 # Tests compile each kernel for one architecture and one width of the head dims; `make aot` compiles

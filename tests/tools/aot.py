@@ -48,6 +48,7 @@ LIGHTNING = {
     "scan": lightning_scan,
 }
 KERNELS = FLASH | LIGHTNING
+NAMES = [kernel.fn.__name__ for kernel in KERNELS.values()]  # of their functions
 TYPES = {  # of arguments that are neither operands nor integers
     "*fp32": "partial_out lse delta dq dk dv sinks slopes between initial states final before",
     "*fp64": "partial_lse log_decay",
@@ -263,7 +264,7 @@ def main():
     print(f"triton {triton.__version__}: {len(wrong)} gates broken", file=sys.stderr)
     whole = all(x is None for x in (chosen.architecture, chosen.kind, chosen.width))
     if whole and not wrong:
-        aot_table.write(triton.__version__, rows)
+        aot_table.write(triton.__version__, aot_table.sources_hash(NAMES), rows)
     sys.exit(bool(wrong))
 
 

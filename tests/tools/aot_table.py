@@ -1,7 +1,8 @@
 """The committed table of what the compiler made of every shipped configuration, and its gates.
 
-tests/kernels/aot.json has a section for each version of Triton: a hash of the kernels' sources, and
-a row for each launch of each configuration. `make aot` and `make aot-triton-3.6` write it anew.
+tests/kernels/aot.json has a section for each version of Triton: a hash of the sources of the
+kernels that have rows, and a row for each launch of each configuration of these kernels. `make aot`
+and `make aot-triton-3.6` write it anew.
 """
 
 import ast
@@ -38,9 +39,9 @@ def load():
     return json.loads(FILE.read_text()) if FILE.is_file() else {}
 
 
-def write(version, rows):
+def write(version, sources, rows):
     """Replace the section of one version of Triton; each row is a line."""
-    sections = load() | {version: {"sources": sources_hash(), "rows": rows}}
+    sections = load() | {version: {"sources": sources, "rows": rows}}
     texts = []
     for name, section in sorted(sections.items()):
         lines = ",\n".join(json.dumps(row) for row in section["rows"])
@@ -48,25 +49,46 @@ def write(version, rows):
     FILE.write_text("{\n" + ",\n".join(texts) + "\n}\n")
 
 
-def sources_hash(root=ROOT / "triton_kernels"):
-    """Return a hash of all code that is compiled.
+def sources_hash(kernels, root=ROOT / "triton_kernels"):
+    """Return a hash of all code that is compiled for the kernels of these names.
 
-    That is what `triton.jit` or `kernel` decorates, and the constants that it reads. Docstrings,
-    comments, blank lines and names of files do not count, nor does the host's code: what it passes
-    to a kernel is in each row's `arguments`.
+    That is the kernels, and the functions and constants that they reach: what `triton.jit` or
+    `kernel` decorates, and assignments of `tl.constexpr`. A definition reaches all definitions
+    whose name is in its code, in whichever file they are. Other kernels, docstrings, comments,
+    blank lines and names of files do not count, nor does the host's code: what it passes to a
+    kernel is in each row's `arguments`.
     """
-    parts = []
+    definitions = {}  # by name, the definitions: their code, and the names in it
     for file in root.rglob("*.py"):
         source = file.read_text()
         for node in ast.parse(source).body:
-            text = ast.get_source_segment(source, node)
-            if isinstance(node, ast.FunctionDef) and DECORATORS & set(
-                map(ast.unparse, node.decorator_list)
-            ):
-                parts.append(_tokens(_without_docstring(node, text)))
-            elif isinstance(node, ast.Assign) and "tl.constexpr" in text:
-                parts.append(_tokens(text))
+            for name, code, names in _definitions(node, source):
+                definitions.setdefault(name, []).append((code, names))
+    reached, ahead, parts = set(), set(kernels), set()
+    if missing := ahead - set(definitions):
+        raise ValueError(f"kernels must be names of kernels in {root}, got {sorted(missing)}")
+    while ahead:
+        reached |= ahead
+        found = [definition for name in ahead for definition in definitions[name]]
+        parts |= {code for code, _ in found}
+        ahead = set().union(*(names for _, names in found)) & set(definitions) - reached
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def _definitions(node, source):
+    """Yield (name, code, names in the code) of what a statement of a module defines for kernels."""
+    text = ast.get_source_segment(source, node)
+    names = {getattr(x, "id", getattr(x, "attr", None)) for x in ast.walk(node)}
+    if isinstance(node, ast.FunctionDef):
+        if DECORATORS & set(map(ast.unparse, node.decorator_list)):
+            yield node.name, _tokens(_without_docstring(node, text)), names
+    elif isinstance(node, ast.Assign) and "tl.constexpr" in text:
+        for name in (x.id for target in node.targets for x in ast.walk(target) if "id" in vars(x)):
+            yield name, _tokens(text), names
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            if alias.asname:
+                yield alias.asname, "", {alias.name}
 
 
 def _without_docstring(function, text):
