@@ -102,7 +102,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         memory = {memory_of(x) for x in inputs}
         # Below autograd, a cast is a "view" operator that may or may not copy.
         views = operator.is_view and memory.issuperset(map(memory_of, results))
-        cost = None if views else _cost(operator, args, kwargs, result, inputs, results)
+        cost = None if views else operator_cost(operator, args, kwargs, result, inputs, results)
         if self._counts:
             self._hold(results, memory)
         self._count(cost)
@@ -174,7 +174,7 @@ def _form(x: object, tensors: list[Tensor]) -> object:
     return type(x), x  # 1 and 1.0 are equal
 
 
-def _cost(
+def operator_cost(
     operator: Any,
     args: Arguments,
     kwargs: dict[str, object],
@@ -193,8 +193,8 @@ def _cost(
         return Operators(0, 3 * sum(x.nbytes for x in values))
     if packet in _FILL:
         return Operators(0, sum(map(_nbytes, results)))
-    if packet is _aten.copy_:
-        return Operators(0, 2 * sum(map(_nbytes, results)))
+    if packet is _aten.copy_:  # it does not read the tensor that it overwrites
+        return Operators(0, sum(map(_nbytes, inputs[1:])) + sum(map(_nbytes, results)))
     return Operators(0, 0 if packet in _UNTOUCHED else sum(map(_nbytes, (*inputs, *results))))
 
 

@@ -1,0 +1,79 @@
+"""What a rank does around its attention kernels on a GPU stays within bounds.
+
+`benchmarks/kernels/memory_traffic.py` counts it on meta tensors, and explains each figure.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from seqpar.kernels.flash_attention import launching
+
+from benchmarks.kernels import memory_traffic
+from benchmarks.kernels.memory_traffic import CASES, RATES, Counter
+
+# Of a case and a pass, the largest value of some figures. Lower a bound when the code needs less.
+BOUNDS = {
+    ("ring, 1 document", "forward"): {
+        "extra_time": 0.059,
+        "calls_per_head": 8,
+        "allocations": 58,
+        "message_buffers": 28,
+    },
+    ("ring, 1 document", "backward"): {"extra_time": 0.035, "message_buffers": 56},
+    ("ring, 32 documents", "forward"): {"extra_time": 1.6, "calls_per_head": 8},
+    ("ring, 32 documents", "backward"): {"extra_time": 0.98, "calls_per_head": 9},
+    ("ring, 1 document, bf16 gradients", "backward"): {"extra_time": 0.037},
+    ("all_gather, 32 documents", "forward"): {"extra_time": 1.6, "calls_per_head": 8},
+    ("all_gather, 32 documents", "backward"): {"extra_time": 1.1, "calls_per_head": 9},
+    ("ulysses, 32 documents", "forward"): {"extra_time": 0.44, "calls_per_head": 1},
+    ("token_ring, 1 document", "forward"): {"extra_time": 0.12},
+    ("token_ring, 1 document", "backward"): {"extra_time": 0.16},
+    ("mesh, 32 documents", "backward"): {"extra_time": 1.96},
+    ("disaggregated, 32 documents", "forward"): {"extra_time": 2.6},
+}
+
+
+@functools.cache
+def counts(name):
+    return memory_traffic.count(CASES[name])
+
+
+@pytest.mark.parametrize(("name", "direction"), BOUNDS, ids=str)
+def test_figures_stay_within_bounds(name, direction):
+    found = counts(name)[direction]
+    for figure, bound in BOUNDS[name, direction].items():
+        assert getattr(found, figure) <= bound, figure
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_second_calls_do_not_wait_on_the_host(name):
+    for direction in RATES:
+        assert counts(name)[direction].attention_calls > 0
+        assert counts(name)[direction].host_waits == 0
+
+
+def test_operators_are_counted_by_what_they_read_and_write():
+    x, whole = (torch.empty(4, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    table = torch.arange(4)
+    with Counter() as counter:
+        x.copy_(whole)  # 64 bytes each
+        sums = x.to(torch.float32)  # reads 64, writes 128
+        sums[1:].add_(x[1:])  # reads 96 and 48, writes 96
+        sums.copy_(x)  # reads 64, writes 128
+        torch.empty_like(x)
+        assert counter.counts.host_waits == 0
+        table.to("meta")
+    found = counter.counts
+    assert found.by_kernel["copy_"] == 128 + 192
+    assert found.by_kernel["add_"] == 240
+    assert found.host_waits == 1
+    assert found.bytes == 128 + 192 + 192 + 240 + table.nbytes
+    assert (found.kernels, found.allocations) == (5, 3)
+
+
+def test_kernels_of_unknown_traffic_are_refused():
+    launch = SimpleNamespace(kernel=SimpleNamespace(__name__="unknown"))
+    with Counter(), memory_traffic.stand_ins(), pytest.raises(KeyError, match="unknown"):
+        launching._run(launch, ())
