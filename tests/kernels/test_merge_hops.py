@@ -8,7 +8,7 @@ import pytest
 import torch
 from seqpar.kernels import flash_attention as kernels
 
-from seqpar.softmax.compute.partial import Partial
+from seqpar.softmax.compute.partial import OutputGradient, Partial
 from tests.kernels.flash_cases import DEVICE
 from tests.support.tiers import few_rows
 from tests.tools.aot import TARGETS
@@ -92,6 +92,26 @@ def test_adds_to_the_rows_of_an_index(dtype, sign):
     expected = total.index_add(1, INDEX, part.float(), alpha=sign)
     kernels.add_to_rows(part, total, INDEX, sign)
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_delta_on_a_gpu_is_computed_by_a_kernel(monkeypatch, has_dlse):
+    """The kernel reads bf16, and nothing copies out or dout in fp32."""
+    (out, lse), (dout, dlse) = (drawn(rows, 20, torch.bfloat16, batch=2) for rows in (11, 11))
+    dout, dlse = dout + 1, lse.nan_to_num(neginf=1.0) if has_dlse else None
+    calls, delta = [], kernels.delta
+
+    def recorded(*tensors):
+        calls.append(tensors)
+        return delta(*tensors)
+
+    monkeypatch.setattr(kernels, "delta", recorded)
+    found = []
+    for is_cuda in (True, False):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda, raising=False)
+        found.append(OutputGradient(dout, out, lse, dlse).ensure_delta())
+    assert len(calls) == 1
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from .launching import (
     signature,
     strides,
 )
+from .merge_hops import kept_call
 from .tables import Launches
 
 _DELTA_CONFIG = Config(64, 0, 4, 1)
@@ -244,18 +244,12 @@ def _prepare(
     return _Backward(prepared, copies if any(copies) else ())
 
 
-def delta(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, prepared: dict[Hashable, Any] | None = None
-) -> Tensor:
+def delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """Return out·dout − dlse (B, T, H) fp32.
 
-    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one. The
-    prepared call, without its tensors, is kept in `prepared`.
+    out and dout are (B, T, H, Dv), and `dlse` (B, T, H) is the gradient of lse, if it has one.
     """
-    prepared, key = {} if prepared is None else prepared, ("delta", signature(out, dout, dlse))
-    call: _Delta | None = prepared.get(key)
-    if call is None:
-        call = prepared[key] = _prepare_delta(out, dout, dlse)
+    call: _Delta = kept_call("delta", (out, dout, dlse), _prepare_delta)
     result = torch.empty(call.shape, dtype=torch.float32, device=call.device)
     if call.launch is not None:
         out, dout = ready((out, dout), call.copies)

@@ -71,7 +71,7 @@ def accumulate(
     correspond.
     """
     tensors = out, lse, partial_out, partial_lse, index
-    launch = _kept("accumulate", tensors, _prepare_accumulate)
+    launch: Prepared | None = kept_call("accumulate", tensors, _prepare_accumulate)
     if launch is not None:
         out = out if out.stride(3) == 1 else out.contiguous()
         run(launch, out, lse, partial_out, partial_lse, lse if index is None else index)
@@ -118,7 +118,9 @@ def add_to_rows(part: Tensor, total: Tensor, index: Tensor, sign: int) -> None:
     repetition.
     """
     check_int("sign", sign, -1)
-    launch = _kept(("add to rows", sign), (part, total, index), _prepare_adding, sign)
+    launch: Prepared | None = kept_call(
+        ("add to rows", sign), (part, total, index), _prepare_adding, sign
+    )
     if launch is not None:
         run(launch, part, total, index)
 
@@ -144,21 +146,21 @@ def _prepare_adding(part: Tensor, total: Tensor, index: Tensor, sign: int) -> Pr
 
 
 _MOST_KEPT = 1024
-_launches: dict[Hashable, Prepared | None] = {}  # prepared launches; no tables to keep them with
+_calls: dict[Hashable, Any] = {}  # prepared calls; there are no tables to keep them with
 
 
-def _kept(
+def kept_call(
     kind: Hashable, tensors: Sequence[Tensor | None], prepare: Callable[..., Any], *arguments: Any
-) -> Prepared | None:
-    """Return the launch for tensors of this signature, or None if there is nothing to compute."""
+) -> Any:
+    """Return `prepare(*tensors, *arguments)`, kept for tensors of this signature."""
     key = kind, signature(*tensors)
-    launch: Prepared | None = _launches.get(key)
-    if launch is None:
-        launch = prepare(*tensors, *arguments)
-        if len(_launches) >= _MOST_KEPT:
-            _launches.clear()  # other threads keep what they have read
-        _launches[key] = launch
-    return launch
+    call = _calls.get(key)
+    if call is None:
+        call = prepare(*tensors, *arguments)
+        if len(_calls) >= _MOST_KEPT:
+            _calls.clear()  # other threads keep what they have read
+        _calls[key] = call
+    return call
 
 
 def _check(

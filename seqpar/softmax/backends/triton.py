@@ -7,7 +7,7 @@ the slices, together with their copy on the device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ def backward(
         or prepared.queries.q is not q
         or prepared.queries.dq is not gradients.dq
     ):
-        prepared = output.prepared = _Backward.of(output, q, gradients.dq, slices, options)
+        prepared = output.prepared = _Backward.of(output, q, gradients.dq, options)
     launches = _backward_launches(slices, prepared.configs, q.device)
     kernels.backward(prepared.queries, k, v, *launches, dk=gradients.dk, dv=gradients.dv)
 
@@ -121,13 +121,10 @@ class _Backward(NamedTuple):
     configs: tuple[kernels.Config, ...]
 
     @classmethod
-    def of(
-        cls, output: OutputGradient, q: Tensor, dq: Tensor, slices: Slices, options: CallOptions
-    ) -> _Backward:
+    def of(cls, output: OutputGradient, q: Tensor, dq: Tensor, options: CallOptions) -> _Backward:
         if output.delta is None:
             assert output.out is not None
-            kept: dict[Hashable, object] = slices.derived((LOCAL, "prepared"), dict)
-            output.delta = kernels.delta(output.out, output.dout, output.dlse, kept)
+            output.delta = kernels.delta(output.out, output.dout, output.dlse)
         dout, scores = output.dout, (options.scale, options.softcap)
         operands = q, dout, output.lse, output.delta, dq
         queries = kernels.Queries(*operands, *scores, _slopes(options))

@@ -344,7 +344,7 @@ class VarlenKernel(NamedTuple):
                 call.request_tables(batch, q.device)
                 continue
             gradients.release()
-            queries = _Queries.of(output, q, call, width, has_columns, options)
+            queries = _Queries.of(output, q, call, width, has_columns, self.lse_gradient, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
             results = self.backward(rows, call.tables(batch, q.device), queries.options)
             dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in results)
@@ -362,7 +362,7 @@ class _Queries(NamedTuple):
 
     # q, key: the sources of the tensors
     q: Tensor
-    key: tuple[bytes, int, bool]
+    key: tuple[bytes, int, bool, bool]
     # dout, q, out, lse and dlse of `BackwardRows`
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
     # options, sign: see `positive_scale`
@@ -377,21 +377,28 @@ class _Queries(NamedTuple):
         call: VarlenCall,
         width: int,
         has_columns: bool,
+        takes_dlse: bool,
         options: CallOptions,
     ) -> _Queries:
-        kept, key = output.prepared, (call.query_key, width, has_columns)
+        kept, key = output.prepared, (call.query_key, width, has_columns, takes_dlse)
         if isinstance(kept, cls) and kept.q is q and kept.key == key:
             return kept
         output.prepared = kept = None  # frees the rows of another call
-        dout, out = _flat(output.dout, call.queries), _flat(output.ensure_out(), call.queries)
-        lse = _flat(output.lse, call.queries).t().contiguous()
-        dlse = None if output.dlse is None else _flat(output.dlse, call.queries)
+        dout, lse = (_flat(x, call.queries) for x in (output.dout, output.lse))
+        if output.out is None and takes_dlse:
+            # A kernel computes delta as out·dout − dlse, and reads out for nothing else.
+            out = output.zeros.like(dout)
+            dlse: Tensor | None = -_flat(output.ensure_delta(), call.queries)
+        else:
+            out = _flat(output.ensure_out(), call.queries)
+            dlse = None if output.dlse is None else _flat(output.dlse, call.queries)
         if has_columns:
             assert dlse is not None
             dout, dlse = with_dlse(dout, dlse), None
         scaled, options, sign = positive_scale(_flat(q, call.queries), options)
         dout, rows, out = (aligned_heads(x, width) for x in (dout, scaled, out))
-        tensors = dout, rows, out, lse, None if dlse is None else dlse.t().contiguous()
+        dlse = None if dlse is None else dlse.t().contiguous()
+        tensors = dout, rows, out, lse.t().contiguous(), dlse
         output.prepared = queries = cls(q, key, tensors, options, sign)
         return queries
 

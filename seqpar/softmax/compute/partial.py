@@ -7,7 +7,7 @@ dim (Dv of values).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -185,6 +185,21 @@ class Partial:
         return _scaled(out, key_fraction(lse, sinks, self.rank_invariant), dtype), lse
 
 
+class Zeros:
+    """Zeros that several kernel calls of a pass read one after another, in one allocation."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def like(self, x: Tensor) -> Tensor:
+        """Return zeros of the shape, dtype and device of x, which must not be written to."""
+        buffer = self._buffer
+        if buffer is None or buffer.numel() < x.numel():
+            self._buffer = None  # frees the smaller buffer first
+            self._buffer = buffer = x.new_zeros(x.numel())
+        return buffer[: x.numel()].view(x.shape)
+
+
 @dataclass
 class OutputGradient:
     """The forward's result over all keys on all ranks, with its gradients: backward's input.
@@ -200,6 +215,7 @@ class OutputGradient:
     dlse: Tensor | None  # (B, T, Hq), or None if lse has no gradient
     delta: Tensor | None = None  # (B, T, Hq), out·dout − dlse, or None until it is computed
     prepared: object = None  # state that a backend keeps from one block of keys to the next
+    zeros: Zeros = field(default_factory=Zeros)
 
     @classmethod
     def of(
@@ -222,11 +238,23 @@ class OutputGradient:
         finite = lse.nan_to_num(torch.nan, torch.inf, 0.0)
         return cls(dout, out, finite, dlse)
 
+    def received(
+        self, dout: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None
+    ) -> OutputGradient:
+        """Return the output of rows that came from another rank in the same pass."""
+        return OutputGradient(dout, None, lse, dlse, delta, zeros=self.zeros)
+
     def ensure_delta(self) -> Tensor:
+        """Return delta. On CUDA one Triton kernel computes it, without copies in fp32."""
         if self.delta is None:
             assert self.out is not None
-            delta = _products(self.out, self.dout, self.lse.dtype)
-            self.delta = delta if self.dlse is None else delta - self.dlse
+            if self.out.is_cuda and self.lse.dtype == torch.float32:
+                from seqpar.kernels.flash_attention import delta  # imports Triton
+
+                self.delta = delta(self.out, self.dout, self.dlse)
+            else:
+                products = _products(self.out, self.dout, self.lse.dtype)
+                self.delta = products if self.dlse is None else products - self.dlse
         return self.delta
 
     def ensure_out(self) -> Tensor:

@@ -206,8 +206,8 @@ class TileStrategy(Strategy):
             assert hop_blocks is not None
             q_block, dout_block, statistics = received
             lse_block, delta, *dlse_block = statistics.unbind(-1)
-            received_output = OutputGradient(
-                dout_block, None, lse_block, dlse_block[0] if dlse_block else None, delta
+            received_output = output.received(
+                dout_block, lse_block, delta, dlse_block[0] if dlse_block else None
             )
             message, (leaving,) = messages.leaving.empty(q.device)
             rounds = sent != accumulator

@@ -199,7 +199,7 @@ def complete_backward(
     returning, returning_keys = list[Returning](), list[Returning]()
     for stage, (rows, statistics) in posted.arrivals():
         queries = residuals[0][stage.queries.rows].transpose(0, 1) if residuals else None
-        results = _serve_backward(queries, rows, statistics, blocks, stage, call)
+        results = _serve_backward(output, queries, rows, statistics, blocks, stage, call)
         returning.append(posted.return_results(stage, results))
         del queries, rows, statistics, results
         keys, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
@@ -236,6 +236,7 @@ def _serve(
 
 
 def _serve_backward(
+    output: OutputGradient,
     q: Tensor | None,
     rows: Tensor,
     statistics: Tensor,
@@ -246,16 +247,16 @@ def _serve_backward(
     """Return dq of a stage's foreign queries, (n, B, Hq, D); add to dk and dv of the blocks.
 
     `rows` have dout and, if q is None, then q. `statistics` are lse, delta and, if lse has a
-    gradient, dlse.
+    gradient, dlse. `output` is the output of this rank's own queries.
     """
     value_dim = blocks[0][1].shape[-1]
     q = rows[..., value_dim:] if q is None else q
     lse, delta, *dlse = statistics.unbind(-1)
-    output = OutputGradient(rows[..., :value_dim], None, lse, dlse[0] if dlse else None, delta)
+    received = output.received(rows[..., :value_dim], lse, delta, dlse[0] if dlse else None)
     dq = lse.new_zeros((q.shape[1], q.shape[0], *q.shape[2:]))
     for (k, v, dk, dv), slices in zip(blocks, stage.blocks.slices, strict=True):
         into = PartialGradients.of(dq.transpose(0, 1), dk, dv)
-        attend_backward(output, q, k, v, slices, into, call.options)
+        attend_backward(received, q, k, v, slices, into, call.options)
     return dq
 
 

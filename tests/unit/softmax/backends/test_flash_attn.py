@@ -19,6 +19,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax.backends import flash_attn, triton
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
+from seqpar.softmax.compute.partial import OutputGradient, Zeros
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
@@ -151,6 +152,57 @@ def test_only_results_equal_the_oracle(installed, strategy, ranks, options):
         module_options=(("deterministic", False),), **options,
     )  # fmt: skip
     assert_right(virtual(ranks, run, case)[0], oracle(case), BF16, roundings=4)
+
+
+@few_rows()
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("token_ring", ()),
+        ("mesh", ()),
+        ("disaggregated+at random", ()),
+        ("ulysses", (("keep", "tokens"),)),
+    ],
+)
+@pytest.mark.parametrize("dlse", [False, True])
+def test_received_rows_need_no_out(monkeypatch, installed, strategy, options, dlse):
+    """Kernels that take dlse get zeros as out and −delta as dlse. Nothing rebuilds out, and calls
+    share their zeros."""
+    outs = []
+
+    def refuse(output):
+        assert output.out is not None, "out was rebuilt"
+        return output.out
+
+    def recorded(q, k, v, out, *args, **named):
+        if not out.count_nonzero():
+            outs.append(out)
+            assert named["dlse"] is not None
+        return MODULES["FlashAttention-4"]["_flash_attn_bwd"](q, k, v, out, *args, **named)
+
+    recorded.__signature__ = inspect.signature(varlen_kernels.fa4_backward)
+    install(monkeypatch, "FlashAttention-4", MODULES["FlashAttention-4"] | {
+        "_flash_attn_bwd": recorded,
+    })  # fmt: skip
+    monkeypatch.setattr(OutputGradient, "ensure_out", refuse)
+    case = Case(
+        strategy, Layout.zigzag(DOCUMENTS, 3), causal=True, heads=4, kv_heads=2, dtype=BF16,
+        backend="flash_attn", dlse=1.0 if dlse else 0.0, sinks=dlse, module_options=options,
+    )  # fmt: skip
+    assert_right(virtual(3, run, case)[0], oracle(case), BF16, roundings=4)
+    assert outs
+
+
+def test_zeros_of_a_pass_are_one_allocation():
+    zeros = Zeros()
+    large, small = torch.ones(4, 2, 8), torch.ones(3, 2, 8)
+    first, second = zeros.like(large), zeros.like(small)
+    assert first.shape == large.shape and second.shape == small.shape
+    assert not first.count_nonzero() and not second.count_nonzero()
+    assert first.data_ptr() == second.data_ptr()
+    assert zeros.like(torch.ones(5, 2, 8)).shape == (5, 2, 8)
+    output = OutputGradient(large, large, large[..., 0], None, zeros=zeros)
+    assert output.received(small, small[..., 0], small[..., 0], None).zeros is zeros
 
 
 def test_groups_that_share_keys_are_summed_exactly(monkeypatch, installed):
