@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from seqpar.kernels import flash_attention as kernels
 
 from seqpar.softmax.compute.partial import OutputGradient, Partial
+from seqpar.softmax.wire.row_messages import Rows
 from tests.kernels.flash_cases import DEVICE
 from tests.support.tiers import few_rows
 from tests.tools.aot import TARGETS
@@ -91,6 +93,17 @@ def test_adds_to_the_rows_of_an_index(dtype, sign):
     part, total = drawn(5, 20, dtype, batch=2)[0], drawn(11, 20, batch=2)[0]
     expected = total.index_add(1, INDEX, part.float(), alpha=sign)
     kernels.add_to_rows(part, total, INDEX, sign)
+    assert torch.equal(total, expected)
+
+
+def test_rows_of_messages_are_added_by_a_kernel_on_a_gpu(monkeypatch):
+    """Several ranges, in bf16: nothing casts the message in pieces."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.Tensor, "index_add_", None)
+    rows, total = Rows(np.array([[7, 10], [0, 2]])), drawn(11, 20, batch=2)[0].transpose(0, 1)
+    block = drawn(5, 20, torch.bfloat16, batch=2)[0].transpose(0, 1).contiguous()
+    expected = total.index_add(0, rows.local(DEVICE), block.float())
+    rows.add(block, total)
     assert torch.equal(total, expected)
 
 

@@ -37,7 +37,7 @@ from seqpar.softmax.backends.kernel_operands import (
 from seqpar.softmax.backends.pieces import key_runs
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
-from seqpar.softmax.wire.row_messages import Rows
+from seqpar.softmax.wire.row_messages import Rows, add_rows
 
 Window = tuple[int, int]
 # The lengths of a dense call's segments are multiples of it. cuDNN builds a plan for each new
@@ -351,10 +351,11 @@ class VarlenKernel(NamedTuple):
             dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :value_dim]
             all_queries = call.queries.are_all(q.shape[1]) and queries.sign == 1
             if not (all_queries and gradients.queries.keep(dq)):
-                _add(dq, call.queries, gradients.dq, queries.sign)
+                add_rows(dq, gradients.dq, call.queries.local(q.device), queries.sign)
             if not (call.keys.are_all(k.shape[1]) and gradients.keys.keep(dk, dv)):
-                _add(dk, call.keys, gradients.dk)
-                _add(dv, call.keys, gradients.dv)
+                keys = call.keys.local(q.device)
+                add_rows(dk, gradients.dk, keys)
+                add_rows(dv, gradients.dv, keys)
 
 
 class _Queries(NamedTuple):
@@ -408,16 +409,3 @@ def _flat(x: Tensor, rows: Rows) -> Tensor:
     local = rows.local(x.device)
     part = x[:, local] if isinstance(local, slice) else x.index_select(1, local)
     return part.flatten(0, 1)
-
-
-def _add(part: Tensor, rows: Rows, total: Tensor, sign: int = 1) -> None:
-    """Add a part (B, n, H, D), times a sign, to rows of the total (B, T, H, D)."""
-    local = rows.local(total.device)
-    if isinstance(local, slice):
-        total[:, local].add_(part, alpha=sign)
-    elif total.is_cuda:  # without a copy in fp32
-        from seqpar.kernels.flash_attention import add_to_rows  # imports Triton
-
-        add_to_rows(part, total, local, sign)
-    else:
-        total.index_add_(1, local, part.to(total.dtype), alpha=sign)

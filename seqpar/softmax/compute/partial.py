@@ -343,9 +343,30 @@ class PackedGradients(PartialGradients):
         """(Tk, B, Hkv, D + Dv)."""
         return self.keys.tensors[2]
 
+    def message(self, dtype: torch.dtype | None) -> Tensor:
+        """Return dk and dv as one tensor (Tk, B, Hkv, D + Dv), in a dtype or in the sums' dtype.
+
+        If a single kernel call returned dk and dv in this dtype, they are not copied to sums. The
+        bits are the same, because fp32 represents each number of bf16 and fp16.
+        """
+        dk, dv, *sums = self.keys.results
+        if sums or dk.dtype != dtype:
+            return self.packed.to(dtype or self.packed.dtype)
+        return torch.cat([dk.transpose(0, 1), dv.transpose(0, 1)], -1)
+
     def of_block(self, k: Tensor, v: Tensor) -> PackedGradients:
         """Return this dq with dk and dv of 0, for a block of other keys and values."""
         return PackedGradients(self.queries, _sums_like(k, v))
+
+
+def sums_in(target: Tensor, dtype: torch.dtype) -> Sums:
+    """Return one sum of 0, shaped like the target and in a dtype; it is the target if that fits."""
+
+    def make(kept: Sequence[Tensor]) -> list[Tensor]:
+        sums = target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
+        return [sums.copy_(kept[0]) if kept else sums.zero_()]
+
+    return Sums(make)
 
 
 def _sums_like(k: Tensor, v: Tensor) -> Sums:

@@ -94,17 +94,14 @@ def travelling_keys(
 class GradientReturn:
     """A step's exchange of gradients: they return to the owners of the rows that travelled."""
 
-    def __init__(
-        self, comm: Comm, label: str, dtype: torch.dtype | None, step: KeyStep, block: Tensor | None
-    ) -> None:
-        """Post the exchange, in a dtype, or in the block's if it is None.
+    def __init__(self, comm: Comm, label: str, step: KeyStep, block: Tensor | None) -> None:
+        """Post the exchange.
 
         `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
         travelled. Gradients of own rows come from the ranks that these were sent to.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:
-            block = block.to(dtype or block.dtype)
             arriving = block.new_empty((step.sent_rows, *block.shape[1:]))
             sends = _messages(step.source, block, step.counts)
             recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)

@@ -159,9 +159,9 @@ class KeyStrategy(Strategy):
             del k_block, v_block
             if returning is not None:
                 returning.add_to(total)
-            packed = None if gradients is None else gradients.packed
-            returning = GradientReturn(comm, label, self.gradient_dtype, step, packed)
-            del gradients, packed
+            message = None if gradients is None else gradients.message(self.gradient_dtype)
+            returning = GradientReturn(comm, label, step, message)
+            del gradients, message
         keys.close()  # frees the last block
         if returning is not None and plan.ends_early:
             # Sums have the same bits whether steps without rows are left out or not.

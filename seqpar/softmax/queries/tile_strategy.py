@@ -20,7 +20,13 @@ from seqpar.core.dtypes import DTYPES, accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
+from seqpar.softmax.compute.partial import (
+    OutputGradient,
+    Partial,
+    PartialGradients,
+    Sums,
+    sums_in,
+)
 from seqpar.softmax.keys.key_exchange import GradientReturn, travelling_keys
 from seqpar.softmax.queries.query_exchange import (
     HopMessages,
@@ -39,7 +45,7 @@ from seqpar.softmax.wire.message_dtypes import (
     encode,
     encoded_width,
 )
-from seqpar.softmax.wire.row_messages import RowFormat
+from seqpar.softmax.wire.row_messages import RowFormat, add_rows
 
 
 @dataclass(frozen=True)
@@ -197,8 +203,8 @@ class TileStrategy(Strategy):
             for step, (_, last) in zip(steps, tile.own[1:], strict=True):
                 (k_block, v_block), own = blocks.pop(1), gradients.pop(1)
                 attend_backward(output, q, k_block, v_block, last, own, call.options)
-                packed = own.packed if step.travels else None
-                returning.append(GradientReturn(comm, label, sent, step, packed))
+                message = own.message(sent) if step.travels else None
+                returning.append(GradientReturn(comm, label, step, message))
             attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
         def compute(messages: HopMessages, received: list[Tensor]) -> Tensor:
@@ -210,23 +216,20 @@ class TileStrategy(Strategy):
                 dout_block, lse_block, delta, dlse_block[0] if dlse_block else None
             )
             message, (leaving,) = messages.leaving.empty(q.device)
-            rounds = sent != accumulator
-            dq = torch.zeros_like(leaving, dtype=accumulator) if rounds else leaving.zero_()
+            queries = sums_in(leaving, accumulator)
             options = call.options.of_heads(groups[messages.group].queries)
             block_keys = zip(keys[messages.group], hop_blocks.slices, strict=True)
             for (k_part, v_part, dk, dv), slices in block_keys:
-                sums = PartialGradients.of(dq, dk, dv)
+                sums = PartialGradients(queries, Sums.of(dk, dv))
                 attend_backward(received_output, q_block, k_part, v_part, slices, sums, options)
-            if rounds:
+            (dq,) = queries.results
+            if dq is not leaving:
                 leaving.copy_(dq)
             return message
 
-        queries = QueryExchange(comm, schedule, travelling, label)
-        for group, rows, (dq,) in queries.results(compute_first, compute_last, compute):
-            if isinstance(rows, slice):
-                totals[group][:, rows].add_(dq)
-            else:
-                totals[group].index_add_(1, rows, dq.to(accumulator))
+        exchange = QueryExchange(comm, schedule, travelling, label)
+        for group, rows, (dq,) in exchange.results(compute_first, compute_last, compute):
+            add_rows(dq, totals[group], rows)
             del dq
         for returned in returning:
             returned.add_to(total)

@@ -54,17 +54,8 @@ class Rows:
         return packed
 
     def add(self, block: Tensor, total: Tensor) -> None:
-        """Add a block (n, …), of any dtype, to these rows of the total (T, …)."""
-        if self.is_range:
-            total[self._range].add_(block)
-            return
-        indices = self._indices(total.device)
-        if block.dtype == total.dtype:
-            total.index_add_(0, indices, block)
-            return
-        parts = zip(block.split(_MAX_CAST_ROWS), indices.split(_MAX_CAST_ROWS), strict=True)
-        for part, where in parts:
-            total.index_add_(0, where, part.to(total.dtype))
+        """Add a block (n, B, H, D), of any dtype, to these rows of the total (T, B, H, D)."""
+        add_rows(block.transpose(0, 1), total.transpose(0, 1), self.local(total.device))
 
     def select(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the rows of x (B, T, …) as one contiguous tensor (B, n, …).
@@ -86,6 +77,25 @@ class Rows:
     @cached_property
     def _on_host(self) -> Tensor:
         return torch.from_numpy(ranges(*self._table.T))
+
+
+def add_rows(part: Tensor, total: Tensor, rows: slice | Tensor, sign: int = 1) -> None:
+    """Add a part (B, n, H, D), of any dtype, times a sign to rows of the total (B, T, H, D).
+
+    `rows` is a slice, or indices (n,) without repetition.
+    """
+    if isinstance(rows, slice):
+        total[:, rows].add_(part, alpha=sign)
+    elif total.is_cuda and total.dtype == torch.float32:  # without a copy in fp32
+        from seqpar.kernels.flash_attention import add_to_rows  # imports Triton
+
+        add_to_rows(part, total, rows, sign)
+    elif part.dtype == total.dtype:
+        total.index_add_(1, rows, part, alpha=sign)
+    else:
+        parts = zip(part.split(_MAX_CAST_ROWS, 1), rows.split(_MAX_CAST_ROWS), strict=True)
+        for x, where in parts:
+            total.index_add_(1, where, x.to(total.dtype), alpha=sign)
 
 
 class RowFormat(NamedTuple):

@@ -19,7 +19,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax.backends import flash_attn, triton
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import VarlenKernel
-from seqpar.softmax.compute.partial import OutputGradient, Zeros
+from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
 from tests.support.ranks import virtual
@@ -191,6 +191,24 @@ def test_received_rows_need_no_out(monkeypatch, installed, strategy, options, dl
     )  # fmt: skip
     assert_right(virtual(3, run, case)[0], oracle(case), BF16, roundings=4)
     assert outs
+
+
+@few_rows()
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "token_ring", "mesh"])
+@pytest.mark.parametrize("gradient_dtype", [None, BF16])
+def test_messages_of_only_results_have_the_bits_of_sums(
+    monkeypatch, installed, strategy, gradient_dtype
+):
+    """bf16 → fp32 → bf16 is exact, so a kernel's only result is sent without sums in fp32."""
+    case = Case(
+        strategy, Layout.zigzag(DOCUMENTS, 3), causal=True, heads=4, kv_heads=2, dtype=BF16,
+        value_dim=16, batch=2, backend="flash_attn",
+        module_options=(("gradient_dtype", gradient_dtype),),
+    )  # fmt: skip
+    found = virtual(3, run, case)[0]
+    monkeypatch.setattr(Sums, "keep", lambda sums, *results: False)
+    for x, y in zip(found[2:], virtual(3, run, case)[0][2:], strict=True):
+        assert (x == y).all()
 
 
 def test_zeros_of_a_pass_are_one_allocation():
