@@ -73,3 +73,9 @@ def test_traced_calls_are_known(name):
 def test_another_threads_tracing_is_not_this_threads(compile):
     with compiling_elsewhere(compile):
         assert not is_traced()
+
+
+def test_another_thread_compiles_as_often_as_tests_ask():
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        with compiling_elsewhere():
+            pass
