@@ -28,7 +28,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,6 +45,7 @@ from seqpar.comm.messages.comm import Comm, Pending
 from seqpar.comm.messages.message_header import Message
 from seqpar.core.torch_private import dispatch_mode, memory_of
 from seqpar.simulate.recording.operators import operator_cost
+from seqpar.softmax.backends import flash_attn
 from seqpar.softmax.backends.flash_attn import load_package
 from seqpar.softmax.softmax_operator import ATTENTION
 
@@ -237,24 +238,32 @@ def _launch(launch: launching.Prepared, tensors: tuple[Any, ...]) -> None:
 
 
 def _flash_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool, softcap: float,
-    window_size_left: int | None, window_size_right: int | None, return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, softmax_scale: float, causal: bool,
+    softcap: float, window_size_left: int | None, window_size_right: int | None, return_lse: bool,
+    score_mod: object = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    *batch, rows, heads, _ = q.shape  # of segments of equal lengths, or of all segments
     with _attention(q):
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        return q.new_empty((*q.shape[:2], v.shape[2])), lse
+        lse = q.new_empty((*batch, heads, rows), dtype=torch.float32)
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 
 def _flash_attn_bwd(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    softmax_scale: float, causal: bool, softcap: float, window_size_left: int | None,
-    window_size_right: int | None, deterministic: bool, dlse: Tensor | None,
-    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None,
+    max_seqlen_k: int | None, softmax_scale: float, causal: bool, softcap: float,
+    window_size_left: int | None, window_size_right: int | None, deterministic: bool,
+    dlse: Tensor | None, dq: Tensor | None = None, dk: Tensor | None = None,
+    dv: Tensor | None = None, score_mod: object = None, score_mod_bwd: object = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     with _attention(q):
         return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _no_softcap(softcap_val: float) -> object:
+    """Stand for the package's functions for a softcap, which no case has."""
+    raise NotImplementedError
 
 
 @contextmanager
@@ -262,7 +271,7 @@ def _attention(q: Tensor) -> Iterator[None]:
     if _counter is None:
         yield
     else:
-        with _counter.attention(q.shape[1]):
+        with _counter.attention(q.shape[-2]):
             yield
 
 
@@ -270,7 +279,11 @@ def _attention(q: Tensor) -> Iterator[None]:
 def stand_ins() -> Iterator[None]:
     """Let meta tensors pass for tensors on an H200 with FlashAttention-4."""
     package = ModuleType("flash_attn.cute.interface")
-    vars(package).update(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
+    utils = SimpleNamespace(
+        create_softcap_scoremod=_no_softcap, create_softcap_scoremod_bwd=_no_softcap
+    )
+    functions = {"_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd}
+    vars(package).update(functions, utils=utils)
     is_cuda = property(lambda x: x.device.type in ("cuda", "meta"))
     assume(META, GPU)
     load_package.cache_clear()
@@ -279,6 +292,7 @@ def stand_ins() -> Iterator[None]:
     with (
         mock.patch.object(torch.Tensor, "is_cuda", is_cuda),
         mock.patch.object(launching, "_run", _launch),
+        mock.patch.object(flash_attn, "installed_version", return_value="4.0.0b36"),
     ):
         try:
             yield

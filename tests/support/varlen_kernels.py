@@ -1,6 +1,7 @@
 """Varlen kernels of ATen and of packages: stand-ins of their signatures, in plain PyTorch."""
 
 import itertools
+import types
 from typing import NamedTuple
 
 import torch
@@ -178,25 +179,60 @@ def fa3_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_
     return torch.empty(0)
 
 
+def fa4_segments(operands, sides, options):
+    """Return the operands (n, H, D) and the segments of a call, whose operands are (S, L, H, D) if
+    it has no `cu_seqlens`."""
+    if sides[0] is not None:
+        return operands, packaged(operands, *sides[:2], sides[2:], options)
+    assert all(x is None for x in sides) and all(x.dim() == 4 for x in operands)
+    (batch, length_q), length_k = operands[0].shape[:2], operands[1].shape[1]
+    cu = (torch.arange(batch + 1, dtype=torch.int32) * n for n in (length_q, length_k))
+    operands = [x.flatten(0, 1) for x in operands]
+    return operands, packaged(operands, *cu, (length_q, length_k), options)
+
+
+def capped(score_mod):
+    """The softcap of a function that `create_softcap_scoremod` made, or 0."""
+    return 0.0 if score_mod is None else score_mod.softcap
+
+
+def create_softcap_scoremod(softcap_val):
+    """As in the package's module `utils`."""
+    return types.SimpleNamespace(softcap=softcap_val)
+
+
+def create_softcap_scoremod_bwd(softcap_val):
+    """As in the package's module `utils`."""
+    return types.SimpleNamespace(softcap=softcap_val)
+
+
 def fa4_forward(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False):  # fmt: skip # noqa: E501
     """`_flash_attn_fwd` of flash-attn-4 4.0.0b36."""
-    unused = qv, seqused_q, seqused_k, page_table, learnable_sink, score_mod, mask_mod, out, lse
-    assert return_lse and all(x is None for x in unused)
-    options = window_size_left, window_size_right, causal, softmax_scale, softcap or 0.0
-    longest = max_seqlen_q, max_seqlen_k
-    segments = packaged((q, k, v), cu_seqlens_q, cu_seqlens_k, longest, options)
-    return *attention(q, k, v, segments), None, None, None
+    unused = qv, seqused_q, seqused_k, page_table, learnable_sink, mask_mod, out, lse
+    assert return_lse and all(x is None for x in unused) and not softcap
+    options = window_size_left, window_size_right, causal, softmax_scale, capped(score_mod)
+    sides = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    (q, k, v), segments = fa4_segments((q, k, v), sides, options)
+    out, lse = attention(q, k, v, segments)
+    if cu_seqlens_q is None:
+        batch = len(segments.cu_q) - 1
+        out, lse = out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    return out, lse.contiguous(), None, None, None
 
 
 def fa4_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None):  # fmt: skip # noqa: E501
     """`_flash_attn_bwd` of flash-attn-4 4.0.0b36."""
-    unused = seqused_q, seqused_k, dq, dk, dv, score_mod, mask_mod, learnable_sink
-    assert all(x is None for x in unused) and lse.dtype == torch.float32
-    assert dlse is None or dlse.shape == lse.shape
-    options = window_size_left, window_size_right, causal, softmax_scale, softcap
-    longest = max_seqlen_q, max_seqlen_k
-    segments = packaged((q, k, v, dout, out), cu_seqlens_q, cu_seqlens_k, longest, options)
-    return gradients((dout, q, k, v, out), lse, dlse, segments)
+    unused = seqused_q, seqused_k, dq, dk, dv, mask_mod, learnable_sink
+    assert all(x is None for x in unused) and lse.dtype == torch.float32 and not softcap
+    assert lse.is_contiguous() and (dlse is None or dlse.shape == lse.shape)
+    assert capped(score_mod) == capped(score_mod_bwd)
+    options = window_size_left, window_size_right, causal, softmax_scale, capped(score_mod)
+    sides, shapes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (q, k, v)
+    (q, k, v, dout, out), segments = fa4_segments((q, k, v, dout, out), sides, options)
+    if cu_seqlens_q is None:
+        lse, dlse = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, dlse))
+    results = gradients((dout, q, k, v, out), lse, dlse, segments)
+    return tuple(x.view(like.shape) for x, like in zip(results, shapes, strict=True))
 
 
 def cudnn_segments(q, k, v, is_causal, scale, *others):

@@ -2,7 +2,7 @@
 
 cuDNN computes calls whose segments are equal, on sm_90 and sm_100 to sm_110. It builds a plan for
 each new shape and thread, in 40 ms to 1.2 s. It therefore only computes calls whose shapes seldom
-change from step to step, `VarlenCall.is_dense`, and only with keys that ATen's causal mask, which
+change from step to step, `VarlenCall.dense`, and only with keys that ATen's causal mask, which
 is aligned at the first row and key, masks like ours.
 
 Legend: S segments of L query rows and Lk key rows each, H heads (Hq of queries, Hkv of keys and

@@ -12,7 +12,7 @@ instead of a kernel, so that the next best kernel computes.
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import inspect
 import threading
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from seqpar.core.device_tables import device_of
 from seqpar.core.torch_private import function_of
@@ -101,34 +102,92 @@ def _filling_gradients(
 _one_at_a_time = threading.Lock()
 
 
+# FlashAttention-4 compiles a variant, for 3 to 4 s, if the longest segment has more rows than one
+# tile of its kernels, and another one if it has not. No tile of any GPU has more rows than this.
+_LARGEST_TILE = 256
+# The first version whose backward is deterministic on sm_90 where query heads share KV heads
+# (flash-attention's pull request 2510).
+_FIRST_DETERMINISTIC = "4.0.0b12"
+
+
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
+    @cache
+    def softcap_functions(softcap: float) -> dict[str, object]:
+        """Return the functions that the package would make, hash and look up in each call."""
+        make = package.utils.create_softcap_scoremod, package.utils.create_softcap_scoremod_bwd
+        return {"score_mod": make[0](softcap), "score_mod_bwd": make[1](softcap)}
+
     def arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
-        return _arguments(tables, options, None) | {"causal": _is_causal(tables)}
+        arguments = _arguments(tables, options, None) | {"causal": _is_causal(tables)}
+        if options.softcap:
+            arguments |= {"softcap": 0.0, **softcap_functions(options.softcap)}
+        if _is_dense(tables):
+            return arguments | dict.fromkeys(_SEGMENTS.split())
+        longest = max(tables.longest_q, tables.longest_k, _LARGEST_TILE + 1)
+        return arguments | {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
+        named, is_dense = arguments(tables, options), _is_dense(tables)
+        named.pop("score_mod_bwd", None)
+        if is_dense:
+            q, k, v = (_by_segments(x, tables) for x in (q, k, v))
         with _one_at_a_time:
-            out, lse, *_ = package._flash_attn_fwd(
-                q, k, v, return_lse=True, **arguments(tables, options)
-            )
-        return out, lse
+            out, lse, *_ = package._flash_attn_fwd(q, k, v, return_lse=True, **named)
+        return (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)) if is_dense else (out, lse)
 
     def backward(
         rows: BackwardRows, tables: VarlenTables, options: CallOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse, dlse, k, v = rows
+        if is_dense := _is_dense(tables):
+            dout, q, out, k, v = (_by_segments(x, tables) for x in (dout, q, out, k, v))
+            heads_first = lambda x: _by_segments(x.t(), tables).transpose(1, 2).contiguous()  # noqa: E731
+            lse, dlse = heads_first(lse), None if dlse is None else heads_first(dlse)
         with _one_at_a_time:
-            dq, dk, dv = package._flash_attn_bwd(
-                rows.q, rows.k, rows.v, rows.out, rows.dout, rows.lse, dlse=rows.dlse,
-                deterministic=options.deterministic, **arguments(tables, options),
+            results = package._flash_attn_bwd(
+                q, k, v, out, dout, lse, dlse=dlse, deterministic=options.deterministic,
+                **arguments(tables, options),
             )  # fmt: skip
+        dq, dk, dv = (x.flatten(0, 1) for x in results) if is_dense else results
         return dq, dk, dv
 
     # On sm_100 it has head dim 256 too, but without a softcap and without the gradient of lse.
     max_head_dim = 256 if major == 9 else 128
+    deterministic = major != 9 or _is_deterministic_on_hopper(package)
     return VarlenKernel(
-        forward, backward, max_head_dim, softcap=True, lse_gradient=True, deterministic=True
-    )
+        forward, backward, max_head_dim, softcap=True, lse_gradient=True,
+        deterministic=deterministic,
+    )  # fmt: skip
+
+
+def _is_dense(tables: VarlenTables) -> bool:
+    """Return whether FlashAttention-4 computes the segments as a batch of the same lengths.
+
+    Such calls are faster, and have a variant of their own. Segments of one tile would have another.
+    """
+    return tables.dense is not None and min(tables.dense) > _LARGEST_TILE
+
+
+def _by_segments(x: Tensor, tables: VarlenTables) -> Tensor:
+    """Return rows (S · L, …) as a view (S, L, …)."""
+    return x.unflatten(0, (len(tables.cu_q) - 1, -1))
+
+
+def _is_deterministic_on_hopper(package: ModuleType) -> bool:
+    """Return whether a version of FlashAttention-4 is known, and new enough."""
+    if not package.__name__.startswith("flash_attn."):  # builds in the hub have no version
+        return False
+    version = installed_version("flash-attn-4")
+    return version is not None and TorchVersion(version) >= _FIRST_DETERMINISTIC
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 _SEGMENTS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
@@ -140,8 +199,10 @@ PACKAGES = {
         "flash-attn-4==4.0.0b36",
         ("flash_attn.cute.interface",),
         {
-            "_flash_attn_fwd": f"causal return_lse {_COMMON}",
-            "_flash_attn_bwd": f"causal lse dlse {_BACKWARD}",
+            "_flash_attn_fwd": f"causal return_lse score_mod {_COMMON}",
+            "_flash_attn_bwd": f"causal lse dlse score_mod score_mod_bwd {_BACKWARD}",
+            "utils.create_softcap_scoremod": "softcap_val",
+            "utils.create_softcap_scoremod_bwd": "softcap_val",
         },
         (9, 10, 11),
         "kernels-community/flash-attn4",
@@ -194,7 +255,10 @@ def load_package(name: str, major: int) -> VarlenKernel | str:
     if isinstance(module, str):
         return module
     for function, names in package.parameters.items():
-        lacking = _lacking(getattr(module, function, None), names.split())
+        found: object = module
+        for part in function.split("."):
+            found = getattr(found, part, None)
+        lacking = _lacking(found, names.split())
         if lacking is not None:
             return f"{module.__name__} has no {function}{lacking}: install {package.requirement}"
     return package.kernel(module, major)

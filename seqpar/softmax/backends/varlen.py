@@ -13,8 +13,10 @@ Legend: B batch, T query rows, n query rows and m key rows of a call in all batc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +77,7 @@ class VarlenTables(NamedTuple):
     longest_q: int  # the rows of the longest segment
     longest_k: int  # at least the keys of the longest segment
     window: Window  # the window of all segments
+    dense: tuple[int, int] | None  # rows and keys of each segment; see `VarlenCall.dense`
 
 
 class VarlenCall:
@@ -91,9 +94,11 @@ class VarlenCall:
         self._lengths = rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
         self._window = window
         shapes = {*zip(rows.tolist(), keys.tolist(), strict=True)}
-        # Whether all segments have the same numbers of rows and keys, multiples of 128, and are
-        # full, or causal with as many keys as rows.
-        self.is_dense = len(shapes) == 1 and _is_dense(*shapes.pop(), window)
+        # The rows and keys of each segment, if all segments have the same numbers of them. These are
+        # multiples of 128, and all segments are full, or causal with as many keys as rows.
+        self.dense = shapes.pop() if len(shapes) == 1 else None
+        if self.dense is not None and not _is_dense(*self.dense, window):
+            self.dense = None
         self._tables = Memo()
 
     def tables(self, batch: int, device: torch.device) -> VarlenTables:
@@ -106,7 +111,7 @@ class VarlenCall:
             # If only the left side is limited, FlashAttention-2 uses longest_k as the right side.
             # It takes right sides of at least longest_k as unlimited.
             longest_k = max(longest_q, longest_k)
-            return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window)
+            return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window, self.dense)
 
         on_host = self._tables(batch, build)
         cu_q, cu_k = (on_device(x, device) for x in on_host[:2])
@@ -227,6 +232,17 @@ def _joined(ranges: Ints) -> Ints:
 _HALF = (torch.bfloat16, torch.float16)
 
 
+@cache
+def _warn_of_triton() -> None:
+    warnings.warn(
+        "our Triton kernels compute the backward of attention: with deterministic=True it must "
+        "give the same bits each time, and the fastest kernel that is installed does not. On an "
+        "H200 this backward takes twice as long as with cuDNN. Install a package whose backward is "
+        "deterministic (`python -m seqpar info` names it), or pass deterministic=False",
+        stacklevel=2,
+    )
+
+
 class BackwardRows(NamedTuple):
     """Rows of a call that a backward kernel reads.
 
@@ -262,7 +278,7 @@ class VarlenKernel(NamedTuple):
     # Whether backward gives the same bits each time when the options ask for it. Otherwise our
     # Triton kernels compute such a backward.
     deterministic: bool = False
-    only_dense: bool = False  # whether it computes only dense calls; see `VarlenCall.is_dense`
+    only_dense: bool = False  # whether it computes only dense calls; see `VarlenCall.dense`
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
@@ -276,7 +292,7 @@ class VarlenKernel(NamedTuple):
         if not self.takes(q, v, options, True):
             return False
         calls, remaining = varlen_work(slices)
-        is_dense = not self.only_dense or all(call.is_dense for call in calls)
+        is_dense = not self.only_dense or all(call.dense is not None for call in calls)
         return remaining is None and is_dense
 
     def merge_forward(
@@ -326,6 +342,7 @@ class VarlenKernel(NamedTuple):
         if takes and options.deterministic and not self.deterministic:
             from seqpar.softmax.backends import triton
 
+            _warn_of_triton()
             triton.backward(output, q, k, v, slices, gradients, options)
             return
         has_columns = has_dlse and not self.lse_gradient

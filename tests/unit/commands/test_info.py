@@ -109,7 +109,8 @@ def test_a_cudnn_that_torch_refuses_is_reported(monkeypatch):
 
 def test_flash_attention_3_is_shown_with_its_backward(monkeypatch):
     def load(name, major):
-        return PACKAGES[name].kernel(types.ModuleType(name), major)
+        module = types.ModuleType(PACKAGES[name].modules[0])
+        return PACKAGES[name].kernel(module, major)
 
     monkeypatch.setattr(info, "load_package", load)
     monkeypatch.setattr(info, "load_cudnn", lambda major: "cuDNN is broken")

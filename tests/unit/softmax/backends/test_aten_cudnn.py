@@ -101,7 +101,7 @@ def test_backward_copies_strided_gradients(calls):
     dout, out = wide[:, :, ::2]
     q = torch.randn(256, 2, 8).bfloat16()
     lengths = torch.tensor([0, 128, 256], dtype=torch.int32)
-    tables = VarlenTables(lengths, lengths, 128, 128, (-1, 0))
+    tables = VarlenTables(lengths, lengths, 128, 128, (-1, 0), (128, 128))
     options = CallOptions(1.0, 0.0, "aten", False)
     results = load_cudnn(9).backward(BackwardRows(dout, q, out, lse, None, q, q), tables, options)
     assert [x.shape for x in results] == [q.shape] * 3

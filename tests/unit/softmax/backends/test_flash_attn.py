@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from seqpar import Layout, make_attention, use_backend
-from seqpar.softmax.backends import flash_attn, triton
+from seqpar.softmax.backends import flash_attn, triton, varlen
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.varlen import VarlenKernel
+from seqpar.softmax.backends.varlen import BackwardRows, VarlenCall, VarlenKernel, VarlenSegment
 from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
@@ -37,6 +37,8 @@ MODULES = {
     "FlashAttention-4": {
         "_flash_attn_fwd": varlen_kernels.fa4_forward,
         "_flash_attn_bwd": varlen_kernels.fa4_backward,
+        "utils.create_softcap_scoremod": varlen_kernels.create_softcap_scoremod,
+        "utils.create_softcap_scoremod_bwd": varlen_kernels.create_softcap_scoremod_bwd,
     },
 }
 SOURCES = {  # what pip downloads, and the file in it
@@ -79,13 +81,19 @@ def install(monkeypatch, name, functions, module_name=None):
         module = types.ModuleType(".".join(parts[:i]))
         module.__path__ = []
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    vars(module).update(functions)
+    for name, function in functions.items():
+        *modules, last = name.split(".")
+        holder = vars(module)
+        for inner in modules:
+            holder = vars(holder.setdefault(inner, types.SimpleNamespace()))
+        holder[last] = function
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """A CPU passes for an sm_90."""
+    """A CPU passes for an sm_90, and stand-ins for the version that is pinned."""
     monkeypatch.setattr(flash_attn, "gpu_major", lambda device: 9)
+    monkeypatch.setattr(flash_attn, "installed_version", lambda distribution: "4.0.0b36")
     load_package.cache_clear()
     yield
     load_package.cache_clear()
@@ -253,10 +261,134 @@ def test_head_dims_and_the_gradient_of_lse(name, dim):
     assert kernel.takes(q, q, options, has_dlse=True) == (name == "FlashAttention-4" or dim < 256)
 
 
+DENSE = {
+    "one document": (Layout.contiguous(768, 2), [384]),
+    "equal documents": (Layout.contiguous([0, 384, 768], 1), [384, 384]),
+    "documents of other lengths": (Layout.contiguous([0, 384, 896], 1), None),
+    "documents of one tile": (Layout.contiguous([0, 256, 512], 1), None),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2, "softcap": 2.0}])
+@pytest.mark.parametrize("documents", DENSE)
+def test_equal_segments_are_a_batch_for_flash_attention_4(monkeypatch, documents, options):
+    """Their rows, lse and its gradient are in the order of other calls."""
+    layout, lengths = DENSE[documents]
+    names = "_flash_attn_fwd", "_flash_attn_bwd"
+    functions, shapes = MODULES["FlashAttention-4"], {name: set() for name in names}
+
+    def recorded(name):
+        def call(q, *args, cu_seqlens_q, **named):
+            shapes[name].add(q.shape[:-2])
+            assert (q.dim() == 4) == (cu_seqlens_q is None)
+            return functions[name](q, *args, cu_seqlens_q=cu_seqlens_q, **named)
+
+        call.__signature__ = inspect.signature(functions[name])
+        return call
+
+    install(monkeypatch, "FlashAttention-4", functions | {x: recorded(x) for x in names})
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+    case = Case("ring", layout, True, dlse=True, dtype=BF16, backend="flash_attn", **options)
+    assert_right(virtual(layout.ranks, run, case)[0], oracle(case), BF16, roundings=4)
+    batch = options.get("batch", 1)
+    rows = (batch * layout.tokens,) if lengths is None else (batch * len(lengths), lengths[0])
+    assert shapes["_flash_attn_fwd"] == {rows}
+    assert rows in shapes["_flash_attn_bwd"]  # beside the halves of a rank's own keys
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 0)])
+def test_flash_attention_4_compiles_once_for_a_mask(monkeypatch, window, gpu):
+    """What of its keys depends on lengths, in forward and backward: whether all rows of a segment,
+    and of all query heads of a KV head, are in one tile."""
+    rows = {"sm_90": (128, 192), "sm_100": (256,)}[gpu]  # of a forward's tile, by head dim
+    found = {"forward": set(), "backward": set()}
+
+    def key(cu_seqlens_q, max_seqlen_q, max_seqlen_k, **named):
+        return (
+            cu_seqlens_q is None,
+            *(-(-max_seqlen_q // x) == 1 for x in (*rows, 64, 80, 128)),
+            *(-(-max_seqlen_k // x) == 1 for x in (48, 64, 96, 128)),
+        )
+
+    def forward(q, k, v, return_lse, **named):
+        found["forward"].add(key(**named))
+        return q.new_empty(q.shape), q.new_empty(q.shape[1::-1])
+
+    def backward(q, k, v, out, dout, lse, dlse, deterministic, **named):
+        found["backward"].add(key(**named))
+        return q, k, v
+
+    functions = types.SimpleNamespace(
+        __name__="flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward
+    )
+    kernel = PACKAGES["FlashAttention-4"].kernel(functions, 9 if gpu == "sm_90" else 10)
+    options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
+    for lengths in ([1], [7, 40], [128, 1], [200], [256, 256], [257], [5, 3000]):
+        segments, start = [], 0
+        for n in lengths:
+            segments.append(VarlenSegment(start, start + n, start, start + n, *window))
+            start += n
+        call, q = VarlenCall(segments, window), torch.zeros(start, 4, 8, dtype=BF16)
+        tables = call.tables(1, q.device)
+        out, lse = kernel.forward(q, q, q, tables, options)
+        kernel.backward(BackwardRows(out, q, out, lse, None, q, q), tables, options)
+    assert all(len(keys) == 1 for keys in found.values())
+
+
+def test_a_softcaps_functions_are_made_once(monkeypatch):
+    """The package would make and hash new ones in each call."""
+    made = []
+
+    def counted(name):
+        def make(softcap_val):
+            made.append((name, softcap_val))
+            return varlen_kernels.create_softcap_scoremod(softcap_val)
+
+        return make
+
+    names = "utils.create_softcap_scoremod", "utils.create_softcap_scoremod_bwd"
+    functions = MODULES["FlashAttention-4"] | {name: counted(name) for name in names}
+    install(monkeypatch, "FlashAttention-4", functions)
+    monkeypatch.setattr(flash_attn, "refusal", lambda q, v: None)
+    for softcap in (2.0, 3.0, 2.0):
+        case = Case(
+            "ring", Layout.zigzag(DOCUMENTS, 2), True, softcap=softcap, dtype=BF16,
+            backend="flash_attn",
+        )  # fmt: skip
+        assert_right(virtual(2, run, case)[0], oracle(case), BF16, roundings=4)
+    assert sorted(made) == sorted((name, softcap) for name in names for softcap in (2.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "expected"),
+    [
+        ("4.0.0b11", 9, False),
+        ("4.0.0b12", 9, True),
+        ("4.0.0", 9, True),
+        (None, 9, False),
+        ("4.0.0b11", 10, True),
+    ],
+)
+def test_flash_attention_4_is_deterministic_from_a_version_on(
+    monkeypatch, version, major, expected
+):
+    monkeypatch.setattr(flash_attn, "installed_version", lambda distribution: version)
+    install(monkeypatch, "FlashAttention-4", MODULES["FlashAttention-4"])
+    assert load_package("FlashAttention-4", major).deterministic == expected
+
+
+def test_a_build_of_the_hub_has_no_version():
+    module = types.ModuleType("flash_attn4.interface")
+    assert not PACKAGES["FlashAttention-4"].kernel(module, 9).deterministic
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_backward_is_deterministic_unless_asked(monkeypatch, name):
-    """FlashAttention-3's flag is not trusted: our Triton kernels compute."""
+@pytest.mark.filterwarnings("always:our Triton kernels")
+def test_backward_is_deterministic_unless_asked(monkeypatch, recwarn, name):
+    """FlashAttention-3's flag is not trusted: our Triton kernels compute, which warns once."""
     calls = []
+    varlen._warn_of_triton.cache_clear()
     backward = list(MODULES[name])[1]
     monkeypatch.setattr(triton, "backward", lambda *arguments: calls.append("triton"))
 
@@ -274,9 +406,12 @@ def test_backward_is_deterministic_unless_asked(monkeypatch, name):
         with use_backend("flash_attn"):
             attn(q, q, q, Layout.zigzag(6, 1), causal=True).sum().backward()
 
-    for deterministic in (True, False):
+    for deterministic in (True, True, False):
         virtual(1, call, deterministic)
-    assert calls == ["triton" if name == "FlashAttention-3" else True, False]
+    uses_triton = name == "FlashAttention-3"
+    assert calls == [*2 * ["triton" if uses_triton else True], False]
+    warned = [str(x.message) for x in recwarn if "our Triton kernels" in str(x.message)]
+    assert len(warned) == uses_triton
 
 
 def test_flash_attention_4_is_called_by_one_thread(monkeypatch):
@@ -477,11 +612,11 @@ def test_stand_ins_have_the_packages_signatures(source, tmp_path):
     else:
         shutil.unpack_archive(archive, tmp_path / "source", filter="data")
     (file,) = (tmp_path / "source").rglob(path)
-    functions = {
-        x.name: x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.FunctionDef)
-    }
+    texts = [x.read_text() for x in (file, file.with_name("utils.py")) if x.exists()]
+    nodes = [x for text in texts for x in ast.walk(ast.parse(text))]
+    functions = {x.name: x for x in nodes if isinstance(x, ast.FunctionDef)}
     for name, stand_in in MODULES[source.removeprefix("the newest ")].items():
-        found = functions[name]
+        found = functions[name.removeprefix("utils.")]
         for argument in (*found.args.args, *found.args.kwonlyargs):
             argument.annotation = None
         parsed = ast.parse(inspect.getsource(stand_in)).body[0]

@@ -36,7 +36,7 @@ def check(slices, make):
             np.arange(size)[side.local(CPU)]
             for side, size in zip((call.queries, call.keys), seen.shape, strict=True)
         )
-        for q, k, mask in make(*call.tables(1, CPU), 1.0).each():
+        for q, k, mask in make(*call.tables(1, CPU)[:5], 1.0).each():
             seen[np.ix_(rows[q], keys[k])] += mask.numpy()
     if remaining is not None:
         seen += pairs_of(remaining)
