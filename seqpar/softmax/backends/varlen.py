@@ -14,9 +14,11 @@ Legend: B batch, T query rows, n query rows and m key rows of a call in all batc
 from __future__ import annotations
 
 import warnings
+from bisect import bisect, insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from torch import Tensor
 from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import on_device, rehearsing
 from seqpar.core.memo import Memo
+from seqpar.core.ranges import union
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.kernel_operands import (
@@ -47,24 +50,34 @@ Window = tuple[int, int]
 _DENSE_ROWS = 128
 
 
+KeyRange = tuple[int, int]  # the first row, and the row after the last one
+
+
 class VarlenSegment(NamedTuple):
     """Query rows and key rows that one segment of a call computes."""
 
     q_start: int
     q_stop: int
-    k_start: int
-    k_stop: int
+    keys: tuple[KeyRange, ...]  # several only if the segment is full: their order has no meaning
     # left, right: the window that the segment needs, or −1 for a side that masks no key
     left: int
     right: int
 
+    @property
+    def is_full(self) -> bool:
+        return self.left == self.right == -1
+
+    @property
+    def key_count(self) -> int:
+        return sum(stop - start for start, stop in self.keys)
+
     def fits(self, window: Window) -> bool:
         """Return whether the segment has the same pairs under this window."""
-        rows, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
-        unlimited_from = keys - 1, rows - 1  # windows of at least this size mask nothing
+        # Windows of at least this size mask nothing.
+        unlimited_from = self.key_count - 1, self.q_stop - self.q_start - 1
         return all(
             side == needed or (needed == -1 and side >= unlimited)
-            for needed, side, unlimited in zip(self[4:], window, unlimited_from, strict=True)
+            for needed, side, unlimited in zip(self[3:], window, unlimited_from, strict=True)
         )
 
 
@@ -83,22 +96,24 @@ class VarlenTables(NamedTuple):
 class VarlenCall:
     """One call of a varlen kernel.
 
-    No two segments share a query row or a key row. `queries` and `keys` are the rows of all
-    segments, in their order. `query_key` is equal for calls with the same query rows.
+    `queries` and `keys` are the rows of all segments, in their order. No two segments share a query
+    row, nor a key row unless the call is only for forward. `query_key` is equal for calls with the
+    same query rows.
     """
 
     def __init__(self, segments: Sequence[VarlenSegment], window: Window) -> None:
-        table = np.array([x[:4] for x in segments], dtype=np.int64)
-        queries, keys = (_joined(table[:, i : i + 2]) for i in (0, 2))
+        queries, keys = (
+            _joined(np.array(pairs, dtype=np.int64))
+            for pairs in ([x[:2] for x in segments], [pair for x in segments for pair in x.keys])
+        )
         self.queries, self.keys, self.query_key = Rows(queries), Rows(keys), queries.tobytes()
-        self._lengths = rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
+        lengths = [(x.q_stop - x.q_start, x.key_count) for x in segments]
+        self._lengths = np.array(lengths, dtype=np.int64).T
         self._window = window
-        shapes = {*zip(rows.tolist(), keys.tolist(), strict=True)}
-        # The rows and keys of each segment, if all segments have the same numbers of them. These are
-        # multiples of 128, and all segments are full, or causal with as many keys as rows.
-        self.dense = shapes.pop() if len(shapes) == 1 else None
-        if self.dense is not None and not _is_dense(*self.dense, window):
-            self.dense = None
+        # The rows and keys of each segment, if all segments have the same numbers of them. They are
+        # then multiples of 128, and all segments are full, or causal with as many keys as rows.
+        is_dense = len({*lengths}) == 1 and _is_dense(*lengths[0], window)
+        self.dense = lengths[0] if is_dense else None
         self._tables = Memo()
 
     def tables(self, batch: int, device: torch.device) -> VarlenTables:
@@ -130,12 +145,17 @@ class VarlenWork(NamedTuple):
     remaining: Slices | None
 
 
-def varlen_work(slices: Slices) -> VarlenWork:
-    """Return the calls that compute the slices, built once per slices."""
-    return slices.derived("varlen work", lambda: _build(slices))
+def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
+    """Return the calls that compute the slices, built once per slices.
+
+    With `repeats_keys`, several segments of a call may have the same key rows, so that there are
+    fewer calls. Such calls are only for forward: in backward each would add to the same rows.
+    """
+    name = f"varlen work {repeats_keys}"
+    return slices.derived(name, lambda: _build(slices, repeats_keys))
 
 
-def _build(slices: Slices) -> VarlenWork:
+def _build(slices: Slices, repeats_keys: bool) -> VarlenWork:
     segments, remaining = list[VarlenSegment](), list[int]()
     for i in range(len(slices)):
         first = int(slices.q_rows[i, 0]), int(slices.k_rows[i, 0])
@@ -146,7 +166,13 @@ def _build(slices: Slices) -> VarlenWork:
             segments += parts
     calls = []
     for window, members in _by_window(_join_keys(segments)).items():
-        calls += [VarlenCall(layer, window) for layer in _layers(members)]
+        of_window = [VarlenCall(layer, window) for layer in _layers(members)]
+        # One long document has one segment in a call. Its calls are large, and a copy of its keys
+        # would take much memory.
+        has_short_segments = 1 < len(of_window) < len(members)
+        if repeats_keys and has_short_segments:
+            of_window = _with_repeated_keys(members, window) or of_window
+        calls += of_window
     if not remaining:
         return VarlenWork(calls, None)
     tables = {name: getattr(slices, name)[remaining] for name in ("q_rows", "k_rows", "bands")}
@@ -176,24 +202,23 @@ def _segments(q_start: int, k_start: int, start: Ints, stop: Ints) -> list[Varle
         if (runs := key_runs(start, stop)) is None:
             return None
         moved = np.add(runs, [q_start, q_start, k_start, k_start])
-        return [VarlenSegment(a, b, c, d, -1, -1) for a, b, c, d in moved.tolist()]
+        return [VarlenSegment(a, b, ((c, d),), -1, -1) for a, b, c, d in moved.tolist()]
+    key_range = ((k_start, k_start + keys),)
     if left < 0 < right:  # causal rows, then rows that attend to all keys
         cut = keys - high + 1
-        causal = VarlenSegment(q_start, q_start + cut, k_start, k_start + keys, -1, 0)
-        return [causal, VarlenSegment(q_start + cut, q_stop, k_start, k_start + keys, -1, -1)]
-    return [VarlenSegment(q_start, q_stop, k_start, k_start + keys, left, right)]
+        causal = VarlenSegment(q_start, q_start + cut, key_range, -1, 0)
+        return [causal, VarlenSegment(q_start + cut, q_stop, key_range, -1, -1)]
+    return [VarlenSegment(q_start, q_stop, key_range, left, right)]
 
 
 def _join_keys(segments: list[VarlenSegment]) -> list[VarlenSegment]:
-    """Join full segments of the same query rows over adjacent keys."""
-    result = [x for x in segments if (x.left, x.right) != (-1, -1)]
-    for x in sorted(x for x in segments if (x.left, x.right) == (-1, -1)):
-        last = result[-1] if result else None
-        if last and x[:2] == last[:2] and x.k_start == last.k_stop and last[4:] == (-1, -1):
-            result[-1] = last._replace(k_stop=x.k_stop)
-        else:
-            result.append(x)
-    return result
+    """Join full segments of the same query rows."""
+    full: dict[tuple[int, int], list[KeyRange]] = {}
+    for x in segments:
+        if x.is_full:
+            full.setdefault(x[:2], []).extend(x.keys)
+    joined = [VarlenSegment(*rows, tuple(sorted(keys)), -1, -1) for rows, keys in full.items()]
+    return [*(x for x in segments if not x.is_full), *joined]
 
 
 def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment]]:
@@ -206,16 +231,56 @@ def _by_window(segments: list[VarlenSegment]) -> dict[Window, list[VarlenSegment
 
 
 def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
-    """Split segments into lists in which no two share a row, each in order of its rows."""
+    """Split segments into lists in which no two share a row, each in order of its query rows."""
     layers: list[list[VarlenSegment]] = []
-    for x in sorted(segments, key=lambda x: (x.k_start, x.q_start)):
-        for layer in layers:
-            if layer[-1].q_stop <= x.q_start and layer[-1].k_stop <= x.k_start:
-                layer.append(x)
+    taken: list[list[KeyRange]] = []  # the key rows of each layer, in order
+    for x in sorted(segments, key=lambda x: (x.q_start, x.keys)):
+        for layer, ranges in zip(layers, taken, strict=True):
+            if layer[-1].q_stop <= x.q_start and all(_is_free(pair, ranges) for pair in x.keys):
                 break
         else:
-            layers.append([x])
+            layer, ranges = [], []
+            layers.append(layer)
+            taken.append(ranges)
+        layer.append(x)
+        for pair in x.keys:
+            insort(ranges, pair)
     return layers
+
+
+def _is_free(pair: KeyRange, ranges: list[KeyRange]) -> bool:
+    """Return whether a range shares no row with ascending ranges, which share none either."""
+    i = bisect(ranges, pair)
+    starts_after = i == 0 or ranges[i - 1][1] <= pair[0]
+    return starts_after and (i == len(ranges) or pair[1] <= ranges[i][0])
+
+
+# A call for forward reads at most this many times as many key rows as it has. On a zigzag layout
+# the keys of a rank before are read twice, and the keys of a rank behind once.
+_MOST_READS = 2
+
+
+def _with_repeated_keys(segments: list[VarlenSegment], window: Window) -> list[VarlenCall] | None:
+    """Return one call in which each query row is in one segment, with all of its keys.
+
+    Return None if not all segments are full, or if the call would read too many key rows.
+    """
+    if not all(x.is_full for x in segments):
+        return None
+    table = np.array(sorted(pair for x in segments for pair in x.keys), dtype=np.int64)
+    left_to_read = _MOST_READS * int(np.diff(union(*table.T)).sum())
+    waiting, current, parts = sorted(segments, reverse=True), list[VarlenSegment](), []
+    for start, stop in pairwise(sorted({edge for x in segments for edge in x[:2]})):
+        current = [x for x in current if x.q_stop > start]
+        while waiting and waiting[-1].q_start == start:
+            current.append(waiting.pop())
+        left_to_read -= sum(x.key_count for x in current)
+        if left_to_read < 0:
+            return None
+        if current:
+            keys = tuple(sorted(pair for x in current for pair in x.keys))
+            parts.append(VarlenSegment(start, stop, keys, -1, -1))
+    return [VarlenCall(parts, window)]
 
 
 def _is_dense(rows: int, keys: int, window: Window) -> bool:
@@ -306,7 +371,8 @@ class VarlenKernel(NamedTuple):
     ) -> None:
         value_dim, batch = v.shape[-1], q.shape[0]
         takes = self.takes(q, v, options, has_dlse=False)
-        calls, remaining = varlen_work(slices) if takes else VarlenWork([], slices)
+        repeats_keys = not self.only_dense  # segments of one length would get several lengths
+        calls, remaining = varlen_work(slices, repeats_keys) if takes else VarlenWork([], slices)
         if remaining is not None:
             reference.forward(q, k, v, remaining, partial, options)
         if not calls:

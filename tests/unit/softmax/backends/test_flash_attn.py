@@ -327,7 +327,7 @@ def test_flash_attention_4_compiles_once_for_a_mask(monkeypatch, window, gpu):
     for lengths in ([1], [7, 40], [128, 1], [200], [256, 256], [257], [5, 3000]):
         segments, start = [], 0
         for n in lengths:
-            segments.append(VarlenSegment(start, start + n, start, start + n, *window))
+            segments.append(VarlenSegment(start, start + n, ((start, start + n),), *window))
             start += n
         call, q = VarlenCall(segments, window), torch.zeros(start, 4, 8, dtype=BF16)
         tables = call.tables(1, q.device)

@@ -7,10 +7,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from seqpar import Layout
-from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between
+from seqpar.layout.masks.mask import UNLIMITED, Mask, slices_between, slices_over
 from seqpar.softmax.backends import pieces
 from seqpar.softmax.backends.kernel_operands import aligned_heads
 from seqpar.softmax.backends.varlen import varlen_work
+from seqpar.strategies.all_gather import AllGather
 from tests.support.varlen_kernels import Segments
 from tests.unit.softmax.backends.test_any_slices import POSITIONS, slices_of
 
@@ -29,7 +30,18 @@ def pairs_of(slices):
 
 
 def check(slices, make):
+    """For backward, in which calls read no row twice, and for forward."""
+    check_calls(slices, make, *varlen_work(slices, repeats_keys=True))
     calls, remaining = varlen_work(slices)
+    check_calls(slices, make, calls, remaining)
+    for call in calls:
+        for rows in (call.queries, call.keys):
+            local = np.arange(rows.reach[1])[rows.local(CPU)]
+            assert np.unique(local).size == local.size
+    return remaining
+
+
+def check_calls(slices, make, calls, remaining):
     seen = np.zeros((slices.query_rows, slices.key_rows), int)
     for call in calls:
         rows, keys = (
@@ -41,7 +53,6 @@ def check(slices, make):
     if remaining is not None:
         seen += pairs_of(remaining)
     assert (seen == pairs_of(slices)).all()
-    return remaining
 
 
 READINGS = pytest.mark.parametrize("make", [Segments, Segments.of_version_2], ids=["3, 4", "2"])
@@ -66,6 +77,47 @@ def test_every_hop_of_zigzag_is_a_call(make, bounds):
         for owner in range(8):
             remaining = check(slices_between(layout, rank, layout, owner, mask), make)
             assert remaining is None or bounds[1]
+
+
+@READINGS
+@pytest.mark.parametrize("bounds", [(6, 0), (UNLIMITED, 0), (UNLIMITED, UNLIMITED)])
+def test_keys_of_several_ranks(make, bounds):
+    mask = Mask(*bounds)
+    layout = Layout.zigzag([0, 64, 65, 160], 8).geometry
+    for rank in range(8):
+        for first in range(1, 8):
+            owners = tuple((rank - first - i) % 8 for i in range(3))
+            slices = slices_over(layout, rank, layout, owners, mask)
+            check(slices, make)
+
+
+@pytest.mark.parametrize(
+    ("documents", "forward", "backward"), [(1, 6, 6), (32, 5, 6)], ids=["1 document", "32"]
+)
+def test_all_gather_makes_few_calls(documents, forward, backward):
+    """One for a rank's own keys and one for each exchange, with short documents. Only later rows of
+    a rank attend to keys of ranks behind it. If an exchange also brings keys of ranks before it,
+    forward reads these twice, and backward makes two calls, as both do with one document."""
+    layout = Layout.zigzag([i * 4096 // documents for i in range(documents + 1)], 8).geometry
+    distances, mask = AllGather().distances(8), Mask(UNLIMITED, 0)
+    assert len(distances) == 4
+    counts = {True: [], False: []}
+    for rank in range(8):
+        exchanges = [[rank], *([(rank - d) % 8 for d in step] for step in distances)]
+        for repeats_keys, of_ranks in counts.items():
+            works = [
+                varlen_work(slices_over(layout, rank, layout, tuple(owners), mask), repeats_keys)
+                for owners in exchanges
+            ]
+            assert all(work.remaining is None for work in works)
+            of_ranks.append(sum(len(work.calls) for work in works))
+    assert (max(counts[True]), max(counts[False])) == (forward, backward)
+
+
+def test_a_call_reads_no_key_often():
+    """Rows that each attend to all keys before them would read n²/2 key rows in one call."""
+    calls, _ = varlen_work(slices_of(range(0, 640, 10), range(640), (-640, 0)), True)
+    assert all(call.keys.count <= 2 * 640 for call in calls)
 
 
 @READINGS
