@@ -21,7 +21,6 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
 from seqpar.layout.cuts.cut import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
 
-_SAMPLED_DOCUMENTS = 16
 _MAX_KEPT_BYTES = 2**26  # of cached holdings, not counting the last one used
 
 
@@ -168,23 +167,6 @@ class Geometry:
     @cached_property
     def most_tokens(self) -> int:
         return int(self.cut.token_counts(self.cu_seqlens).max())
-
-    @cached_property
-    def shared_tokens(self) -> int:
-        """Tokens that a rank holds of another rank's documents: the mean of all pairs of ranks.
-
-        It is `most_tokens` if every document is on all ranks. Only the longest documents count.
-        """
-        longest = np.argsort(-self.lengths, kind="stable")[:_SAMPLED_DOCUMENTS]
-        longest = longest[self.lengths[longest] > 0]
-        if self.ranks == 1 or not longest.size:
-            return 0
-        lengths = self.lengths[longest]
-        found = self.holders(longest, np.zeros_like(longest), lengths)
-        pairs = np.unique(found.numbers * self.ranks + found.owners)
-        others = np.bincount(pairs // self.ranks) - 1
-        share = (lengths * others).sum() / (lengths.sum() * (self.ranks - 1))
-        return int(self.most_tokens * share)
 
     @cached_property
     def holders(self) -> HolderLookup:

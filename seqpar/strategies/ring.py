@@ -48,9 +48,11 @@ class RingAttention(Attention):
     * backward: the same again, and Σ n(r, p)·S·4 (8 for fp64).
 
     Messages: one per peer and group of heads with keys and values, and in backward another one with
-    their gradients. Ranks with many rows compute their heads in g groups, one after another. There
-    is one group per 4,096 of the B·T key rows of the longest rank, and at most Hkv groups. Rows of
-    documents on few ranks count less.
+    their gradients. Ranks with many rows compute their heads in g groups, one after another. With
+    one document there is one group per 4,096 of the B·T key rows of the longest rank. Short
+    documents and windows have less work for these rows: the rows count by L/N, with L the mean
+    length of a token's document, at most twice the window's width, and N the number of tokens.
+    There is at least one group per 16,384 rows, and at most Hkv groups.
 
     With `message_dtype=torch.int8` or `torch.float8_e4m3fn`, keys and values travel in 8 bits,
     B·Hkv·(D + Dv + 8) bytes per row. The error of results is about 0.3% with int8 and 1.5% with

@@ -135,7 +135,7 @@ def test_blocks_may_have_different_backends(pool):
 def run_in_head_groups(group, case):
     """The call in groups of one KV head, as on ranks with many rows."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(key_plan, "_ROWS_PER_GROUP", 4)
+        patched.setattr(key_plan, "_ROWS_PER_SHORT_GROUP", 8)
         return run(group, case)
 
 

@@ -20,9 +20,10 @@ import torch
 from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import Ints
 from seqpar.core.dtypes import accumulator_dtype
+from seqpar.core.ranges import UNLIMITED
 from seqpar.core.traffic import Traffic
 from seqpar.layout.geometry import Geometry
-from seqpar.layout.masks.mask import Blocks, Slices, halves, slices_between, slices_over
+from seqpar.layout.masks.mask import Blocks, Mask, Slices, halves, slices_between, slices_over
 from seqpar.layout.masks.reach import AttentionSide
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, Sums
@@ -241,10 +242,12 @@ def key_traffic(
     return rows
 
 
-# One group of heads for each 4,096 rows of the documents that two ranks share, on average. Blocks
-# that travel then stop growing with the rows, and the work on a group still keeps a GPU busy for
-# longer than the host needs to post the next group. Groups of rows would need their own tables.
+# Heads are computed in groups, so that the blocks that travel stop growing with the rows. The work
+# on a group must keep a GPU busy for longer than the host needs to post the next group. There is
+# therefore one group for each 4,096 rows of a document on a rank. If these are few, there are more
+# groups only to limit memory, one for each 16,384 rows. Groups of rows would need their own tables.
 _ROWS_PER_GROUP = 4096
+_ROWS_PER_SHORT_GROUP = 16384
 
 
 class HeadSlices(NamedTuple):
@@ -271,15 +274,33 @@ class HeadSlices(NamedTuple):
         return PackedGradients(Sums.of(total.dq[:, :, self.queries]), Sums.of(*keys))
 
 
-def head_groups(shape: OperandShape, layout: Geometry) -> list[HeadSlices]:
+def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:
     """Return the groups of heads, the same on all ranks, at most one per KV head.
 
-    Where ranks share few documents, messages are short, and groups would only add to their latency.
+    With one document and no window there is one group for each 4,096 rows of the rank with the most
+    rows. Short documents and windows have less work for these rows, so they need fewer groups.
     """
     layout = layout.worst_case
-    groups = max(1, min(shape.kv_heads, layout.most_tokens * shape.batch // _ROWS_PER_GROUP))
-    if groups > 1:
-        groups = max(1, min(groups, layout.shared_tokens * shape.batch // _ROWS_PER_GROUP))
+    rows = layout.most_tokens * shape.batch
+    for_work = rows * _attended(layout, mask) // max(layout.tokens, 1) // _ROWS_PER_GROUP
+    for_memory = rows // _ROWS_PER_SHORT_GROUP
+    groups = max(1, min(shape.kv_heads, max(for_work, for_memory)))
     edges = pairwise(i * shape.kv_heads // groups for i in range(groups + 1))
     shared = shape.heads // max(shape.kv_heads, 1)  # inside USP a rank may have no heads
     return [HeadSlices(slice(a * shared, b * shared), slice(a, b)) for a, b in edges]
+
+
+def _attended(layout: Geometry, mask: Mask) -> int:
+    """Return the mean length of a token's document, at most as long as what a window reaches.
+
+    A window counts as if it reached as far to both sides: a causal document has half of its pairs.
+    """
+    reach = 2 * max(mask.left, mask.right) + 1
+    if mask.prefix is not None or mask.ranges is not None:
+        reach = UNLIMITED
+
+    def build() -> int:
+        lengths = layout.lengths
+        return int((lengths * np.minimum(lengths, reach)).sum()) // max(layout.tokens, 1)
+
+    return layout.derived(("attended", reach), build)

@@ -107,7 +107,7 @@ class KeyStrategy(Strategy):
         `every_step` is as in `plan`. If this rank sends and receives no rows, it has one group.
         """
         if self.plan(call, every_step).steps:
-            return head_groups(call.shape, call.kv_layout)
+            return head_groups(call.shape, call.kv_layout, call.mask)
         return [HeadSlices(slice(None), slice(None))]
 
     def _attend(self, comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -180,6 +180,6 @@ class KeyStrategy(Strategy):
         distances = self.distances(call.ranks)
         if self.rank_invariant:
             return tile_traffic(call, rank, distances)
-        groups = len(head_groups(call.shape, call.kv_layout))
+        groups = len(head_groups(call.shape, call.kv_layout, call.mask))
         dtypes = self.message_dtype, self.gradient_dtype
         return key_traffic(call, rank, distances, *dtypes, groups)

@@ -107,7 +107,7 @@ class QuerySchedule(NamedTuple):
 
 def query_groups(call: ResolvedCall) -> list[HeadSlices]:
     """Return the groups in which heads travel: the same on all ranks."""
-    return head_groups(call.shape, call.layout)
+    return head_groups(call.shape, call.layout, call.mask)
 
 
 def packs_all_rows(call: ResolvedCall) -> bool:

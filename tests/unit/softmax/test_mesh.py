@@ -32,6 +32,7 @@ CALLS = {
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
     monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(key_plan, "_ROWS_PER_SHORT_GROUP", 8)
     monkeypatch.setattr("seqpar.layout.masks.mask._TILE_ROWS", 2)
 
 

@@ -13,6 +13,7 @@ from seqpar.comm.messages.comm import Comm
 from seqpar.softmax.backends import aten
 from seqpar.softmax.call import Operands
 from seqpar.softmax.compute.partial import cast_each, sinks_gradient
+from seqpar.softmax.keys import key_plan
 from seqpar.strategies import disaggregated
 from seqpar.strategies.registry import SOFTMAX
 from tests.support.cases import module
@@ -136,40 +137,67 @@ def test_a_window_sends_the_same_at_any_length(strategy):
         assert sent(strategy, s) == [bytes_sent, messages]
 
 
-# KiB a token at most, forward and backward, of the rank in the middle of 8, in two groups of heads.
-# A token's keys and values take 4, their fp32 gradients 8, the partial 16¼, the result 8⅛, and the
-# rank's own gradients 24⅛. Of a group, half of these: Ring holds two blocks of keys and those it
-# sends, in backward also three blocks of gradients. AllGather holds all keys that its queries see;
-# in backward gradients of those of two exchanges, and its own that come. Messages count until they
-# have been waited for. Other strategies hold what was measured, which may not grow.
+def of_groups(forward, backward):
+    """KiB a token at most, forward and backward, by the number of groups of heads; `forward` and
+    `backward` are what a group holds if it has all heads.
+
+    A token's keys and values take 4, their fp32 gradients 8, the partial 16¼, the result 8⅛, and
+    the rank's own gradients 24⅛. With several groups, the result is held beside the partial.
+    """
+    return {
+        groups: ((8.125 if groups > 1 else 0) + forward / groups, 24.125 + backward / groups)
+        for groups in (1, 2)
+    }
+
+
+# KiB a token at most, by groups of heads, of the rank in the middle of 8. Ring holds the partial,
+# two blocks of keys and those it sends; in backward also three blocks of gradients. AllGather holds
+# all keys that its queries see; in backward gradients of those of two exchanges, and its own that
+# come. Messages count until they have been waited for. Other strategies hold what was measured,
+# which may not grow.
 PEAKS = {
-    "ring": (22.25, 42.25),
-    "all_gather": (30.25, 54.25),
-    "token_ring": (52.75, 73),
-    "mesh": (54.75, 79),
-    "ulysses": (40.75, 40.125),
-    "usp": (40.5, 36.125),
-    "disaggregated": (58.5, 162.5),
+    "ring": of_groups(16.25 + 3 * 4, 3 * 4 + 3 * 8 + 0.25),
+    "all_gather": of_groups(16.25 + 7 * 4, 7 * 4 + 4 * 8 + 0.25),
+    "token_ring": {1: (81, 105.25), 2: (52.75, 73)},
+    "mesh": {1: (83, 111.25), 2: (54.75, 79)},
+    "ulysses": {1: (40.75, 40.125), 2: (40.75, 40.125)},
+    "usp": {1: (40.5, 40.25), 2: (40.5, 36.125)},
+    "disaggregated": {1: (58.5, 162.5), 2: (58.5, 162.5)},
 }
 
 
 @few_rows()
-@pytest.mark.parametrize("documents", [1, 32])
+@pytest.mark.parametrize(("documents", "groups"), [(1, 2), (32, 1)])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("strategy", PEAKS)
-def test_peak_memory_on_zigzag_and_with_sinks(monkeypatch, one_stage, strategy, sinks, documents):
+def test_peak_memory_on_zigzag_and_with_sinks(
+    monkeypatch, one_stage, strategy, sinks, documents, groups
+):
     s = Setting(4, 8, 8 * 8192, 32, 8, full=False, value_dim=128)
     layout = Layout.zigzag([i * s.tokens // documents for i in range(documents + 1)], s.ranks)
     logits = torch.empty(s.heads, device="meta") if sinks else None
-    found = held(monkeypatch, strategy, s, layout, logits)
-    for peak, bound, of_sinks in zip(found, PEAKS[strategy], (0, 8), strict=True):  # scaled dout
+    found, peaks = held(monkeypatch, strategy, s, layout, logits), PEAKS[strategy][groups]
+    for peak, bound, of_sinks in zip(found, peaks, (0, 8), strict=True):  # scaled dout
         assert peak <= (bound + sinks * of_sinks) * 1024 * s.local + 2**16  # and indices of rows
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_short_documents_hold_as_much_as_long_ones_on_many_rows(monkeypatch, strategy):
+    """1M tokens on 8 ranks have 8 groups of heads, as one document or as 256."""
+    s = Setting(4, 8, 2**20, 32, 8, full=False, value_dim=128)
+    one, many = (
+        held(monkeypatch, strategy, s, Layout.zigzag(range(0, s.tokens + 1, length), s.ranks))
+        for length in (s.tokens, 4096)
+    )
+    for of_many, of_one in zip(many, one, strict=True):
+        assert of_many <= of_one + 2**20  # indices of rows
 
 
 @pytest.mark.parametrize(("strategy", "peaks"), [("ring", (30, 46)), ("all_gather", (46, 70))])
 def test_our_kernels_keep_to_the_promised_peaks(monkeypatch, strategy, peaks):
     """They also hold a group's result from its first block of keys on."""
     monkeypatch.setattr(launching, "_run", lambda *arguments: None)
+    monkeypatch.setattr(key_plan, "_ROWS_PER_SHORT_GROUP", 4096)  # two groups of heads
     s = Setting(3, 8, 8 * 8192, 32, 8, full=False, value_dim=128)
     layout = Layout.zigzag([i * s.tokens // 32 for i in range(33)], s.ranks)
     with use_backend("triton"):

@@ -7,6 +7,7 @@ import torch
 
 from seqpar import Layout
 from seqpar.attention.operands import OperandShape
+from seqpar.layout.masks.mask import UNLIMITED, Mask
 from seqpar.softmax.keys import key_plan
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
@@ -24,8 +25,9 @@ OPTIONS = {
 
 @pytest.fixture
 def small(monkeypatch):
-    """Rows for a group of heads that small cases have."""
+    """Rows for a group of heads that small cases have, also with short documents and windows."""
     monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(key_plan, "_ROWS_PER_SHORT_GROUP", 8)
 
 
 @few_rows()
@@ -70,12 +72,35 @@ def test_without_messages_all_heads_are_computed_together(small, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("documents", "shared", "groups"),
-    [(128, 16, 4), ([0, *range(8, 128, 16), 128], 2, 1), ([0, 64, 64, 128], 6, 1)],
+    ("documents", "window", "groups"),
+    [
+        ([0, 128], (UNLIMITED, 0), 4),
+        ([0, 128], (UNLIMITED, UNLIMITED), 4),
+        ([0, 64, 64, 128], (UNLIMITED, 0), 2),
+        ([0, *range(8, 128, 16), 128], (UNLIMITED, 0), 1),
+        ([0, 96, 128], (UNLIMITED, 0), 2),  # most work is in the long document
+        ([0, 128], (31, 0), 1),
+        ([0, 128], (32, 0), 2),
+        ([0, 128], (32, 4), 2),
+        ([0, 128], (32, UNLIMITED), 4),
+    ],
 )
-def test_documents_on_few_ranks_need_fewer_groups(small, documents, shared, groups):
-    """Each of 8 ranks has 16 rows, of documents on all ranks, on 2 and on 4."""
-    geometry = Layout.contiguous(documents, 8).geometry
-    assert (geometry.most_tokens, geometry.shared_tokens) == (16, shared)
+def test_groups_of_heads_follow_the_work(monkeypatch, documents, window, groups):
+    """Each of 8 ranks has 16 rows. 4 rows of a document on a rank make a group."""
+    monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 4)
     shape = OperandShape(torch.float32, 1, 16, 8, 8, 8)
-    assert len(key_plan.head_groups(shape, geometry)) == groups
+    for kind in (Layout.contiguous, Layout.zigzag):
+        geometry = kind(documents, 8).geometry
+        assert len(key_plan.head_groups(shape, geometry, Mask(*window))) == groups
+
+
+def test_short_documents_have_one_group_of_heads():
+    """32 documents of 4,096 tokens on 8 ranks; 256 of them have groups for the sake of memory."""
+    shape = OperandShape(torch.bfloat16, 1, 32, 8, 128, 128)
+    causal = Mask(UNLIMITED, 0)
+
+    def groups(documents, length=4096):
+        layout = Layout.zigzag([i * length for i in range(documents + 1)], 8)
+        return len(key_plan.head_groups(shape, layout.geometry, causal))
+
+    assert (groups(32), groups(1, 32 * 4096), groups(256), groups(64)) == (1, 4, 8, 2)

@@ -17,6 +17,7 @@ from tests.support.tiers import few_rows
 def small(monkeypatch):
     """Rows for a group of heads, and for a tile, that small cases have."""
     monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 4)
+    monkeypatch.setattr(key_plan, "_ROWS_PER_SHORT_GROUP", 8)
     monkeypatch.setattr("seqpar.layout.masks.mask._TILE_ROWS", 2)
 
 
