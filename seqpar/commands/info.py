@@ -27,7 +27,7 @@ from seqpar.costs.profile import harness
 from seqpar.layout.layout import Layout
 from seqpar.softmax.backends.aten_cuda import load_cudnn
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.kernel_order import kernel_table
+from seqpar.softmax.backends.kernel_order import default_kernel, kernel_table
 from seqpar.softmax.backends.varlen import VarlenKernel
 from seqpar.softmax.module import Attention
 from seqpar.strategies.registry import SOFTMAX
@@ -107,6 +107,7 @@ def describe(ranks: int) -> dict[str, Any]:
         "missing in torch": TORCH.missing(),
         "settings": settings,
         "kernels": kernel_table(),
+        "default kernel": default(),
         "flash attention": packages(),
         "backends": {kind: backends(kind) for kind in BACKENDS},
         "strategies": {name: supported(name, ranks) for name in sorted(SOFTMAX)},
@@ -185,6 +186,22 @@ def packages() -> dict[str, str]:
     return {name: x if isinstance(x, str) else _available(x) for name, x in kernels.items()}
 
 
+def default() -> dict[str, str]:
+    """Return the kernel that computes softmax attention by default here, and why no faster one."""
+    if not torch.cuda.is_available():
+        return {"kernel": "aten, on the CPU", "not FlashAttention-4": "torch finds no GPU"}
+    if torch.version.hip:
+        return {"kernel": "triton", "not FlashAttention-4": "it does not run on AMD GPUs"}
+    major = torch.cuda.get_device_capability()[0]
+    name, reasons = default_kernel(major)
+    found = {"kernel": f"{name}, for bf16 and fp16 with full, causal and window masks"}
+    found |= {f"not {name}": reason for name, reason in reasons.items()}
+    flash_attention = "FlashAttention-4"
+    if flash_attention in reasons and major in PACKAGES[flash_attention].majors:
+        found[f"to use {flash_attention}"] = "pip install 'seqpar[flash-attn]'"
+    return found
+
+
 def _available(kernel: VarlenKernel) -> str:
     untrusted = "" if kernel.deterministic else "; Triton computes a deterministic backward"
     return f"available{untrusted}"
@@ -237,6 +254,8 @@ def as_text(report: dict[str, Any]) -> str:
         "  no GPU: ranks compute on the CPU, and messages go through gloo"
     ]
     lines += _rows("links", report["links"])
+    title = "default kernel of softmax attention on this machine"
+    lines += _rows(title, report["default kernel"])
     lines += _rows("packages of FlashAttention, and cuDNN", report["flash attention"])
     for gpus, kernels in report["kernels"].items():
         lines += _rows(f"default kernels of softmax attention on {gpus}", kernels)

@@ -11,6 +11,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from seqpar.softmax.backends.flash_attn import PACKAGES
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BLOCKED = """
@@ -112,3 +114,9 @@ def test_missing_packages_name_their_extras():
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.strip().splitlines() == [x[2] for x in cases]
+
+
+def test_the_extra_of_flash_attention_installs_the_version_that_is_called():
+    (text,) = PROJECT["optional-dependencies"]["flash-attn"]
+    extra, called = Requirement(text), Requirement(PACKAGES["FlashAttention-4"].requirement)
+    assert (extra.name, extra.specifier) == (called.name, called.specifier)

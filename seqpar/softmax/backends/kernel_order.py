@@ -96,6 +96,21 @@ def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> V
     return cudnn
 
 
+def default_kernel(major: int) -> tuple[str, dict[str, str]]:
+    """Return the kernel that computes full and causal masks in half precision by default.
+
+    `major` is the first number of the compute capability of an NVIDIA GPU. Also returns why each
+    kernel that comes before it cannot be used, and why FlashAttention-4 cannot.
+    """
+    order = ORDERS.get(major, ORDERS[12]).names
+    loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}
+    reasons = {name: x for name, x in loaded.items() if isinstance(x, str)}
+    chosen = next(name for name in order if name not in reasons)
+    for name in order[order.index(chosen) :]:
+        reasons.pop(name, None)
+    return chosen, reasons
+
+
 def kernel_table() -> dict[str, dict[str, str]]:
     """Return by GPU and by kind of call the kernels that may compute it, in order, and why."""
     table: dict[str, dict[str, str]] = {}

@@ -13,6 +13,7 @@ import seqpar
 from seqpar.__main__ import main
 from seqpar.attention.backend import BACKENDS
 from seqpar.commands import info
+from seqpar.softmax.backends import flash_attn, kernel_order
 from seqpar.softmax.backends.flash_attn import PACKAGES
 from seqpar.strategies.registry import SOFTMAX
 from seqpar.strategies.ulysses import UlyssesAttention
@@ -107,12 +108,64 @@ def test_a_cudnn_that_torch_refuses_is_reported(monkeypatch):
     assert info.builds()["cuDNN"] == "broken: cuDNN version incompatibility"
 
 
+@pytest.mark.parametrize(
+    ("capability", "missing", "expected"),
+    [
+        (None, (), {"kernel": "aten, on the CPU", "not FlashAttention-4": "torch finds no GPU"}),
+        ((9, 0), (), {"kernel": "FlashAttention-4"}),
+        (
+            (9, 0),
+            ("FlashAttention-4", "FlashAttention-3"),
+            {
+                "kernel": "cuDNN",
+                "not FlashAttention-4": "no FlashAttention-4",
+                "not FlashAttention-3": "no FlashAttention-3",
+                "to use FlashAttention-4": "pip install 'seqpar[flash-attn]'",
+            },
+        ),
+        (
+            (8, 0),
+            ("FlashAttention-4",),
+            {"kernel": "FlashAttention-2", "not FlashAttention-4": "no FlashAttention-4"},
+        ),
+        (
+            (12, 0),
+            tuple(PACKAGES),
+            {"kernel": "aten", **{f"not {x}": f"no {x}" for x in PACKAGES if x[-1] != "3"}},
+        ),
+    ],
+)
+def test_the_default_kernel_of_this_machine_is_named(
+    capsys, monkeypatch, capability, missing, expected
+):
+    """With the reason why it is not FlashAttention-4, and the way to have it."""
+
+    def load(name, major):
+        assert major == capability[0]
+        return f"no {name}" if name in missing else None
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(kernel_order, "load_package", load)
+    monkeypatch.setattr(kernel_order, "load_cudnn", lambda major: None)
+    scope = ", for bf16 and fp16 with full, causal and window masks" if capability else ""
+    assert info.default() == expected | {"kernel": expected["kernel"] + scope}
+
+
+def test_the_default_kernel_is_printed(capsys):
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    title = lines.index("default kernel of softmax attention on this machine")
+    assert lines[title + 1].split()[0] == "kernel"
+
+
 def test_flash_attention_3_is_shown_with_its_backward(monkeypatch):
     def load(name, major):
         module = types.ModuleType(PACKAGES[name].modules[0])
         return PACKAGES[name].kernel(module, major)
 
     monkeypatch.setattr(info, "load_package", load)
+    monkeypatch.setattr(flash_attn, "installed_version", lambda distribution: "4.0.0b36")
     monkeypatch.setattr(info, "load_cudnn", lambda major: "cuDNN is broken")
     assert info.packages() == {
         "FlashAttention-4": "available",
