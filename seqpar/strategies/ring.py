@@ -64,9 +64,9 @@ class RingAttention(Attention):
     element is then at most 1/256 of the sum of the absolute values of other ranks' contributions.
 
     Memory of a group of heads: two blocks of a peer's keys and values, and this rank's keys and
-    values packed. Forward adds the partial of the group, and backward three blocks of fp32
-    gradients: computed, leaving and arriving. Messages count until they have been waited for. All
-    heads together: the result, and in backward this rank's fp32 gradients.
+    values packed. Forward adds the partial of the group. Backward adds the group's fp32 gradients
+    of this rank's tokens, and three blocks of fp32 gradients: computed, leaving and arriving.
+    Messages count until they have been waited for. All heads together: the results.
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
     (2023), section 3.

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from seqpar.attention.operands import OperandShape
 from seqpar.core.arguments import Ints
@@ -26,7 +27,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Blocks, Mask, Slices, halves, slices_between, slices_over
 from seqpar.layout.masks.reach import AttentionSide
 from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, Sums
+from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 from seqpar.softmax.wire.message_dtypes import encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -269,9 +270,11 @@ class HeadSlices(NamedTuple):
         )
         return OutputGradient(dout, out, lse, dlse, delta)
 
-    def gradients(self, total: PackedGradients) -> PackedGradients:
-        keys = (x[:, :, self.keys] for x in total.keys.tensors)
-        return PackedGradients(Sums.of(total.dq[:, :, self.queries]), Sums.of(*keys))
+    def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
+        """Write the gradients of this group to its heads of dq, dk and dv, in their dtypes."""
+        of_heads = self.queries, self.keys, self.keys
+        for x, heads, part in zip(gradients, of_heads, total.results(), strict=True):
+            x[:, :, heads] = part
 
 
 def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:

@@ -122,15 +122,25 @@ class KeyStrategy(Strategy):
     ) -> Gradients:
         if self.rank_invariant:
             return self._tiles(comm, call, "backward").gradients(output, operands)
-        total = PartialGradients.zeros(operands.q, operands.k, operands.v)
+        q, k, v, _ = operands
         groups = self.groups(call, comm.is_routed)
         if len(groups) == 1:
+            total = PartialGradients.zeros(q, k, v)
             self._attend_backward(comm, call, output, operands, total)
-        else:
-            for heads in groups:
-                part = heads.output(output), heads.operands(operands), heads.gradients(total)
-                self._attend_backward(comm, call.with_heads_of(call, heads.queries), *part)
-        return total.results()
+            return total.results()
+        # Only the sums of one group exist in the accumulator's dtype. Rounding them here is the
+        # only rounding also inside USP, whose ranks may add the gradients of a KV head: in a call
+        # with several KV heads, a rank has all query heads of each of them (`HeadGroups`).
+        gradients: list[Tensor] = []
+        for heads in groups:
+            of_group, own = call.with_heads_of(call, heads.queries), heads.operands(operands)
+            total = PartialGradients.zeros(own.q, own.k, own.v)
+            self._attend_backward(comm, of_group, heads.output(output), own, total)
+            # Not earlier: the first group's messages need memory that these would take.
+            gradients = gradients or [x.new_empty(x.shape) for x in (q, k, v)]
+            heads.put(total, gradients)
+            del total  # before the sums of the next group are made
+        return gradients[0], gradients[1], gradients[2]
 
     def _attend_backward(
         self,

@@ -1,13 +1,16 @@
 """Ring and AllGather on ranks with many rows: heads travel in groups, each with its messages."""
 
+import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from seqpar import Layout
 from seqpar.attention.operands import OperandShape
 from seqpar.layout.masks.mask import UNLIMITED, Mask
+from seqpar.softmax.heads.head_exchange import HeadGroups
 from seqpar.softmax.keys import key_plan
 from tests.support.cases import Case, assert_right, module, oracle, run
 from tests.support.ranks import virtual
@@ -53,6 +56,32 @@ def messages(comm, case):
     for row in attn.traffic(q, k, v, case.layout, causal=case.causal):
         counts[row.direction] += row.messages
     return counts
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "usp"])
+def test_gradients_of_a_group_are_rounded_once(small, monkeypatch, strategy):
+    """They have the bits of sums that stay in fp32 until all groups are complete."""
+    case = Case(strategy, Layout.zigzag(CU, 4), True, heads=12, kv_heads=6, dtype=torch.bfloat16)
+    found, put = virtual(4, run, case), key_plan.HeadSlices.put
+
+    def put_exactly(heads, total, gradients):
+        gradients[:] = [x.float() for x in gradients]
+        put(heads, total, gradients)
+
+    monkeypatch.setattr(key_plan.HeadSlices, "put", put_exactly)
+    for got, expected in zip(found, virtual(4, run, case), strict=True):
+        assert all(map(np.array_equal, got, expected))
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(12, 6), (12, 4), (32, 8), (6, 6), (24, 2)])
+def test_groups_of_several_kv_heads_have_all_their_queries(q_heads, kv_heads):
+    """Ring therefore rounds the gradients of such a group, which no other rank adds to."""
+    size = q_heads // kv_heads
+    for ranks, groups, whole in itertools.product(range(1, 9), range(1, 7), (False, True)):
+        heads = HeadGroups(ranks, q_heads, kv_heads, groups, whole)
+        for group in (x for rank in range(ranks) for x in heads.of_rank(rank)):
+            if group.kv_count > 1:
+                assert group.q == slice(group.kv.start * size, group.kv.stop * size)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
