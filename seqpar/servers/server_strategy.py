@@ -50,7 +50,7 @@ class Submitted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OnServers(SplitStrategy[Submitted]):
+class OnServers(SplitStrategy[Submitted, Submitted]):
     """Sends queries and keys to servers, which return the results.
 
     The trainer is the only rank. Tasks depend only on the call (`cut_call`), and their results are
@@ -91,6 +91,7 @@ class OnServers(SplitStrategy[Submitted]):
         output: OutputGradient,
         operands: Operands,
         residuals: list[Tensor],
+        at_once: bool,
     ) -> Submitted:
         output.ensure_delta()
         return self._submit(comm, call, operands, output)

@@ -33,10 +33,16 @@ from seqpar.servers.pool.pool import ServerPool
 from seqpar.servers.server_strategy import OnServers
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient
+from seqpar.softmax.keys.key_plan import HeadSlices, head_groups
 from seqpar.softmax.module import COMMON_OPTIONS
 from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
-from seqpar.softmax.tasks.task_attention import TaskExchange, complete_backward, complete_forward
+from seqpar.softmax.tasks.task_attention import (
+    GroupExchanges,
+    TaskExchange,
+    complete_backward,
+    complete_forward,
+)
 from seqpar.softmax.tasks.task_plan import Planner, Plans, TaskPlan, task_traffic
 from seqpar.strategies.registry import register
 
@@ -45,7 +51,7 @@ _ROWS_PER_STAGE = 512
 
 
 @dataclass(frozen=True)
-class Disaggregated(SplitStrategy[TaskExchange]):
+class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
     """Queries and keys travel to the servers of their tasks, and results return."""
 
     name = "disaggregated"
@@ -85,15 +91,22 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         output: OutputGradient,
         operands: Operands,
         residuals: list[Tensor],
-    ) -> TaskExchange:
+        at_once: bool,
+    ) -> GroupExchanges:
         plan, label = self.task_plan(call, "backward"), "disaggregated backward"
         dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
-        # The blocks that servers kept in forward do not travel again.
-        rows = [output.dout] if residuals else [output.dout, operands.q]
-        kept = residuals[1] if residuals else None
-        moving, keys = [rows, [torch.stack(columns, -1)]], [operands.k, operands.v]
-        return TaskExchange(comm, plan, label, moving, keys, kept)
+
+        def post(heads: HeadSlices) -> TaskExchange:
+            q, k, v, _ = heads.operands(operands)
+            dout, *statistics = (x[:, :, heads.queries] for x in (output.dout, *columns))
+            # The blocks that servers kept in forward do not travel again.
+            rows = [dout] if residuals else [dout, q]
+            kept = residuals[1][:, :, heads.keys] if residuals else None
+            moving = [rows, [torch.stack(statistics, -1)]]
+            return TaskExchange(comm, plan, label, moving, [k, v], kept)
+
+        return GroupExchanges(self._groups(call, "backward"), post, at_once)
 
     complete_gradients = staticmethod(complete_backward)
 
@@ -129,6 +142,15 @@ class Disaggregated(SplitStrategy[TaskExchange]):
             name = "backward_plan"
         return name, getattr(self, name), self.tolerance
 
+    def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
+        """Return the groups in which heads travel, the same on all ranks.
+
+        Forward has one: callers may post it long before they complete it, to hide all messages.
+        """
+        if direction == "backward":
+            return head_groups(call.shape, call.layout, call.mask)
+        return [HeadSlices(slice(None), slice(None))]
+
     def areas(self, call: ResolvedCall, rank: int) -> list[int]:
         return self._areas(call, rank, "forward")
 
@@ -143,7 +165,8 @@ class Disaggregated(SplitStrategy[TaskExchange]):
         found = list[Traffic]()
         for direction in ("forward", "backward"):
             rows = self.task_rows(call, direction)
-            found += task_traffic(call, rows, direction, rank, self.keep == "server")
+            groups = len(self._groups(call, direction))
+            found += task_traffic(call, rows, direction, rank, self.keep == "server", groups)
         return found
 
     def empty_residuals(
@@ -220,15 +243,19 @@ class DisaggregatedAttention(SplitAttention):
 
     Messages: in each stage, a server gets one message of queries (in backward, one of q and dout,
     and one of statistics) and one of keys, and sends one back. Keys that queries of several stages
-    attend to travel separately, because their gradients return later. `traffic` returns the number.
+    attend to travel separately, because their gradients return later. In backward, heads travel in
+    g groups, each with its own messages; g is the number of groups of `RingAttention`. `traffic`
+    returns the number.
 
     Memory in addition to inputs and results, in bytes, for a rank that receives m query rows and n
-    key rows, and sends m' query rows:
+    key rows, sends m' query rows, and sends its key rows n' times:
 
     * forward: the partial B·T·Hq·(4·Dv + 8), received rows B·(m·Hq·D + n·Hkv·(D + Dv))·b, and
       results (m + m')·B·Hq·(Dv + 1)·4;
-    * backward: dq, dk and dv, received rows, their gradients
-      (m + m')·B·Hq·D·4 + n·B·Hkv·(D + Dv)·4, and the returning gradients of this rank's keys.
+    * backward, divided by g: dq, dk and dv in fp32 B·T·(Hq·D + Hkv·(D + Dv))·4, twice the received
+      rows B·(m·Hq·(D + Dv) + n·Hkv·(D + Dv))·b, and the gradients that leave and return
+      (m + m')·B·Hq·D·4 + (n + n')·B·Hkv·(D + Dv)·4. Received rows count twice because those of
+      the next group arrive while a group is computed.
 
     With `keep="server"`, received rows are also kept from forward to backward.
 

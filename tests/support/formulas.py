@@ -232,9 +232,10 @@ def tasks_sent(s):
 
 
 def tasks_messages(s):
-    """Queries, in backward beside their statistics; results; keys, and their gradients."""
+    """Queries, in backward beside their statistics; results; keys, and their gradients. In backward
+    heads travel in groups."""
     sources, targets = half_moved_keys(s)
-    return 2 + targets, 3 + targets + sources
+    return 2 + targets, head_groups(s) * (3 + targets + sources)
 
 
 FORMULAS = {

@@ -48,11 +48,12 @@ from seqpar.softmax.module import Attention
 from seqpar.softmax.softmax_operator import ATTENTION, Bound, as_result
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 
-P = TypeVar("P")  # the messages of a pass that has begun
+P = TypeVar("P")  # the messages of a forward that has begun
+G = TypeVar("G")  # of a backward that has begun
 
 
 @dataclass(frozen=True)
-class SplitStrategy(Strategy, Generic[P]):
+class SplitStrategy(Strategy, Generic[P, G]):
     """A strategy that first posts all messages that need no other message, without waiting."""
 
     keeps_operands: ClassVar[bool] = True
@@ -78,13 +79,18 @@ class SplitStrategy(Strategy, Generic[P]):
         output: OutputGradient,
         operands: Operands,
         residuals: list[Tensor],
-    ) -> P:
-        """Post the messages of a backward; `residuals` come from forward's result."""
+        at_once: bool,
+    ) -> G:
+        """Post the messages of a backward; `residuals` come from forward's result.
+
+        With `at_once`, other work is done before this one is completed, so all messages that need
+        no other message are posted now. Otherwise some may be posted while it is completed.
+        """
         raise NotImplementedError
 
     def complete_gradients(
         self,
-        posted: P,
+        posted: G,
         call: ResolvedCall,
         output: OutputGradient,
         operands: Operands,
@@ -118,7 +124,7 @@ class SplitStrategy(Strategy, Generic[P]):
         residuals: Sequence[Tensor] = (),
     ) -> Gradients:
         residuals = list(residuals)
-        posted = self.post_gradients(comm, call, output, operands, residuals)
+        posted = self.post_gradients(comm, call, output, operands, residuals, at_once=False)
         return self.complete_gradients(posted, call, output, operands, residuals)
 
 
@@ -144,7 +150,7 @@ _restored = ATTENTION.arguments.restored
 
 
 class _Posted(NamedTuple):
-    bound: BoundStrategy[SplitStrategy[object]]
+    bound: BoundStrategy[SplitStrategy[object, object]]
     comm: Comm
     call: ResolvedCall
     messages: object
@@ -160,7 +166,7 @@ _numbers = count(2)  # torch.compile may take sizes of 0 and 1 for constants
 @implementation("seqpar::attention_begin")
 def _begin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *carried: object) -> list[Tensor]:
     operands, arguments = Operands(q, k, v, sinks), _restored(carried)
-    bound: BoundStrategy[SplitStrategy[object]] = BoundStrategy.of(arguments.strategy)
+    bound: BoundStrategy[SplitStrategy[object, object]] = BoundStrategy.of(arguments.strategy)
     call, comm = ATTENTION.begin(bound, operands, arguments)
     bound.announce("forward")
     with without_autocast(q):
@@ -222,7 +228,7 @@ def _finish_backward(
 ) -> list[Tensor]:
     q, k, v, out, lse, *residuals = (unit_stride(x) for x in saved)
     arguments, dout = _restored(carried), torch.zeros_like(out) if dout is None else dout
-    bound: BoundStrategy[SplitStrategy[object]] = BoundStrategy.of(arguments.strategy)
+    bound: BoundStrategy[SplitStrategy[object, object]] = BoundStrategy.of(arguments.strategy)
     bound.announce("backward")
     with without_autocast(q):
         comm = bound.comm.call(numbers)
@@ -231,7 +237,9 @@ def _finish_backward(
         compared = ATTENTION.compared(operands, arguments)
         ATTENTION.describe(bound, comm, call, arguments, q.device, compared)
         output = OutputGradient.of(unit_stride(dout), dlse, out, lse, sinks)
-        messages = bound.strategy.post_gradients(comm, call, output, operands, residuals)
+        messages = bound.strategy.post_gradients(
+            comm, call, output, operands, residuals, at_once=True
+        )
         _posted["backward", number] = _Posted(
             bound, comm, call, messages, operands, output, tuple(residuals)
         )

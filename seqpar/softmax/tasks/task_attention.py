@@ -17,7 +17,8 @@ are parts of one block, and the tensor that a backend takes, (B, n, H, …), is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -27,7 +28,14 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.layout.tasks.task_rows import ServerRows
 from seqpar.softmax.attend import attend, attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients, Sums
+from seqpar.softmax.compute.partial import (
+    OutputGradient,
+    PackedGradients,
+    Partial,
+    PartialGradients,
+    Sums,
+)
+from seqpar.softmax.keys.key_plan import HeadSlices
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.task_plan import Sent, Shipment, TaskPlan, TaskStage
 from seqpar.softmax.wire.row_messages import Rows
@@ -128,6 +136,38 @@ class TaskExchange:
         return Returning(returning, pending)
 
 
+class GroupExchanges:
+    """The exchanges of a pass whose heads travel in groups, one posted while another is computed.
+
+    The messages of at most two groups then exist at once. All ranks have the same groups, so they
+    post the same exchanges in the same order.
+    """
+
+    def __init__(
+        self,
+        groups: list[HeadSlices],
+        post: Callable[[HeadSlices], TaskExchange],
+        at_once: bool,
+    ) -> None:
+        """Post the exchange of the first group or, with `at_once`, of all groups.
+
+        `post` posts the exchange of a group and returns it.
+        """
+        self.groups, self._post = groups, post
+        self._remaining, self._posted = iter(groups), deque[TaskExchange]()
+        for _ in groups if at_once else groups[:1]:
+            self.post_next()
+
+    def post_next(self) -> None:
+        """Post the exchange of the next group, if there is one that is not posted."""
+        if (heads := next(self._remaining, None)) is not None:
+            self._posted.append(self._post(heads))
+
+    def take(self) -> TaskExchange:
+        """Return the exchange of the next group, and drop this object's reference to it."""
+        return self._posted.popleft()
+
+
 def _block(rows: int, tensors: Sequence[Tensor]) -> Tensor:
     """Return a new block (rows, B, H, ΣD) for rows of tensors (B, T, H, D), next to each other."""
     batch, _, heads, _ = tensors[0].shape
@@ -180,35 +220,67 @@ def complete_forward(
 
 
 def complete_backward(
-    posted: TaskExchange,
+    posted: GroupExchanges,
     call: ResolvedCall,
     output: OutputGradient,
     operands: Operands,
     residuals: list[Tensor],
 ) -> Gradients:
-    """Return dq, dk and dv, in the accumulator's dtype.
+    """Return dq, dk and dv, in the accumulator's dtype or their own.
 
     `residuals` are the blocks of queries and of keys that servers kept in forward, if any.
     """
+    gradients: list[Tensor] = []
+    for heads in posted.groups:
+        own = heads.operands(operands)
+        total = PartialGradients.zeros(own.q, own.k, own.v)
+        queries = residuals[0][:, :, heads.queries] if residuals else None
+        of_group = call.with_heads_of(call, heads.queries)
+        _add_gradients(posted, of_group, heads.output(output), own, queries, total)
+        if len(posted.groups) == 1:
+            return total.results()
+        # Only the sums of one group exist in the accumulator's dtype; see `KeyStrategy.gradients`.
+        gradients = gradients or [x.new_empty(x.shape) for x in operands[:3]]
+        heads.put(total, gradients)
+        del total
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _add_gradients(
+    groups: GroupExchanges,
+    call: ResolvedCall,
+    output: OutputGradient,
+    operands: Operands,
+    kept_queries: Tensor | None,
+    total: PackedGradients,
+) -> None:
+    """Add the gradients of the heads in `operands` to `total`.
+
+    `kept_queries` is the block of foreign queries that this rank kept in forward, if any.
+    """
     q, k, v, _ = operands
-    plan, total = posted.plan, PartialGradients.zeros(q, k, v)
+    posted = groups.take()
+    plan = posted.plan
     foreign_keys = _split(posted.foreign_keys, k, v)
     foreign_sums = total.of_block(*foreign_keys)
     attend_backward(output, q, k, v, plan.first, total, call.options)
     blocks = [(k, v, total.dk, total.dv), (*foreign_keys, foreign_sums.dk, foreign_sums.dv)]
     returning, returning_keys = list[Returning](), list[Returning]()
     for stage, (rows, statistics) in posted.arrivals():
-        queries = residuals[0][stage.queries.rows].transpose(0, 1) if residuals else None
-        results = _serve_backward(output, queries, rows, statistics, blocks, stage, call)
+        kept = None
+        if kept_queries is not None:
+            kept = kept_queries[stage.queries.rows].transpose(0, 1)
+        results = _serve_backward(output, kept, rows, statistics, blocks, stage, call)
         returning.append(posted.return_results(stage, results))
-        del queries, rows, statistics, results
+        del kept, rows, statistics, results
         keys, values, dk, dv = (x[:, stage.key_rows] for x in blocks[1])
         into = PartialGradients(total.queries, Sums.of(dk, dv))
         attend_backward(output, q, keys, values, stage.own, into, call.options)
         returning_keys.append(posted.return_gradients(stage, foreign_sums.packed))
         del keys, values, dk, dv, into
     posted.release()
-    del foreign_keys, foreign_sums, blocks
+    del foreign_keys, foreign_sums, blocks, posted
+    groups.post_next()  # the next compute also hides what these heads need first
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:
         for sent, results in each.wait():
@@ -216,7 +288,6 @@ def complete_backward(
     for each in returning_keys:
         for sent, results in each.wait():
             sent.add(results, total.packed)
-    return total.results()
 
 
 def _serve(

@@ -144,9 +144,9 @@ def _leaving(
 
 
 def task_traffic(
-    call: ResolvedCall, rows: TaskRows, direction: str, rank: int, kept: bool
+    call: ResolvedCall, rows: TaskRows, direction: str, rank: int, kept: bool, groups: int
 ) -> Iterator[Traffic]:
-    """Yield the messages of a rank in a pass.
+    """Yield the messages of a rank in a pass, in which heads travel in `groups` groups.
 
     `kept` is whether servers keep the rows that they receive in forward, so that these do not
     travel again in backward.
@@ -187,7 +187,7 @@ def task_traffic(
     for counts, size in sizes[direction]:
         for stages, peer, row_count in counts:
             step = stages.last if counts is foreign_keys else stages.first
-            yield Traffic(direction, step, peer, 1, row_count * size)
+            yield Traffic(direction, step, peer, groups, row_count * size)
 
 
 Plans = Callable[[Geometry, Geometry, Mask], TaskRectangles]
