@@ -81,6 +81,17 @@ def test_equals_the_oracle(calls, strategy, options):
     assert {q[0] for shapes in calls.values() for q, _ in shapes} <= {batch}
 
 
+def test_calls_over_keys_of_several_ranks_stay_dense(calls):
+    """One call that reads keys twice would have segments of two lengths."""
+    layout = Layout.zigzag([0, 1280, 2560], 5)
+    options = {"dtype": torch.bfloat16, "module_options": (("deterministic", False),)}
+    case = Case("all_gather", layout, causal=True, heads=1, kv_heads=1, **options)
+    assert_right(virtual(5, run, case)[0], oracle(case), case.dtype, roundings=4)
+    shapes = {(q[0], q[2], k[2]) for q, k in calls["forward"]}
+    assert {(2, 256, 128), (2, 128, 256)} <= shapes
+    assert {documents for documents, _, _ in shapes} == {2}
+
+
 def test_a_deterministic_backward_is_tritons(calls, monkeypatch):
     seen = []
     monkeypatch.setattr(triton, "backward", lambda *arguments: seen.append("triton"))

@@ -231,6 +231,24 @@ def test_zeros_of_a_pass_are_one_allocation():
     assert output.received(small, small[..., 0], small[..., 0], None).zeros is zeros
 
 
+@pytest.mark.parametrize("options", [{}, {"batch": 2, "dlse": True, "sinks": True}])
+def test_keys_of_several_ranks_are_one_call(monkeypatch, installed, options):
+    """Rank 2 of 5 gets keys of ranks 0 and 4 in one exchange. Its later rows attend to both."""
+    calls = []
+
+    def recorded(kernel, q, k, v, slices, *others):
+        calls.append(len(varlen.varlen_work(slices, repeats_keys=True).calls))
+        merge_forward(kernel, q, k, v, slices, *others)
+
+    merge_forward = VarlenKernel.merge_forward
+    monkeypatch.setattr(VarlenKernel, "merge_forward", recorded)
+    layout = Layout.zigzag([0, 60, 61, 130], 5)
+    case = Case("all_gather", layout, True, heads=4, kv_heads=2, dtype=BF16,
+                backend="flash_attn", **options)  # fmt: skip
+    assert_right(virtual(5, run, case)[0], oracle(case), BF16, roundings=4)
+    assert set(calls) == {1}
+
+
 def test_groups_that_share_keys_are_summed_exactly(monkeypatch, installed):
     """1 + 2⁻⁸ + 2⁻⁸ in bf16, rounded once, is 1 + 2⁻⁷; rounded twice, 1."""
     sizes = iter([1.0, 2**-8, 2**-8])

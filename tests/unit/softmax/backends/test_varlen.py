@@ -114,10 +114,21 @@ def test_all_gather_makes_few_calls(documents, forward, backward):
     assert (max(counts[True]), max(counts[False])) == (forward, backward)
 
 
-def test_a_call_reads_no_key_often():
-    """Rows that each attend to all keys before them would read n²/2 key rows in one call."""
-    calls, _ = varlen_work(slices_of(range(0, 640, 10), range(640), (-640, 0)), True)
-    assert all(call.keys.count <= 2 * 640 for call in calls)
+@pytest.mark.parametrize(("steps", "calls"), [(2, 1), (4, 4)])
+def test_one_call_reads_each_key_twice_at_most(steps, calls):
+    """In each of two documents, later rows attend to more keys, which begin with the same ones. In
+    one call, 2 steps would read 1.5 times the keys, and 4 steps 2.5 times."""
+    rows = 40 // steps
+    ranges = [
+        (document, i * rows, (i + 1) * rows, 0, (i + 1) * rows, None, None)
+        for document in range(2)
+        for i in range(steps)
+    ]
+    layout = Layout.contiguous([0, 40, 80], 1).geometry
+    slices = slices_between(layout, 0, layout, 0, Mask.of_ranges(ranges))
+    assert check(slices, Segments) is None
+    assert len(varlen_work(slices, repeats_keys=True).calls) == calls
+    assert len(varlen_work(slices).calls) == steps
 
 
 @READINGS

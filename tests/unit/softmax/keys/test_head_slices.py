@@ -101,7 +101,7 @@ def test_without_messages_all_heads_are_computed_together(small, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("documents", "window", "groups"),
+    ("documents", "mask", "groups"),
     [
         ([0, 128], (UNLIMITED, 0), 4),
         ([0, 128], (UNLIMITED, UNLIMITED), 4),
@@ -112,15 +112,16 @@ def test_without_messages_all_heads_are_computed_together(small, monkeypatch):
         ([0, 128], (32, 0), 2),
         ([0, 128], (32, 4), 2),
         ([0, 128], (32, UNLIMITED), 4),
+        ([0, 128], (31, 0, (8,)), 4),  # all rows attend to a prefix
     ],
 )
-def test_groups_of_heads_follow_the_work(monkeypatch, documents, window, groups):
+def test_groups_of_heads_follow_the_work(monkeypatch, documents, mask, groups):
     """Each of 8 ranks has 16 rows. 4 rows of a document on a rank make a group."""
     monkeypatch.setattr(key_plan, "_ROWS_PER_GROUP", 4)
     shape = OperandShape(torch.float32, 1, 16, 8, 8, 8)
     for kind in (Layout.contiguous, Layout.zigzag):
         geometry = kind(documents, 8).geometry
-        assert len(key_plan.head_groups(shape, geometry, Mask(*window))) == groups
+        assert len(key_plan.head_groups(shape, geometry, Mask(*mask))) == groups
 
 
 def test_short_documents_have_one_group_of_heads():
