@@ -1,7 +1,9 @@
 """The backend "flash_attn", with stand-ins of the packages' signatures that compute on CPUs."""
 
 import ast
+import importlib
 import inspect
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpar import Layout, make_attention, use_backend
 from seqpar.softmax.backends import flash_attn, triton, varlen
-from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
+from seqpar.softmax.backends.flash_attn import PACKAGES, installed_version, load_package
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenCall, VarlenKernel, VarlenSegment
 from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
 from tests.support import varlen_kernels
@@ -341,17 +344,62 @@ def test_flash_attention_4_compiles_once_for_a_mask(monkeypatch, window, gpu):
         __name__="flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward
     )
     kernel = PACKAGES["FlashAttention-4"].kernel(functions, 9 if gpu == "sm_90" else 10)
-    options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
-    for lengths in ([1], [7, 40], [128, 1], [200], [256, 256], [257], [5, 3000]):
-        segments, start = [], 0
-        for n in lengths:
-            segments.append(VarlenSegment(start, start + n, ((start, start + n),), *window))
-            start += n
-        call, q = VarlenCall(segments, window), torch.zeros(start, 4, 8, dtype=BF16)
-        tables = call.tables(1, q.device)
-        out, lse = kernel.forward(q, q, q, tables, options)
-        kernel.backward(BackwardRows(out, q, out, lse, None, q, q), tables, options)
+    for lengths in LENGTHS:
+        call_once(kernel, lengths, window)
     assert all(len(keys) == 1 for keys in found.values())
+
+
+LENGTHS = [1], [7, 40], [128, 1], [200], [256, 256], [257], [5, 3000], [64] * 40
+
+
+def call_once(kernel, lengths, window):
+    """Forward and backward of documents of these lengths, all keys of which are here."""
+    edges = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    segments = [VarlenSegment(*rows, (rows,), *window) for rows in edges]
+    q, k = (torch.zeros(sum(lengths), heads, 64, dtype=BF16) for heads in (4, 2))
+    tables = VarlenCall(segments, window).tables(1, q.device)
+    options = flash_attn.CallOptions(1.0, 0.0, "flash_attn", True)
+    out, lse = kernel.forward(q, k, k, tables, options)
+    assert out.shape == q.shape and lse.shape == q.shape[1::-1]
+    rows = BackwardRows(out, q, out, lse, None, k, k)
+    for x, gradient in zip((q, k, k), kernel.backward(rows, tables, options), strict=True):
+        assert x.shape == gradient.shape
+
+
+class Recorded(dict):
+    """A cache of compiled kernels that has every key it is asked for."""
+
+    def __contains__(self, key):
+        self[key] = None
+        return True
+
+
+@pytest.mark.skipif(
+    installed_version("flash-attn-4") is None, reason="needs the extra flash-attn, and no GPU"
+)
+@pytest.mark.parametrize("gpu", [90, 100])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 0)])
+def test_the_package_compiles_once_for_a_mask(monkeypatch, window, gpu):
+    """With the package itself, which computes nothing of fake tensors. Documents of equal lengths
+    have one more variant."""
+    package = importlib.import_module(PACKAGES["FlashAttention-4"].modules[0])
+    monkeypatch.setattr(package, "_get_device_arch", lambda: gpu)
+    monkeypatch.setattr(package, "get_num_sms_for_selection", lambda *arguments: 132)
+    found = {}
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        found[name] = Recorded()
+        monkeypatch.setattr(getattr(package, name), "compile_cache", found[name])
+    for name in ("_bwd_preprocess", "_bwd_postprocess_convert"):
+        monkeypatch.setattr(getattr(package, name), "compile_cache", Recorded())
+    kernel = PACKAGES["FlashAttention-4"].kernel(package, gpu // 10)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for lengths in LENGTHS:
+            call_once(kernel, lengths, window)
+        assert [len(keys) for keys in found.values()] == [1, 1]
+        for lengths in [384], [384, 384], [4096]:
+            call_once(kernel, lengths, window)
+    variants = 1 if window == (9, 0) else 2
+    assert [len(keys) for keys in found.values()] == [variants, variants]
 
 
 def test_a_softcaps_functions_are_made_once(monkeypatch):
