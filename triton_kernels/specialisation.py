@@ -11,11 +11,13 @@ import triton
 
 VARYING = (  # integers: counts of tiles and rows, and strides over that many rows
     *("tile_count", "batch_heads", "head_block", "key_rows", "query_rows", "rows_total", "parts"),
-    *("l_b", "d_b", "r_b", "r_s", "u_b", "u_s", "a_b", "w_b", "w_h"),
-    *("batches", "pairs"),
+    *("l_b", "d_b", "r_b", "r_s", "u_b", "u_s", "a_b"),
+    *("batches", "pairs", "hops"),
+    *(f"{name}{hop}" for name in ("first", "count", "w_b", "w_h") for hop in range(8)),
 )
 UNALIGNED = (  # tensors that are read element by element and may begin at any element
     *("lse", "delta", "dlse", "partial_lse", "sinks", "slopes", "index"),
     *("log_decay", "segments", "chains", "lengths"),
+    *(f"{name}{hop}" for name in ("lse", "place") for hop in range(8)),
 )
 kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)

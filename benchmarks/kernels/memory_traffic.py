@@ -206,27 +206,31 @@ class CountedComm(Comm):
         return Pending([], [])
 
 
-def _accumulate_bytes(out: Tensor, lse: Tensor, partial_out: Tensor, *others: Tensor) -> int:
-    partial_lse, index = others
-    table = index.nbytes if index.dtype == torch.int64 else 0
-    sums = out.numel() * partial_out.itemsize + lse.numel() * partial_lse.itemsize
-    return out.nbytes + lse.nbytes + table + 2 * sums
+def _merge_bytes(launch: launching.Prepared, *tensors: Tensor) -> int:
+    *of_hops, partial_out, partial_lse, out, lse, _ = tensors
+    hops = launch.arguments[2]
+    read = [x for first in (0, 8, 16) for x in of_hops[first : first + hops]]
+    share = read[0].shape[1] / out.shape[1] if launch.flags["ONLY_ROWS"] else 1
+    written = [out, lse, *([partial_out, partial_lse] if launch.flags["HAS_PARTIAL"] else [])]
+    return sum(x.nbytes for x in read) + int(share * sum(x.nbytes for x in written))
 
 
-def _add_to_rows_bytes(part: Tensor, total: Tensor, index: Tensor) -> int:
+def _add_to_rows_bytes(_: launching.Prepared, part: Tensor, total: Tensor, index: Tensor) -> int:
     return part.nbytes + 2 * part.numel() * total.itemsize + index.nbytes
 
 
-def _delta_bytes(out: Tensor, dout: Tensor, dlse: Tensor, result: Tensor) -> int:
+def _delta_bytes(
+    _: launching.Prepared, out: Tensor, dout: Tensor, dlse: Tensor, result: Tensor
+) -> int:
     return sum(x.nbytes for x in (out, dout, result)) + (0 if dlse is result else dlse.nbytes)
 
 
-# By the name of a Triton kernel: the bytes that it reads and writes, from the tensors of a launch.
+# By the name of a Triton kernel: the bytes that it reads and writes, from a launch and its tensors.
 # A kernel without an entry ends the program.
 KERNEL_BYTES: dict[str, Callable[..., int]] = {
-    "flash_accumulate": _accumulate_bytes,
     "flash_add_to_rows": _add_to_rows_bytes,
     "flash_delta": _delta_bytes,
+    "flash_merge_hops": _merge_bytes,
 }
 
 
@@ -234,7 +238,7 @@ def _launch(launch: launching.Prepared, tensors: tuple[Any, ...]) -> None:
     """Stand for `launching._run`."""
     name = launch.kernel.__name__
     if _counter is not None:
-        _counter.kernel(name, KERNEL_BYTES[name](*tensors))
+        _counter.kernel(name, KERNEL_BYTES[name](launch, *tensors))
 
 
 def _flash_attn_fwd(

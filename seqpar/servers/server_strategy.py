@@ -77,7 +77,7 @@ class OnServers(SplitStrategy[Submitted, Submitted]):
         q, _, v, sinks = operands
         total = Partial.nothing(q, v)
         for task, (out, lse) in posted.results():
-            total.merge(task.queries.local(q.device), out, lse)
+            total.merge(task.queries, out, lse)
         return ForwardResult(*total.finish(sinks, q.dtype), [])
 
     def cancel(self, posted: Submitted) -> bool:

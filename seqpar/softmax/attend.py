@@ -140,7 +140,7 @@ def attend(
         if computes:
             chosen.forward(q, k, v, slices, partial, options)
         else:
-            partial.sums.allocate()
+            partial.allocate()
     partial.empty = False
 
 
@@ -156,7 +156,8 @@ def attend_blocks(
     """Return attention over blocks of keys and values that arrive one after another.
 
     Returns out (B, T, Hq, Dv), in q's dtype, and lse (B, T, Hq). With `into`, out and lse are
-    written to these two tensors, in their dtypes. `blocks` yields (k, v) of each block.
+    written to these two tensors, in their dtypes; they may be views of some heads. `blocks`
+    yields (k, v) of each block.
 
     If one backend computes all blocks and has `forward_blocks`, it gets the slices of all blocks in
     advance. It can then finish a query after the last block that the query attends to, instead of
@@ -188,12 +189,7 @@ def attend_blocks(
         del k, v  # frees the block before the next one arrives and its successor is posted
     assert partial is not None
     next(arriving, None)  # ends the exchange, which frees the last block
-    if into is None:
-        return partial.finish(sinks, q.dtype)
-    assert sinks is None  # sinks join a result only once, on the rank that owns the queries
-    for target, x in zip(into, partial.sums.results, strict=True):
-        target.copy_(x)  # does nothing for an out that was accumulated there
-    return into
+    return partial.finish(sinks, q.dtype, into)
 
 
 def _update_max_logits(

@@ -235,14 +235,16 @@ def test_the_gates_notice():
 BARRIERS = """
 import re, triton
 from triton.compiler import ASTSource
-from seqpar.kernels.flash_attention import merge_hops
+from seqpar.kernels.flash_attention.merge_hops import flash_merge_hops as kernel
 from seqpar.kernels.flash_attention.configs import padded
 from tests.tools import aot
 
-kernel = merge_hops.flash_accumulate
 types = {"out": "*bf16", "lse": "*fp32", "partial_out": "*fp32", "partial_lse": "*fp64"}
+types |= {f"{x}{i}": types.get(x, "*i32") for x in ("out", "lse", "place") for i in range(8)}
+types |= {"out": "*fp32", "lse": "*fp64", "sinks": "*fp32"}
 for dim in (64, 128, 256):
-    known = {"DV": dim, "BLOCK_DV": padded(dim), "TILE_ROWS": 4096 // dim, "HAS_INDEX": False}
+    known = {"DV": dim, "BLOCK_DV": padded(dim), "TILE_ROWS": 2048 // dim}
+    known |= {"HAS_PARTIAL": True, "HAS_SINKS": False, "ONLY_ROWS": False}
     kinds = {x: "constexpr" if x in known else types.get(x, "i32") for x in kernel.arg_names}
     positions = {(kernel.arg_names.index(x),): value for x, value in known.items()}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=positions)

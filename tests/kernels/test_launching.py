@@ -16,7 +16,7 @@ from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import configs, launching
 from seqpar.kernels.flash_attention.backward_kernels import flash_delta
 from seqpar.kernels.flash_attention.forward_kernels import flash_merge
-from seqpar.kernels.flash_attention.merge_hops import flash_accumulate, flash_add_to_rows
+from seqpar.kernels.flash_attention.merge_hops import flash_add_to_rows, flash_merge_hops
 from seqpar.kernels.lightning_attention import SegmentTables
 
 from seqpar import Layout
@@ -294,7 +294,7 @@ def test_states_of_another_alignment_are_another_call(launched):
 
 @pytest.mark.parametrize(
     "kernel",
-    [*KERNELS.values(), flash_accumulate, flash_add_to_rows, flash_delta, flash_merge],
+    [*KERNELS.values(), flash_add_to_rows, flash_delta, flash_merge, flash_merge_hops],
 )
 def test_compile_time_arguments_come_last(kernel):
     constexpr = ["constexpr" in x for x in inspect.get_annotations(kernel.fn).values()]

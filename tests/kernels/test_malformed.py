@@ -31,8 +31,9 @@ WALK = {
 CALLS = {
     flash.choose: {"kind": "forward", "q": Q, "v": Q},
     flash.empty_partial: {"q": Q, "value_dim": 16},
-    flash.accumulate: {"out": Q, "lse": ROWS, "partial_out": Q.clone()}
-    | {"partial_lse": ROWS.double(), "index": torch.arange(T, device=DEVICE)},
+    flash.merge_hops: {"hops": [flash.HopResult(Q, ROWS, 0)], "out": Q.clone()}
+    | {"lse": ROWS.clone(), "partial_out": Q.float(), "partial_lse": ROWS.double()}
+    | {"sinks": ROWS[0, 0]},
     flash.add_to_rows: {"part": Q, "total": Q.clone(), "sign": 1}
     | {"index": torch.arange(T, device=DEVICE)},
     flash.delta: {"out": Q, "dout": Q, "dlse": ROWS},
@@ -70,7 +71,9 @@ CALLS = {
 }
 FLAGS = {"transposed", "reverse"}  # any value is true or false
 NO_CALLS = {
+    "MOST_HOPS",
     "Config",
+    "HopResult",
     "Launch",
     "Launches",
     "SliceTable",

@@ -8,17 +8,18 @@ Start with `reference.py`, then `forward_kernels.py`. `tables.py` has the work o
 from .backward import Queries, backward, backward_kv, backward_q, delta
 from .configs import Config, choose
 from .forward import Results, empty_partial, forward, forward_block
-from .merge_hops import accumulate, add_to_rows
+from .merge_hops import MOST_HOPS, HopResult, add_to_rows, merge_hops
 from .tables import Launch, Launches, SliceTable, backward_launches, forward_launches
 
 __all__ = [
+    "MOST_HOPS",
     "Config",
+    "HopResult",
     "Launch",
     "Launches",
     "Queries",
     "Results",
     "SliceTable",
-    "accumulate",
     "add_to_rows",
     "backward",
     "backward_kv",
@@ -30,4 +31,5 @@ __all__ = [
     "forward",
     "forward_block",
     "forward_launches",
+    "merge_hops",
 ]

@@ -1,98 +1,292 @@
-"""Add one hop's results to the sums over earlier hops.
+"""Merge the results of several hops in one pass, and add gradients to sums.
 
-Forward merges a result into a partial result over other keys, with out in fp32 and lse in fp64
-(docs/decisions/softmax.md has the reason). For each row, with p = sigmoid(lse − partial_lse):
-partial_out += p (out − partial_out) and partial_lse = log(exp(partial_lse) + exp(lse)). Backward
-adds gradients to rows in fp32.
+Forward merges results over different keys into one result, with out in fp32 and lse in fp64
+(docs/decisions/softmax.md has the reason). For each row and for one hop after another, with
+p = sigmoid(lse − total_lse):
+
+    total_out += p (out − total_out)
+    total_lse = log(exp(total_lse) + exp(lse))
+
+A kernel reads the results of up to `MOST_HOPS` hops, in the dtype of the kernels that computed
+them, and writes the merged result once. Backward adds gradients to rows in fp32.
 
 Strides are arguments named `operand_dimension`, in elements. Dimensions: b batch, t rows, h heads;
-rows of DV elements are contiguous. Operands: o is out, w is lse, p is partial_out, r is
-partial_lse.
+rows of DV elements are contiguous. Operands: o is a hop's out, w a hop's lse, p partial_out, r
+partial_lse, z the merged out and l the merged lse. A number at the end of a name is that of a hop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import DTYPES, Shapes, check_int, check_rows
+from ..checks import DTYPES, Shapes, check_int, check_list, check_rows
 from ..specialisation import kernel
+from .arguments import ACCUMULATORS
 from .configs import padded
 from .launching import Prepared, run, signature, strides
 from .tiles import rows_of_program, within
 
+MOST_HOPS = 8  # that one launch merges: the kernel's arguments
 _LEAST = tl.constexpr(-1.7976931348623157e308)  # the least finite number of fp64
+_LEAST_SINGLE = tl.constexpr(-3.4028234663852886e38)  # and of fp32
 _TILE_ELEMENTS = 4096  # of out, per program
+_MERGED_ELEMENTS = 2048  # of out, per program that merges: with twice as many, some spilled 2 KB
+
+
+@triton.jit
+def rows_of_hop(place, first, count, rows, valid):
+    """Return (rows,): for each row, its row in a hop's result, which is negative if it has none.
+
+    The hop has `count` rows from `first` on or, if `first` is −1, the rows in the table `place`.
+    """
+    if first < 0:
+        own = tl.load(place + rows, mask=valid, other=-1).to(tl.int64)
+    else:
+        own = tl.where(valid & (rows < first + count), rows - first, -1)
+    return own
+
+
+@triton.jit
+def of_hop(i, x0, x1, x2, x3, x4, x5, x6, x7):
+    """Return the argument of hop i."""
+    first = tl.where(i < 2, tl.where(i < 1, x0, x1), tl.where(i < 3, x2, x3))
+    second = tl.where(i < 6, tl.where(i < 5, x4, x5), tl.where(i < 7, x6, x7))
+    return tl.where(i < 4, first, second)
+
+
+@triton.jit
+def merged(total, total_lse, out, lse, own, o_t, w_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Return out (rows, BLOCK_DV) and lse (rows,) after one more hop.
+
+    `out` and `lse` are the addresses of one head of the hop's result, and `own` (rows,) its rows.
+    """
+    has_keys, dv = own >= 0, tl.arange(0, BLOCK_DV)
+    new = tl.load(lse + own * w_t, mask=has_keys, other=0.0).to(tl.float64)
+    at_out = out + own[:, None] * o_t + dv[None, :]
+    values = tl.load(at_out, mask=within(has_keys, dv, DV, BLOCK_DV), other=0.0).to(tl.float32)
+    # A row without keys on both sides keeps out 0 and lse −∞; a NaN on either side stays NaN.
+    difference = new - tl.where(total_lse == float("-inf"), _LEAST, total_lse)
+    ratio = tl.exp(-tl.abs(difference))
+    weight = (tl.where(difference < 0.0, ratio, 1.0) / (1.0 + ratio)).to(tl.float32)[:, None]
+    larger = tl.maximum(total_lse, new, propagate_nan=tl.PropagateNan.ALL)
+    change = values - total
+    nearer = tl.where(weight < 0.5, total + weight * change, values - (1.0 - weight) * change)
+    larger = tl.where(has_keys, larger + tl.log(1.0 + ratio), total_lse)
+    return tl.where(has_keys[:, None], nearer, total), larger
 
 
 @kernel
-def flash_accumulate(
-    out, lse, partial_out, partial_lse, index, rows_total, heads,
-    o_b, o_t, o_h, w_b, w_t, w_h, p_b, p_t, p_h, r_b, r_t, r_h,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr, HAS_INDEX: tl.constexpr,
+def flash_merge_hops(
+    out0, out1, out2, out3, out4, out5, out6, out7,
+    lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7,
+    place0, place1, place2, place3, place4, place5, place6, place7,
+    partial_out, partial_lse, out, lse, sinks, rows_total, heads, hops,
+    first0, first1, first2, first3, first4, first5, first6, first7,
+    count0, count1, count2, count3, count4, count5, count6, count7,
+    o_b0, o_b1, o_b2, o_b3, o_b4, o_b5, o_b6, o_b7,
+    o_t0, o_t1, o_t2, o_t3, o_t4, o_t5, o_t6, o_t7,
+    o_h0, o_h1, o_h2, o_h3, o_h4, o_h5, o_h6, o_h7,
+    w_b0, w_b1, w_b2, w_b3, w_b4, w_b5, w_b6, w_b7,
+    w_t0, w_t1, w_t2, w_t3, w_t4, w_t5, w_t6, w_t7,
+    w_h0, w_h1, w_h2, w_h3, w_h4, w_h5, w_h6, w_h7,
+    p_b, p_t, p_h, r_b, r_t, r_h, z_b, z_t, z_h, l_b, l_t, l_h,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr, ONLY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge TILE_ROWS of the `rows_total` rows of one head; for shapes see `accumulate`."""
+    """Merge TILE_ROWS of the `rows_total` rows of one head; for shapes see `merge_hops`.
+
+    A loop over the hops selects their arguments: unrolled, it needs more registers than there are.
+    With ONLY_ROWS there is one hop, and rows that it lacks are not written.
+    """
     batch, head, _, rows, valid = rows_of_program(rows_total, heads, TILE_ROWS)
     dv = tl.arange(0, BLOCK_DV)
-    targets = tl.load(index + rows, mask=valid, other=0) if HAS_INDEX else rows
-    at_lse = partial_lse + batch * r_b + head * r_h + targets * r_t
-    old = tl.load(at_lse, mask=valid, other=0.0)
-    new = tl.load(lse + batch * w_b + head * w_h + rows * w_t, mask=valid, other=0.0).to(tl.float64)
-    # A row without keys on both sides keeps out 0 and lse −∞; a NaN on either side stays NaN.
-    difference = new - tl.where(old == float("-inf"), _LEAST, old)
-    ratio = tl.exp(-tl.abs(difference))
-    weight = (tl.where(difference < 0.0, ratio, 1.0) / (1.0 + ratio)).to(tl.float32)
-    larger = tl.maximum(old, new, propagate_nan=tl.PropagateNan.ALL)
-    tl.debug_barrier()  # several warps read the old lse of a row, and one of them replaces it
-    tl.store(at_lse, larger + tl.log(1.0 + ratio), mask=valid)
+    if ONLY_ROWS:
+        valid = rows_of_hop(place0, first0, count0, rows, valid) >= 0
     mask = within(valid, dv, DV, BLOCK_DV)
-    out += batch * o_b + head * o_h
-    values = tl.load(out + rows[:, None] * o_t + dv[None, :], mask=mask, other=0.0).to(tl.float32)
-    at_out = partial_out + batch * p_b + head * p_h + targets[:, None] * p_t + dv[None, :]
-    before = tl.load(at_out, mask=mask, other=0.0)
-    weight, change = weight[:, None], values - before
-    nearer = tl.where(weight < 0.5, before + weight * change, values - (1.0 - weight) * change)
-    tl.store(at_out, nearer, mask=mask)
+    if HAS_PARTIAL:
+        at_lse = partial_lse + batch * r_b + head * r_h + rows * r_t
+        total_lse = tl.load(at_lse, mask=valid, other=0.0)
+        at_out = partial_out + batch * p_b + head * p_h + rows[:, None] * p_t + dv[None, :]
+        total = tl.load(at_out, mask=mask, other=0.0)
+    else:
+        total_lse = tl.full([TILE_ROWS], float("-inf"), tl.float64)
+        total = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
+    for i in range(hops):
+        place = of_hop(i, place0, place1, place2, place3, place4, place5, place6, place7)
+        first = of_hop(i, first0, first1, first2, first3, first4, first5, first6, first7)
+        count = of_hop(i, count0, count1, count2, count3, count4, count5, count6, count7)
+        o_b = of_hop(i, o_b0, o_b1, o_b2, o_b3, o_b4, o_b5, o_b6, o_b7)
+        o_t = of_hop(i, o_t0, o_t1, o_t2, o_t3, o_t4, o_t5, o_t6, o_t7)
+        o_h = of_hop(i, o_h0, o_h1, o_h2, o_h3, o_h4, o_h5, o_h6, o_h7)
+        w_b = of_hop(i, w_b0, w_b1, w_b2, w_b3, w_b4, w_b5, w_b6, w_b7)
+        w_t = of_hop(i, w_t0, w_t1, w_t2, w_t3, w_t4, w_t5, w_t6, w_t7)
+        w_h = of_hop(i, w_h0, w_h1, w_h2, w_h3, w_h4, w_h5, w_h6, w_h7)
+        hop_out = of_hop(i, out0, out1, out2, out3, out4, out5, out6, out7)
+        hop_lse = of_hop(i, lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7)
+        own = rows_of_hop(place, first, count, rows, valid)
+        hop_out += batch * o_b + head * o_h
+        hop_lse += batch * w_b + head * w_h
+        total, total_lse = merged(total, total_lse, hop_out, hop_lse, own, o_t, w_t, DV, BLOCK_DV)
+    tl.debug_barrier()  # several warps read the old lse of a row, and one of them replaces it
+    lse += batch * l_b + head * l_h
+    tl.store(lse + rows * l_t, total_lse.to(lse.dtype.element_ty), mask=valid)
+    if HAS_SINKS:
+        rounded = total_lse.to(tl.float32)
+        rounded = tl.where(rounded == float("-inf"), _LEAST_SINGLE, rounded)
+        sink = tl.load(sinks + head).to(tl.float32)
+        ratio = tl.exp(-tl.abs(rounded - sink))
+        total *= (tl.where(rounded < sink, ratio, 1.0) / (1.0 + ratio))[:, None]
+    out += batch * z_b + head * z_h
+    at_out = out + rows[:, None] * z_t + dv[None, :]
+    tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
 
 
-def accumulate(
-    out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, index: Tensor | None = None
-) -> None:
-    """Merge out and lse into a partial result over other keys, in place.
+class HopResult(NamedTuple):
+    """A hop's result, and the rows to which it belongs.
 
-    out is (B, N, H, Dv) in bf16, fp16 or fp32, and lse (B, N, H) in fp32 or fp64. partial_out
-    (B, T, H, Dv) is fp32 and partial_lse (B, T, H) fp64. Row i belongs to row index[i] of the
-    partial result; `index` is int64 (N,) without repetition. Without it N is T, and rows
-    correspond.
+    Attributes:
+        out: (B, N, H, Dv) in bf16, fp16 or fp32.
+        lse: (B, N, H) in fp32 or fp64.
+        rows: the first of N adjacent rows, or int32 (T,): for each of all rows, its row in `out`,
+            or −1 if it has none.
     """
-    tensors = out, lse, partial_out, partial_lse, index
-    launch: Prepared | None = kept_call("accumulate", tensors, _prepare_accumulate)
-    if launch is not None:
-        out = out if out.stride(3) == 1 else out.contiguous()
-        run(launch, out, lse, partial_out, partial_lse, lse if index is None else index)
+
+    out: Tensor
+    lse: Tensor
+    rows: int | Tensor
+
+    @property
+    def first(self) -> int:
+        """The first row, or −1 if `rows` is a table."""
+        return -1 if isinstance(self.rows, Tensor) else self.rows
 
 
-def _prepare_accumulate(
-    out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, index: Tensor | None
-) -> Prepared | None:
-    _check(out, lse, partial_out, partial_lse, index)
-    out = out if out.stride(3) == 1 else out.contiguous()
-    batch, rows, heads, value_dim = out.shape
+class _Merge(NamedTuple):
+    """A prepared call of `merge_hops`, without its tensors."""
+
+    launch: Prepared
+    place: Tensor  # stands for the tables of hops that have none
+
+
+def merge_hops(
+    hops: Sequence[HopResult],
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor | None = None,
+    partial_lse: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Write the merged results of 1 to `MOST_HOPS` hops, in their order, to out and lse.
+
+    out is (B, T, H, Dv) in bf16, fp16 or fp32, and lse (B, T, H) in fp32 or fp64; their rows are
+    contiguous. The merge continues partial_out (B, T, H, Dv) fp32 and partial_lse (B, T, H) fp64,
+    if they are given. These may be the tensors `out` and `lse`. The `sinks` (H,) join the
+    denominator of out, and are not part of lse. A row that no hop has gets out 0 and lse −∞, or the
+    partial result.
+    """
+    check_list("hops", hops, HopResult)
+    firsts = tuple(x.first for x in hops)
+    tables = [x.rows for x in hops if isinstance(x.rows, Tensor)]
+    results = [tensor for x in hops for tensor in x[:2]]
+    tensors = out, lse, partial_out, partial_lse, sinks, *results, *tables
+    key = "merge hops", firsts, partial_out is out and partial_lse is lse
+    prepare = lambda *_: _prepare_merge(hops, out, lse, partial_out, partial_lse, sinks)  # noqa: E731
+    call: _Merge | None = kept_call(key, tensors, prepare)
+    if call is None:
+        return
+    every = [
+        (_ready(x.out), x.lse, x.rows if isinstance(x.rows, Tensor) else call.place) for x in hops
+    ]
+    every += every[:1] * (MOST_HOPS - len(hops))  # which are not read
+    outs, lses, of_rows = zip(*every, strict=True)
+    before = (out, lse) if partial_out is None else (partial_out, partial_lse)
+    sinks = lse if sinks is None else sinks.contiguous()
+    run(call.launch, *outs, *lses, *of_rows, *before, out, lse, sinks)
+
+
+def _ready(out: Tensor) -> Tensor:
+    return out if out.stride(3) == 1 else out.contiguous()
+
+
+def _prepare_merge(
+    hops: Sequence[HopResult],
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
+    sinks: Tensor | None,
+) -> _Merge | None:
+    _check(hops, out, lse, partial_out, partial_lse, sinks)
     if not out.numel():
         return None
-    tile_rows = max(1, _TILE_ELEMENTS // padded(value_dim))
-    of_operands = (stride for x in (out, lse, partial_out, partial_lse) for stride in strides(x, 3))
+    batch, rows, heads, value_dim = out.shape
+    of_hops = [
+        (x.first, x.out.shape[1], *strides(_ready(x.out), 3), *strides(x.lse, 3)) for x in hops
+    ]
+    of_hops += of_hops[:1] * (MOST_HOPS - len(hops))
+    in_place = partial_out is out and partial_lse is lse
+    if partial_out is None or partial_lse is None:
+        before = out, lse  # valid addresses that are not used
+    else:
+        before = partial_out, partial_lse
+    arguments = (
+        rows, heads, len(hops), *(x for of_each in zip(*of_hops, strict=True) for x in of_each),
+        *(stride for x in (*before, out, lse) for stride in strides(x, 3)),
+    )  # fmt: skip
+    tile_rows = max(1, _MERGED_ELEMENTS // padded(value_dim))
     flags = {
         "DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": tile_rows,
-        "HAS_INDEX": index is not None, "num_warps": 4, "num_stages": 1,
+        "HAS_PARTIAL": partial_out is not None, "HAS_SINKS": sinks is not None,
+        "ONLY_ROWS": in_place and len(hops) == 1, "num_warps": 4, "num_stages": 1,
     }  # fmt: skip
     grid = (triton.cdiv(rows, tile_rows) * batch * heads,)
-    return Prepared(flash_accumulate, grid, out.device, (rows, heads, *of_operands), flags)
+    launch = Prepared(flash_merge_hops, grid, out.device, arguments, flags)
+    return _Merge(launch, torch.empty(1, dtype=torch.int32, device=out.device))
+
+
+def _check(
+    hops: Sequence[HopResult],
+    out: Tensor,
+    lse: Tensor,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    shapes = Shapes()
+    shapes.check("out", out, "B T H Dv", DTYPES)
+    shapes.check("lse", lse, "B T H", ACCUMULATORS)
+    check_rows("out", out)
+    if (partial_out is None) != (partial_lse is None):
+        raise ValueError("partial_out and partial_lse must both be given, or both be None")
+    if partial_out is not None:
+        shapes.check("partial_out", partial_out, "B T H Dv", (torch.float32,))
+        shapes.check("partial_lse", partial_lse, "B T H", (torch.float64,))
+        check_rows("partial_out", partial_out)
+    if sinks is not None:
+        shapes.check("sinks", sinks, "H")
+    if not 1 <= len(hops) <= MOST_HOPS:
+        raise ValueError(f"hops must be 1 to {MOST_HOPS} results, got {len(hops)}")
+    for i, hop in enumerate(hops):
+        for name, x, dims, dtypes, of_first in (
+            ("out", hop.out, f"B N{i} H Dv", DTYPES, hops[0].out),
+            ("lse", hop.lse, f"B N{i} H", ACCUMULATORS, hops[0].lse),
+        ):
+            shapes.check(f"hops[{i}].{name}", x, dims, dtypes)
+            if x.dtype != of_first.dtype:
+                raise ValueError(f"hops[{i}].{name} must be {of_first.dtype}, got {x.dtype}")
+        if isinstance(hop.rows, Tensor):
+            shapes.check(f"hops[{i}].rows", hop.rows, "T", (torch.int32,))
+            continue
+        check_int(f"hops[{i}].rows", hop.rows, 0)
+        if hop.rows + hop.out.shape[1] > out.shape[1]:
+            found = f"{hop.out.shape[1]} rows from {hop.rows} on"
+            raise ValueError(f"hops[{i}].rows must be in {out.shape[1]} rows, got {found}")
 
 
 @kernel
@@ -161,16 +355,3 @@ def kept_call(
             _calls.clear()  # other threads keep what they have read
         _calls[key] = call
     return call
-
-
-def _check(
-    out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor, index: Tensor | None
-) -> None:
-    rows, shapes = "T" if index is None else "N", Shapes()
-    shapes.check("out", out, f"B {rows} H Dv", DTYPES)
-    shapes.check("lse", lse, f"B {rows} H", (torch.float32, torch.float64))
-    shapes.check("partial_out", partial_out, "B T H Dv", (torch.float32,))
-    shapes.check("partial_lse", partial_lse, "B T H", (torch.float64,))
-    check_rows("partial_out", partial_out)
-    if index is not None:
-        shapes.check("index", index, "N", (torch.int64,))

@@ -296,10 +296,12 @@ def rows_of_program(rows_total, heads, TILE_ROWS: tl.constexpr):
     """Return (batch, head, row, rows, valid) of a program that has TILE_ROWS rows of one head.
 
     `row` is its first row, and `rows` (TILE_ROWS,) are all of them, `valid` below `rows_total`.
-    Programs are numbered in one dimension, since the other dimensions have at most 65,535.
+    Programs are numbered in one dimension, since the other dimensions have at most 65,535. Heads
+    come first, as they do in memory, so that concurrent programs use adjacent memory.
     """
     tiles = tl.cdiv(rows_total, TILE_ROWS)
-    row = tl.program_id(0) % tiles * TILE_ROWS
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    batch_tile = tl.program_id(0) // heads
+    row = batch_tile % tiles * TILE_ROWS
     rows = row + tl.arange(0, TILE_ROWS)
-    return batch_head // heads, batch_head % heads, row, rows.to(tl.int64), rows < rows_total
+    return (batch_tile // tiles).to(tl.int64), head, row, rows.to(tl.int64), rows < rows_total

@@ -87,13 +87,14 @@ def forward(
     merges = not partial.single or len(all_pieces) > 1
     for piece in all_pieces:
         rows, keys = piece.rows, piece.keys
-        partial.sums.release()
+        partial.make_room(rows.stop - rows.start, q.dtype)
         operands = q[:, rows], k[:, keys], v[:, keys]
         out, lse = _forward(*operands, piece, slices, options, merges)
-        out, first = out[..., :value_dim], piece.first and partial.empty
-        is_result = rows == slice(0, q.shape[1]) and out.is_contiguous()
-        if not (is_result and partial.sums.keep(out, lse)):
-            (partial.put if first else partial.merge)(rows, out, lse)
+        out = out[..., :value_dim]
+        if piece.first and partial.empty:
+            partial.put(rows, out, lse)
+        else:
+            partial.merge(rows, out, lse, is_owned=True)
 
 
 def backward(

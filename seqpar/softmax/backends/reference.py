@@ -27,9 +27,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
     """Merge into `partial`, in its dtype, the attention of q (B, T, Hq, D) over k and v."""
-    add_bias = make_add_bias(slices, options, k.shape[2], partial.out.dtype)
+    add_bias = make_add_bias(slices, options, k.shape[2], partial.dtype)
     for rows, keys, mask in _tiles(q, slices):
-        scores = _scores(q[:, rows], k[:, keys], options, partial.out.dtype)
+        scores = _scores(q[:, rows], k[:, keys], options, partial.dtype)
         scores = add_bias(scores, rows, keys).masked_fill(~mask, -torch.inf)
         # Large scores leave no room for the digits of lse by which partial results are weighted.
         largest = scores.amax(-1, keepdim=True).nan_to_num(torch.nan, 0, 0)
@@ -43,7 +43,7 @@ def forward(
             by_heads = rearrange(values, "b m h d -> b h 1 m d")
             out = rearrange(weighted_sum(probability, by_heads, mask), "b h g n d -> b n h g d")
         out = rearrange(out, "b n h g d -> b n (h g) d")
-        partial.merge(rows, out, rearrange(lse, "b h g n -> b n (h g)"))
+        partial.merge(rows, out, rearrange(lse, "b h g n -> b n (h g)"), is_owned=True)
 
 
 def attention_of_rows(

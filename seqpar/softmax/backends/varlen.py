@@ -378,20 +378,20 @@ class VarlenKernel(NamedTuple):
         if not calls:
             return
         width = joint_head_dim(q, v)
-        q, options, _ = positive_scale(q, options)
-        q, k, v = (aligned_heads(x, width) for x in (q, k, v))
+        k, v = (aligned_heads(x, width) for x in (k, v))
         for call in calls:
             if rehearsing():
                 call.request_tables(batch, q.device)
+                partial.request_tables(call.queries)
                 continue
-            partial.sums.release()
-            packed = _flat(q, call.queries), _flat(k, call.keys), _flat(v, call.keys)
-            flat_out, flat_lse = self.forward(*packed, call.tables(batch, q.device), options)
+            partial.make_room(call.queries.count, q.dtype)
+            queries = _ScaledQueries.of(partial, q, call, width, options)
+            packed = queries.rows, _flat(k, call.keys), _flat(v, call.keys)
+            tables = call.tables(batch, q.device)
+            flat_out, flat_lse = self.forward(*packed, tables, queries.options)
             out = flat_out[..., :value_dim].unflatten(0, (batch, -1))
             lse = flat_lse.unflatten(1, (batch, -1)).permute(1, 2, 0)
-            is_result = call.queries.are_all(q.shape[1]) and out.is_contiguous()
-            if not (is_result and partial.sums.keep(out, lse)):
-                partial.merge(call.queries.local(q.device), out, lse)
+            partial.merge(call.queries, out, lse, is_owned=True)
 
     def add_gradients(
         self,
@@ -439,6 +439,28 @@ class VarlenKernel(NamedTuple):
                 keys = call.keys.local(q.device)
                 add_rows(dk, gradients.dk, keys)
                 add_rows(dv, gradients.dv, keys)
+
+
+class _ScaledQueries(NamedTuple):
+    """The query rows of a call in forward, kept for the next call with the same rows."""
+
+    # q, key: the source of the rows
+    q: Tensor
+    key: tuple[bytes, int]
+    rows: Tensor
+    options: CallOptions  # see `positive_scale`
+
+    @classmethod
+    def of(
+        cls, partial: Partial, q: Tensor, call: VarlenCall, width: int, options: CallOptions
+    ) -> _ScaledQueries:
+        kept, key = partial.prepared, (call.query_key, width)
+        if isinstance(kept, cls) and kept.q is q and kept.key == key:
+            return kept
+        partial.prepared = kept = None  # frees the rows of another call
+        rows, options, _ = positive_scale(_flat(q, call.queries), options)
+        partial.prepared = queries = cls(q, key, aligned_heads(rows, width), options)
+        return queries
 
 
 class _Queries(NamedTuple):

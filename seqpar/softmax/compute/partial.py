@@ -7,13 +7,15 @@ dim (Dv of values).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.core.device_tables import rehearsing
+from seqpar.core.device_tables import is_on_cuda, rehearsing
 from seqpar.core.dtypes import accumulator_dtype
+from seqpar.softmax.wire.row_messages import Rows
 
 
 class Sums:
@@ -64,25 +66,54 @@ class Sums:
 
 
 _MIN_COPIED_ROWS = 1024  # a copy of this many rows takes little memory
+# What a partial may hold on CUDA, in bytes per element of its out: six results in half precision,
+# or the sums in fp32 and four such results. It holds them until a kernel merges them in one pass.
+# The sums of a group of heads in backward, and the results that are added to them, take as much.
+_MOST_HELD_BYTES = 12
 
 
-@dataclass
+class Result(NamedTuple):
+    """What a kernel computed for some rows over some keys."""
+
+    rows: slice | Rows
+    out: Tensor  # (B, n, H, Dv)
+    lse: Tensor  # (B, n, H)
+    is_owned: bool  # whether nothing else uses the tensors
+
+
 class Partial:
     """Attention of some queries over the keys so far, which can be merged with other partials.
 
     A row without keys has out 0 and lse −inf.
+
+    On CUDA results wait, in the dtypes of their kernels, until one Triton kernel merges several of
+    them. The bits are those of merging them one by one. On other devices each result is merged when
+    it comes, except that a first result of all rows waits until another one comes.
     """
 
-    sums: Sums  # out and lse; a first result may be kept in the dtypes of its kernel
-    empty: bool = False  # whether no row has keys yet
-    # Whether the merged bits of a row do not depend on its place among other rows
-    rank_invariant: bool = False
-    single: bool = False  # whether one call of a backend computes it, and nothing is merged into it
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, rank_invariant: bool = False
+    ) -> None:
+        """Make a partial of this shape (B, T, Hq, Dv), in a dtype, on the device of `like`."""
+        self._shape, self._device, self.dtype = shape, like.device, dtype
+        self._sums: tuple[Tensor, Tensor] | None = None
+        self._into: Tensor | None = None  # the tensor for the sums of out, if there is one
+        self._waiting: list[Result] = []
+        self._may_wait = True
+        self._by_kernel = is_on_cuda(like) and dtype == torch.float32 and not rank_invariant
+        self.empty = True  # whether no row has keys yet
+        # Whether the merged bits of a row do not depend on its place among other rows
+        self.rank_invariant = rank_invariant
+        # Whether one call of a backend computes it, and nothing is merged into it
+        self.single = False
+        self.prepared: object = None  # what a backend keeps from one block of keys to the next
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor) -> Partial:
         """Make it from tensors like `out` and `lse`, which are changed in place."""
-        return cls(Sums.of(out, lse))
+        partial = cls(tuple(out.shape), out.dtype, out)
+        partial._sums, partial._may_wait, partial.empty = (out, lse), False, False
+        return partial
 
     @classmethod
     def nothing(
@@ -97,66 +128,185 @@ class Partial:
 
         If `out` has the accumulator's dtype, it is overwritten and becomes the partial's out.
         """
-        shape, device = (*q.shape[:-1], v.shape[-1]), q.device
         dtype = accumulator_dtype(q.dtype)
-        into = out if out is not None and out.dtype == dtype else None
-
-        def make(kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-            if kept and into is None:
-                sums = kept[0].to(dtype)
-            elif into is None:
-                # Not `torch.zeros`, which stands for scores where a model's own attention is read.
-                sums = torch.full(shape, 0.0, dtype=dtype, device=device)
-            else:
-                sums = into.copy_(kept[0]) if kept else into.zero_()
-            if kept:
-                return sums, kept[1].to(torch.float64).contiguous()
-            return sums, torch.full(shape[:-1], -torch.inf, dtype=torch.float64, device=device)
-
-        return cls(Sums(make), True, rank_invariant, single)
+        partial = cls((*q.shape[:-1], v.shape[-1]), dtype, q, rank_invariant)
+        partial._into = out if out is not None and out.dtype == dtype else None
+        partial.single = single
+        return partial
 
     @property
     def out(self) -> Tensor:
-        """(B, T, Hq, Dv) in fp32 (fp64 for fp64)."""
-        return self.sums.tensors[0]
+        """(B, T, Hq, Dv) in fp32 (fp64 for fp64). See `sums`."""
+        return self.sums[0]
 
     @property
     def lse(self) -> Tensor:
-        """(B, T, Hq), natural log, in fp64.
+        """(B, T, Hq), natural log, in fp64. See `sums`.
 
         An fp32 lse is rounded in each merge; after 16 merges its error is 1.5 times the error of a
         single kernel's lse, and 1.35 is the limit. lse takes 1/Dv of the memory of out.
         """
-        return self.sums.tensors[1]
+        return self.sums[1]
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """out and lse, which callers may change in place. From now on no result waits."""
+        self._may_wait = False
+        return self._merge_waiting()
+
+    def allocate(self) -> None:
+        _ = self.sums
 
     def of_heads(self, heads: slice) -> Partial:
-        out, lse = self.out[:, :, heads], self.lse[:, :, heads]
-        return replace(self, sums=Sums.of(out, lse))
+        """Return the partial of some heads, whose sums are views of the sums."""
+        partial = Partial.of(self.out[:, :, heads], self.lse[:, :, heads])
+        partial.empty = self.empty
+        return partial
 
     def put(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Set rows that have no keys yet."""
-        self.out[:, rows], self.lse[:, rows] = out, lse
+        """Set rows that have no keys yet. The tensors belong to the partial from now on."""
+        if not self._keep(Result(rows, out, lse, is_owned=True)):
+            self.out[:, rows], self.lse[:, rows] = out, lse
 
-    def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-        """Add the partial of the same rows over other keys, in place.
+    def make_room(self, rows: int, dtype: torch.dtype) -> None:
+        """Merge the results that wait, unless a result of `rows` rows in a dtype can wait too.
 
-        `rows` is a slice, or indices without repetition. On CUDA one Triton kernel does it.
+        Backends call it before a kernel allocates its result.
         """
-        if rehearsing():
-            return
-        if self.out.is_cuda and self.out.dtype == torch.float32 and not self.rank_invariant:
-            from seqpar.kernels.flash_attention import accumulate  # imports Triton
+        if self._waiting and not (self._by_kernel and self._fits(rows, dtype)):
+            self._merge_waiting()
 
-            all_rows = self.out, self.lse
-            if isinstance(rows, Tensor):
-                accumulate(out, lse, *all_rows, rows)
-            else:
-                accumulate(out, lse, *(x[:, rows] for x in all_rows))
-            return
-        if isinstance(rows, Tensor):
-            old_out, old_lse = (x.index_select(1, rows) for x in (self.out, self.lse))
+    def merge(self, rows: slice | Rows, out: Tensor, lse: Tensor, is_owned: bool = False) -> None:
+        """Add the partial of the same rows over other keys.
+
+        out (B, n, H, Dv) and lse (B, n, H) must not change until the partial is finished or its
+        sums are read. `is_owned` says that they belong to the partial from now on.
+        """
+        result = Result(rows, out, lse, is_owned)
+        if rehearsing():
+            self.request_tables(rows)
+        elif self._by_kernel:
+            self.make_room(out.shape[1], out.dtype)
+            if self._waiting and self._waiting[0].lse.dtype != lse.dtype:
+                self._merge_waiting()
+            self._waiting.append(result)
+            if not self._may_wait:
+                self._merge_waiting()
+        elif not self._keep(result):
+            self._merge_in_torch(rows, out, lse)
+
+    def request_tables(self, rows: slice | Rows) -> None:
+        """Request the table that merges of these rows read."""
+        if self._by_kernel:
+            self._place(rows)
+        elif isinstance(rows, Rows):
+            rows.local(self._device)
+
+    def finish(
+        self,
+        sinks: Tensor | None,
+        dtype: torch.dtype,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output, cast once to `dtype`, and the lse.
+
+        With `into` they are written to these two tensors, in their dtypes. The sinks (Hq,) join the
+        denominator of the output, and are not part of the lse.
+        """
+        if self._by_kernel and self._waiting:
+            is_result = into is None and sinks is None and self._has_one_result()
+            if not is_result:
+                if into is None:
+                    out = torch.empty(self._shape, dtype=dtype, device=self._device)
+                    into = out, out.new_empty(self._shape[:-1], dtype=accumulator_dtype(dtype))
+                self._merge_by_kernel(*into, sinks)
+                return into
+        out, lse = self._waiting[0][1:3] if self._waiting else self.sums
+        if into is None:
+            lse = lse.to(accumulator_dtype(dtype)).contiguous()
         else:
-            old_out, old_lse = self.out[:, rows], self.lse[:, rows]
+            lse, dtype = into[1].copy_(lse), into[0].dtype
+        if sinks is not None:
+            fraction = key_fraction(lse, sinks, self.rank_invariant)
+            return _scaled(out, fraction, dtype, None if into is None else into[0]), lse
+        return out.to(dtype) if into is None else into[0].copy_(out), lse
+
+    def _keep(self, result: Result) -> bool:
+        """Let a result wait, if it is the first one, and of all rows; return whether it does."""
+        kept = self._sums is None and not self._waiting and self._is_whole(result)
+        if kept:
+            self._waiting.append(result)
+        return kept
+
+    def _is_whole(self, result: Result) -> bool:
+        """Return whether the result could be the partial's: owned, of all rows, and contiguous."""
+        rows, count = result.rows, self._shape[1]
+        are_all = rows.are_all(count) if isinstance(rows, Rows) else rows == slice(0, count)
+        return result.is_owned and are_all and result.out.is_contiguous()
+
+    def _has_one_result(self) -> bool:
+        waiting = self._waiting
+        return self._sums is None and len(waiting) == 1 and self._is_whole(waiting[0])
+
+    def _fits(self, rows: int, dtype: torch.dtype) -> bool:
+        """Return whether a result of `rows` rows in a dtype can wait with the others.
+
+        One launch merges results of one dtype.
+        """
+        from seqpar.kernels.flash_attention import MOST_HOPS  # imports Triton
+
+        total = self._shape[1]
+        held = sum(x.out.shape[1] * x.out.itemsize for x in self._waiting)
+        held += 0 if self._sums is None else total * self.dtype.itemsize
+        fits = held + rows * dtype.itemsize <= _MOST_HELD_BYTES * total
+        same = self._waiting[0].out.dtype == dtype
+        return fits and same and len(self._waiting) < MOST_HOPS
+
+    def _merge_waiting(self) -> tuple[Tensor, Tensor]:
+        """Merge the results that wait into the sums, and return the sums."""
+        into, sums = self._into, self._sums
+        if self._waiting and self._by_kernel:
+            if sums is None:
+                out = (
+                    torch.empty(self._shape, dtype=self.dtype, device=self._device)
+                    if into is None
+                    else into
+                )
+                sums = out, out.new_empty(self._shape[:-1], dtype=torch.float64)
+            self._merge_by_kernel(*sums)
+        elif self._waiting:
+            ((_, out, lse, _),) = self._waiting
+            out = out.to(self.dtype) if into is None else into.copy_(out)
+            sums = out, lse.to(torch.float64).contiguous()
+        elif sums is None:
+            # Not `torch.zeros`, which stands for scores where a model's own attention is read.
+            device, rows = self._device, self._shape[:-1]
+            if into is None:
+                out = torch.full(self._shape, 0.0, dtype=self.dtype, device=device)
+            else:
+                out = into.zero_()
+            sums = out, torch.full(rows, -torch.inf, dtype=torch.float64, device=device)
+        self._waiting, self._sums = [], sums
+        return sums
+
+    def _merge_by_kernel(self, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+        """Write the sums, if there are any, merged with the results that wait, to two tensors."""
+        from seqpar.kernels.flash_attention import HopResult, merge_hops  # imports Triton
+
+        hops = [HopResult(x.out, x.lse, self._place(x.rows)) for x in self._waiting]
+        merge_hops(hops, out, lse, *(self._sums or (None, None)), sinks)
+
+    def _place(self, rows: slice | Rows) -> int | Tensor:
+        if isinstance(rows, Rows):
+            return rows.place(self._shape[1], self._device)
+        return rows.start or 0
+
+    def _merge_in_torch(self, rows: slice | Rows, out: Tensor, lse: Tensor) -> None:
+        local = rows.local(self._device) if isinstance(rows, Rows) else rows
+        if isinstance(local, Tensor):
+            old_out, old_lse = (x.index_select(1, local) for x in (self.out, self.lse))
+        else:
+            old_out, old_lse = self.out[:, local], self.lse[:, local]
         # Only the difference of the two lse needs fp64. A row without keys on either side keeps its
         # out of 0: its weight is 0, not NaN. So a weight is NaN only if one of the lse is NaN.
         weight = torch.empty_like(lse, dtype=old_out.dtype)
@@ -169,20 +319,9 @@ class Partial:
         else:
             old_out.lerp_(out, weight.sigmoid_().unsqueeze(-1))
             torch.logaddexp(old_lse, lse, out=old_lse)
-        if isinstance(rows, Tensor):
-            self.out.index_copy_(1, rows, old_out)
-            self.lse.index_copy_(1, rows, old_lse)
-
-    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the output, cast once to `dtype`, and the lse.
-
-        The sinks (Hq,) join the denominator of the output, and are not part of the lse.
-        """
-        out, lse = self.sums.results
-        lse = lse.to(accumulator_dtype(dtype)).contiguous()
-        if sinks is None:
-            return out.to(dtype), lse
-        return _scaled(out, key_fraction(lse, sinks, self.rank_invariant), dtype), lse
+        if isinstance(local, Tensor):
+            self.out.index_copy_(1, local, old_out)
+            self.lse.index_copy_(1, local, old_lse)
 
 
 class Zeros:
@@ -437,9 +576,12 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x · factor, rounded once to a dtype; no copy is larger than the result."""
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """Return x · factor, rounded once to a dtype; no copy is larger than the result.
+
+    It is written to `into`, a tensor of this dtype, if given.
+    """
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype) if into is None else into)
 
 
 def _products(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -94,11 +94,9 @@ class KeyStrategy(Strategy):
         out = q.new_empty((*q.shape[:-1], value_dim))
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
         for heads in groups:
-            part = self._attend(
-                comm, call.with_heads_of(call, heads.queries), heads.operands(operands)
-            )
-            out[:, :, heads.queries], lse[:, :, heads.queries] = part
-            del part
+            of_heads = call.with_heads_of(call, heads.queries)
+            into = out[:, :, heads.queries], lse[:, :, heads.queries]
+            self._attend(comm, of_heads, heads.operands(operands), into)
         return ForwardResult(out, lse, [])
 
     def groups(self, call: ResolvedCall, every_step: bool = False) -> list[HeadSlices]:
@@ -110,12 +108,19 @@ class KeyStrategy(Strategy):
             return head_groups(call.shape, call.kv_layout, call.mask)
         return [HeadSlices(slice(None), slice(None))]
 
-    def _attend(self, comm: Comm, call: ResolvedCall, operands: Operands) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self,
+        comm: Comm,
+        call: ResolvedCall,
+        operands: Operands,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse; with `into` they are written to these tensors."""
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
         ahead = self.ahead(call.ranks)
         keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
-        return attend_blocks(q, keys, plan.blocks, call.options, sinks, None, call.max_logits)
+        return attend_blocks(q, keys, plan.blocks, call.options, sinks, into, call.max_logits)
 
     def gradients(
         self, comm: Comm, call: ResolvedCall, output: OutputGradient, operands: Operands

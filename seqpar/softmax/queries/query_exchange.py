@@ -139,11 +139,10 @@ class QueryExchange:
         compute_first: Callable[[], None],
         compute_last: Callable[[], None],
         compute: Callable[[HopMessages, list[Tensor]], Tensor],
-    ) -> Iterator[tuple[int, slice | Tensor, list[Tensor]]]:
+    ) -> Iterator[tuple[int, Rows, list[Tensor]]]:
         """Yield the results of this rank's queries in the order of the hops, as they return.
 
-        Each comes with the number of its group of heads and with its local rows, as a range or
-        indices.
+        Each comes with the number of its group of heads and with its local rows.
 
         Args:
             compute_first: computes with this rank's own queries while the first queries arrive.
@@ -183,10 +182,10 @@ class QueryExchange:
 
     def _returned(
         self, messages: HopMessages, results: Arriving
-    ) -> tuple[int, slice | Tensor, list[Tensor]] | None:
+    ) -> tuple[int, Rows, list[Tensor]] | None:
         """Wait for the results of a hop; return None if it has no rows."""
         tensors, hop = results.wait(), messages.hop
-        return (messages.group, hop.sent.local(self._device), tensors) if hop.sent_count else None
+        return (messages.group, hop.sent, tensors) if hop.sent_count else None
 
     def _post_queries(self, messages: HopMessages) -> Arriving:
         hop = messages.hop

@@ -229,7 +229,7 @@ class TileStrategy(Strategy):
 
         exchange = QueryExchange(comm, schedule, travelling, label)
         for group, rows, (dq,) in exchange.results(compute_first, compute_last, compute):
-            add_rows(dq, totals[group], rows)
+            add_rows(dq, totals[group], rows.local(q.device))
             del dq
         for returned in returning:
             returned.add_to(total)

@@ -215,7 +215,7 @@ def complete_forward(
         attend(q, k, v, plan.last, total, call.options, call.max_logits)
     for each in returning:
         for sent, results in each.wait():
-            total.merge(sent.local(q.device), *_out_and_lse(results, q.shape[2]))
+            total.merge(sent, *_out_and_lse(results, q.shape[2]))
     return ForwardResult(*total.finish(sinks, q.dtype), received)
 
 

@@ -33,6 +33,7 @@ class Rows:
         # The first row and the row after the last one; (0, 0) if there are none.
         self.reach = (int(ranges[:, 0].min()), int(ranges[:, 1].max())) if self.count else (0, 0)
         self._range = slice(*ranges[0].tolist()) if self.is_range else slice(0)
+        self._places: dict[int, Tensor] = {}
 
     def are_all(self, rows: int) -> bool:
         """Return whether they are all of this number of rows, in order."""
@@ -70,6 +71,20 @@ class Rows:
     def local(self, device: torch.device) -> slice | Tensor:
         """Return the local rows as a range, or as indices on this device."""
         return self._range if self.is_range else self._indices(device)
+
+    def place(self, rows: int, device: torch.device) -> int | Tensor:
+        """Return where the block's rows lie among this number of local rows.
+
+        That is the first local row of a range. Otherwise it is (rows,) int32 on this device: for
+        each local row, its row in the block, or −1 if the block lacks it.
+        """
+        if self.is_range:
+            return self.reach[0]
+        if rows not in self._places:
+            places = torch.full((rows,), -1, dtype=torch.int32)
+            places[self._on_host] = torch.arange(self.count, dtype=torch.int32)
+            self._places.setdefault(rows, places)  # another thread may have made them
+        return on_device(self._places[rows], device)
 
     def _indices(self, device: torch.device) -> Tensor:
         return on_device(self._on_host, device)

@@ -242,8 +242,8 @@ def test_the_error_rule_notices_partials_in_bf16(monkeypatch, ranks):
     on_one_device(case)  # before what follows
     merge = Partial.merge
 
-    def rounded(self, rows, out, lse):
-        merge(self, rows, out, lse)
+    def rounded(self, rows, out, lse, is_owned=False):
+        merge(self, rows, out, lse, is_owned)
         self.out[:, rows] = self.out[:, rows].bfloat16().to(self.out.dtype)
 
     monkeypatch.setattr(Partial, "merge", rounded)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from seqpar.kernels.flash_attention import launching
 
+from benchmarks.kernels.memory_traffic import stand_ins
 from seqpar import Layout, use_backend
 from seqpar.comm.messages.comm import Comm
 from seqpar.softmax.backends import aten
@@ -52,7 +53,7 @@ def held(monkeypatch, strategy, s, layout=None, sinks=None, **module_options):
     """The most bytes that forward and backward hold at once beside the inputs: of forward q, k and
     v, of backward what forward kept, and dout."""
     with monkeypatch.context() as patched, fake_group(s.rank, s.ranks) as group:
-        patched.setattr(aten, "forward", lambda *arguments: arguments[4].sums.allocate())
+        patched.setattr(aten, "forward", lambda *arguments: arguments[4].allocate())
         patched.setattr(aten, "backward", lambda *arguments: arguments[5].allocate())
         attn = module(PLANNED.get(strategy, strategy), group, **module_options)
         layout = layout or Layout.contiguous(s.tokens, s.ranks)
@@ -209,6 +210,22 @@ def test_gradients_of_tasks_hold_few_groups(monkeypatch):
     s = Setting(4, 8, 8 * 16384, 32, 8, full=False, value_dim=128)
     _, found = held(monkeypatch, "disaggregated", s, Layout.zigzag(s.tokens, s.ranks))
     assert found <= 60 * 1024 * s.local
+
+
+@few_rows()
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("rows", [8192, 2**17])
+def test_results_that_wait_hold_the_promised_peaks(monkeypatch, ranks, rows):
+    """On a GPU, and on any number of ranks: 16 bytes per element of a group's out at most, with the
+    sums into which results are merged. The last rank has the most results."""
+    s = Setting(ranks - 1, ranks, ranks * rows, 32, 8, full=False, value_dim=128)
+    groups = min(8, rows // 4096)
+    with stand_ins():
+        layout = Layout.zigzag(s.tokens, s.ranks)
+        held(monkeypatch, "ring", s, layout)  # uploads tables
+        peak, _ = held(monkeypatch, "ring", s, layout)
+    bound = 8.125 + (3 * 4 + 16 * 4 + 0.5) / groups
+    assert 0.9 * bound * 1024 * s.local < peak <= bound * 1024 * s.local
 
 
 @pytest.mark.parametrize(("strategy", "peaks"), [("ring", (30, 46)), ("all_gather", (46, 70))])

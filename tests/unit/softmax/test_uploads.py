@@ -16,6 +16,7 @@ from seqpar.core.device_tables import UploadedTables, kept_on, on_device, on_str
 from seqpar.core.memo import Memo
 from seqpar.layout import handle
 from seqpar.softmax.backends import aten_cuda, kernel_order
+from seqpar.softmax.compute import partial
 from seqpar.softmax.keys import rank_invariant_plan
 from seqpar.softmax.softmax_operator import ATTENTION
 from tests.support.cases import STRATEGIES, VARIANTS, module
@@ -126,12 +127,16 @@ def test_tables_of_options_travel_once(options, backend, fresh):
 @pytest.mark.parametrize("deterministic", [True, False])  # backward by our kernels, or ATen's
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_tables_of_varlen_kernels_travel_once(strategy, deterministic, fresh, monkeypatch):
-    results = lambda q, *_, **__: (torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]))  # noqa: E731
+    results = lambda q, *_, **__: (  # noqa: E731
+        torch.empty_like(q),
+        torch.empty(q.shape[1], q.shape[0], device=q.device),
+    )
     gradients = lambda dout, q, k, v, *_, **__: map(torch.empty_like, (q, k, v))  # noqa: E731
     monkeypatch.setattr(aten_cuda, "computes", lambda q: True)
     monkeypatch.setattr(kernel_order, "gpu_major", lambda device: 8)
     monkeypatch.setattr(aten_cuda, "cuda_attention", lambda: results)
     monkeypatch.setattr(aten_cuda, "cuda_attention_backward", lambda: gradients)
+    monkeypatch.setattr(partial, "is_on_cuda", lambda x: True)  # hops are merged by the kernel
     layout = fresh("uneven")
     attn = module(strategy, SilentComm(1, RANKS), deterministic=deterministic)
     assert copies(attn, layout, causal=True) == ONE_COPY
