@@ -7,8 +7,10 @@ the same form, and dk and dv are views of these.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from seqpar.comm.messages.comm import Arriving, Comm
 from seqpar.comm.messages.message_header import Message
 from seqpar.softmax.compute.partial import PackedGradients
 from seqpar.softmax.keys.key_plan import KeyStep
+from seqpar.softmax.wire.message_buffers import MessageBuffers
 from seqpar.softmax.wire.message_dtypes import decode, encode, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -24,24 +27,30 @@ from seqpar.softmax.wire.row_messages import Rows
 def travelling_keys(
     comm: Comm,
     steps: Sequence[KeyStep],
-    k: Tensor,
-    v: Tensor,
+    own: tuple[Tensor, Tensor],
     label: str,
     ahead: int,
     message_dtype: torch.dtype | None = None,
+    buffers: MessageBuffers | None = None,
 ) -> Generator[Sequence[Tensor], None, None]:
-    """Yield this rank's k (B, Tkv_local, Hkv, D) and v, then k and v of each of these steps.
+    """Yield this rank's `own` k (B, Tkv_local, Hkv, D) and v, then k and v of each of these steps.
 
     While the caller computes with them, the exchanges of the next `ahead` steps are under way. Rows
     travel in their own dtype, or in 8 bits (`wire/message_dtypes.py`).
+
+    A step's k and v may be read until the next ones are requested. A pass of several groups of
+    heads calls this once per group, with the same `buffers`.
 
     Steps without rows may be left out, but they count: each exchange is posted at the same point
     between the numbered steps on all ranks. In backward the exchanges of keys and of gradients
     alternate, and two ranks must post the exchanges between them in the same order.
     """
+    k, v = own
     dims, code = [k.shape[3], v.shape[3]], message_dtype
     row_shape = k.shape[0], k.shape[2], encoded_width(dims) if code else sum(dims)
     by_row = k.transpose(0, 1), v.transpose(0, 1)
+    if buffers is None:
+        buffers = key_buffers(steps, ahead, k.shape[0] * k.shape[2], dims, code)
     packed: tuple[Rows, Tensor] | None = None  # kept: consecutive receivers often get equal rows
     under_way: deque[Arriving] = deque()
     no_rows: Sequence[Tensor] = ()  # yielded for a step in which no rows arrive
@@ -62,7 +71,8 @@ def travelling_keys(
             sends.append((peer, packed[1]))
         if following is None or not following.sends_last_rows_of(step):
             packed = None
-        block = k.new_empty((step.rows, *row_shape), dtype=torch.int8 if code else None)
+        elements, dtype = step.rows * math.prod(row_shape), torch.int8 if code else k.dtype
+        block = buffers.take(elements, dtype, k.device).view(step.rows, *row_shape)
         recvs = _messages(step.source, block, step.counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)
         under_way.append(Arriving([block], pending))
@@ -91,18 +101,63 @@ def travelling_keys(
             yield no_rows
 
 
+class PassBuffers(NamedTuple):
+    """The buffers into which a pass receives keys and, in backward, gradients."""
+
+    keys: MessageBuffers
+    gradients: MessageBuffers
+
+
+def key_buffers(
+    steps: Sequence[KeyStep],
+    ahead: int,
+    rows: int,
+    dims: Sequence[int],
+    message_dtype: torch.dtype | None,
+    groups: int = 1,
+) -> MessageBuffers:
+    """Return the buffers for the keys of a pass in which `groups` groups of heads travel.
+
+    A token has `rows` rows, one per batch entry and KV head, in the largest group, each of `dims`,
+    D and Dv. While a step's block is read, the blocks of the next `ahead` steps are under way.
+    """
+    width = rows * (encoded_width(dims) if message_dtype else sum(dims))
+    sizes = [x.rows * width for x in steps if x.travels]
+    return MessageBuffers(min(ahead + 1, len(sizes)), sizes * groups)
+
+
+def gradient_buffer(steps: Sequence[KeyStep], width: int, groups: int) -> MessageBuffers:
+    """Return the buffer for gradients that return, of `width` elements per token.
+
+    Each step's gradients must be added before those of the next step are posted.
+    """
+    return MessageBuffers(1, [x.sent_rows * width for x in steps if x.travels] * groups)
+
+
 class GradientReturn:
     """A step's exchange of gradients: they return to the owners of the rows that travelled."""
 
-    def __init__(self, comm: Comm, label: str, step: KeyStep, block: Tensor | None) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        label: str,
+        step: KeyStep,
+        block: Tensor | None,
+        buffers: MessageBuffers | None = None,
+    ) -> None:
         """Post the exchange.
 
         `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
-        travelled. Gradients of own rows come from the ranks that these were sent to.
+        travelled. Gradients of own rows come from the ranks that these were sent to, and are
+        received into one of the `buffers`, or into new memory if it is None.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:
-            arriving = block.new_empty((step.sent_rows, *block.shape[1:]))
+            shape = step.sent_rows, *block.shape[1:]
+            if buffers is None:
+                arriving = block.new_empty(shape)
+            else:
+                arriving = buffers.take(math.prod(shape), block.dtype, block.device).view(shape)
             sends = _messages(step.source, block, step.counts)
             recvs = _messages([peer for peer, _ in step.to], arriving, step.sent_counts)
         pending = comm.exchange(sends, recvs, label=label, step=step.number)

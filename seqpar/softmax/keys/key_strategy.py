@@ -17,7 +17,13 @@ from seqpar.core.traffic import Traffic
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
 from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
-from seqpar.softmax.keys.key_exchange import GradientReturn, travelling_keys
+from seqpar.softmax.keys.key_exchange import (
+    GradientReturn,
+    PassBuffers,
+    gradient_buffer,
+    key_buffers,
+    travelling_keys,
+)
 from seqpar.softmax.keys.key_plan import (
     Distances,
     HeadSlices,
@@ -29,6 +35,7 @@ from seqpar.softmax.keys.key_plan import (
 from seqpar.softmax.keys.rank_invariant_attention import TileCall
 from seqpar.softmax.keys.rank_invariant_plan import tile_areas, tile_traffic
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
+from seqpar.softmax.wire.message_buffers import MessageBuffers
 from seqpar.softmax.wire.message_dtypes import (
     check_digits,
     check_gradient_digits,
@@ -88,15 +95,16 @@ class KeyStrategy(Strategy):
         if self.rank_invariant:
             return self._tiles(comm, call, "forward").forward(operands)
         groups = self.groups(call, comm.is_routed)
+        buffers = self._buffers(comm, call, operands, len(groups)).keys
         if len(groups) == 1:
-            return ForwardResult(*self._attend(comm, call, operands), [])
+            return ForwardResult(*self._attend(comm, call, operands, buffers), [])
         q, value_dim = operands.q, operands.v.shape[3]
         out = q.new_empty((*q.shape[:-1], value_dim))
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
         for heads in groups:
             of_heads = call.with_heads_of(call, heads.queries)
             into = out[:, :, heads.queries], lse[:, :, heads.queries]
-            self._attend(comm, of_heads, heads.operands(operands), into)
+            self._attend(comm, of_heads, heads.operands(operands), buffers, into)
         return ForwardResult(out, lse, [])
 
     def groups(self, call: ResolvedCall, every_step: bool = False) -> list[HeadSlices]:
@@ -108,18 +116,31 @@ class KeyStrategy(Strategy):
             return head_groups(call.shape, call.kv_layout, call.mask)
         return [HeadSlices(slice(None), slice(None))]
 
+    def _buffers(
+        self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
+    ) -> PassBuffers:
+        """Return the buffers of a pass of this number of groups of heads."""
+        steps, ahead = self.plan(call, comm.is_routed).steps, self.ahead(call.ranks)
+        (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
+        rows = batch * -(-kv_heads // groups)  # of a token, in the largest group
+        return PassBuffers(
+            key_buffers(steps, ahead, rows, [dim, value_dim], self.message_dtype, groups),
+            gradient_buffer(steps, rows * (dim + value_dim), groups),
+        )
+
     def _attend(
         self,
         comm: Comm,
         call: ResolvedCall,
         operands: Operands,
+        buffers: MessageBuffers,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse; with `into` they are written to these tensors."""
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
         ahead = self.ahead(call.ranks)
-        keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
+        keys = travelling_keys(comm, plan.steps, (k, v), label, ahead, self.message_dtype, buffers)
         return attend_blocks(q, keys, plan.blocks, call.options, sinks, into, call.max_logits)
 
     def gradients(
@@ -129,9 +150,10 @@ class KeyStrategy(Strategy):
             return self._tiles(comm, call, "backward").gradients(output, operands)
         q, k, v, _ = operands
         groups = self.groups(call, comm.is_routed)
+        buffers = self._buffers(comm, call, operands, len(groups))
         if len(groups) == 1:
             total = PartialGradients.zeros(q, k, v)
-            self._attend_backward(comm, call, output, operands, total)
+            self._attend_backward(comm, call, output, operands, total, buffers)
             return total.results()
         # Only the sums of one group exist in the accumulator's dtype. Rounding them here is the
         # only rounding also inside USP, whose ranks may add the gradients of a KV head: in a call
@@ -140,7 +162,7 @@ class KeyStrategy(Strategy):
         for heads in groups:
             of_group, own = call.with_heads_of(call, heads.queries), heads.operands(operands)
             total = PartialGradients.zeros(own.q, own.k, own.v)
-            self._attend_backward(comm, of_group, heads.output(output), own, total)
+            self._attend_backward(comm, of_group, heads.output(output), own, total, buffers)
             # Not earlier: the first group's messages need memory that these would take.
             gradients = gradients or [x.new_empty(x.shape) for x in (q, k, v)]
             heads.put(total, gradients)
@@ -154,6 +176,7 @@ class KeyStrategy(Strategy):
         output: OutputGradient,
         operands: Operands,
         total: PackedGradients,
+        buffers: PassBuffers,
     ) -> None:
         """Add the gradients of the heads in `operands` to `total`.
 
@@ -162,7 +185,9 @@ class KeyStrategy(Strategy):
         """
         plan, label = self.plan(call, comm.is_routed), f"{self.name} backward"
         (q, k, v, _), options, ahead = operands, call.options, self.ahead(call.ranks)
-        keys = travelling_keys(comm, plan.steps, k, v, label, ahead, self.message_dtype)
+        keys = travelling_keys(
+            comm, plan.steps, (k, v), label, ahead, self.message_dtype, buffers.keys
+        )
         returning: GradientReturn | None = None
         next(keys)
         attend_backward(output, q, k, v, plan.own[0], total, options)
@@ -175,7 +200,7 @@ class KeyStrategy(Strategy):
             if returning is not None:
                 returning.add_to(total)
             message = None if gradients is None else gradients.message(self.gradient_dtype)
-            returning = GradientReturn(comm, label, step, message)
+            returning = GradientReturn(comm, label, step, message, buffers.gradients)
             del gradients, message
         keys.close()  # frees the last block
         if returning is not None and plan.ends_early:

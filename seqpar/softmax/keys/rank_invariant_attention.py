@@ -198,7 +198,7 @@ class TileCall:
 
     def _pool(self, k: Tensor, v: Tensor) -> Pool:
         steps = self._keys.steps
-        blocks = travelling_keys(self._comm, steps, k, v, self._label, len(steps))
+        blocks = travelling_keys(self._comm, steps, (k, v), self._label, len(steps))
         return Pool(self._plan, blocks, k, v)
 
     def _return(self, sums: list[SumBlock], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from seqpar.core.arguments import Ints
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.call import ResolvedCall
 from seqpar.softmax.keys.key_plan import HeadSlices, head_groups
+from seqpar.softmax.wire.message_buffers import MessageBuffers
 from seqpar.softmax.wire.row_messages import Packing, RowFormat, Rows
 
 
@@ -131,6 +132,19 @@ class QueryExchange:
         """Prepare a pass in which the tensors `travelling`, (B, T, Hq, …), travel."""
         self._queries, self._results = comm, comm.channel("results")
         self._schedule, self._label, self._device = schedule, label, travelling[0].device
+        # The queries of a hop are read while those of the next hop arrive. A hop's results, which
+        # leave and return, are in use until those of the next hop have been computed and posted;
+        # those that leave have then been sent.
+        queries, results = list[int](), list[int]()
+        for x in schedule.hops:
+            if x.hop.received_count:
+                queries.append(x.incoming.elements)
+                results.append(x.leaving.elements)
+            if x.hop.sent_count:
+                results.append(x.returning.elements)
+        # Early hops may have fewer rows than late ones, and hold more beside the messages.
+        self._query_memory = MessageBuffers(2, queries, grow=True)
+        self._result_memory = MessageBuffers(3, results, grow=True)
         whole = [x.contiguous() for x in travelling]
         self._travelling = [[x[:, :, heads.queries] for x in whole] for heads in schedule.groups]
 
@@ -138,7 +152,7 @@ class QueryExchange:
         self,
         compute_first: Callable[[], None],
         compute_last: Callable[[], None],
-        compute: Callable[[HopMessages, list[Tensor]], Tensor],
+        compute: Callable[[HopMessages, list[Tensor], list[Tensor]], None],
     ) -> Iterator[tuple[int, Rows, list[Tensor]]]:
         """Yield the results of this rank's queries in the order of the hops, as they return.
 
@@ -147,9 +161,9 @@ class QueryExchange:
         Args:
             compute_first: computes with this rank's own queries while the first queries arrive.
             compute_last: does so while the last results return.
-            compute: returns a message with the results of received queries. Meanwhile the queries
-                of the next hop and, in the other direction, the results of the hop before are
-                under way.
+            compute: writes the results of received queries to the tensors of a message. Meanwhile
+                the queries of the next hop and, in the other direction, the results of the hop
+                before are under way.
         """
         hops = self._schedule.hops
         arriving = self._post_queries(hops[0]) if hops else None
@@ -161,7 +175,11 @@ class QueryExchange:
             # Where ranks leave out hops without rows, all post the others in one order.
             if adjacent := following and following.number == messages.number + 1:
                 arriving = self._post_queries(following)
-            message = compute(messages, received) if messages.hop.received_count else None
+            message: Tensor | None = None
+            if messages.hop.received_count:
+                packing = messages.leaving
+                message = self._result_memory.take(packing.elements, packing.dtype, self._device)
+                compute(messages, received, packing.tensors(message))
             del received  # before the next queries are computed
             returned = self._returned(*returning) if returning else None
             returning = messages, self._post_results(messages, message)
@@ -190,12 +208,14 @@ class QueryExchange:
     def _post_queries(self, messages: HopMessages) -> Arriving:
         hop = messages.hop
         sends, recvs, received = list[Message](), list[Message](), list[Tensor]()
-        if hop.received_count and messages.packs_rows(hop.received):
-            message, received = messages.incoming.empty(self._device)
-            recvs = [(hop.sender, message)]
-        elif hop.received_count:
-            received = messages.incoming.apart(self._device)
-            recvs = [(hop.sender, x) for x in received]
+        if hop.received_count:
+            packing = messages.incoming
+            message = self._query_memory.take(packing.elements, packing.dtype, self._device)
+            if messages.packs_rows(hop.received):
+                received, recvs = packing.tensors(message), [(hop.sender, message)]
+            else:
+                received = packing.apart(message)
+                recvs = [(hop.sender, x) for x in received]
         if hop.sent_count:
             travelling = self._travelling[messages.group]
             if messages.packs_rows(hop.sent):
@@ -213,7 +233,8 @@ class QueryExchange:
         sends = [] if message is None else [(hop.sender, message)]
         recvs, results = list[Message](), list[Tensor]()
         if hop.sent_count:
-            arriving, results = messages.returning.empty(self._device)
-            recvs = [(hop.receiver, arriving)]
+            packing = messages.returning
+            arriving = self._result_memory.take(packing.elements, packing.dtype, self._device)
+            results, recvs = packing.tensors(arriving), [(hop.receiver, arriving)]
         pending = self._results.exchange(sends, recvs, label=self._label, step=hop.step)
         return Arriving(results, pending)

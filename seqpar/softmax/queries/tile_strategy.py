@@ -122,7 +122,7 @@ class TileStrategy(Strategy):
         )
         total, groups = Partial.nothing(q, v), schedule.groups
         steps = tile.steps
-        travelling = travelling_keys(comm, steps, k, v, label, len(steps), self.keys_dtype)
+        travelling = travelling_keys(comm, steps, (k, v), label, len(steps), self.keys_dtype)
         # The first `next` posts the exchanges of all steps.
         arriving: Iterator[Sequence[Tensor]] = chain([next(travelling)], travelling)
         blocks: list[Sequence[Tensor]] = []
@@ -143,10 +143,9 @@ class TileStrategy(Strategy):
             k_block, v_block = blocks[i]
             attend(q, k_block, v_block, slices, total, call.options, call.max_logits)
 
-        def compute(messages: HopMessages, received: list[Tensor]) -> Tensor:
-            hop_blocks = messages.hop.blocks
+        def compute(messages: HopMessages, received: list[Tensor], leaving: list[Tensor]) -> None:
+            hop_blocks, (out, lse) = messages.hop.blocks, leaving
             assert hop_blocks is not None
-            message, (out, lse) = messages.leaving.empty(q.device)
             heads = groups[messages.group].queries
             options = call.options.of_heads(heads)
             max_logits = None if call.max_logits is None else call.max_logits.of_heads(heads)
@@ -155,13 +154,12 @@ class TileStrategy(Strategy):
             attend_blocks(received[0], block_keys, hop_blocks, options, None, into, max_logits)
             if code:
                 out.copy_(encode(into[0], dims, code))
-            return message
 
         queries = QueryExchange(comm, schedule, [q], label)
         for group, rows, (out, lse) in queries.results(compute_first, compute_last, compute):
             if code:
                 (out,) = decode(out, dims, code, accumulator)
-            totals[group].merge(rows, out, lse)
+            totals[group].merge(rows, out, lse)  # now: their memory will serve other messages
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next hop is computed
         return ForwardResult(*total.finish(sinks, q.dtype), [])
@@ -179,7 +177,7 @@ class TileStrategy(Strategy):
         sent = self.gradient_dtype or accumulator
         tile, schedule = self.plan(comm, call, formats, [RowFormat((q.shape[-1],), sent)])
         groups, steps = schedule.groups, tile.steps
-        arriving = travelling_keys(comm, steps, k, v, label, len(steps), self.keys_dtype)
+        arriving = travelling_keys(comm, steps, (k, v), label, len(steps), self.keys_dtype)
         blocks, gradients = [next(arriving)], [total]
         totals: list[Tensor] = []  # for each group of heads, dq
         keys: list[list[list[Tensor]]] = []  # for each group of heads, each block's k, v, dk and dv
@@ -207,15 +205,14 @@ class TileStrategy(Strategy):
                 returning.append(GradientReturn(comm, label, step, message))
             attend_backward(output, q, k, v, tile.own[0][1], total, call.options)
 
-        def compute(messages: HopMessages, received: list[Tensor]) -> Tensor:
-            hop_blocks = messages.hop.blocks
+        def compute(messages: HopMessages, received: list[Tensor], results: list[Tensor]) -> None:
+            hop_blocks, (leaving,) = messages.hop.blocks, results
             assert hop_blocks is not None
             q_block, dout_block, statistics = received
             lse_block, delta, *dlse_block = statistics.unbind(-1)
             received_output = output.received(
                 dout_block, lse_block, delta, dlse_block[0] if dlse_block else None
             )
-            message, (leaving,) = messages.leaving.empty(q.device)
             queries = sums_in(leaving, accumulator)
             options = call.options.of_heads(groups[messages.group].queries)
             block_keys = zip(keys[messages.group], hop_blocks.slices, strict=True)
@@ -225,7 +222,6 @@ class TileStrategy(Strategy):
             (dq,) = queries.results
             if dq is not leaving:
                 leaving.copy_(dq)
-            return message
 
         exchange = QueryExchange(comm, schedule, travelling, label)
         for group, rows, (dq,) in exchange.results(compute_first, compute_last, compute):

@@ -139,12 +139,15 @@ class Packing:
 
     Tensors with the largest elements come first, so that each tensor begins at a multiple of its
     element size. The message has the smallest dtype of its tensors.
+
+    Attributes:
+        elements, dtype: of a message.
     """
 
     def __init__(self, sizes: tuple[int, int, int], formats: Sequence[RowFormat]) -> None:
         """Find the place of each tensor; `sizes` are B, n and H."""
         ordered = sorted(range(len(formats)), key=lambda i: -formats[i].dtype.itemsize)
-        self._dtype = formats[ordered[-1]].dtype
+        self.dtype = formats[ordered[-1]].dtype
         self._ends: dict[torch.dtype, int] = {}  # where each other dtype ends in the message
         views, end = dict[int, _View](), 0  # in bytes
         for i in ordered:
@@ -155,27 +158,43 @@ class Packing:
                 strides = (*plane_strides[-len(sizes) :], *plane_strides[: -len(sizes)])
             views[i] = _View(dtype, shape, strides, end // dtype.itemsize)
             end += math.prod(shape) * dtype.itemsize
-            self._ends[dtype] = end // self._dtype.itemsize
-        self._elements = self._ends.pop(self._dtype)
+            self._ends[dtype] = end // self.dtype.itemsize
+        self.elements = self._ends.pop(self.dtype)
         self._views = [views[i] for i in range(len(formats))]
 
-    def apart(self, device: torch.device) -> list[Tensor]:
-        """Return new tensors, as `empty` does, but each as a separate message."""
-        return [torch.empty(x.shape, dtype=x.dtype, device=device) for x in self._views]
-
     def empty(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Return a new message and its tensors (B, n, H, *shape), in the order of the formats."""
-        if len(self._views) == 1:
-            tensors = self.apart(device)
-            return tensors[0], tensors
-        message = torch.empty(self._elements, dtype=self._dtype, device=device)
-        by_dtype = {self._dtype: message}
-        for dtype, end in self._ends.items():
-            by_dtype[dtype] = message.narrow(0, 0, end).view(dtype)
-        return message, [
+        """Return a new message and its tensors, as `tensors` does."""
+        message = torch.empty(self.elements, dtype=self.dtype, device=device)
+        return message, self.tensors(message)
+
+    def tensors(self, message: Tensor) -> list[Tensor]:
+        """Return the tensors (B, n, H, *shape) of a message, in the order of the formats.
+
+        The message begins its storage.
+        """
+        by_dtype = self._by_dtype(message)
+        return [
             by_dtype[dtype].as_strided(shape, strides, offset)
             for dtype, shape, strides, offset in self._views
         ]
+
+    def apart(self, memory: Tensor) -> list[Tensor]:
+        """Return the tensors, each contiguous and so a message of its own, in a message's memory.
+
+        Tensors with planes are contiguous too, so they are stored otherwise than in the message.
+        """
+        by_dtype = self._by_dtype(memory)
+        return [
+            by_dtype[dtype][offset : offset + math.prod(shape)].view(shape)
+            for dtype, shape, _, offset in self._views
+        ]
+
+    def _by_dtype(self, message: Tensor) -> dict[torch.dtype, Tensor]:
+        """Return the message as elements of each dtype of its tensors."""
+        by_dtype = {self.dtype: message}
+        for dtype, end in self._ends.items():
+            by_dtype[dtype] = message.narrow(0, 0, end).view(dtype)
+        return by_dtype
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

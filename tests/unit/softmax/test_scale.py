@@ -157,7 +157,7 @@ def of_groups(forward, backward):
 PEAKS = {
     "ring": of_groups(16.25 + 3 * 4, 24 + 3 * 4 + 3 * 8),
     "all_gather": of_groups(16.25 + 7 * 4, 24 + 7 * 4 + 4 * 8),
-    "token_ring": {1: (81, 105.25), 2: (52.75, 73)},
+    "token_ring": {1: (81.125, 105.25), 2: (52.75, 73)},
     "mesh": {1: (83, 111.25), 2: (54.75, 79)},
     "ulysses": {1: (40.75, 40.125), 2: (40.75, 40.125)},
     "usp": {1: (40.5, 40.25), 2: (40.5, 36.125)},
@@ -193,8 +193,8 @@ def test_short_documents_hold_as_much_as_long_ones_on_many_rows(monkeypatch, str
 
 
 # KiB a token in backward that belong to groups of heads, of all groups together: the rank's own
-# gradients and the messages.
-OF_GROUPS = {"ring": 24 + 3 * 4 + 3 * 8, "all_gather": 84}
+# gradients and the messages. AllGather keeps buffers of two blocks for the keys of the next group.
+OF_GROUPS = {"ring": 24 + 3 * 4 + 3 * 8, "all_gather": 84 + 8}
 
 
 @pytest.mark.parametrize("strategy", OF_GROUPS)
