@@ -121,36 +121,38 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         arguments = _arguments(tables, options, None) | {"causal": _is_causal(tables)}
         if options.softcap:
             arguments |= {"softcap": 0.0, **softcap_functions(options.softcap)}
-        if _is_dense(tables):
-            return arguments | dict.fromkeys(_SEGMENTS.split())
+        if _dense(tables) is not None:
+            return {**arguments, **_NO_SEGMENTS}
         longest = max(tables.longest_q, tables.longest_k, _LARGEST_TILE + 1)
         return arguments | {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
-        named, is_dense = arguments(tables, options), _is_dense(tables)
+        named = arguments(tables, options)
         named.pop("score_mod_bwd", None)
-        if is_dense:
-            q, k, v = (_by_segments(x, tables) for x in (q, k, v))
+        if dense := _dense(tables):
+            rows, keys = dense
+            q, k, v = _by_segments(q, rows), _by_segments(k, keys), _by_segments(v, keys)
         with _one_at_a_time:
             out, lse, *_ = package._flash_attn_fwd(q, k, v, return_lse=True, **named)
-        return (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)) if is_dense else (out, lse)
+        return (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)) if dense else (out, lse)
 
     def backward(
         rows: BackwardRows, tables: VarlenTables, options: CallOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out, lse, dlse, k, v = rows
-        if is_dense := _is_dense(tables):
-            dout, q, out, k, v = (_by_segments(x, tables) for x in (dout, q, out, k, v))
-            heads_first = lambda x: _by_segments(x.t(), tables).transpose(1, 2).contiguous()  # noqa: E731
-            lse, dlse = heads_first(lse), None if dlse is None else heads_first(dlse)
+        if dense := _dense(tables):
+            n, keys = dense
+            dout, q, out = _by_segments(dout, n), _by_segments(q, n), _by_segments(out, n)
+            k, v = _by_segments(k, keys), _by_segments(v, keys)
+            lse, dlse = _by_heads(lse, n), None if dlse is None else _by_heads(dlse, n)
         with _one_at_a_time:
             results = package._flash_attn_bwd(
                 q, k, v, out, dout, lse, dlse=dlse, deterministic=options.deterministic,
                 **arguments(tables, options),
             )  # fmt: skip
-        dq, dk, dv = (x.flatten(0, 1) for x in results) if is_dense else results
+        dq, dk, dv = (x.flatten(0, 1) for x in results) if dense else results
         return dq, dk, dv
 
     # On sm_100 it has head dim 256 too, but without a softcap and without the gradient of lse.
@@ -162,17 +164,23 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     )  # fmt: skip
 
 
-def _is_dense(tables: VarlenTables) -> bool:
-    """Return whether FlashAttention-4 computes the segments as a batch of the same lengths.
+def _dense(tables: VarlenTables) -> tuple[int, int] | None:
+    """Return the rows and keys of each segment, if FlashAttention-4 gets the segments as a batch.
 
     Such calls are faster, and have a variant of their own. Segments of one tile would have another.
     """
-    return tables.dense is not None and min(tables.dense) > _LARGEST_TILE
+    dense = tables.dense
+    return dense if dense is not None and min(dense) > _LARGEST_TILE else None
 
 
-def _by_segments(x: Tensor, tables: VarlenTables) -> Tensor:
-    """Return rows (S · L, …) as a view (S, L, …)."""
-    return x.unflatten(0, (len(tables.cu_q) - 1, -1))
+def _by_segments(x: Tensor, length: int) -> Tensor:
+    """Return the rows (S · length, H, D) of segments as a view (S, length, H, D)."""
+    return x.view(-1, length, *x.shape[1:])
+
+
+def _by_heads(x: Tensor, length: int) -> Tensor:
+    """Return lse (H, S · length), or its gradient, as a contiguous tensor (S, H, length)."""
+    return x.view(x.shape[0], -1, length).transpose(0, 1).contiguous()
 
 
 def _is_deterministic_on_hopper(package: ModuleType) -> bool:
@@ -191,6 +199,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 _SEGMENTS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_NO_SEGMENTS = dict.fromkeys(_SEGMENTS.split())  # None each
 _SCORES = "softmax_scale softcap window_size_left window_size_right"
 _COMMON = f"q k v {_SEGMENTS} {_SCORES}"
 _BACKWARD = f"dout out dq dk dv deterministic {_COMMON}"

@@ -94,7 +94,10 @@ def install(monkeypatch, name, functions, module_name=None):
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """A CPU passes for an sm_90, and stand-ins for the version that is pinned."""
+    """A CPU passes for an sm_90, and stand-ins for the version that is pinned. No package is there
+    unless a test installs a stand-in."""
+    for path in (path for package in PACKAGES.values() for path in package.modules):
+        monkeypatch.setitem(sys.modules, path, None)
     monkeypatch.setattr(flash_attn, "gpu_major", lambda device: 9)
     monkeypatch.setattr(flash_attn, "installed_version", lambda distribution: "4.0.0b36")
     load_package.cache_clear()
@@ -382,7 +385,9 @@ class Recorded(dict):
 def test_the_package_compiles_once_for_a_mask(monkeypatch, window, gpu):
     """With the package itself, which computes nothing of fake tensors. Documents of equal lengths
     have one more variant."""
-    package = importlib.import_module(PACKAGES["FlashAttention-4"].modules[0])
+    (path,) = PACKAGES["FlashAttention-4"].modules
+    monkeypatch.delitem(sys.modules, path)
+    package = importlib.import_module(path)
     monkeypatch.setattr(package, "_get_device_arch", lambda: gpu)
     monkeypatch.setattr(package, "get_num_sms_for_selection", lambda *arguments: 132)
     found = {}
