@@ -39,6 +39,7 @@ from seqpar.softmax.strategy import ForwardResult
 from seqpar.softmax.tasks.split import SplitAttention, SplitStrategy
 from seqpar.softmax.tasks.task_attention import (
     GroupExchanges,
+    TaskBuffers,
     TaskExchange,
     complete_backward,
     complete_forward,
@@ -77,7 +78,10 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
 
     def post(self, comm: Comm, call: ResolvedCall, operands: Operands) -> TaskExchange:
         plan, label = self.task_plan(call, "forward"), "disaggregated forward"
-        return TaskExchange(comm, plan, label, [[operands.q]], [operands.k, operands.v])
+        s = call.shape
+        keys = s.batch * s.kv_heads * (s.dim + s.value_dim)
+        buffers = TaskBuffers.of(plan, 1, 1, [s.batch * s.heads * s.dim], keys)
+        return TaskExchange(comm, plan, label, [[operands.q]], [operands.k, operands.v], buffers)
 
     def complete(
         self, posted: TaskExchange, call: ResolvedCall, operands: Operands
@@ -96,6 +100,13 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
         plan, label = self.task_plan(call, "backward"), "disaggregated backward"
         dlse = call.dlse_on_all_ranks(output.dlse, output.dout)
         columns = [output.lse, output.ensure_delta(), *([] if dlse is None else [dlse])]
+        groups, s = self._groups(call, "backward"), call.shape
+        kv_heads = s.batch * -(-s.kv_heads // len(groups))  # in the largest group, for all entries
+        heads = kv_heads * (s.heads // max(1, s.kv_heads))
+        queries = heads * (s.value_dim + (0 if residuals else s.dim)), heads * len(columns)
+        live = len(groups) if at_once else 1
+        keys = kv_heads * (s.dim + s.value_dim)
+        buffers = TaskBuffers.of(plan, len(groups), live, queries, keys)
 
         def post(heads: HeadSlices) -> TaskExchange:
             q, k, v, _ = heads.operands(operands)
@@ -104,9 +115,9 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
             rows = [dout] if residuals else [dout, q]
             kept = residuals[1][:, :, heads.keys] if residuals else None
             moving = [rows, [torch.stack(statistics, -1)]]
-            return TaskExchange(comm, plan, label, moving, [k, v], kept)
+            return TaskExchange(comm, plan, label, moving, [k, v], buffers, kept)
 
-        return GroupExchanges(self._groups(call, "backward"), post, at_once)
+        return GroupExchanges(groups, post, at_once)
 
     complete_gradients = staticmethod(complete_backward)
 

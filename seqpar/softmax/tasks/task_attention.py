@@ -17,8 +17,10 @@ are parts of one block, and the tensor that a backend takes, (B, n, H, …), is 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +40,7 @@ from seqpar.softmax.compute.partial import (
 from seqpar.softmax.keys.key_plan import HeadSlices
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.task_plan import Sent, Shipment, TaskPlan, TaskStage
+from seqpar.softmax.wire.message_buffers import MessageBuffers
 from seqpar.softmax.wire.row_messages import Rows
 
 Packed = dict[tuple[int, int], Tensor]  # (id of the rows, id of the tensors) -> message
@@ -57,6 +60,27 @@ class Returning:
             yield self._parts.pop()
 
 
+class TaskBuffers(NamedTuple):
+    """The memory into which a pass receives foreign rows, in one or more groups of heads."""
+
+    queries: list[MessageBuffers]  # for each block of queries
+    keys: MessageBuffers
+
+    @classmethod
+    def of(
+        cls, plan: TaskPlan, groups: int, live: int, queries: Sequence[int], keys: int
+    ) -> TaskBuffers:
+        """Return the buffers of a pass of this number of groups.
+
+        At most `live` groups have posted their exchange and not computed with all foreign rows.
+        `queries` and `keys` are the elements of a row in the largest group.
+        """
+        return cls(
+            [MessageBuffers(live, [plan.foreign_queries * x] * groups) for x in queries],
+            MessageBuffers(live, [plan.foreign_keys * keys] * groups),
+        )
+
+
 class TaskExchange:
     """The messages of a pass. The constructor posts all messages to servers."""
 
@@ -67,20 +91,24 @@ class TaskExchange:
         label: str,
         queries: Sequence[Sequence[Tensor]],
         keys: Sequence[Tensor],
+        buffers: TaskBuffers,
         kept: Tensor | None = None,
     ) -> None:
         """Post the sends and receives of all stages. `label` names them in errors and traces.
 
         The tensors (B, T, H, D) of one group of `queries` share a message, and so do the `keys`, k
-        and v. `kept` is the block of foreign keys that servers kept in forward; with it, no keys
-        travel.
+        and v. `buffers` are those of the pass. `kept` is the block of foreign keys that servers
+        kept in forward; with it, no keys travel.
         """
         # A separate channel: in the same communicator, results would wait for later stages' rows.
         self.plan, self._label, self._results = plan, label, comm.channel("results")
         # One block (n, B, Hq, …) per group of tensors that travel with queries, and one block
         # (n, B, Hkv, D + Dv) of keys and values.
-        self.foreign_queries = [_block(plan.foreign_queries, group) for group in queries]
-        self.foreign_keys = _block(plan.foreign_keys, keys) if kept is None else kept
+        self.foreign_queries = [
+            _block(plan.foreign_queries, group, memory)
+            for group, memory in zip(queries, buffers.queries, strict=True)
+        ]
+        self.foreign_keys = _block(plan.foreign_keys, keys, buffers.keys) if kept is None else kept
         self._pending = list[Pending]()
         for stage in plan.stages:
             moving = [
@@ -126,10 +154,13 @@ class TaskExchange:
 
     def _return(self, stage: TaskStage, moving: Sequence[tuple[Shipment, Tensor]]) -> Returning:
         sends, recvs, returning = list[Message](), list[Message](), list[tuple[Rows, Tensor]]()
+        if moving:
+            (_, x), count = moving[0], _sent_rows([shipment for shipment, _ in moving])
+            memory = x.new_empty((count, *x.shape[1:]))
         for shipment, block in moving:
             sends += _messages(shipment.block, block)
             for peer, rows in shipment.sent:
-                arriving = block.new_empty((rows.count, *block.shape[1:]))
+                arriving, memory = memory[: rows.count], memory[rows.count :]
                 recvs.append((peer, arriving))
                 returning.append((rows, arriving))
         pending = self._results.exchange(sends, recvs, label=self._label, step=stage.number)
@@ -168,10 +199,16 @@ class GroupExchanges:
         return self._posted.popleft()
 
 
-def _block(rows: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new block (rows, B, H, ΣD) for rows of tensors (B, T, H, D), next to each other."""
-    batch, _, heads, _ = tensors[0].shape
-    return tensors[0].new_empty((rows, batch, heads, sum(x.shape[3] for x in tensors)))
+def _sent_rows(shipments: Sequence[Shipment]) -> int:
+    """Return how many rows this rank sends in these shipments."""
+    return sum(rows.count for shipment in shipments for _, rows in shipment.sent)
+
+
+def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tensor:
+    """Return a block (rows, B, H, ΣD) for rows of tensors (B, T, H, D), next to each other."""
+    x, (batch, _, heads, _) = tensors[0], tensors[0].shape
+    shape = rows, batch, heads, sum(x.shape[3] for x in tensors)
+    return memory.take(math.prod(shape), x.dtype, x.device).view(shape)
 
 
 def _packed(sent: Sequence[Sent], tensors: Sequence[Tensor], packed: Packed) -> list[Message]:

@@ -58,8 +58,14 @@ CASES = {
     "token_ring": Case("token_ring", Layout.zigzag(121, 4), True, heads=4, kv_heads=4, sinks=True),
     "token_ring, one group": Case("token_ring", Layout.contiguous(120, 4), False, kv_heads=1),
     "mesh": Case("mesh", Layout.striped(121, 6, stripe=3), True, heads=4, kv_heads=4, batch=2),
+    "disaggregated": Case(
+        "disaggregated+half to next", Layout.zigzag(121, 4), True, heads=8, kv_heads=4
+    ),
+    "disaggregated, kept": Case(
+        "disaggregated+at random+server", Layout.contiguous(121, 4), True, heads=4, kv_heads=4
+    ),
 }  # fmt: skip
-# How many buffers there are for keys, for queries and for results.
+# How many buffers there are for keys, for queries and for results, where there are several.
 COUNTS = {"ring": [2], "all_gather": [3], "usp": [2], "token_ring": [2, 3], "mesh": [2, 3]}
 COMMS = {"gloo": (virtual, VirtualComm), "nccl": (lambda *x: nccl(*x)[0], NcclComm)}
 
@@ -85,7 +91,7 @@ def test_what_is_read_is_not_overwritten(play, kind, case):
     with poisoned(kind) as wrong:
         found = play(ranks, run, case)
     assert not wrong and equal(found, plain)
-    for count in COUNTS[case.strategy]:
+    for count in COUNTS.get(case.strategy, ()):
         with one_buffer_fewer(count), poisoned(kind) as wrong:
             found = play(ranks, run, case)
         assert wrong or not equal(found, plain)
