@@ -1,10 +1,11 @@
 """Every strategy on virtual ranks against the oracle, forward and backward: on a GPU if there is
-one, with each backend that runs there."""
+one, with the default and with each backend that runs there."""
 
 import pytest
 import torch
 
 from seqpar import Layout
+from seqpar.attention.backend import DEFAULT
 from seqpar.softmax.backends.flash_attn import PACKAGES, gpu_major, load_package
 from tests.support import cases, linear_cases
 from tests.support.cases import STRATEGIES, VARIANTS, Case
@@ -13,7 +14,8 @@ from tests.support.ranks import virtual
 from tests.support.tiers import few_rows
 
 GPU = torch.cuda.is_available()
-BACKENDS = ["triton", "aten"] if GPU else ["aten"]  # Triton's interpreter is for one thread
+# Triton's interpreter is for one thread.
+BACKENDS = [DEFAULT, "triton", "aten"] if GPU else [DEFAULT, "aten"]
 if GPU:
     packages = [load_package(name, gpu_major(torch.device("cuda"))) for name in PACKAGES]
     if not all(isinstance(package, str) for package in packages):
@@ -32,7 +34,31 @@ OPTIONS = {
     "window, softcap": {"window": (TOKENS // 5, 0), "softcap": 3.0},
     "full": {"causal": False},
 }
+# Calls as most users make them: of what differs from a causal call of one document.
+CALLS = {
+    "1 document": {},
+    "32 documents": {"layout": Layout.zigzag([TOKENS * i // 32 for i in range(33)], RANKS)},
+    "window": {"window": (TOKENS // 5, 0)},
+    "lse, sinks": {"dlse": True, "sinks": True},
+    "fp8 messages": {"module_options": (("message_dtype", torch.float8_e4m3fn),)},
+    "not deterministic": {"module_options": (("deterministic", False),)},
+}
+# Strategies whose keys travel, and can in 8 bits
+WITH_EIGHT_BITS = ("all_gather", "mesh", "ring", "usp", "usp+all_gather", "usp+mesh")
 COMMON = {"dim": DIM, "value_dim": DIM, "heads": 8, "device": "cuda" if GPU else "cpu"}
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
+@pytest.mark.parametrize("call", CALLS)
+def test_default_path(call, strategy):
+    """In bf16, with the backend that is chosen where none is forced, as users call it."""
+    if call == "fp8 messages" and strategy not in WITH_EIGHT_BITS:
+        pytest.skip("the strategy has no messages in 8 bits")
+    made = COMMON | {"kv_heads": 4, "dtype": torch.bfloat16, "backend": DEFAULT}
+    made |= {"layout": Layout.zigzag(TOKENS, RANKS)} | CALLS[call]
+    case = Case(strategy, causal=True, **made)
+    for got in virtual(RANKS, cases.run, case):
+        cases.assert_right(got, cases.oracle(case), case.dtype)
 
 
 @few_rows(pairs=GPU)  # Triton's interpreter is slow

@@ -10,7 +10,8 @@ import torch
 from einops import rearrange, repeat
 from hypothesis import strategies as st
 
-from seqpar import Layout, Mask, make_attention, use_backend
+from seqpar import Layout, Mask, make_attention
+from seqpar.attention.backend import DEFAULT, forced_backend
 from seqpar.comm.messages.comm import Comm
 from seqpar.layout.cuts.striped import EvenStripes
 from seqpar.layout.cuts.zigzag import EvenZigzag
@@ -112,7 +113,7 @@ class Case:
     dim: int = 8
     value_dim: int = 8
     dtype: torch.dtype = torch.float64
-    backend: str = "aten"
+    backend: str = "aten"  # or DEFAULT: that which is chosen where none is forced
     seed: int = 0
     common: float = 0.0  # if any, it is added to a tenth of q and k: scores are large and alike
     module_options: tuple = ()
@@ -208,7 +209,7 @@ def begin(group, case, **changes):
     if sinks is not None:
         leaves["sinks"] = sinks.requires_grad_()
     arguments = leaves | {"layout": case.layout, "return_lse": True} | case.options() | changes
-    with use_backend(case.backend):
+    with forced_backend(None if case.backend == DEFAULT else case.backend):
         out, lse = attn(**arguments)
     assert out.dtype == case.dtype and lse.dtype == (
         torch.float64 if case.dtype == torch.float64 else torch.float32

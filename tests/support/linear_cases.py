@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from seqpar import LASP2Attention, Layout, use_backend
+from seqpar import LASP2Attention, Layout
+from seqpar.attention.backend import DEFAULT, forced_backend
 from seqpar.comm.messages.comm import Comm
 from seqpar.linear.states.backends import aten
 from tests.support.cases import backward, cu_seqlens, largest, layouts, rms
@@ -102,7 +103,7 @@ def begin(group, case, **changes):
         "scale": case.scale,
         "return_state": case.returned,
     }
-    with use_backend(case.backend):
+    with forced_backend(None if case.backend == DEFAULT else case.backend):
         result = lin(**leaves | arguments | changes)
     out, state = result if case.returned else (result, None)
     assert out.dtype == case.dtype and (state is None or state.dtype == case.exact)
