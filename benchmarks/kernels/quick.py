@@ -1,12 +1,15 @@
-"""Print in 90 seconds how fast our softmax kernels are, or which backend is the best for each call.
+"""Print in 90 seconds how fast softmax attention is, or which backend is the best for each call.
 
-    python -m benchmarks.kernels.quick             # ours and other libraries' kernels
+    python -m benchmarks.kernels.quick             # the default and other libraries' kernels
     python -m benchmarks.kernels.quick --backends  # the default and every backend, by kind of call
 
 All contenders are first checked forward and backward against fp64 with head dim 128. Then rounds
 interleave the contenders on one workload after another. TFLOP/s are of the median, and the ratio is
-ours, or the default, over the best. Without a GPU the workloads are tiny. It writes no files, and
-exits with 1 if ours is wrong or a workload is left when the time is up.
+the default over the best. Deterministic backwards are slower: "default" is deterministic, "not
+det." is the default with deterministic=False, "FA4 det." and "FA4" are FlashAttention-4 with and
+without, and the backwards of FlashAttention-2 and cuDNN are not deterministic. Without a GPU the
+workloads are tiny. It writes no files, and exits with 1 if the default is wrong or a workload is
+left when the time is up.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from benchmarks.kernels.softmax_workloads import Workload
 from seqpar.attention.backend import BACKENDS, DEFAULT
 
 BACKWARD = 2.5  # FLOPs of a backward, over those of its forward
+NOT_DETERMINISTIC = "default, not det."  # its column shows what lies behind the comma
 DTYPE = torch.bfloat16 if GPU else torch.float32
 Field = Callable[[Workload], dict[str, contenders.Attention | None]]
 
@@ -46,13 +50,18 @@ def workloads(by_backend: bool) -> list[Workload]:
 
 
 def libraries(work: Workload) -> dict[str, contenders.Attention | None]:
-    """Return ours and the kernels of other libraries; None for one that is missing."""
+    """Return the default and the kernels of other libraries; None for one that is missing."""
+    default = {
+        DEFAULT: contenders.ours(work, DEFAULT),
+        NOT_DETERMINISTIC: contenders.ours(work, DEFAULT, deterministic=False),
+    }
     if not GPU:
-        return {"ours": contenders.ours(work, "aten"), "SDPA": contenders.sdpa(work, None)}
-    return {
-        "ours": contenders.ours(work, "triton"),
-        "FlashAttention-2": contenders.flash_attention_2(work),
-        "FlashAttention-4": contenders.flash_attention_4(work),
+        return default | {"SDPA": contenders.sdpa(work, None)}
+    return default | {
+        "triton": contenders.ours(work, "triton"),
+        "FA4": contenders.flash_attention_4(work),
+        "FA4 det.": contenders.flash_attention_4(work, deterministic=True),
+        "FA2": contenders.flash_attention_2(work),
         "cuDNN": contenders.sdpa(work, SDPBackend.CUDNN_ATTENTION),
     }
 
@@ -64,7 +73,7 @@ def backends(work: Workload) -> dict[str, contenders.Attention | None]:
     found = {name: contenders.ours(work, name) for name in usable}
     if work.softcap:
         return found
-    return found | {name: x for name, x in libraries(work).items() if name != "ours"}
+    return found | libraries(work)
 
 
 def runners(work: Workload, field: Field, excluded: Iterable[str] = ()) -> list[Runner]:
@@ -154,7 +163,7 @@ def main() -> int:
         print("\n".join(rows(work, made, options.rounds)), flush=True)
     if left:
         print(f"time is up: {left} workloads were left out")
-    return int(bool(left or {"ours", DEFAULT} & {*wrong}))
+    return int(bool(left or {DEFAULT, NOT_DETERMINISTIC} & {*wrong}))
 
 
 if __name__ == "__main__":

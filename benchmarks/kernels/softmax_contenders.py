@@ -142,8 +142,8 @@ def flash_attention_2(work: Workload) -> Attention | None:
     return forward
 
 
-def flash_attention_4(work: Workload) -> Attention | None:
-    """Return flash-attn-4, if it is installed."""
+def flash_attention_4(work: Workload, deterministic: bool = False) -> Attention | None:
+    """Return flash-attn-4, if it is installed, with a backward that is deterministic or not."""
     if (
         importlib.util.find_spec("flash_attn") is None
         or importlib.util.find_spec("flash_attn.cute") is None
@@ -152,7 +152,7 @@ def flash_attention_4(work: Workload) -> Attention | None:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     window = tuple(None if bound < 0 else bound for bound in work.window_size)
-    options = {"causal": work.causal, "window_size": window}
+    options = {"causal": work.causal, "window_size": window, "deterministic": deterministic}
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if len(work.cu_seqlens) == 2:

@@ -2,13 +2,14 @@
 
 `python -m tests.tools.gpu` in the root of the sources, where nothing need be installed but what
 seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout, hypothesis and
-allpairspy. It prints within 90 seconds how fast the kernels are next to others, and then which
-backend is the best for each kind of call. Then it runs the kernels' tests, all strategies on
-virtual ranks, the kernels' benchmark, the tuner, how efficiently virtual ranks compute, and
-compute-sanitizer. A second start goes on where the first was stopped (`steps.py`).
-All results go to one folder, of few files: state.json has how each step went, and log.txt what they
-printed. It exits with 0 if all went well, 1 if a step failed, 2 without a GPU, and 3 if the time of
-this start is up and steps are left.
+allpairspy. The first nine minutes are for what is most worth knowing: whether the default path of
+every strategy is right, how fast the default is next to other libraries, and whether the kernel
+that merges stays within its memory. Then it runs the kernels' tests, all strategies on virtual
+ranks, a table of which backend is the best for each kind of call, the kernels' benchmark, the
+tuner, how efficiently virtual ranks compute, and compute-sanitizer. A second start goes on where
+the first was stopped (`steps.py`). All results go to one folder, of few files: state.json has how
+each step went, and log.txt what they printed. It exits with 0 if all went well, 1 if a step failed,
+2 without a GPU, and 3 if the time of this start is up and steps are left.
 
 Without a GPU, `--device cpu` runs all of it in miniature, with Triton's interpreter.
 """
@@ -19,14 +20,23 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tests.tools.steps import STEP_SECONDS, Plan, Step
 
 ROOT = Path(__file__).parents[2]
 TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis", "allpairspy")
+# The steps of the first start, the most informative first, and the seconds that each may take on a
+# GPU: together at most STEP_SECONDS.
+FIRST = {
+    "tests: default path": 170.0,
+    "speed: kernels": 120.0,
+    "tests: memcheck of merges": 100.0,
+}
 # Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
 TESTS = {
+    "default path": ["tests/kernels/test_strategies.py", "-k", "test_default_path"],
     "strategies on virtual ranks": [
         f"tests/kernels/test_{name}.py" for name in ("strategies", "same_bits")
     ],
@@ -41,12 +51,15 @@ TESTS = {
     "several GPUs": ["tests/kernels/test_nccl.py"],
     "Trainer with FSDP": ["tests/kernels/test_trainer_fsdp.py"],
     "length and memory": ["tests/kernels/test_gpu.py", "-k", "not sanitizer"],
+    "memcheck of merges": ["tests/kernels/test_gpu.py", "-k", "sanitizer and memcheck-merges"],
     "memcheck": ["tests/kernels/test_gpu.py", "-k", "sanitizer and memcheck"],
     "racecheck": ["tests/kernels/test_gpu.py", "-k", "sanitizer and racecheck"],
 }
-ALONE = ("several GPUs", "Trainer with FSDP", "length and memory", "memcheck", "racecheck")
+SANITIZERS = ("memcheck of merges", "memcheck", "racecheck")
+ALONE = ("several GPUs", "Trainer with FSDP", "length and memory", *SANITIZERS)
 # The same without a GPU: a few of the tests.
 IN_MINIATURE = {
+    "default path": [*TESTS["default path"][:2], "test_default_path and -ring"],
     "strategies on virtual ranks": ["tests/kernels/test_strategies.py", "-k", "ring and zigzag"],
     "softmax kernels": ["tests/kernels/test_flash_attention.py", "-k", "continue_one_partial"],
     "several GPUs": ["tests/kernels/test_nccl.py"],
@@ -88,13 +101,13 @@ def test_steps(device, folder, around):
         )
 
 
-def first_steps(device, around):
+def speed_steps(device, around):
     """Steps that print a table each, and write no files."""
     command = (sys.executable, "-m", "benchmarks.kernels.quick", "--seconds")
-    limits = {"kernels": 90.0 if device == "cuda" else STEP_SECONDS, "backends": STEP_SECONDS}
-    for name, limit in limits.items():
+    for name in ("kernels", "backends"):
+        limit = seconds(f"speed: {name}", device)
         options = (f"{limit - 10}", *["--backends"] * (name == "backends"))
-        yield Step(f"speed: {name}", command + options, limit, shown=True, environment=around)
+        yield Step(f"speed: {name}", command + options, shown=True, environment=around)
 
 
 def measuring_steps(device, folder, around):
@@ -119,14 +132,23 @@ def measuring_steps(device, folder, around):
         yield Step(f"tuner: head dim {dim}", python + command, environment=kept)
 
 
+def seconds(name, device):
+    """How long a step may take in one start; the CPU is slow."""
+    return FIRST.get(name, STEP_SECONDS) if device == "cuda" else STEP_SECONDS
+
+
 def plan(device, folder, only=""):
-    """All steps whose names contain `only`: the quickest first, and compute-sanitizer last."""
+    """All steps whose names contain `only`: first those of `FIRST`, and sanitizers last."""
     around = environment(device)
-    steps = [*first_steps(device, around), *test_steps(device, folder, around)]
+    steps = [*test_steps(device, folder, around), *speed_steps(device, around)]
     steps += measuring_steps(device, folder, around)
-    steps.sort(key=lambda step: step.name.endswith("check"))
+    sanitizers = [f"tests: {name}" for name in SANITIZERS]
     if shutil.which("compute-sanitizer") is None:
-        steps = [x for x in steps if not x.name.endswith("check")]
+        steps = [x for x in steps if x.name not in sanitizers]
+    first, last = list(FIRST), [x for x in sanitizers if x not in FIRST]
+    middle = [x.name for x in steps if x.name not in (*first, *last)]
+    steps.sort(key=lambda step: [*first, *middle, *last].index(step.name))
+    steps = [replace(step, seconds=seconds(step.name, device)) for step in steps]
     chosen = [x for x in steps if only in x.name]
     if not chosen:
         names = ", ".join(step.name for step in steps)

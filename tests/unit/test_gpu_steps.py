@@ -40,13 +40,25 @@ def test_steps_have_unique_names_and_nine_minutes(tmp_path, device):
         assert step.name.startswith("tests") == bool(files)
 
 
-def test_speed_comes_first_and_sanitizers_last(tmp_path, monkeypatch):
+def test_the_first_start_asks_what_is_most_worth_knowing(tmp_path, monkeypatch):
+    """Defaults come first, and the limits of the first start's steps fit into nine minutes."""
     monkeypatch.setattr(gpu.shutil, "which", lambda name: name)
     steps = gpu.plan("cuda", tmp_path).steps
-    assert [step.name for step in steps[:2]] == ["speed: kernels", "speed: backends"]
-    assert steps[0].seconds == 90 and steps[0].shown and steps[1].shown
+    first = steps[: len(gpu.FIRST)]
+    assert [step.name for step in first] == list(gpu.FIRST)
+    assert [step.name for step in first[:2]] == ["tests: default path", "speed: kernels"]
+    assert [step.seconds for step in first] == list(gpu.FIRST.values())
+    assert sum(step.seconds for step in first) <= 540
+    assert {step.name for step in steps if step.shown} == {"speed: kernels", "speed: backends"}
+    assert float(first[1].command[-1]) < first[1].seconds  # it stops before it is stopped
     assert [step.name for step in steps[-2:]] == ["tests: memcheck", "tests: racecheck"]
-    assert steps[2].name.startswith("tests: ")
+    assert steps[len(first)].name.startswith("tests: ")
+
+
+def test_without_sanitizer_its_steps_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
+    names = {step.name for step in gpu.plan("cuda", tmp_path).steps}
+    assert not names & {f"tests: {name}" for name in gpu.SANITIZERS}
 
 
 def test_only_chooses_steps_by_name(tmp_path):
