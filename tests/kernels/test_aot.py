@@ -244,7 +244,7 @@ types |= {f"{x}{i}": types.get(x, "*i32") for x in ("out", "lse", "place") for i
 types |= {"out": "*fp32", "lse": "*fp64", "sinks": "*fp32"}
 for dim in (64, 128, 256):
     known = {"DV": dim, "BLOCK_DV": padded(dim), "TILE_ROWS": 2048 // dim}
-    known |= {"HAS_PARTIAL": True, "HAS_SINKS": False, "ONLY_ROWS": False}
+    known |= {"HAS_LSE": True, "HAS_PARTIAL": True, "HAS_SINKS": False, "ONLY_ROWS": False}
     kinds = {x: "constexpr" if x in known else types.get(x, "i32") for x in kernel.arg_names}
     positions = {(kernel.arg_names.index(x),): value for x, value in known.items()}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=positions)

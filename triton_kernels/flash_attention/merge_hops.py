@@ -61,15 +61,21 @@ def of_hop(i, x0, x1, x2, x3, x4, x5, x6, x7):
 
 
 @triton.jit
-def merged(total, total_lse, out, lse, own, o_t, w_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+def values_of(out, own, o_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Return (rows, BLOCK_DV) in fp32: the rows `own` (rows,) at an address, 0 where negative."""
+    dv = tl.arange(0, BLOCK_DV)
+    at_out = out + own[:, None] * o_t + dv[None, :]
+    return tl.load(at_out, mask=within(own >= 0, dv, DV, BLOCK_DV), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def merged(total, total_lse, values, lse, own, w_t):
     """Return out (rows, BLOCK_DV) and lse (rows,) after one more hop.
 
-    `out` and `lse` are the addresses of one head of the hop's result, and `own` (rows,) its rows.
+    `values` and `lse`, an address, are of one head of the hop's result, and `own` (rows,) its rows.
     """
-    has_keys, dv = own >= 0, tl.arange(0, BLOCK_DV)
+    has_keys = own >= 0
     new = tl.load(lse + own * w_t, mask=has_keys, other=0.0).to(tl.float64)
-    at_out = out + own[:, None] * o_t + dv[None, :]
-    values = tl.load(at_out, mask=within(has_keys, dv, DV, BLOCK_DV), other=0.0).to(tl.float32)
     # A row without keys on both sides keeps out 0 and lse −∞; a NaN on either side stays NaN.
     difference = new - tl.where(total_lse == float("-inf"), _LEAST, total_lse)
     ratio = tl.exp(-tl.abs(difference))
@@ -97,7 +103,8 @@ def flash_merge_hops(
     w_h0, w_h1, w_h2, w_h3, w_h4, w_h5, w_h6, w_h7,
     p_b, p_t, p_h, r_b, r_t, r_h, z_b, z_t, z_h, l_b, l_t, l_h,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, TILE_ROWS: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr, ONLY_ROWS: tl.constexpr,
+    HAS_LSE: tl.constexpr, HAS_PARTIAL: tl.constexpr, HAS_SINKS: tl.constexpr,
+    ONLY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Merge TILE_ROWS of the `rows_total` rows of one head; for shapes see `merge_hops`.
 
@@ -109,13 +116,14 @@ def flash_merge_hops(
     if ONLY_ROWS:
         valid = rows_of_hop(place0, first0, count0, rows, valid) >= 0
     mask = within(valid, dv, DV, BLOCK_DV)
+    total_lse = tl.full([TILE_ROWS], float("-inf"), tl.float64)
     if HAS_PARTIAL:
-        at_lse = partial_lse + batch * r_b + head * r_h + rows * r_t
-        total_lse = tl.load(at_lse, mask=valid, other=0.0)
+        if HAS_LSE:
+            at_lse = partial_lse + batch * r_b + head * r_h + rows * r_t
+            total_lse = tl.load(at_lse, mask=valid, other=0.0)
         at_out = partial_out + batch * p_b + head * p_h + rows[:, None] * p_t + dv[None, :]
         total = tl.load(at_out, mask=mask, other=0.0)
     else:
-        total_lse = tl.full([TILE_ROWS], float("-inf"), tl.float64)
         total = tl.zeros([TILE_ROWS, BLOCK_DV], tl.float32)
     for i in range(hops):
         place = of_hop(i, place0, place1, place2, place3, place4, place5, place6, place7)
@@ -130,12 +138,16 @@ def flash_merge_hops(
         hop_out = of_hop(i, out0, out1, out2, out3, out4, out5, out6, out7)
         hop_lse = of_hop(i, lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7)
         own = rows_of_hop(place, first, count, rows, valid)
-        hop_out += batch * o_b + head * o_h
-        hop_lse += batch * w_b + head * w_h
-        total, total_lse = merged(total, total_lse, hop_out, hop_lse, own, o_t, w_t, DV, BLOCK_DV)
-    tl.debug_barrier()  # several warps read the old lse of a row, and one of them replaces it
-    lse += batch * l_b + head * l_h
-    tl.store(lse + rows * l_t, total_lse.to(lse.dtype.element_ty), mask=valid)
+        values = values_of(hop_out + batch * o_b + head * o_h, own, o_t, DV, BLOCK_DV)
+        if HAS_LSE:
+            hop_lse += batch * w_b + head * w_h
+            total, total_lse = merged(total, total_lse, values, hop_lse, own, w_t)
+        else:
+            total += values
+    if HAS_LSE:
+        tl.debug_barrier()  # several warps read the old lse of a row, and one of them replaces it
+        lse += batch * l_b + head * l_h
+        tl.store(lse + rows * l_t, total_lse.to(lse.dtype.element_ty), mask=valid)
     if HAS_SINKS:
         rounded = total_lse.to(tl.float32)
         rounded = tl.where(rounded == float("-inf"), _LEAST_SINGLE, rounded)
@@ -152,13 +164,13 @@ class HopResult(NamedTuple):
 
     Attributes:
         out: (B, N, H, Dv) in bf16, fp16 or fp32.
-        lse: (B, N, H) in fp32 or fp64.
+        lse: (B, N, H) in fp32 or fp64, or None for results that are added without weights.
         rows: the first of N adjacent rows, or int32 (T,): for each of all rows, its row in `out`,
             or −1 if it has none.
     """
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None
     rows: int | Tensor
 
     @property
@@ -171,13 +183,13 @@ class _Merge(NamedTuple):
     """A prepared call of `merge_hops`, without its tensors."""
 
     launch: Prepared
-    place: Tensor  # stands for the tables of hops that have none
+    place: Tensor  # (1,) int32, the address of tensors that are not used
 
 
 def merge_hops(
     hops: Sequence[HopResult],
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     partial_out: Tensor | None = None,
     partial_lse: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -189,6 +201,9 @@ def merge_hops(
     if they are given. These may be the tensors `out` and `lse`. The `sinks` (H,) join the
     denominator of out, and are not part of lse. A row that no hop has gets out 0 and lse −∞, or the
     partial result.
+
+    If lse is None, so are partial_lse, the sinks and the lse of all hops, and results are added. A
+    row that no hop has then gets 0, or the partial result.
     """
     check_list("hops", hops, HopResult)
     firsts = tuple(x.first for x in hops)
@@ -201,13 +216,22 @@ def merge_hops(
     if call is None:
         return
     every = [
-        (_ready(x.out), x.lse, x.rows if isinstance(x.rows, Tensor) else call.place) for x in hops
+        (
+            _ready(x.out),
+            call.place if x.lse is None else x.lse,
+            x.rows if isinstance(x.rows, Tensor) else call.place,
+        )
+        for x in hops
     ]
     every += every[:1] * (MOST_HOPS - len(hops))  # which are not read
     outs, lses, of_rows = zip(*every, strict=True)
-    before = (out, lse) if partial_out is None else (partial_out, partial_lse)
-    sinks = lse if sinks is None else sinks.contiguous()
-    run(call.launch, *outs, *lses, *of_rows, *before, out, lse, sinks)
+    before = (
+        out if partial_out is None else partial_out,
+        call.place if partial_lse is None else partial_lse,
+    )
+    sinks = call.place if sinks is None else sinks.contiguous()
+    of_lse = call.place if lse is None else lse
+    run(call.launch, *outs, *lses, *of_rows, *before, out, of_lse, sinks)
 
 
 def _ready(out: Tensor) -> Tensor:
@@ -217,7 +241,7 @@ def _ready(out: Tensor) -> Tensor:
 def _prepare_merge(
     hops: Sequence[HopResult],
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     partial_out: Tensor | None,
     partial_lse: Tensor | None,
     sinks: Tensor | None,
@@ -226,24 +250,21 @@ def _prepare_merge(
     if not out.numel():
         return None
     batch, rows, heads, value_dim = out.shape
-    of_hops = [
-        (x.first, x.out.shape[1], *strides(_ready(x.out), 3), *strides(x.lse, 3)) for x in hops
-    ]
+    of_lse = lambda x: (0, 0, 0) if x is None else strides(x, 3)  # noqa: E731
+    of_hops = [(x.first, x.out.shape[1], *strides(_ready(x.out), 3), *of_lse(x.lse)) for x in hops]
     of_hops += of_hops[:1] * (MOST_HOPS - len(hops))
-    in_place = partial_out is out and partial_lse is lse
-    if partial_out is None or partial_lse is None:
-        before = out, lse  # valid addresses that are not used
-    else:
-        before = partial_out, partial_lse
+    of_partial = (0, 0, 0) if partial_out is None else strides(partial_out, 3)
     arguments = (
         rows, heads, len(hops), *(x for of_each in zip(*of_hops, strict=True) for x in of_each),
-        *(stride for x in (*before, out, lse) for stride in strides(x, 3)),
+        *of_partial, *of_lse(partial_lse), *strides(out, 3), *of_lse(lse),
     )  # fmt: skip
+    in_place = partial_out is out and partial_lse is lse
     tile_rows = max(1, _MERGED_ELEMENTS // padded(value_dim))
     flags = {
         "DV": value_dim, "BLOCK_DV": padded(value_dim), "TILE_ROWS": tile_rows,
-        "HAS_PARTIAL": partial_out is not None, "HAS_SINKS": sinks is not None,
-        "ONLY_ROWS": in_place and len(hops) == 1, "num_warps": 4, "num_stages": 1,
+        "HAS_LSE": lse is not None, "HAS_PARTIAL": partial_out is not None,
+        "HAS_SINKS": sinks is not None, "ONLY_ROWS": in_place and len(hops) == 1, "num_warps": 4,
+        "num_stages": 1,
     }  # fmt: skip
     grid = (triton.cdiv(rows, tile_rows) * batch * heads,)
     launch = Prepared(flash_merge_hops, grid, out.device, arguments, flags)
@@ -253,33 +274,38 @@ def _prepare_merge(
 def _check(
     hops: Sequence[HopResult],
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     partial_out: Tensor | None,
     partial_lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
     shapes = Shapes()
     shapes.check("out", out, "B T H Dv", DTYPES)
-    shapes.check("lse", lse, "B T H", ACCUMULATORS)
     check_rows("out", out)
-    if (partial_out is None) != (partial_lse is None):
-        raise ValueError("partial_out and partial_lse must both be given, or both be None")
     if partial_out is not None:
         shapes.check("partial_out", partial_out, "B T H Dv", (torch.float32,))
-        shapes.check("partial_lse", partial_lse, "B T H", (torch.float64,))
         check_rows("partial_out", partial_out)
+    if lse is not None:
+        shapes.check("lse", lse, "B T H", ACCUMULATORS)
+        if partial_out is not None:
+            shapes.check("partial_lse", partial_lse, "B T H", (torch.float64,))
     if sinks is not None:
         shapes.check("sinks", sinks, "H")
+    if (lse is None or partial_out is None) and partial_lse is not None:
+        raise ValueError("partial_lse must be None without lse or partial_out")
+    if lse is None and sinks is not None:
+        raise ValueError("sinks must be None without lse")
     if not 1 <= len(hops) <= MOST_HOPS:
         raise ValueError(f"hops must be 1 to {MOST_HOPS} results, got {len(hops)}")
     for i, hop in enumerate(hops):
-        for name, x, dims, dtypes, of_first in (
-            ("out", hop.out, f"B N{i} H Dv", DTYPES, hops[0].out),
-            ("lse", hop.lse, f"B N{i} H", ACCUMULATORS, hops[0].lse),
-        ):
-            shapes.check(f"hops[{i}].{name}", x, dims, dtypes)
-            if x.dtype != of_first.dtype:
-                raise ValueError(f"hops[{i}].{name} must be {of_first.dtype}, got {x.dtype}")
+        shapes.check(f"hops[{i}].out", hop.out, f"B N{i} H Dv", DTYPES)
+        if lse is not None:
+            shapes.check(f"hops[{i}].lse", hop.lse, f"B N{i} H", ACCUMULATORS)
+        elif hop.lse is not None:
+            raise ValueError(f"hops[{i}].lse must be None without lse")
+        for x, first in zip(hop[:2], hops[0][:2], strict=True):
+            if x is not None and first is not None and x.dtype != first.dtype:
+                raise ValueError(f"hops[{i}] must have the dtypes of hops[0], got {x.dtype}")
         if isinstance(hop.rows, Tensor):
             shapes.check(f"hops[{i}].rows", hop.rows, "T", (torch.int32,))
             continue

@@ -425,16 +425,16 @@ class VarlenKernel(NamedTuple):
         for call in calls:
             if rehearsing():
                 call.request_tables(batch, q.device)
+                gradients.queries.request_tables(call.queries)
                 continue
-            gradients.release()
+            gradients.queries.make_room(call.queries.count, q.dtype)
+            gradients.keys.release()
             queries = _Queries.of(output, q, call, width, has_columns, self.lse_gradient, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
             results = self.backward(rows, call.tables(batch, q.device), queries.options)
             dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in results)
             dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :value_dim]
-            all_queries = call.queries.are_all(q.shape[1]) and queries.sign == 1
-            if not (all_queries and gradients.queries.keep(dq)):
-                add_rows(dq, gradients.dq, call.queries.local(q.device), queries.sign)
+            gradients.queries.add(call.queries, dq, queries.sign)
             if not (call.keys.are_all(k.shape[1]) and gradients.keys.keep(dk, dv)):
                 keys = call.keys.local(q.device)
                 add_rows(dk, gradients.dk, keys)

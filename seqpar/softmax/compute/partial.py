@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqpar.core.device_tables import is_on_cuda, rehearsing
+from seqpar.core.device_tables import rehearsing
 from seqpar.core.dtypes import accumulator_dtype
-from seqpar.softmax.wire.row_messages import Rows
+from seqpar.softmax.compute.waiting_results import Result, WaitingResults
+from seqpar.softmax.wire.row_messages import Rows, add_rows
 
 
 class Sums:
@@ -66,22 +66,9 @@ class Sums:
 
 
 _MIN_COPIED_ROWS = 1024  # a copy of this many rows takes little memory
-# What a partial may hold on CUDA, in bytes per element of its out: six results in half precision,
-# or the sums in fp32 and four such results. It holds them until a kernel merges them in one pass.
-# The sums of a group of heads in backward, and the results that are added to them, take as much.
-_MOST_HELD_BYTES = 12
 
 
-class Result(NamedTuple):
-    """What a kernel computed for some rows over some keys."""
-
-    rows: slice | Rows
-    out: Tensor  # (B, n, H, Dv)
-    lse: Tensor  # (B, n, H)
-    is_owned: bool  # whether nothing else uses the tensors
-
-
-class Partial:
+class Partial(WaitingResults):
     """Attention of some queries over the keys so far, which can be merged with other partials.
 
     A row without keys has out 0 and lse −inf.
@@ -91,16 +78,17 @@ class Partial:
     it comes, except that a first result of all rows waits until another one comes.
     """
 
+    # Six results in half precision, or the sums in fp32 and four such results: what the fp32
+    # gradients of a group of heads take in backward, with four query heads per KV head.
+    most_bytes = 12
+
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, rank_invariant: bool = False
     ) -> None:
         """Make a partial of this shape (B, T, Hq, Dv), in a dtype, on the device of `like`."""
-        self._shape, self._device, self.dtype = shape, like.device, dtype
+        super().__init__(shape, dtype, like, by_kernel=not rank_invariant)
         self._sums: tuple[Tensor, Tensor] | None = None
         self._into: Tensor | None = None  # the tensor for the sums of out, if there is one
-        self._waiting: list[Result] = []
-        self._may_wait = True
-        self._by_kernel = is_on_cuda(like) and dtype == torch.float32 and not rank_invariant
         self.empty = True  # whether no row has keys yet
         # Whether the merged bits of a row do not depend on its place among other rows
         self.rank_invariant = rank_invariant
@@ -152,7 +140,7 @@ class Partial:
     def sums(self) -> tuple[Tensor, Tensor]:
         """out and lse, which callers may change in place. From now on no result waits."""
         self._may_wait = False
-        return self._merge_waiting()
+        return self._sum_up()
 
     def allocate(self) -> None:
         _ = self.sums
@@ -168,14 +156,6 @@ class Partial:
         if not self._keep(Result(rows, out, lse, is_owned=True)):
             self.out[:, rows], self.lse[:, rows] = out, lse
 
-    def make_room(self, rows: int, dtype: torch.dtype) -> None:
-        """Merge the results that wait, unless a result of `rows` rows in a dtype can wait too.
-
-        Backends call it before a kernel allocates its result.
-        """
-        if self._waiting and not (self._by_kernel and self._fits(rows, dtype)):
-            self._merge_waiting()
-
     def merge(self, rows: slice | Rows, out: Tensor, lse: Tensor, is_owned: bool = False) -> None:
         """Add the partial of the same rows over other keys.
 
@@ -186,21 +166,9 @@ class Partial:
         if rehearsing():
             self.request_tables(rows)
         elif self._by_kernel:
-            self.make_room(out.shape[1], out.dtype)
-            if self._waiting and self._waiting[0].lse.dtype != lse.dtype:
-                self._merge_waiting()
-            self._waiting.append(result)
-            if not self._may_wait:
-                self._merge_waiting()
+            self._wait(result)
         elif not self._keep(result):
             self._merge_in_torch(rows, out, lse)
-
-    def request_tables(self, rows: slice | Rows) -> None:
-        """Request the table that merges of these rows read."""
-        if self._by_kernel:
-            self._place(rows)
-        elif isinstance(rows, Rows):
-            rows.local(self._device)
 
     def finish(
         self,
@@ -214,14 +182,14 @@ class Partial:
         denominator of the output, and are not part of the lse.
         """
         if self._by_kernel and self._waiting:
-            is_result = into is None and sinks is None and self._has_one_result()
+            is_result = into is None and sinks is None and self._is_one_result
             if not is_result:
                 if into is None:
                     out = torch.empty(self._shape, dtype=dtype, device=self._device)
                     into = out, out.new_empty(self._shape[:-1], dtype=accumulator_dtype(dtype))
-                self._merge_by_kernel(*into, sinks)
+                self._merge_by_kernel(*into, self._sums, sinks)
                 return into
-        out, lse = self._waiting[0][1:3] if self._waiting else self.sums
+        out, lse = self._only_result() if self._waiting else self.sums
         if into is None:
             lse = lse.to(accumulator_dtype(dtype)).contiguous()
         else:
@@ -231,38 +199,16 @@ class Partial:
             return _scaled(out, fraction, dtype, None if into is None else into[0]), lse
         return out.to(dtype) if into is None else into[0].copy_(out), lse
 
-    def _keep(self, result: Result) -> bool:
-        """Let a result wait, if it is the first one, and of all rows; return whether it does."""
-        kept = self._sums is None and not self._waiting and self._is_whole(result)
-        if kept:
-            self._waiting.append(result)
-        return kept
+    @property
+    def _has_sums(self) -> bool:
+        return self._sums is not None
 
-    def _is_whole(self, result: Result) -> bool:
-        """Return whether the result could be the partial's: owned, of all rows, and contiguous."""
-        rows, count = result.rows, self._shape[1]
-        are_all = rows.are_all(count) if isinstance(rows, Rows) else rows == slice(0, count)
-        return result.is_owned and are_all and result.out.is_contiguous()
+    def _only_result(self) -> tuple[Tensor, Tensor]:
+        ((_, out, lse, _),) = self._waiting
+        assert lse is not None
+        return out, lse
 
-    def _has_one_result(self) -> bool:
-        waiting = self._waiting
-        return self._sums is None and len(waiting) == 1 and self._is_whole(waiting[0])
-
-    def _fits(self, rows: int, dtype: torch.dtype) -> bool:
-        """Return whether a result of `rows` rows in a dtype can wait with the others.
-
-        One launch merges results of one dtype.
-        """
-        from seqpar.kernels.flash_attention import MOST_HOPS  # imports Triton
-
-        total = self._shape[1]
-        held = sum(x.out.shape[1] * x.out.itemsize for x in self._waiting)
-        held += 0 if self._sums is None else total * self.dtype.itemsize
-        fits = held + rows * dtype.itemsize <= _MOST_HELD_BYTES * total
-        same = self._waiting[0].out.dtype == dtype
-        return fits and same and len(self._waiting) < MOST_HOPS
-
-    def _merge_waiting(self) -> tuple[Tensor, Tensor]:
+    def _sum_up(self) -> tuple[Tensor, Tensor]:
         """Merge the results that wait into the sums, and return the sums."""
         into, sums = self._into, self._sums
         if self._waiting and self._by_kernel:
@@ -273,9 +219,9 @@ class Partial:
                     else into
                 )
                 sums = out, out.new_empty(self._shape[:-1], dtype=torch.float64)
-            self._merge_by_kernel(*sums)
+            self._merge_by_kernel(*sums, self._sums)
         elif self._waiting:
-            ((_, out, lse, _),) = self._waiting
+            out, lse = self._only_result()
             out = out.to(self.dtype) if into is None else into.copy_(out)
             sums = out, lse.to(torch.float64).contiguous()
         elif sums is None:
@@ -288,18 +234,6 @@ class Partial:
             sums = out, torch.full(rows, -torch.inf, dtype=torch.float64, device=device)
         self._waiting, self._sums = [], sums
         return sums
-
-    def _merge_by_kernel(self, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
-        """Write the sums, if there are any, merged with the results that wait, to two tensors."""
-        from seqpar.kernels.flash_attention import HopResult, merge_hops  # imports Triton
-
-        hops = [HopResult(x.out, x.lse, self._place(x.rows)) for x in self._waiting]
-        merge_hops(hops, out, lse, *(self._sums or (None, None)), sinks)
-
-    def _place(self, rows: slice | Rows) -> int | Tensor:
-        if isinstance(rows, Rows):
-            return rows.place(self._shape[1], self._device)
-        return rows.start or 0
 
     def _merge_in_torch(self, rows: slice | Rows, out: Tensor, lse: Tensor) -> None:
         local = rows.local(self._device) if isinstance(rows, Rows) else rows
@@ -415,30 +349,104 @@ class OutputGradient:
         return self.out
 
 
+class QuerySums(WaitingResults):
+    """Sums of dq over several blocks of keys. On CUDA results wait as those of `Partial` do."""
+
+    # Less than those of `Partial`: backward holds gradients of keys too.
+    most_bytes = 8
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
+        """Make sums of 0 in a dtype, shaped like `like` (B, T, Hq, D).
+
+        If `into` has the dtype, it is overwritten and becomes the sums.
+        """
+        super().__init__(tuple(like.shape), dtype, like, by_kernel=True)
+        self._sums: Tensor | None = None
+        self._into = into if into is not None and into.dtype == dtype else None
+
+    @classmethod
+    def of(cls, dq: Tensor) -> QuerySums:
+        """Make it from sums, which are changed in place."""
+        made = cls(dq, dq.dtype)
+        made._sums, made._may_wait = dq, False
+        return made
+
+    @property
+    def sums(self) -> Tensor:
+        """dq, which callers may change in place. From now on no result waits."""
+        self._may_wait = False
+        return self._sum_up()
+
+    def allocate(self) -> None:
+        _ = self.sums
+
+    def add(self, rows: slice | Rows, part: Tensor, sign: int = 1) -> None:
+        """Add a part (B, n, Hq, D), times −1, 0 or 1. It belongs to the sums from now on."""
+        if sign != 1 and self._may_wait:
+            part, sign = part.mul_(sign), 1
+        result = Result(rows, part, None, is_owned=True)
+        if self._by_kernel and self._may_wait:
+            self._wait(result)
+        elif not self._keep(result):
+            local = rows.local(self._device) if isinstance(rows, Rows) else rows
+            add_rows(part, self.sums, local, sign)
+
+    def finish(self, into: Tensor | None = None) -> Tensor:
+        """Return dq in fp32 or, rounded once, in the results' dtype; or write it to `into`."""
+        if self._by_kernel and self._waiting and not (into is None and self._is_one_result):
+            if into is None:
+                dtype = self._waiting[0].out.dtype
+                into = torch.empty(self._shape, dtype=dtype, device=self._device)
+            self._merge_by_kernel(into, None, None if self._sums is None else (self._sums, None))
+            return into
+        dq = self._waiting[0].out if self._waiting else self.sums
+        return dq if into is None else into.copy_(dq)
+
+    @property
+    def _has_sums(self) -> bool:
+        return self._sums is not None
+
+    def _sum_up(self) -> Tensor:
+        into, sums, dtype, device = self._into, self._sums, self.dtype, self._device
+        if self._waiting and self._by_kernel:
+            before = None if sums is None else (sums, None)
+            if sums is None:
+                sums = (
+                    torch.empty(self._shape, dtype=dtype, device=device) if into is None else into
+                )
+            self._merge_by_kernel(sums, None, before)
+        elif self._waiting:
+            dq = self._waiting[0].out
+            sums = dq.to(self.dtype) if into is None else into.copy_(dq)
+        elif sums is None:
+            sums = (
+                torch.zeros(self._shape, dtype=dtype, device=device)
+                if into is None
+                else into.zero_()
+            )
+        self._waiting, self._sums = [], sums
+        return sums
+
+
 @dataclass
 class PartialGradients:
     """Sums that backward adds to, in fp32 (fp64 for fp64)."""
 
-    queries: Sums  # dq (B, T, Hq, D)
+    queries: QuerySums  # dq (B, T, Hq, D)
     keys: Sums  # dk (B, Tk, Hkv, D) and dv (B, Tk, Hkv, Dv)
 
     @classmethod
     def of(cls, dq: Tensor, dk: Tensor, dv: Tensor) -> PartialGradients:
         """Make them from sums, which are changed in place."""
-        return cls(Sums.of(dq), Sums.of(dk, dv))
+        return cls(QuerySums.of(dq), Sums.of(dk, dv))
 
     @classmethod
     def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> PackedGradients:
-        shape, device, dtype = q.shape, q.device, accumulator_dtype(q.dtype)
-
-        def make(kept: Sequence[Tensor]) -> list[Tensor]:
-            return [x.to(dtype) for x in kept] or [torch.zeros(shape, dtype=dtype, device=device)]
-
-        return PackedGradients(Sums(make), _sums_like(k, v))
+        return PackedGradients(QuerySums(q, accumulator_dtype(q.dtype)), _sums_like(k, v))
 
     @property
     def dq(self) -> Tensor:
-        return self.queries.tensors[0]
+        return self.queries.sums
 
     @property
     def dk(self) -> Tensor:
@@ -452,15 +460,10 @@ class PartialGradients:
         self.queries.allocate()
         self.keys.allocate()
 
-    def release(self) -> None:
-        """Turn all results that were kept into sums; see `Sums.release`."""
-        self.queries.release()
-        self.keys.release()
-
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv. If only one kernel had results, they may have its dtype."""
-        (dq,), (dk, dv, *_) = self.queries.results, self.keys.results
-        return dq, dk, dv
+        """Return dq, dk and dv, each in fp32 or rounded once to the dtype of its kernel."""
+        dk, dv, *_ = self.keys.results
+        return self.queries.finish(), dk, dv
 
 
 @dataclass
@@ -475,7 +478,7 @@ class PackedGradients(PartialGradients):
     def over(cls, dq: Tensor, shape: tuple[int, int, int], dims: list[int]) -> PackedGradients:
         """Return this dq with dk and dv of 0, for `shape` (Tk, B, Hkv) and `dims` (D, Dv)."""
         packed = dq.new_zeros((*shape, sum(dims)))
-        return cls(Sums.of(dq), Sums.of(*_split(packed, dims), packed))
+        return cls(QuerySums.of(dq), Sums.of(*_split(packed, dims), packed))
 
     @property
     def packed(self) -> Tensor:
@@ -496,16 +499,6 @@ class PackedGradients(PartialGradients):
     def of_block(self, k: Tensor, v: Tensor) -> PackedGradients:
         """Return this dq with dk and dv of 0, for a block of other keys and values."""
         return PackedGradients(self.queries, _sums_like(k, v))
-
-
-def sums_in(target: Tensor, dtype: torch.dtype) -> Sums:
-    """Return one sum of 0, shaped like the target and in a dtype; it is the target if that fits."""
-
-    def make(kept: Sequence[Tensor]) -> list[Tensor]:
-        sums = target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
-        return [sums.copy_(kept[0]) if kept else sums.zero_()]
-
-    return Sums(make)
 
 
 def _sums_like(k: Tensor, v: Tensor) -> Sums:

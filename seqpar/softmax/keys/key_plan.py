@@ -272,9 +272,9 @@ class HeadSlices(NamedTuple):
 
     def put(self, total: PartialGradients, gradients: Sequence[Tensor]) -> None:
         """Write the gradients of this group to its heads of dq, dk and dv, in their dtypes."""
-        of_heads = self.queries, self.keys, self.keys
-        for x, heads, part in zip(gradients, of_heads, total.results(), strict=True):
-            x[:, :, heads] = part
+        total.queries.finish(gradients[0][:, :, self.queries])
+        for x, part in zip(gradients[1:], total.keys.results, strict=False):
+            x[:, :, self.keys] = part
 
 
 def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:

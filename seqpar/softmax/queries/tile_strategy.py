@@ -24,8 +24,8 @@ from seqpar.softmax.compute.partial import (
     OutputGradient,
     Partial,
     PartialGradients,
+    QuerySums,
     Sums,
-    sums_in,
 )
 from seqpar.softmax.keys.key_exchange import GradientReturn, travelling_keys
 from seqpar.softmax.queries.query_exchange import (
@@ -213,15 +213,13 @@ class TileStrategy(Strategy):
             received_output = output.received(
                 dout_block, lse_block, delta, dlse_block[0] if dlse_block else None
             )
-            queries = sums_in(leaving, accumulator)
+            queries = QuerySums(leaving, accumulator, leaving)
             options = call.options.of_heads(groups[messages.group].queries)
             block_keys = zip(keys[messages.group], hop_blocks.slices, strict=True)
             for (k_part, v_part, dk, dv), slices in block_keys:
                 sums = PartialGradients(queries, Sums.of(dk, dv))
                 attend_backward(received_output, q_block, k_part, v_part, slices, sums, options)
-            (dq,) = queries.results
-            if dq is not leaving:
-                leaving.copy_(dq)
+            queries.finish(leaving)
 
         exchange = QueryExchange(comm, schedule, travelling, label)
         for group, rows, (dq,) in exchange.results(compute_first, compute_last, compute):

@@ -16,7 +16,7 @@ from seqpar.core.device_tables import UploadedTables, kept_on, on_device, on_str
 from seqpar.core.memo import Memo
 from seqpar.layout import handle
 from seqpar.softmax.backends import aten_cuda, kernel_order
-from seqpar.softmax.compute import partial
+from seqpar.softmax.compute import waiting_results
 from seqpar.softmax.keys import rank_invariant_plan
 from seqpar.softmax.softmax_operator import ATTENTION
 from tests.support.cases import STRATEGIES, VARIANTS, module
@@ -136,7 +136,9 @@ def test_tables_of_varlen_kernels_travel_once(strategy, deterministic, fresh, mo
     monkeypatch.setattr(kernel_order, "gpu_major", lambda device: 8)
     monkeypatch.setattr(aten_cuda, "cuda_attention", lambda: results)
     monkeypatch.setattr(aten_cuda, "cuda_attention_backward", lambda: gradients)
-    monkeypatch.setattr(partial, "is_on_cuda", lambda x: True)  # hops are merged by the kernel
+    monkeypatch.setattr(
+        waiting_results, "is_on_cuda", lambda x: True
+    )  # hops are merged by the kernel
     layout = fresh("uneven")
     attn = module(strategy, SilentComm(1, RANKS), deterministic=deterministic)
     assert copies(attn, layout, causal=True) == ONE_COPY

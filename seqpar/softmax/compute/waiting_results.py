@@ -1,0 +1,126 @@
+"""Results of kernels that wait, so that one Triton kernel merges several of them.
+
+Legend: B batch, T rows, n rows of a result, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqpar.core.device_tables import is_on_cuda
+from seqpar.softmax.wire.row_messages import Rows
+
+
+class Result(NamedTuple):
+    """What a kernel computed for some rows over some keys."""
+
+    rows: slice | Rows
+    out: Tensor  # (B, n, H, D)
+    lse: Tensor | None  # (B, n, H), or None for results that are added without weights
+    is_owned: bool  # whether nothing else uses the tensors
+
+
+class WaitingResults:
+    """Results for rows of (B, T, H, D), in the dtypes of their kernels, until they become sums.
+
+    On CUDA several results wait. On other devices only a first result of all rows waits, until
+    another one comes.
+    """
+
+    # What results may take with the sums, in bytes per element of (B, T, H, D)
+    most_bytes: int
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, by_kernel: bool
+    ) -> None:
+        """Make it for sums in a dtype, on the device of `like`; see `by_kernel`."""
+        self._shape, self._device, self.dtype = shape, like.device, dtype
+        # Whether the Triton kernel makes sums of results
+        self._by_kernel = by_kernel and is_on_cuda(like) and dtype == torch.float32
+        self._waiting: list[Result] = []
+        self._may_wait = True
+
+    def make_room(self, rows: int, dtype: torch.dtype) -> None:
+        """Make sums of the results that wait, unless a result of `rows` rows can wait too.
+
+        Backends call it before a kernel allocates its result in this dtype.
+        """
+        if self._waiting and not (self._by_kernel and self._fits(rows, dtype)):
+            self._sum_up()
+
+    def request_tables(self, rows: slice | Rows) -> None:
+        """Request the table that sums of these rows read."""
+        if self._by_kernel:
+            self._place(rows)
+        elif isinstance(rows, Rows):
+            rows.local(self._device)
+
+    def _sum_up(self) -> object:
+        """Make sums of the results that wait, and return all sums."""
+        raise NotImplementedError
+
+    @property
+    def _has_sums(self) -> bool:
+        raise NotImplementedError
+
+    def _wait(self, result: Result) -> None:
+        """Let a result wait for the kernel, if results may wait."""
+        self.make_room(result.out.shape[1], result.out.dtype)
+        if self._waiting and _dtypes(self._waiting[0]) != _dtypes(result):
+            self._sum_up()  # one launch reads results of one dtype
+        self._waiting.append(result)
+        if not self._may_wait:
+            self._sum_up()
+
+    def _keep(self, result: Result) -> bool:
+        """Let a result wait, if it is the first one, and of all rows; return whether it does."""
+        kept = not self._has_sums and not self._waiting and self._is_whole(result)
+        if kept:
+            self._waiting.append(result)
+        return kept
+
+    def _is_whole(self, result: Result) -> bool:
+        """Return whether the result could be the sums: owned, of all rows, and contiguous."""
+        rows, count = result.rows, self._shape[1]
+        are_all = rows.are_all(count) if isinstance(rows, Rows) else rows == slice(0, count)
+        return result.is_owned and are_all and result.out.is_contiguous()
+
+    @property
+    def _is_one_result(self) -> bool:
+        waiting = self._waiting
+        return not self._has_sums and len(waiting) == 1 and self._is_whole(waiting[0])
+
+    def _fits(self, rows: int, dtype: torch.dtype) -> bool:
+        """Return whether a result of `rows` rows in a dtype can wait with the others."""
+        from seqpar.kernels.flash_attention import MOST_HOPS  # imports Triton
+
+        total = self._shape[1]
+        held = sum(x.out.shape[1] * x.out.itemsize for x in self._waiting)
+        held += total * self.dtype.itemsize if self._has_sums else 0
+        fits = held + rows * dtype.itemsize <= self.most_bytes * total
+        return fits and len(self._waiting) < MOST_HOPS
+
+    def _merge_by_kernel(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        sums: tuple[Tensor, Tensor | None] | None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Write the sums, if there are any, merged with the results that wait, to out and lse."""
+        from seqpar.kernels.flash_attention import HopResult, merge_hops  # imports Triton
+
+        hops = [HopResult(x.out, x.lse, self._place(x.rows)) for x in self._waiting]
+        merge_hops(hops, out, lse, *(sums or (None, None)), sinks)
+
+    def _place(self, rows: slice | Rows) -> int | Tensor:
+        if isinstance(rows, Rows):
+            return rows.place(self._shape[1], self._device)
+        return rows.start or 0
+
+
+def _dtypes(result: Result) -> tuple[torch.dtype, torch.dtype | None]:
+    return result.out.dtype, None if result.lse is None else result.lse.dtype
