@@ -3,13 +3,14 @@
 `python -m tests.tools.gpu` in the root of the sources, where nothing need be installed but what
 seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout, hypothesis and
 allpairspy. The first nine minutes are for what is most worth knowing: whether the default path of
-every strategy is right, how fast the default is next to other libraries, and whether the kernel
-that merges stays within its memory. Then it runs the kernels' tests, all strategies on virtual
-ranks, a table of which backend is the best for each kind of call, the kernels' benchmark, the
-tuner, how efficiently virtual ranks compute, and compute-sanitizer. A second start goes on where
-the first was stopped (`steps.py`). All results go to one folder, of few files: state.json has how
-each step went, and log.txt what they printed. It exits with 0 if all went well, 1 if a step failed,
-2 without a GPU, and 3 if the time of this start is up and steps are left.
+every strategy is right, how fast the default is next to other libraries, what a rank of each
+strategy launches, and whether the kernel that merges stays within its memory. Then it runs the
+kernels' tests, all strategies on virtual ranks, a table of which backend is the best for each kind
+of call, the kernels' benchmark, the tuner, how efficiently virtual ranks compute, and
+compute-sanitizer. A second start goes on where the first was stopped (`steps.py`). All results go
+to one folder, of few files: state.json has how each step went, and log.txt what they printed. It
+exits with 0 if all went well, 1 if a step failed, 2 without a GPU, and 3 if the time of this start
+is up and steps are left.
 
 Without a GPU, `--device cpu` runs all of it in miniature, with Triton's interpreter.
 """
@@ -32,6 +33,7 @@ TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis", "allpairspy")
 FIRST = {
     "tests: default path": 170.0,
     "speed: kernels": 120.0,
+    "profile: strategies": 90.0,
     "tests: memcheck of merges": 100.0,
 }
 # Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
@@ -122,6 +124,11 @@ def measuring_steps(device, folder, around):
     if small:
         virtual += ("--tokens", "128", "--ranks", "2", "--heads", "2", "1", "--dim", "16")
         virtual += ("--rounds", "1")
+    profiles = ("tests.tools.profiles", "--folder", str(folder))
+    if small:
+        profiles += ("--tokens", "64", "--ranks", "4", "--heads", "4", "2", "--dim", "16")
+        profiles += ("--documents", "2")
+    yield Step("profile: strategies", python + profiles, environment=around)
     for name, command in (("kernels", kernels), ("virtual ranks", virtual)):
         yield Step(f"benchmark: {name}", python + command, environment=around)
     for dim in (16,) if small else (128, 64):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import STRATEGIES
 from tests.support.commands import fork_commands
-from tests.tools import gpu
+from tests.tools import gpu, profiles
 from tests.tools.steps import STEP_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -147,3 +148,30 @@ def test_all_steps_in_miniature(tmp_path, forked):
     files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) <= 8
     assert {"kernels.json", "virtual-ranks.json"} <= set(files)
+    (profiles_file,) = tmp_path.rglob("profiles.json")
+    assert_profiles_are_whole(json.loads(profiles_file.read_text()))
+
+
+def assert_profiles_are_whole(written):
+    """Of every strategy: its launches by name, gaps, and (on a GPU only) memory."""
+    assert written["sizes"] == {"tokens": 64, "ranks": 4, "heads": [4, 2], "dim": 16}
+    assert [x["strategy"] for x in written["results"]] == STRATEGIES
+    for result in written["results"]:
+        assert result["documents"] == 2
+        for found in (result["forward"], result["backward"]):
+            named = found["kernels"].values()
+            assert 0 < len(named) <= sum(x["launches"] for x in named) <= found["launches"]
+            assert found["busy_seconds"] > 0 and found["longest_gap_seconds"] > 0
+            assert found["longest_gap_seconds"] <= found["gap_seconds"]
+            assert found["busy_seconds"] + found["gap_seconds"] <= found["host_seconds"]
+            assert found["peak_bytes"] is found["allocations"] is None
+    launches = {x["strategy"]: x["backward"]["launches"] for x in written["results"]}
+    assert launches["ring"] > launches["ulysses"]  # a call of the kernel per hop
+
+
+def test_a_device_waits_where_no_interval_is():
+    """Intervals overlap, touch, lie within others, and come in any order; µs become seconds."""
+    found = profiles.use([(30, 40), (0, 10), (2, 4), (8, 12), (12, 15), (20, 21)])
+    expected = {"busy_seconds": 26e-6, "gap_seconds": 14e-6, "longest_gap_seconds": 9e-6}
+    assert found == pytest.approx(expected)
+    assert set(profiles.use([]).values()) == {0.0}
