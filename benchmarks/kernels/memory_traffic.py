@@ -87,10 +87,12 @@ CASES = {
         for documents in (1, 32)
     },
     "ring, 1 document, fp8 messages": Case("ring", 1, {"message_dtype": torch.float8_e4m3fn}),
-    "ring, 1 document, bf16 gradients": Case("ring", 1, {"gradient_dtype": torch.bfloat16}),
-    "token_ring, 1 document, bf16 gradients": Case(
-        "token_ring", 1, {"gradient_dtype": torch.bfloat16}
-    ),
+    **{
+        f"{strategy}, 1 document, bf16 gradients": Case(
+            strategy, 1, {"gradient_dtype": torch.bfloat16}
+        )
+        for strategy in ("ring", "token_ring", "mesh")
+    },
 }
 
 

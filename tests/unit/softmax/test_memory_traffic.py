@@ -42,12 +42,13 @@ BOUNDS = {
         "calls_per_head": 9,
         "message_buffers": 3,
     },
-    ("ring, 1 document, bf16 gradients", "backward"): {"extra_time": 0.032},
+    ("ring, 1 document, bf16 gradients", "backward"): {"extra_time": 0.022},
     ("all_gather, 32 documents", "forward"): {"extra_time": 0.52, "calls_per_head": 5},
     ("all_gather, 32 documents", "backward"): {"extra_time": 0.79, "calls_per_head": 7},
     ("ulysses, 32 documents", "forward"): {"extra_time": 0.44, "calls_per_head": 1},
     ("token_ring, 1 document", "forward"): {"extra_time": 0.11},
-    ("token_ring, 1 document", "backward"): {"extra_time": 0.051, "message_buffers": 10},
+    ("token_ring, 1 document", "backward"): {"extra_time": 0.05, "message_buffers": 10},
+    ("mesh, 32 documents", "forward"): {"extra_time": 1.41, "message_buffers": 7},
     ("mesh, 32 documents", "backward"): {"extra_time": 0.95},
     ("disaggregated, 32 documents", "forward"): {"extra_time": 0.67, "calls_per_head": 8},
     ("disaggregated, 32 documents", "backward"): {"extra_time": 1.01, "calls_per_head": 12},
@@ -85,12 +86,13 @@ def test_second_calls_do_not_wait_on_the_host(name):
         assert counts(name)[direction].host_waits == 0
 
 
-@pytest.mark.parametrize("name", ["ring, 1 document", "token_ring, 1 document"])
-def test_bf16_gradients_move_fewer_bytes_than_fp32(name):
+@pytest.mark.parametrize("strategy", ["ring", "token_ring", "mesh"])
+def test_bf16_gradients_move_fewer_bytes_than_fp32(strategy):
     """In memory as well as in messages."""
+    name = f"{strategy}, 1 document"
     exact, rounded = (counts(x)["backward"] for x in (name, f"{name}, bf16 gradients"))
-    assert rounded.bytes < 0.95 * exact.bytes
-    assert rounded.sent_bytes < 0.8 * exact.sent_bytes
+    assert rounded.bytes < 0.97 * exact.bytes
+    assert rounded.sent_bytes < 0.85 * exact.sent_bytes
 
 
 def test_the_page_has_the_committed_figures():
