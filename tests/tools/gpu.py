@@ -4,13 +4,13 @@
 seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout, hypothesis and
 allpairspy. The first nine minutes are for what is most worth knowing: whether the default path of
 every strategy is right, how fast the default is next to other libraries, what a rank of each
-strategy launches, and whether the kernel that merges stays within its memory. Then it runs the
-kernels' tests, all strategies on virtual ranks, a table of which backend is the best for each kind
-of call, the kernels' benchmark, the tuner, how efficiently virtual ranks compute, and
-compute-sanitizer. A second start goes on where the first was stopped (`steps.py`). All results go
-to one folder, of few files: state.json has how each step went, and log.txt what they printed. It
-exits with 0 if all went well, 1 if a step failed, 2 without a GPU, and 3 if the time of this start
-is up and steps are left.
+strategy launches, whether ranks are right on NCCL, and whether the kernel that merges stays within
+its memory. Then it runs the kernels' tests, all strategies on virtual ranks, a table of which
+backend is the best for each kind of call, the kernels' benchmark, the tuner, how efficiently
+virtual ranks compute, and compute-sanitizer. A second start goes on where the first was stopped
+(`steps.py`). All results go to one folder, of few files: state.json has how each step went, and
+log.txt what they printed. It exits with 0 if all went well, 1 if a step failed, 2 without a GPU,
+and 3 if the time of this start is up and steps are left.
 
 Without a GPU, `--device cpu` runs all of it in miniature, with Triton's interpreter.
 """
@@ -31,9 +31,10 @@ TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis", "allpairspy")
 # The steps of the first start, the most informative first, and the seconds that each may take on a
 # GPU: together at most STEP_SECONDS.
 FIRST = {
-    "tests: default path": 170.0,
+    "tests: default path": 150.0,
     "speed: kernels": 120.0,
     "profile: strategies": 90.0,
+    "tests: NCCL on one GPU": 75.0,
     "tests: memcheck of merges": 100.0,
 }
 # Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
@@ -50,7 +51,8 @@ TESTS = {
         f"tests/kernels/test_{name}.py"
         for name in ("tables", "launching", "malformed", "configs", "tune", "isolation")
     ],
-    "several GPUs": ["tests/kernels/test_nccl.py"],
+    "NCCL on one GPU": ["tests/kernels/test_nccl.py", "-k", "share_a_gpu"],
+    "several GPUs": ["tests/kernels/test_nccl.py", "-k", "every_strategy"],
     "Trainer with FSDP": ["tests/kernels/test_trainer_fsdp.py"],
     "length and memory": ["tests/kernels/test_gpu.py", "-k", "not sanitizer"],
     "memcheck of merges": ["tests/kernels/test_gpu.py", "-k", "sanitizer and memcheck-merges"],
@@ -58,13 +60,14 @@ TESTS = {
     "racecheck": ["tests/kernels/test_gpu.py", "-k", "sanitizer and racecheck"],
 }
 SANITIZERS = ("memcheck of merges", "memcheck", "racecheck")
-ALONE = ("several GPUs", "Trainer with FSDP", "length and memory", *SANITIZERS)
+ALONE = ("NCCL on one GPU", "several GPUs", "Trainer with FSDP", "length and memory", *SANITIZERS)
 # The same without a GPU: a few of the tests.
 IN_MINIATURE = {
     "default path": [*TESTS["default path"][:2], "test_default_path and -ring"],
     "strategies on virtual ranks": ["tests/kernels/test_strategies.py", "-k", "ring and zigzag"],
     "softmax kernels": ["tests/kernels/test_flash_attention.py", "-k", "continue_one_partial"],
-    "several GPUs": ["tests/kernels/test_nccl.py"],
+    "NCCL on one GPU": TESTS["NCCL on one GPU"],
+    "several GPUs": TESTS["several GPUs"],
 }
 
 
