@@ -4,8 +4,8 @@ one, with the default and with each backend that runs there."""
 import pytest
 import torch
 
-from seqpar import Layout
-from seqpar.attention.backend import DEFAULT
+from seqpar import Layout, use_backend
+from seqpar.attention.backend import DEFAULT, current_backend
 from seqpar.softmax.backends.flash_attn import PACKAGES, gpu_major, load_package
 from tests.support import cases, linear_cases
 from tests.support.cases import STRATEGIES, VARIANTS, Case
@@ -59,6 +59,28 @@ def test_default_path(call, strategy):
     case = Case(strategy, causal=True, **made)
     for got in virtual(RANKS, cases.run, case):
         cases.assert_right(got, cases.oracle(case), case.dtype)
+
+
+def test_default_path_forces_no_backend(monkeypatch):
+    """Not even one that is forced around the call."""
+    found, module = [], cases.module
+
+    def noting(*arguments, **options):
+        attn = module(*arguments, **options)
+
+        def call(**operands):
+            found.append(current_backend("softmax"))
+            return attn(**operands)
+
+        call.rank = attn.rank
+        return call
+
+    monkeypatch.setattr(cases, "module", noting)
+    for backend in (DEFAULT, "aten"):
+        case = Case("ring", LAYOUTS["zigzag"], causal=True, backend=backend, **COMMON)
+        with use_backend("reference"):
+            virtual(RANKS, cases.run, case)
+    assert found == [DEFAULT] * RANKS + ["aten"] * RANKS
 
 
 @few_rows(pairs=GPU)  # Triton's interpreter is slow
