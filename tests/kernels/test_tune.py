@@ -50,6 +50,21 @@ def test_the_fastest_is_kept_on_disk_and_chosen(folder, monkeypatch):
     )
 
 
+def test_a_kernel_is_kept_before_the_next_one_is_tuned(folder, monkeypatch):
+    """A tuner that is stopped has lost only the kernel that it was at."""
+
+    def stopped(kind, config, *operands):
+        if kind == "backward_kv":
+            raise KeyboardInterrupt
+        return lambda: None
+
+    monkeypatch.setattr(tune, "call", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(16, torch.float32, DEVICE, 16, 1)
+    (kept,) = json.loads((folder / "flash_attention.json").read_text())
+    assert kept == configs.tuning_key("forward", DEVICE, "single", 64)
+
+
 def test_what_another_version_kept_is_left_out(folder):
     """The file may be of a version whose configurations had other fields."""
     key = configs.tuning_key("forward", DEVICE, "single", 64)

@@ -111,7 +111,7 @@ def tune(
 ) -> dict[str, Config]:
     """Return the fastest configuration of each kernel for this head dim and dtype, by tuning key.
 
-    It also adds them to the tuning file.
+    It also adds each of them to the tuning file as soon as it is found.
     """
     check_dim("dim", dim)
     q, k, v = (torch.randn(1, tokens, heads, dim, dtype=dtype, device=device) for _ in range(3))
@@ -129,15 +129,19 @@ def tune(
                 print(f"{kind}: {type(error).__name__} with {config}", flush=True)
         key = configs.tuning_key(kind, device, precision, width)
         best[key] = min(times, key=times.__getitem__)
+        _keep(key, best[key])
+    configs.forget()
+    return best
+
+
+def _keep(key: str, config: Config) -> None:
+    """Add a configuration to the tuning file."""
     file = configs.tuning_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(file.read_text()) if file.is_file() else {}
-    known |= {key: asdict(config) for key, config in best.items()}
     written = file.with_suffix(".new")
-    written.write_text(json.dumps(known, indent=1) + "\n")
+    written.write_text(json.dumps(known | {key: asdict(config)}, indent=1) + "\n")
     written.replace(file)  # atomically, for concurrent readers
-    configs.forget()
-    return best
 
 
 def main() -> None:
