@@ -227,11 +227,28 @@ def _delta_bytes(
     return sum(x.nbytes for x in (out, dout, result)) + (0 if dlse is result else dlse.nbytes)
 
 
+def _encode_bytes(
+    launch: launching.Prepared, first: Tensor, second: Tensor, index: Tensor, message: Tensor
+) -> int:
+    rows = message.shape[:3].numel()
+    read = rows * sum(launch.flags[name] for name in ("D", "DV")) * first.itemsize
+    return read + message.nbytes + (index.nbytes if launch.flags["INDEXED"] else 0)
+
+
+def _decode_bytes(
+    launch: launching.Prepared, message: Tensor, first: Tensor, second: Tensor
+) -> int:
+    written = first.nbytes + (second.nbytes if launch.flags["DV"] else 0)
+    return message.nbytes + written
+
+
 # By the name of a Triton kernel: the bytes that it reads and writes, from a launch and its tensors.
 # A kernel without an entry ends the program.
 KERNEL_BYTES: dict[str, Callable[..., int]] = {
     "flash_add_to_rows": _add_to_rows_bytes,
+    "flash_decode_rows": _decode_bytes,
     "flash_delta": _delta_bytes,
+    "flash_encode_rows": _encode_bytes,
     "flash_merge_hops": _merge_bytes,
 }
 

@@ -15,6 +15,7 @@ import torch
 from seqpar.kernels import flash_attention as kernels
 from seqpar.kernels.flash_attention import configs, launching
 from seqpar.kernels.flash_attention.backward_kernels import flash_delta
+from seqpar.kernels.flash_attention.eight_bit_rows import flash_decode_rows, flash_encode_rows
 from seqpar.kernels.flash_attention.forward_kernels import flash_merge
 from seqpar.kernels.flash_attention.merge_hops import flash_add_to_rows, flash_merge_hops
 from seqpar.kernels.lightning_attention import SegmentTables
@@ -294,7 +295,10 @@ def test_states_of_another_alignment_are_another_call(launched):
 
 @pytest.mark.parametrize(
     "kernel",
-    [*KERNELS.values(), flash_add_to_rows, flash_delta, flash_merge, flash_merge_hops],
+    [
+        *(*KERNELS.values(), flash_add_to_rows, flash_delta, flash_merge, flash_merge_hops),
+        *(flash_decode_rows, flash_encode_rows),
+    ],
 )
 def test_compile_time_arguments_come_last(kernel):
     constexpr = ["constexpr" in x for x in inspect.get_annotations(kernel.fn).values()]

@@ -36,6 +36,10 @@ CALLS = {
     | {"sinks": ROWS[0, 0]},
     flash.add_to_rows: {"part": Q, "total": Q.clone(), "sign": 1}
     | {"index": torch.arange(T, device=DEVICE)},
+    flash.encode_rows: {"parts": [Q, Q], "index": torch.arange(T, device=DEVICE)}
+    | {"code": torch.int8, "message": torch.zeros(T, 1, 2, 40, dtype=torch.int8, device=DEVICE)},
+    flash.decode_rows: {"parts": [Q.clone(), Q.clone()], "code": torch.float8_e4m3fn}
+    | {"message": torch.zeros(1, T, 2, 40, dtype=torch.int8, device=DEVICE)},
     flash.delta: {"out": Q, "dout": Q, "dlse": ROWS},
     flash.forward_launches: HOPS | {"programs": 0},
     flash.backward_launches: ADD | {"transposed": False},

@@ -7,6 +7,7 @@ Start with `reference.py`, then `forward_kernels.py`. `tables.py` has the work o
 
 from .backward import Queries, backward, backward_kv, backward_q, delta
 from .configs import Config, choose
+from .eight_bit_rows import decode_rows, encode_rows
 from .forward import Results, empty_partial, forward, forward_block
 from .merge_hops import MOST_HOPS, HopResult, add_to_rows, merge_hops
 from .tables import Launch, Launches, SliceTable, backward_launches, forward_launches
@@ -26,8 +27,10 @@ __all__ = [
     "backward_launches",
     "backward_q",
     "choose",
+    "decode_rows",
     "delta",
     "empty_partial",
+    "encode_rows",
     "forward",
     "forward_block",
     "forward_launches",

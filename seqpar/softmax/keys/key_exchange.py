@@ -20,7 +20,7 @@ from seqpar.comm.messages.message_header import Message
 from seqpar.softmax.compute.partial import PackedGradients
 from seqpar.softmax.keys.key_plan import KeyStep
 from seqpar.softmax.wire.message_buffers import MessageBuffers
-from seqpar.softmax.wire.message_dtypes import decode, encode, encoded_width
+from seqpar.softmax.wire.message_dtypes import decode_rows, encode_rows, encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
 
@@ -65,9 +65,7 @@ def travelling_keys(
         for peer, rows in step.to:
             if packed is None or packed[0] is not rows:
                 packed = None  # freed before other rows are packed
-                message = rows.pack(*by_row)
-                packed = rows, encode(message, dims, code) if code else message
-                del message
+                packed = rows, encode_rows(by_row, rows, code) if code else rows.pack(*by_row)
             sends.append((peer, packed[1]))
         if following is None or not following.sends_last_rows_of(step):
             packed = None
@@ -93,7 +91,7 @@ def travelling_keys(
         arrived = under_way.popleft().wait()
         post_until(step.number + ahead)
         if arrived and code:
-            yield [x.transpose(0, 1) for x in decode(arrived.pop(), dims, code, k.dtype)]
+            yield [x.transpose(0, 1) for x in decode_rows(arrived.pop(), dims, code, k.dtype)]
         elif arrived:
             yield arrived[0].transpose(0, 1).split_with_sizes(dims, -1)
         else:

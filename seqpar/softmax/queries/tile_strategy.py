@@ -41,8 +41,8 @@ from seqpar.softmax.wire.message_dtypes import (
     CODES,
     check_gradient_digits,
     check_gradient_dtype,
-    decode,
-    encode,
+    decode_rows,
+    encode_rows,
     encoded_width,
 )
 from seqpar.softmax.wire.row_messages import RowFormat, add_rows
@@ -153,12 +153,12 @@ class TileStrategy(Strategy):
             block_keys = keys[messages.group]
             attend_blocks(received[0], block_keys, hop_blocks, options, None, into, max_logits)
             if code:
-                out.copy_(encode(into[0], dims, code))
+                encode_rows(into[:1], None, code, out)
 
         queries = QueryExchange(comm, schedule, [q], label)
         for group, rows, (out, lse) in queries.results(compute_first, compute_last, compute):
             if code:
-                (out,) = decode(out, dims, code, accumulator)
+                (out,) = decode_rows(out, dims, code, accumulator)
             totals[group].merge(rows, out, lse)  # now: their memory will serve other messages
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next hop is computed

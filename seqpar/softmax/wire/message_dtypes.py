@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 
 from seqpar.core.arguments import shown
+from seqpar.core.device_tables import is_on_cuda
+from seqpar.softmax.wire.row_messages import Rows
 
 CODES = {torch.int8: 127, torch.float8_e4m3fn: 448}
 """The dtypes of codes, each with its largest finite value."""
@@ -85,6 +87,48 @@ def decode(
         x.view(code).to(torch.float32).mul_(scales[..., i : i + 1]).to(dtype)
         for i, x in enumerate(codes)
     ]
+
+
+def encode_rows(
+    parts: Sequence[Tensor], rows: Rows | None, code: torch.dtype, message: Tensor | None = None
+) -> Tensor:
+    """Return these rows of tensors (T, B, H, D), or all rows, as bytes (n, B, H, ΣD + 4·parts).
+
+    These are the bytes of `encode`, written to `message` if it is given. A GPU takes one kernel for
+    one or two parts.
+    """
+    dims = [part.shape[3] for part in parts]
+    if not is_on_cuda(parts[0]):
+        x = torch.cat(list(parts), -1) if rows is None else rows.pack(*parts)
+        encoded = encode(x, dims, code)
+        return encoded if message is None else message.copy_(encoded)
+    from seqpar.kernels import flash_attention as kernels  # imports Triton
+
+    chosen = slice(None) if rows is None else rows.local(parts[0].device)
+    index = None if isinstance(chosen, slice) else chosen
+    by_batch = [(x[chosen] if index is None else x).transpose(0, 1) for x in parts]
+    count = by_batch[0].shape[1] if index is None else index.shape[0]
+    if message is None:
+        shape = count, *parts[0].shape[1:3], encoded_width(dims)
+        message = parts[0].new_empty(shape, dtype=torch.int8)
+    kernels.encode_rows(by_batch, index, code, message)
+    return message
+
+
+def decode_rows(
+    message: Tensor, dims: Sequence[int], code: torch.dtype, dtype: torch.dtype
+) -> list[Tensor]:
+    """Undo `encode_rows`, and return the parts (n, B, H, D) in a dtype, each contiguous.
+
+    A GPU takes one kernel for one or two parts.
+    """
+    if not is_on_cuda(message):
+        return decode(message, dims, code, dtype)
+    from seqpar.kernels import flash_attention as kernels  # imports Triton
+
+    parts = [message.new_empty((*message.shape[:3], dim), dtype=dtype) for dim in dims]
+    kernels.decode_rows(message, code, parts)
+    return parts
 
 
 def encoded_width(dims: Sequence[int]) -> int:
