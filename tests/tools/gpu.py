@@ -44,7 +44,8 @@ TESTS = {
         f"tests/kernels/test_{name}.py" for name in ("strategies", "same_bits")
     ],
     "softmax kernels": [
-        f"tests/kernels/test_{name}.py" for name in ("flash_attention", "merge_hops")
+        f"tests/kernels/test_{name}.py"
+        for name in ("flash_attention", "merge_hops", "eight_bit_rows")
     ],
     "linear kernels": ["tests/kernels/test_lightning_attention.py"],
     "launching, arguments, tuner": [
