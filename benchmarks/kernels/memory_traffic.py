@@ -242,8 +242,8 @@ def _decode_bytes(
     return message.nbytes + written
 
 
-# By the name of a Triton kernel: the bytes that it reads and writes, from a launch and its tensors.
-# A kernel without an entry ends the program.
+# For each Triton kernel, by name, a function of a launch and its tensors that returns the bytes
+# that the launch reads and writes. A kernel without an entry ends the program.
 KERNEL_BYTES: dict[str, Callable[..., int]] = {
     "flash_add_to_rows": _add_to_rows_bytes,
     "flash_decode_rows": _decode_bytes,
@@ -285,7 +285,7 @@ def _flash_attn_bwd(
 
 
 def _no_softcap(softcap_val: float) -> object:
-    """Stand for the package's functions for a softcap, which no case has."""
+    """Take the place of the package's functions for a softcap. No case has a softcap."""
     raise NotImplementedError
 
 

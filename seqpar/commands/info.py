@@ -187,7 +187,10 @@ def packages() -> dict[str, str]:
 
 
 def default() -> dict[str, str]:
-    """Return the kernel that computes softmax attention by default here, and why no faster one."""
+    """Return the kernel that computes softmax attention by default on this machine.
+
+    Also return why each faster kernel is not the default, and how to install FlashAttention-4.
+    """
     if not torch.cuda.is_available():
         return {"kernel": "aten, on the CPU", "not FlashAttention-4": "torch finds no GPU"}
     if torch.version.hip:

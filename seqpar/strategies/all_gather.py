@@ -58,8 +58,9 @@ class AllGatherAttention(Attention):
     Memory of a group of heads: all keys and values that this rank's queries attend to, where Ring
     holds two blocks. Backward adds the group's fp32 gradients of this rank's tokens, fp32 gradients
     of the keys of two exchanges, and incoming gradients for this rank's rows. With packed documents
-    on a GPU, a kernel call also reads a copy of the keys and values of an exchange, some of them
-    twice in forward. In return there are fewer waits and larger kernels.
+    on a GPU, a kernel call also reads a copy of the keys and values of an exchange. In forward,
+    some of them are in the copy twice. In return for this memory, AllGather waits less often than
+    Ring, and its kernels are larger.
 
     "The Llama 3 Herd of Models" (2024), section 3.3.2; Sun et al., "LASP-2" (2025), section 3.3.
     """

@@ -156,7 +156,8 @@ class Disaggregated(SplitStrategy[TaskExchange, GroupExchanges]):
     def _groups(self, call: ResolvedCall, direction: str) -> list[HeadSlices]:
         """Return the groups in which heads travel, the same on all ranks.
 
-        Forward has one: callers may post it long before they complete it, to hide all messages.
+        Forward has one group, because callers may post a forward long before they complete it, so
+        that all of its messages are hidden.
         """
         if direction == "backward":
             return head_groups(call.shape, call.layout, call.mask)
@@ -256,7 +257,7 @@ class DisaggregatedAttention(SplitAttention):
     and one of statistics) and one of keys, and sends one back. Keys that queries of several stages
     attend to travel separately, because their gradients return later. In backward, heads travel in
     g groups, each with its own messages; g is the number of groups of `RingAttention`. `traffic`
-    returns the number.
+    returns the number of messages.
 
     Memory in addition to inputs and results, in bytes, for a rank that receives m query rows and n
     key rows, sends m' query rows, and sends its key rows n' times:

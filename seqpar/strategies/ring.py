@@ -50,9 +50,10 @@ class RingAttention(Attention):
     Messages: one per peer and group of heads with keys and values, and in backward another one with
     their gradients. Ranks with many rows compute their heads in g groups, one after another. With
     one document there is one group per 4,096 of the B·T key rows of the longest rank. Short
-    documents and windows have less work for these rows: the rows count by L/N, with L the mean
-    length of a token's document, at most twice the window's width, and N the number of tokens.
-    There is at least one group per 16,384 rows, and at most Hkv groups.
+    documents and windows have less work for these rows, so the number of rows is multiplied by L/N.
+    N is the number of tokens, and L is the length of a token's document, on average over all
+    tokens. A window limits the length of a document to twice the window's width. There is at least
+    one group per 16,384 rows, and there are at most Hkv groups.
 
     With `message_dtype=torch.int8` or `torch.float8_e4m3fn`, keys and values travel in 8 bits,
     B·Hkv·(D + Dv + 8) bytes per row. The error of results is about 0.3% with int8 and 1.5% with
@@ -66,7 +67,7 @@ class RingAttention(Attention):
     Memory of a group of heads: two blocks of a peer's keys and values, and this rank's keys and
     values packed. Forward adds the partial of the group. Backward adds the group's fp32 gradients
     of this rank's tokens, and three blocks of fp32 gradients: computed, leaving and arriving.
-    Messages count until they have been waited for. All heads together: the results.
+    Messages count until they have been waited for. The results of all heads are held in addition.
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
     (2023), section 3.

@@ -65,7 +65,7 @@ class TokenRingAttention(Attention):
     Messages: one per peer for travelling rows, and one for their results. If the rows are one
     contiguous range, backward sends q, dout and the statistics separately, without a copy. Ranks
     with many rows send their heads in g groups, and the compute of one group hides the messages of
-    the next. There are as many groups as in `RingAttention`, of the query rows.
+    the next. The number of groups is as in `RingAttention`, but for query rows instead of key rows.
 
     Memory in addition to inputs and results, in bytes, for T local rows that all attend to keys of
     every rank: two blocks of a peer's queries, one more of leaving queries if they are copied (c =

@@ -1,9 +1,10 @@
 """Profile a rank of every strategy: kernel launches, gaps between them, and memory.
 
 `python -m tests.tools.profiles --folder FOLDER` calls each strategy on one rank of 8 with 16K
-tokens, of one document and of 32, and writes profiles.json after each. All messages have arrived
-at once, with whatever the memory held: what is left are the kernels of the rank and the host that
-launches them. Forward and backward are profiled in a second call, after one that compiles.
+tokens, with one document and with 32, and writes profiles.json after each of them. No messages are
+sent: each message counts as received at once, and its memory keeps what it held before. A profile
+therefore has only the kernels of the rank and the work of the host that launches them. The first
+call of a strategy compiles kernels, and the second call is profiled, forward and backward.
 
 Without a GPU, PyTorch's innermost operators take the place of kernels, and no memory is counted.
 """
@@ -25,13 +26,13 @@ from tests.support.cases import STRATEGIES, module
 from tests.support.steady import SilentComm
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
-SHOWN = 10  # kernels of a pass that are named: those that take the longest together
+SHOWN = 10  # kernels of a pass that are named: those with the longest total time
 
 
 def use(intervals):
-    """Return how long a device works within [(start, stop)] in µs, and how long it waits between.
+    """Return for how long a device works, and for how long it waits between kernels, in seconds.
 
-    Kernels may overlap. Times are in seconds.
+    `intervals` has the (start, stop) of each kernel in µs. Kernels may overlap.
     """
     busy, gaps, until = 0.0, [], None
     for start, stop in sorted(intervals):
@@ -80,7 +81,7 @@ def profiled(function):
         "host_seconds": host,  # until all is launched; the profiler makes launches slower
         "launches": len(events),
         **use([(x.time_range.start, x.time_range.end) for x in events]),
-        "peak_bytes": peak,  # beside what was allocated before the pass
+        "peak_bytes": peak,  # in addition to what was allocated before the pass
         "allocations": allocations,
         "kernels": {
             name[:100]: {"launches": len(by_name[name]), "seconds": sum(by_name[name])}
@@ -91,7 +92,7 @@ def profiled(function):
 
 
 def passes(strategy, documents, options):
-    """Return the profiles of forward and of backward, of the second call of a layout."""
+    """Return the profiles of forward and of backward in the second call of a layout."""
     total, rank = options.tokens * options.ranks, options.ranks // 2
     layout = Layout.zigzag([total * i // documents for i in range(documents + 1)], options.ranks)
     attn, n = module(strategy, SilentComm(rank, options.ranks)), layout.tokens_on(rank)

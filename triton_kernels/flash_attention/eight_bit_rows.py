@@ -29,20 +29,20 @@ from .tiles import within
 
 LARGEST_CODES = {torch.int8: 127, torch.float8_e4m3fn: 448}
 _SCALE_BYTES = 4
-_TILE_ELEMENTS = 4096  # of a part, per program
-_INFINITY_BITS = tl.constexpr(0x7F800000)  # of fp32
+_TILE_ELEMENTS = 4096  # elements of a part per program
+_INFINITY_BITS = tl.constexpr(0x7F800000)  # the bits of infinity in fp32
 _LEAST_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2⁻⁶ in fp32: the least normal e4m3 number
 # For abs(x) < 2²², x + 1.5 · 2²³ is rounded to an integer, halves to the even one.
 _ROUNDS_TO_INTEGERS = tl.constexpr(12582912.0)
 # For abs(x) < 2⁻⁶, x + 2¹⁴ is rounded to a multiple of 2⁻⁹, the distance of subnormal e4m3 numbers.
 _ROUNDS_TO_SUBNORMALS = tl.constexpr(16384.0)
-_SUBNORMALS_BITS = tl.constexpr(0x46800000)  # of 2¹⁴
+_SUBNORMALS_BITS = tl.constexpr(0x46800000)  # the bits of 2¹⁴ in fp32
 _EXPONENT_STEP = tl.constexpr(2.0**120)  # fp32 exponents have a bias of 127, and those of e4m3 of 7
 
 
 @triton.jit
 def e4m3_code(x):
-    """Return the e4m3 codes, as int8, of x with abs(x) ≤ 448 or NaN, rounded to even."""
+    """Return the e4m3 codes, as int8, of x, which is NaN or has abs(x) ≤ 448, rounded to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     odd = (magnitude >> 20) & 1
@@ -71,7 +71,7 @@ def encode_part(
     d, four = tl.arange(0, BLOCK), tl.arange(0, 4)
     mask = within(valid, d, DIM, BLOCK)
     x = tl.load(at[:, None] + d[None, :] * stride_d, mask=mask, other=0.0).to(tl.float32)
-    # As integers, absolute values are in the order of the numbers, and NaN is above infinity.
+    # The bits of absolute values, read as integers, have the order of the values. NaN is largest.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, LIMIT * 1.0)
     quotient = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)[:, None])

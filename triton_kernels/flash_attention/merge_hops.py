@@ -32,11 +32,12 @@ from .configs import padded
 from .launching import Prepared, run, signature, strides
 from .tiles import rows_of_program, within
 
-MOST_HOPS = 8  # that one launch merges: the kernel's arguments
+MOST_HOPS = 8  # hops that one launch merges: the kernel has arguments for so many
 _LEAST = tl.constexpr(-1.7976931348623157e308)  # the least finite number of fp64
-_LEAST_SINGLE = tl.constexpr(-3.4028234663852886e38)  # and of fp32
-_TILE_ELEMENTS = 4096  # of out, per program
-_MERGED_ELEMENTS = 2048  # of out, per program that merges: with twice as many, some spilled 2 KB
+_LEAST_SINGLE = tl.constexpr(-3.4028234663852886e38)  # the least finite number of fp32
+_TILE_ELEMENTS = 4096  # elements of a part per program that adds
+# Elements of out per program that merges. With twice as many, some programs spilled 2 KB.
+_MERGED_ELEMENTS = 2048
 
 
 @triton.jit
@@ -62,7 +63,10 @@ def of_hop(i, x0, x1, x2, x3, x4, x5, x6, x7):
 
 @triton.jit
 def values_of(out, own, o_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Return (rows, BLOCK_DV) in fp32: the rows `own` (rows,) at an address, 0 where negative."""
+    """Return (rows, BLOCK_DV) in fp32: the rows `own` (rows,) from address `out` on.
+
+    A row is 0 where `own` is negative.
+    """
     dv = tl.arange(0, BLOCK_DV)
     at_out = out + own[:, None] * o_t + dv[None, :]
     return tl.load(at_out, mask=within(own >= 0, dv, DV, BLOCK_DV), other=0.0).to(tl.float32)
@@ -72,7 +76,8 @@ def values_of(out, own, o_t, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
 def merged(total, total_lse, values, lse, own, w_t):
     """Return out (rows, BLOCK_DV) and lse (rows,) after one more hop.
 
-    `values` and `lse`, an address, are of one head of the hop's result, and `own` (rows,) its rows.
+    `values` is the hop's out of one head, and `lse` is the address of the hop's lse of this head.
+    `own` (rows,) are the rows in the hop's result, negative where the hop has none.
     """
     has_keys = own >= 0
     new = tl.load(lse + own * w_t, mask=has_keys, other=0.0).to(tl.float64)
@@ -108,7 +113,8 @@ def flash_merge_hops(
 ):  # fmt: skip
     """Merge TILE_ROWS of the `rows_total` rows of one head; for shapes see `merge_hops`.
 
-    A loop over the hops selects their arguments: unrolled, it needs more registers than there are.
+    A loop over the hops selects the arguments of each hop. Unrolled, the loop would need more
+    registers than there are.
     With ONLY_ROWS there is one hop, and rows that it lacks are not written.
     """
     batch, head, _, rows, valid = rows_of_program(rows_total, heads, TILE_ROWS)
@@ -183,7 +189,7 @@ class _Merge(NamedTuple):
     """A prepared call of `merge_hops`, without its tensors."""
 
     launch: Prepared
-    place: Tensor  # (1,) int32, the address of tensors that are not used
+    place: Tensor  # (1,) int32, passed instead of each tensor that is not used
 
 
 def merge_hops(
@@ -198,12 +204,12 @@ def merge_hops(
 
     out is (B, T, H, Dv) in bf16, fp16 or fp32, and lse (B, T, H) in fp32 or fp64; their rows are
     contiguous. The merge continues partial_out (B, T, H, Dv) fp32 and partial_lse (B, T, H) fp64,
-    if they are given. These may be the tensors `out` and `lse`. The `sinks` (H,) join the
-    denominator of out, and are not part of lse. A row that no hop has gets out 0 and lse −∞, or the
-    partial result.
+    if they are given. These may be the tensors `out` and `lse`. The `sinks` (H,) are added to the
+    denominator of out, and are not part of lse. A row that no hop has gets the partial result or,
+    without a partial result, out 0 and lse −∞.
 
-    If lse is None, so are partial_lse, the sinks and the lse of all hops, and results are added. A
-    row that no hop has then gets 0, or the partial result.
+    If lse is None, then partial_lse, the sinks and the lse of all hops are None too, and results
+    are added. A row that no hop has then gets the partial result or, without one, 0.
     """
     check_list("hops", hops, HopResult)
     firsts = tuple(x.first for x in hops)
@@ -223,7 +229,7 @@ def merge_hops(
         )
         for x in hops
     ]
-    every += every[:1] * (MOST_HOPS - len(hops))  # which are not read
+    every += every[:1] * (MOST_HOPS - len(hops))  # for hops that there are not; never read
     outs, lses, of_rows = zip(*every, strict=True)
     before = (
         out if partial_out is None else partial_out,

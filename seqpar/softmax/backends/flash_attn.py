@@ -102,8 +102,9 @@ def _filling_gradients(
 _one_at_a_time = threading.Lock()
 
 
-# FlashAttention-4 compiles a variant, for 3 to 4 s, if the longest segment has more rows than one
-# tile of its kernels, and another one if it has not. No tile of any GPU has more rows than this.
+# FlashAttention-4 compiles one variant of its kernels for calls whose longest segment has more rows
+# than a tile, and another variant for all other calls. Each variant compiles for 3 to 4 s. No GPU's
+# tile has more rows than this.
 _LARGEST_TILE = 256
 # The first version whose backward is deterministic on sm_90 where query heads share KV heads
 # (flash-attention's pull request 2510).
@@ -113,7 +114,7 @@ _FIRST_DETERMINISTIC = "4.0.0b12"
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     @cache
     def softcap_functions(softcap: float) -> dict[str, object]:
-        """Return the functions that the package would make, hash and look up in each call."""
+        """Return the functions that the package would otherwise make and hash in each call."""
         make = package.utils.create_softcap_scoremod, package.utils.create_softcap_scoremod_bwd
         return {"score_mod": make[0](softcap), "score_mod_bwd": make[1](softcap)}
 
@@ -167,7 +168,8 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
     """Return the rows and keys of each segment, if FlashAttention-4 gets the segments as a batch.
 
-    Such calls are faster, and have a variant of their own. Segments of one tile would have another.
+    Calls of a batch are faster, and FlashAttention-4 compiles a separate variant for them. Segments
+    that fit into one tile are not passed as a batch, because they would need one more variant.
     """
     dense = tables.dense
     return dense if dense is not None and min(dense) > _LARGEST_TILE else None
@@ -184,7 +186,7 @@ def _by_heads(x: Tensor, length: int) -> Tensor:
 
 
 def _is_deterministic_on_hopper(package: ModuleType) -> bool:
-    """Return whether a version of FlashAttention-4 is known, and new enough."""
+    """Return whether the version of FlashAttention-4 is known, and deterministic on sm_90."""
     if not package.__name__.startswith("flash_attn."):  # builds in the hub have no version
         return False
     version = installed_version("flash-attn-4")
@@ -199,7 +201,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 _SEGMENTS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-_NO_SEGMENTS = dict.fromkeys(_SEGMENTS.split())  # None each
+_NO_SEGMENTS = dict.fromkeys(_SEGMENTS.split())  # all are None
 _SCORES = "softmax_scale softcap window_size_left window_size_right"
 _COMMON = f"q k v {_SEGMENTS} {_SCORES}"
 _BACKWARD = f"dout out dq dk dv deterministic {_COMMON}"

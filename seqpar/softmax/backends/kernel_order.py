@@ -99,8 +99,8 @@ def aten_kernel(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> V
 def default_kernel(major: int) -> tuple[str, dict[str, str]]:
     """Return the kernel that computes full and causal masks in half precision by default.
 
-    `major` is the first number of the compute capability of an NVIDIA GPU. Also returns why each
-    kernel that comes before it cannot be used, and why FlashAttention-4 cannot.
+    `major` is the first number of the compute capability of an NVIDIA GPU. For FlashAttention-4,
+    and for each kernel that precedes the default in the order, also return why it cannot be used.
     """
     order = ORDERS.get(major, ORDERS[12]).names
     loaded = {x: _load(x, major) for x in ("FlashAttention-4", *order) if x != "triton"}

@@ -58,7 +58,8 @@ class VarlenSegment(NamedTuple):
 
     q_start: int
     q_stop: int
-    keys: tuple[KeyRange, ...]  # several only if the segment is full: their order has no meaning
+    # Only a full segment may have several ranges: the order of its keys has no meaning.
+    keys: tuple[KeyRange, ...]
     # left, right: the window that the segment needs, or −1 for a side that masks no key
     left: int
     right: int
@@ -97,8 +98,8 @@ class VarlenCall:
     """One call of a varlen kernel.
 
     `queries` and `keys` are the rows of all segments, in their order. No two segments share a query
-    row, nor a key row unless the call is only for forward. `query_key` is equal for calls with the
-    same query rows.
+    row. Segments share key rows only in calls that are only for forward. Calls with the same query
+    rows have the same `query_key`.
     """
 
     def __init__(self, segments: Sequence[VarlenSegment], window: Window) -> None:
@@ -110,8 +111,9 @@ class VarlenCall:
         lengths = [(x.q_stop - x.q_start, x.key_count) for x in segments]
         self._lengths = np.array(lengths, dtype=np.int64).T
         self._window = window
-        # The rows and keys of each segment, if all segments have the same numbers of them. They are
-        # then multiples of 128, and all segments are full, or causal with as many keys as rows.
+        # The numbers of rows and of keys of each segment if the call is dense, else None. All
+        # segments of a dense call have the same two numbers, which are multiples of 128, and are
+        # full, or causal with as many keys as rows.
         is_dense = len({*lengths}) == 1 and _is_dense(*lengths[0], window)
         self.dense = lengths[0] if is_dense else None
         self._tables = Memo()
@@ -149,7 +151,8 @@ def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
     """Return the calls that compute the slices, built once per slices.
 
     With `repeats_keys`, several segments of a call may have the same key rows, so that there are
-    fewer calls. Such calls are only for forward: in backward each would add to the same rows.
+    fewer calls. Such calls are only for forward: in backward, these segments would add to the
+    gradients of the same rows.
     """
     name = f"varlen work {repeats_keys}"
     return slices.derived(name, lambda: _build(slices, repeats_keys))
@@ -167,8 +170,8 @@ def _build(slices: Slices, repeats_keys: bool) -> VarlenWork:
     calls = []
     for window, members in _by_window(_join_keys(segments)).items():
         of_window = [VarlenCall(layer, window) for layer in _layers(members)]
-        # One long document has one segment in a call. Its calls are large, and a copy of its keys
-        # would take much memory.
+        # The calls of one long document have one segment each, and stay as they are: they are
+        # large, and a copy of the document's keys would take much memory.
         has_short_segments = 1 < len(of_window) < len(members)
         if repeats_keys and has_short_segments:
             of_window = _with_repeated_keys(members, window) or of_window
@@ -249,14 +252,14 @@ def _layers(segments: list[VarlenSegment]) -> list[list[VarlenSegment]]:
 
 
 def _is_free(pair: KeyRange, ranges: list[KeyRange]) -> bool:
-    """Return whether a range shares no row with ascending ranges, which share none either."""
+    """Return whether a range shares no row with `ranges`, which ascend and do not overlap."""
     i = bisect(ranges, pair)
     starts_after = i == 0 or ranges[i - 1][1] <= pair[0]
     return starts_after and (i == len(ranges) or pair[1] <= ranges[i][0])
 
 
-# A call for forward reads at most this many times as many key rows as it has. On a zigzag layout
-# the keys of a rank before are read twice, and the keys of a rank behind once.
+# A call for forward reads each of its key rows at most this many times, on average. On a zigzag
+# layout it reads the keys of a rank before this one twice, and the keys of a rank behind it once.
 _MOST_READS = 2
 
 
@@ -371,7 +374,8 @@ class VarlenKernel(NamedTuple):
     ) -> None:
         value_dim, batch = v.shape[-1], q.shape[0]
         takes = self.takes(q, v, options, has_dlse=False)
-        repeats_keys = not self.only_dense  # segments of one length would get several lengths
+        # Segments with repeated keys may differ in length, and then their call is not dense.
+        repeats_keys = not self.only_dense
         calls, remaining = varlen_work(slices, repeats_keys) if takes else VarlenWork([], slices)
         if remaining is not None:
             reference.forward(q, k, v, remaining, partial, options)
@@ -492,7 +496,8 @@ class _Queries(NamedTuple):
         output.prepared = kept = None  # frees the rows of another call
         dout, lse = (_flat(x, call.queries) for x in (output.dout, output.lse))
         if output.out is None and takes_dlse:
-            # A kernel computes delta as out·dout − dlse, and reads out for nothing else.
+            # A kernel computes delta as out·dout − dlse, and reads out for nothing else. With zeros
+            # for out and −delta for dlse, it computes this delta.
             out = output.zeros.like(dout)
             dlse: Tensor | None = -_flat(output.ensure_delta(), call.queries)
         else:

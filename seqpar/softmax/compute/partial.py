@@ -73,13 +73,13 @@ class Partial(WaitingResults):
 
     A row without keys has out 0 and lse −inf.
 
-    On CUDA results wait, in the dtypes of their kernels, until one Triton kernel merges several of
-    them. The bits are those of merging them one by one. On other devices each result is merged when
-    it comes, except that a first result of all rows waits until another one comes.
+    On CUDA, results wait in the dtypes of their kernels until one Triton kernel merges several of
+    them. The merged result has the same bits as merging them one by one. On other devices each
+    result is merged at once, except that a first result of all rows waits for the next result.
     """
 
-    # Six results in half precision, or the sums in fp32 and four such results: what the fp32
-    # gradients of a group of heads take in backward, with four query heads per KV head.
+    # Enough for six results in half precision, or for the sums in fp32 and four such results. With
+    # four query heads per KV head, the fp32 gradients of a group of heads take as much in backward.
     most_bytes = 12
 
     def __init__(
@@ -92,7 +92,7 @@ class Partial(WaitingResults):
         self.empty = True  # whether no row has keys yet
         # Whether the merged bits of a row do not depend on its place among other rows
         self.rank_invariant = rank_invariant
-        # Whether one call of a backend computes it, and nothing is merged into it
+        # Whether one call of a backend computes the partial, and nothing is merged into it
         self.single = False
         self.prepared: object = None  # what a backend keeps from one block of keys to the next
 
@@ -138,7 +138,10 @@ class Partial(WaitingResults):
 
     @property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """out and lse, which callers may change in place. From now on no result waits."""
+        """out and lse, which callers may change in place.
+
+        Reading them merges the results that wait. Later results are merged at once.
+        """
         self._may_wait = False
         return self._sum_up()
 
@@ -160,7 +163,7 @@ class Partial(WaitingResults):
         """Add the partial of the same rows over other keys.
 
         out (B, n, H, Dv) and lse (B, n, H) must not change until the partial is finished or its
-        sums are read. `is_owned` says that they belong to the partial from now on.
+        sums are read. With `is_owned`, both tensors belong to the partial from now on.
         """
         result = Result(rows, out, lse, is_owned)
         if rehearsing():
@@ -176,10 +179,10 @@ class Partial(WaitingResults):
         dtype: torch.dtype,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output, cast once to `dtype`, and the lse.
+        """Return out, cast once to `dtype`, and lse.
 
-        With `into` they are written to these two tensors, in their dtypes. The sinks (Hq,) join the
-        denominator of the output, and are not part of the lse.
+        With `into`, out and lse are written to these two tensors, in their dtypes. The sinks (Hq,)
+        are added to the denominator of out, and are not part of lse.
         """
         if self._by_kernel and self._waiting:
             is_result = into is None and sinks is None and self._is_one_result
@@ -350,9 +353,9 @@ class OutputGradient:
 
 
 class QuerySums(WaitingResults):
-    """Sums of dq over several blocks of keys. On CUDA results wait as those of `Partial` do."""
+    """Sums of dq over several blocks of keys. On CUDA, results wait as in `Partial`."""
 
-    # Less than those of `Partial`: backward holds gradients of keys too.
+    # Less than in `Partial`, because backward also holds gradients of keys.
     most_bytes = 8
 
     def __init__(self, like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> None:
@@ -373,7 +376,10 @@ class QuerySums(WaitingResults):
 
     @property
     def sums(self) -> Tensor:
-        """dq, which callers may change in place. From now on no result waits."""
+        """dq, which callers may change in place.
+
+        Reading it adds the results that wait. Later results are added at once.
+        """
         self._may_wait = False
         return self._sum_up()
 
@@ -381,7 +387,11 @@ class QuerySums(WaitingResults):
         _ = self.sums
 
     def add(self, rows: slice | Rows, part: Tensor, sign: int = 1) -> None:
-        """Add a part (B, n, Hq, D), times −1, 0 or 1. It belongs to the sums from now on."""
+        """Add sign · part to these rows.
+
+        The part is (B, n, Hq, D), and the sign is −1, 0 or 1. The part belongs to the sums from now
+        on.
+        """
         if sign != 1 and self._may_wait:
             part, sign = part.mul_(sign), 1
         result = Result(rows, part, None, is_owned=True)
@@ -392,7 +402,10 @@ class QuerySums(WaitingResults):
             add_rows(part, self.sums, local, sign)
 
     def finish(self, into: Tensor | None = None) -> Tensor:
-        """Return dq in fp32 or, rounded once, in the results' dtype; or write it to `into`."""
+        """Return dq in fp32 or, rounded once, in the dtype of the results.
+
+        With `into`, dq is written to this tensor, in its dtype.
+        """
         if self._by_kernel and self._waiting and not (into is None and self._is_one_result):
             if into is None:
                 dtype = self._waiting[0].out.dtype
@@ -572,7 +585,7 @@ def _finite(lse: Tensor) -> Tensor:
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
     """Return x · factor, rounded once to a dtype; no copy is larger than the result.
 
-    It is written to `into`, a tensor of this dtype, if given.
+    With `into`, a tensor of this dtype, the product is written there.
     """
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype) if into is None else into)
 

@@ -1,4 +1,4 @@
-"""Results of kernels that wait, so that one Triton kernel merges several of them.
+"""Results of kernel calls that wait until one Triton kernel merges or adds several of them.
 
 Legend: B batch, T rows, n rows of a result, H heads, D head dim.
 """
@@ -24,27 +24,30 @@ class Result(NamedTuple):
 
 
 class WaitingResults:
-    """Results for rows of (B, T, H, D), in the dtypes of their kernels, until they become sums.
+    """Keeps results for rows of (B, T, H, D), in the dtypes of their kernels, until it sums them.
 
-    On CUDA several results wait. On other devices only a first result of all rows waits, until
-    another one comes.
+    `Partial` sums results by merging them, weighted by lse. `QuerySums` adds them. On CUDA several
+    results wait. On other devices only a first result of all rows waits, for the next result.
     """
 
-    # What results may take with the sums, in bytes per element of (B, T, H, D)
+    # The most that results and sums may take together, in bytes per element of (B, T, H, D)
     most_bytes: int
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, by_kernel: bool
     ) -> None:
-        """Make it for sums in a dtype, on the device of `like`; see `by_kernel`."""
+        """Prepare for sums of this shape and dtype, on the device of `like`.
+
+        With `by_kernel`, the Triton kernel sums the results on CUDA, if the sums are in fp32.
+        """
         self._shape, self._device, self.dtype = shape, like.device, dtype
-        # Whether the Triton kernel makes sums of results
+        # Whether the Triton kernel sums the results
         self._by_kernel = by_kernel and is_on_cuda(like) and dtype == torch.float32
         self._waiting: list[Result] = []
         self._may_wait = True
 
     def make_room(self, rows: int, dtype: torch.dtype) -> None:
-        """Make sums of the results that wait, unless a result of `rows` rows can wait too.
+        """Sum the results that wait, unless a result of `rows` rows can wait beside them.
 
         Backends call it before a kernel allocates its result in this dtype.
         """
@@ -52,14 +55,14 @@ class WaitingResults:
             self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
-        """Request the table that sums of these rows read."""
+        """Request the table that summing results of these rows reads."""
         if self._by_kernel:
             self._place(rows)
         elif isinstance(rows, Rows):
             rows.local(self._device)
 
     def _sum_up(self) -> object:
-        """Make sums of the results that wait, and return all sums."""
+        """Sum the results that wait, and return the sums."""
         raise NotImplementedError
 
     @property
@@ -76,7 +79,7 @@ class WaitingResults:
             self._sum_up()
 
     def _keep(self, result: Result) -> bool:
-        """Let a result wait, if it is the first one, and of all rows; return whether it does."""
+        """Let a result wait if it is the first one and has all rows; return whether it waits."""
         kept = not self._has_sums and not self._waiting and self._is_whole(result)
         if kept:
             self._waiting.append(result)

@@ -116,8 +116,9 @@ def key_buffers(
 ) -> MessageBuffers:
     """Return the buffers for the keys of a pass in which `groups` groups of heads travel.
 
-    A token has `rows` rows, one per batch entry and KV head, in the largest group, each of `dims`,
-    D and Dv. While a step's block is read, the blocks of the next `ahead` steps are under way.
+    In the largest group, a token has `rows` rows, one per batch entry and KV head. `dims` are D and
+    Dv, the elements of a row of k and of v. While a step's block is read, the blocks of the next
+    `ahead` steps are under way.
     """
     width = rows * (encoded_width(dims) if message_dtype else sum(dims))
     sizes = [x.rows * width for x in steps if x.travels]
@@ -146,8 +147,8 @@ class GradientReturn:
         """Post the exchange.
 
         `block` is dk and dv, packed, of the rows that arrived in the step, or None if no rows
-        travelled. Gradients of own rows come from the ranks that these were sent to, and are
-        received into one of the `buffers`, or into new memory if it is None.
+        travelled. The ranks that received this rank's rows send back the gradients of these rows.
+        They arrive in one of the `buffers`, or in new memory if `buffers` is None.
         """
         sends, recvs = list[Message](), list[Message]()
         if block is not None:

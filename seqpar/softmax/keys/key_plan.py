@@ -245,8 +245,9 @@ def key_traffic(
 
 # Heads are computed in groups, so that the blocks that travel stop growing with the rows. The work
 # on a group must keep a GPU busy for longer than the host needs to post the next group. There is
-# therefore one group for each 4,096 rows of a document on a rank. If these are few, there are more
-# groups only to limit memory, one for each 16,384 rows. Groups of rows would need their own tables.
+# therefore one group for each 4,096 rows that a document has on a rank. If documents are too short
+# for that, more groups only limit memory: there is at least one group for each 16,384 rows of a
+# rank. Heads are divided and not rows, because each group of rows would need its own tables.
 _ROWS_PER_GROUP = 4096
 _ROWS_PER_SHORT_GROUP = 16384
 
@@ -294,9 +295,11 @@ def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadS
 
 
 def _attended(layout: Geometry, mask: Mask) -> int:
-    """Return the mean length of a token's document, at most as long as what a window reaches.
+    """Return the length of a token's document, limited by the window, on average over all tokens.
 
-    A window counts as if it reached as far to both sides: a causal document has half of its pairs.
+    The limit is 2w + 1, where w is the reach of the window to its wider side. A window to one side
+    counts as if it reached to both, because a causal document also counts with its whole length,
+    although it has only half of its pairs.
     """
     reach = 2 * max(mask.left, mask.right) + 1
     if mask.prefix is not None or mask.ranges is not None:

@@ -119,7 +119,7 @@ class KeyStrategy(Strategy):
     def _buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
     ) -> PassBuffers:
-        """Return the buffers of a pass of this number of groups of heads."""
+        """Return the buffers of a pass that computes heads in this number of groups."""
         steps, ahead = self.plan(call, comm.is_routed).steps, self.ahead(call.ranks)
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
         rows = batch * -(-kv_heads // groups)  # of a token, in the largest group
@@ -136,7 +136,7 @@ class KeyStrategy(Strategy):
         buffers: MessageBuffers,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse; with `into` they are written to these tensors."""
+        """Return out and lse. With `into`, they are written to these two tensors."""
         q, k, v, sinks = operands
         plan, label = self.plan(call, comm.is_routed), f"{self.name} forward"
         ahead = self.ahead(call.ranks)
@@ -155,15 +155,16 @@ class KeyStrategy(Strategy):
             total = PartialGradients.zeros(q, k, v)
             self._attend_backward(comm, call, output, operands, total, buffers)
             return total.results()
-        # Only the sums of one group exist in the accumulator's dtype. Rounding them here is the
-        # only rounding also inside USP, whose ranks may add the gradients of a KV head: in a call
-        # with several KV heads, a rank has all query heads of each of them (`HeadGroups`).
+        # At any time only the sums of one group exist in the accumulator's dtype. They are rounded
+        # here, and not again inside USP. Ranks of USP add the gradients of a KV head only if they
+        # share it, and in a call with several KV heads, a rank has all query heads of each of them
+        # (`HeadGroups`).
         gradients: list[Tensor] = []
         for heads in groups:
             of_group, own = call.with_heads_of(call, heads.queries), heads.operands(operands)
             total = PartialGradients.zeros(own.q, own.k, own.v)
             self._attend_backward(comm, of_group, heads.output(output), own, total, buffers)
-            # Not earlier: the first group's messages need memory that these would take.
+            # Allocated only now, because the messages of the first group needed the memory.
             gradients = gradients or [x.new_empty(x.shape) for x in (q, k, v)]
             heads.put(total, gradients)
             del total  # before the sums of the next group are made

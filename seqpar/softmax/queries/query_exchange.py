@@ -132,9 +132,9 @@ class QueryExchange:
         """Prepare a pass in which the tensors `travelling`, (B, T, Hq, …), travel."""
         self._queries, self._results = comm, comm.channel("results")
         self._schedule, self._label, self._device = schedule, label, travelling[0].device
-        # The queries of a hop are read while those of the next hop arrive. A hop's results, which
-        # leave and return, are in use until those of the next hop have been computed and posted;
-        # those that leave have then been sent.
+        # The queries of a hop are read while the queries of the next hop arrive. The results that
+        # this rank sends in a hop, and those that return to it, are in use until the results of the
+        # next hop have been computed and posted. By then, the results that leave have been sent.
         queries, results = list[int](), list[int]()
         for x in schedule.hops:
             if x.hop.received_count:
@@ -142,7 +142,8 @@ class QueryExchange:
                 results.append(x.leaving.elements)
             if x.hop.sent_count:
                 results.append(x.returning.elements)
-        # Early hops may have fewer rows than late ones, and hold more beside the messages.
+        # Buffers grow, because early hops may have fewer rows than late hops, and hold more memory
+        # beside the messages.
         self._query_memory = MessageBuffers(2, queries, grow=True)
         self._result_memory = MessageBuffers(3, results, grow=True)
         whole = [x.contiguous() for x in travelling]
@@ -161,9 +162,9 @@ class QueryExchange:
         Args:
             compute_first: computes with this rank's own queries while the first queries arrive.
             compute_last: does so while the last results return.
-            compute: writes the results of received queries to the tensors of a message. Meanwhile
-                the queries of the next hop and, in the other direction, the results of the hop
-                before are under way.
+            compute: writes the results of received queries to the tensors of a message. While it
+                runs, the queries of the next hop and, in the other direction, the results of the
+                hop before are under way.
         """
         hops = self._schedule.hops
         arriving = self._post_queries(hops[0]) if hops else None

@@ -159,7 +159,7 @@ class TileStrategy(Strategy):
         for group, rows, (out, lse) in queries.results(compute_first, compute_last, compute):
             if code:
                 (out,) = decode_rows(out, dims, code, accumulator)
-            totals[group].merge(rows, out, lse)  # now: their memory will serve other messages
+            totals[group].merge(rows, out, lse)  # at once: later messages reuse the memory
             total.empty = False  # for the second half of this rank's own slices
             del out, lse  # before the next hop is computed
         return ForwardResult(*total.finish(sinks, q.dtype), [])

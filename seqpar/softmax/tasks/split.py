@@ -49,7 +49,7 @@ from seqpar.softmax.softmax_operator import ATTENTION, Bound, as_result
 from seqpar.softmax.strategy import ForwardResult, Gradients, Strategy
 
 P = TypeVar("P")  # the messages of a forward that has begun
-G = TypeVar("G")  # of a backward that has begun
+G = TypeVar("G")  # the messages of a backward that has begun
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ class SplitStrategy(Strategy, Generic[P, G]):
     ) -> G:
         """Post the messages of a backward; `residuals` come from forward's result.
 
-        With `at_once`, other work is done before this one is completed, so all messages that need
-        no other message are posted now. Otherwise some may be posted while it is completed.
+        With `at_once`, the caller does other work before it completes this backward, so all
+        messages that need no other message are posted now. Otherwise some of them may be posted
+        while this backward is completed.
         """
         raise NotImplementedError
 

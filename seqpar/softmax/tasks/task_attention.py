@@ -72,8 +72,9 @@ class TaskBuffers(NamedTuple):
     ) -> TaskBuffers:
         """Return the buffers of a pass of this number of groups.
 
-        At most `live` groups have posted their exchange and not computed with all foreign rows.
-        `queries` and `keys` are the elements of a row in the largest group.
+        At any time, at most `live` groups have posted their exchange and have foreign rows that are
+        still to be computed. In the largest group, `queries` are the elements of a row of each
+        block of queries, and `keys` those of a row of keys.
         """
         return cls(
             [MessageBuffers(live, [plan.foreign_queries * x] * groups) for x in queries],
@@ -168,10 +169,11 @@ class TaskExchange:
 
 
 class GroupExchanges:
-    """The exchanges of a pass whose heads travel in groups, one posted while another is computed.
+    """The exchanges of a pass whose heads travel in groups.
 
-    The messages of at most two groups then exist at once. All ranks have the same groups, so they
-    post the same exchanges in the same order.
+    Unless all exchanges are posted at once, an exchange is posted while the group before is
+    computed, so the messages of at most two groups exist at the same time. All ranks have the same
+    groups, so they post the same exchanges in the same order.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ def _sent_rows(shipments: Sequence[Shipment]) -> int:
 
 
 def _block(rows: int, tensors: Sequence[Tensor], memory: MessageBuffers) -> Tensor:
-    """Return a block (rows, B, H, ΣD) for rows of tensors (B, T, H, D), next to each other."""
+    """Return memory (rows, B, H, ΣD) for rows of tensors (B, T, H, D), joined along D."""
     x, (batch, _, heads, _) = tensors[0], tensors[0].shape
     shape = rows, batch, heads, sum(x.shape[3] for x in tensors)
     return memory.take(math.prod(shape), x.dtype, x.device).view(shape)
@@ -263,7 +265,7 @@ def complete_backward(
     operands: Operands,
     residuals: list[Tensor],
 ) -> Gradients:
-    """Return dq, dk and dv, in the accumulator's dtype or their own.
+    """Return dq, dk and dv, in the accumulator's dtype or in the dtypes of q, k and v.
 
     `residuals` are the blocks of queries and of keys that servers kept in forward, if any.
     """
@@ -317,7 +319,7 @@ def _add_gradients(
         del keys, values, dk, dv, into
     posted.release()
     del foreign_keys, foreign_sums, blocks, posted
-    groups.post_next()  # the next compute also hides what these heads need first
+    groups.post_next()  # the compute of the next line also hides the next group's first messages
     attend_backward(output, q, k, v, plan.last, total, call.options)
     for each in returning:
         for sent, results in each.wait():

@@ -11,14 +11,16 @@ from torch import Tensor
 class MessageBuffers:
     """Buffers that messages of one dtype use in turn: message i has buffer i mod `count`.
 
-    A new tensor per message takes more memory than its bytes on a GPU: torch keeps the memory of a
-    message until the device has come as far as the host, which runs ahead by many messages.
+    On a GPU, a new tensor per message would take more memory than the messages in use: torch does
+    not reuse the memory of a tensor that the host has freed until the device has reached the same
+    point, and the host runs many messages ahead of the device.
 
     A buffer may be used again when the exchange of its message has been waited for, and when all
-    operators that read the message have been called. What is written next then follows them: NCCL
-    receives after what the current stream was given before the post, and gloo's wait and a CPU's
-    operators return when they have ended. So `count` must be larger by 1 than the number of
-    messages that may be in use when another one is taken.
+    operators that read the message have been called. Its next message is then written after these
+    operators have read it. NCCL receives a message only after the work that the current stream was
+    given before the exchange was posted. With gloo on CPUs, waiting returns when an exchange has
+    ended, and an operator returns when it has ended. So `count` must be larger by 1 than the number
+    of messages that may be in use when another one is taken.
 
     A pass makes its own buffers, and a buffer is freed with its last message.
     """
@@ -26,8 +28,8 @@ class MessageBuffers:
     def __init__(self, count: int, sizes: Sequence[int], grow: bool = False) -> None:
         """Prepare buffers; `sizes` are the elements of each message, in the order of `take`.
 
-        A buffer is as large as the largest of its messages. With `grow` it is as large as the
-        largest so far, and a larger message gets a new one.
+        A buffer is as large as the largest of its messages. With `grow`, it is only as large as the
+        largest message so far, and a larger message replaces it by a new buffer.
         """
         count = min(count, len(sizes))
         self._largest = [0 if grow else max(sizes[slot::count]) for slot in range(count)]

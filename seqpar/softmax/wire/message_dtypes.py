@@ -94,8 +94,8 @@ def encode_rows(
 ) -> Tensor:
     """Return these rows of tensors (T, B, H, D), or all rows, as bytes (n, B, H, ΣD + 4·parts).
 
-    These are the bytes of `encode`, written to `message` if it is given. A GPU takes one kernel for
-    one or two parts.
+    The bytes are the same as those of `encode`. With `message`, they are written there. On a GPU,
+    one kernel encodes one or two parts.
     """
     dims = [part.shape[3] for part in parts]
     if not is_on_cuda(parts[0]):
@@ -120,7 +120,7 @@ def decode_rows(
 ) -> list[Tensor]:
     """Undo `encode_rows`, and return the parts (n, B, H, D) in a dtype, each contiguous.
 
-    A GPU takes one kernel for one or two parts.
+    On a GPU, one kernel decodes one or two parts.
     """
     if not is_on_cuda(message):
         return decode(message, dims, code, dtype)

@@ -75,8 +75,8 @@ class Rows:
     def place(self, rows: int, device: torch.device) -> int | Tensor:
         """Return where the block's rows lie among this number of local rows.
 
-        That is the first local row of a range. Otherwise it is (rows,) int32 on this device: for
-        each local row, its row in the block, or −1 if the block lacks it.
+        If the block is a range, return its first local row. Otherwise return (rows,) int32 on this
+        device: for each local row, its row in the block, or −1 if it is not in the block.
         """
         if self.is_range:
             return self.reach[0]
@@ -141,7 +141,8 @@ class Packing:
     element size. The message has the smallest dtype of its tensors.
 
     Attributes:
-        elements, dtype: of a message.
+        elements: the number of elements of the message.
+        dtype: the dtype of the message.
     """
 
     def __init__(self, sizes: tuple[int, int, int], formats: Sequence[RowFormat]) -> None:
@@ -170,7 +171,7 @@ class Packing:
     def tensors(self, message: Tensor) -> list[Tensor]:
         """Return the tensors (B, n, H, *shape) of a message, in the order of the formats.
 
-        The message begins its storage.
+        The message must begin at the start of its storage.
         """
         by_dtype = self._by_dtype(message)
         return [
@@ -181,7 +182,8 @@ class Packing:
     def apart(self, memory: Tensor) -> list[Tensor]:
         """Return the tensors, each contiguous and so a message of its own, in a message's memory.
 
-        Tensors with planes are contiguous too, so they are stored otherwise than in the message.
+        Tensors with planes are contiguous too, so their elements have another order in memory than
+        in the message.
         """
         by_dtype = self._by_dtype(memory)
         return [
