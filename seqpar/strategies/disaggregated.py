@@ -256,8 +256,8 @@ class DisaggregatedAttention(SplitAttention):
     Messages: in each stage, a server gets one message of queries (in backward, one of q and dout,
     and one of statistics) and one of keys, and sends one back. Keys that queries of several stages
     attend to travel separately, because their gradients return later. In backward, heads travel in
-    g groups, each with its own messages; g is the number of groups of `RingAttention`. `traffic`
-    returns the number of messages.
+    g groups, each with its own messages. g follows from the tokens and documents of the queries as
+    in `RingAttention`. `traffic` returns the number of messages.
 
     Memory in addition to inputs and results, in bytes, for a rank that receives m query rows and n
     key rows, sends m' query rows, and sends its key rows n' times:
@@ -267,7 +267,9 @@ class DisaggregatedAttention(SplitAttention):
     * backward, divided by g: dq, dk and dv in fp32 B·T·(Hq·D + Hkv·(D + Dv))·4, twice the received
       rows B·(m·Hq·(D + Dv) + n·Hkv·(D + Dv))·b, and the gradients that leave and return
       (m + m')·B·Hq·D·4 + (n + n')·B·Hkv·(D + Dv)·4. Received rows count twice because those of
-      the next group arrive while a group is computed.
+      the next group arrive while a group is computed. With `begin` and `finish`, backward posts
+      the messages of all groups before it computes the first group. The received rows and the rows
+      that are sent are then not divided by g.
 
     With `keep="server"`, received rows are also kept from forward to backward.
 

@@ -238,10 +238,25 @@ def test_more_hops_or_bytes_than_may_wait_are_merged_before(merged_by_kernels, d
     }
     for name, expected_launches in zip(("range", "all"), launches[dtype], strict=True):
         hops = [hop(name, i, dtype) for i in range(20)]
+        hops = [(rows, out.contiguous(), lse) for rows, out, lse in hops]  # without other columns
         expected = one_by_one(hops, nothing())
         merged_by_kernels.clear()
         assert_same_bits(partial_of(hops).finish(None, torch.float32), expected)
         assert merged_by_kernels == expected_launches
+
+
+def test_columns_that_a_kernel_adds_count(merged_by_kernels):
+    """Results of three times as many columns take 6 bytes per element of out: two may wait."""
+    total = Partial.nothing(torch.empty(2, ROWS, 3, 8, dtype=torch.bfloat16), hop("all", 0)[1])
+    value_dim = hop("all", 0)[1].shape[-1]
+    for i in range(4):
+        rows, out, lse = hop("all", i)
+        total.make_room(ROWS, torch.bfloat16, columns=3 * value_dim)
+        wide = out.new_zeros(*out.shape[:-1], 3 * value_dim)
+        wide[..., :value_dim] = out
+        total.merge(rows, wide[..., :value_dim], lse, is_owned=True)
+    total.finish(None, torch.bfloat16)
+    assert merged_by_kernels == [2, 1, 1]
 
 
 def test_results_of_other_dtypes_wait_apart(merged_by_kernels):

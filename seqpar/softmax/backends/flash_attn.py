@@ -109,6 +109,9 @@ _LARGEST_TILE = 256
 # The first version whose backward is deterministic on sm_90 where query heads share KV heads
 # (flash-attention's pull request 2510).
 _FIRST_DETERMINISTIC = "4.0.0b12"
+# The first version whose backward takes functions of scores also with `cu_seqlens`. Earlier ones
+# raise an error there.
+_FIRST_WITH_SOFTCAP = "4.0.0b24"
 
 
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
@@ -158,11 +161,14 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
 
     # On sm_100 it has head dim 256 too, but without a softcap and without the gradient of lse.
     max_head_dim = 256 if major == 9 else 128
-    deterministic = major != 9 or _is_deterministic_on_hopper(package)
     return VarlenKernel(
-        forward, backward, max_head_dim, softcap=True, lse_gradient=True,
-        deterministic=deterministic,
-    )  # fmt: skip
+        forward,
+        backward,
+        max_head_dim,
+        softcap=_is_at_least(package, _FIRST_WITH_SOFTCAP),
+        lse_gradient=True,
+        deterministic=major != 9 or _is_at_least(package, _FIRST_DETERMINISTIC),
+    )
 
 
 def _dense(tables: VarlenTables) -> tuple[int, int] | None:
@@ -185,12 +191,12 @@ def _by_heads(x: Tensor, length: int) -> Tensor:
     return x.view(x.shape[0], -1, length).transpose(0, 1).contiguous()
 
 
-def _is_deterministic_on_hopper(package: ModuleType) -> bool:
-    """Return whether the version of FlashAttention-4 is known, and deterministic on sm_90."""
+def _is_at_least(package: ModuleType, first: str) -> bool:
+    """Return whether the version of FlashAttention-4 is known, and not before `first`."""
     if not package.__name__.startswith("flash_attn."):  # builds in the hub have no version
         return False
     version = installed_version("flash-attn-4")
-    return version is not None and TorchVersion(version) >= _FIRST_DETERMINISTIC
+    return version is not None and TorchVersion(version) >= first
 
 
 def installed_version(distribution: str) -> str | None:

@@ -388,7 +388,7 @@ class VarlenKernel(NamedTuple):
                 call.request_tables(batch, q.device)
                 partial.request_tables(call.queries)
                 continue
-            partial.make_room(call.queries.count, q.dtype)
+            partial.make_room(call.queries.count, q.dtype, width)
             queries = _ScaledQueries.of(partial, q, call, width, options)
             packed = queries.rows, _flat(k, call.keys), _flat(v, call.keys)
             tables = call.tables(batch, q.device)
@@ -431,7 +431,7 @@ class VarlenKernel(NamedTuple):
                 call.request_tables(batch, q.device)
                 gradients.queries.request_tables(call.queries)
                 continue
-            gradients.queries.make_room(call.queries.count, q.dtype)
+            gradients.queries.make_room(call.queries.count, q.dtype, width)
             gradients.keys.release()
             queries = _Queries.of(output, q, call, width, has_columns, self.lse_gradient, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))

@@ -5,6 +5,7 @@ Legend: B batch, T rows, n rows of a result, H heads, D head dim.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,12 +47,14 @@ class WaitingResults:
         self._waiting: list[Result] = []
         self._may_wait = True
 
-    def make_room(self, rows: int, dtype: torch.dtype) -> None:
+    def make_room(self, rows: int, dtype: torch.dtype, columns: int = 0) -> None:
         """Sum the results that wait, unless a result of `rows` rows can wait beside them.
 
-        Backends call it before a kernel allocates its result in this dtype.
+        Backends call it before a kernel allocates its result in this dtype. `columns` is the head
+        dim of what the kernel allocates, if that is larger than D.
         """
-        if self._waiting and not (self._by_kernel and self._fits(rows, dtype)):
+        columns = max(columns, self._shape[-1])
+        if self._waiting and not (self._by_kernel and self._fits(rows, dtype, columns)):
             self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
@@ -96,15 +99,16 @@ class WaitingResults:
         waiting = self._waiting
         return not self._has_sums and len(waiting) == 1 and self._is_whole(waiting[0])
 
-    def _fits(self, rows: int, dtype: torch.dtype) -> bool:
+    def _fits(self, rows: int, dtype: torch.dtype, columns: int) -> bool:
         """Return whether a result of `rows` rows in a dtype can wait with the others."""
         from seqpar.kernels.flash_attention import MOST_HOPS  # imports Triton
 
-        total = self._shape[1]
-        held = sum(x.out.shape[1] * x.out.itemsize for x in self._waiting)
-        held += total * self.dtype.itemsize if self._has_sums else 0
-        fits = held + rows * dtype.itemsize <= self.most_bytes * total
-        return fits and len(self._waiting) < MOST_HOPS
+        batch, _, heads, _ = self._shape
+        elements = math.prod(self._shape)
+        held = sum(_held_bytes(x) for x in self._waiting)
+        held += elements * self.dtype.itemsize if self._has_sums else 0
+        needed = batch * rows * heads * columns * dtype.itemsize
+        return held + needed <= self.most_bytes * elements and len(self._waiting) < MOST_HOPS
 
     def _merge_by_kernel(
         self,
@@ -123,6 +127,12 @@ class WaitingResults:
         if isinstance(rows, Rows):
             return rows.place(self._shape[1], self._device)
         return rows.start or 0
+
+
+def _held_bytes(result: Result) -> int:
+    """Return the memory that a result keeps: also that of columns that its kernel has added."""
+    out = result.out
+    return out.untyped_storage().nbytes() if result.is_owned else out.nbytes
 
 
 def _dtypes(result: Result) -> tuple[torch.dtype, torch.dtype | None]:

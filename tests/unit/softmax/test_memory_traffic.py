@@ -88,13 +88,16 @@ def test_second_calls_do_not_wait_on_the_host(name):
         assert counts(name)[direction].host_waits == 0
 
 
-@pytest.mark.parametrize("strategy", ["ring", "token_ring", "mesh"])
-def test_bf16_gradients_move_fewer_bytes_than_fp32(strategy):
+@pytest.mark.parametrize(
+    ("strategy", "in_memory", "sent"),
+    [("ring", 0.91, 0.66), ("token_ring", 0.91, 0.75), ("mesh", 0.97, 0.85)],
+)
+def test_bf16_gradients_move_fewer_bytes_than_fp32(strategy, in_memory, sent):
     """In memory as well as in messages."""
     name = f"{strategy}, 1 document"
     exact, rounded = (counts(x)["backward"] for x in (name, f"{name}, bf16 gradients"))
-    assert rounded.bytes < 0.97 * exact.bytes
-    assert rounded.sent_bytes < 0.85 * exact.sent_bytes
+    assert rounded.bytes < in_memory * exact.bytes
+    assert rounded.sent_bytes < sent * exact.sent_bytes
 
 
 def test_the_page_has_the_committed_figures():

@@ -230,6 +230,20 @@ def test_results_that_wait_hold_the_promised_peaks(monkeypatch, ranks, rows):
         assert 0.9 * bound * 1024 * s.local < peak <= bound * 1024 * s.local
 
 
+@few_rows()
+@pytest.mark.parametrize(("rows", "peaks"), [(8192, (57, 83)), (32768, (27, 39))])
+def test_token_ring_holds_the_promised_peaks_with_results_that_wait(monkeypatch, rows, peaks):
+    """On any rank; those between the first and the last have the most results."""
+    for rank in (0, 1, 4, 7):
+        s = Setting(rank, 8, 8 * rows, 32, 8, full=False, value_dim=128)
+        with stand_ins():
+            layout = Layout.zigzag(s.tokens, s.ranks)
+            held(monkeypatch, "token_ring", s, layout)  # uploads tables
+            found = held(monkeypatch, "token_ring", s, layout)
+        for peak, bound in zip(found, peaks, strict=True):
+            assert 0.8 * bound * 1024 * s.local < peak <= bound * 1024 * s.local
+
+
 @pytest.mark.parametrize(("strategy", "peaks"), [("ring", (30, 46)), ("all_gather", (46, 70))])
 def test_our_kernels_keep_to_the_promised_peaks(monkeypatch, strategy, peaks):
     """They also hold a group's result from its first block of keys on."""

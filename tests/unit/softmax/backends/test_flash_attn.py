@@ -432,6 +432,16 @@ def test_a_softcaps_functions_are_made_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("version", "expected"), [("4.0.0b23", False), ("4.0.0b24", True), (None, False)]
+)
+def test_flash_attention_4_computes_a_softcap_from_a_version_on(monkeypatch, version, expected):
+    """Earlier versions raise an error in a backward with `cu_seqlens` and functions of scores."""
+    monkeypatch.setattr(flash_attn, "installed_version", lambda distribution: version)
+    install(monkeypatch, "FlashAttention-4", MODULES["FlashAttention-4"])
+    assert load_package("FlashAttention-4", 9).softcap == expected
+
+
+@pytest.mark.parametrize(
     ("version", "major", "expected"),
     [
         ("4.0.0b11", 9, False),
