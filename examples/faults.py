@@ -22,8 +22,10 @@ def bf16_partials() -> None:
     """Keep partial results in bf16 between merges."""
     merge = Partial.merge
 
-    def rounded(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        merge(self, rows, out, lse)
+    def rounded(
+        self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor, is_owned: bool = False
+    ) -> None:
+        merge(self, rows, out, lse, is_owned)
         self.out[:, rows] = self.out[:, rows].bfloat16().to(self.out.dtype)
 
     Partial.merge = rounded  # type: ignore[method-assign]
@@ -53,8 +55,10 @@ def lost_merge_row() -> None:
     """Omit the first row of each merge."""
     merge = Partial.merge
 
-    def losing(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        merge(self, slice(rows.start + 1, rows.stop), out[:, 1:], lse[:, 1:])
+    def losing(
+        self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor, is_owned: bool = False
+    ) -> None:
+        merge(self, slice(rows.start + 1, rows.stop), out[:, 1:], lse[:, 1:], is_owned)
 
     Partial.merge = losing  # type: ignore[method-assign]
 
@@ -63,8 +67,10 @@ def lse_error() -> None:
     """Make the log-sum-exp of each partial result 0.1% too large."""
     merge = Partial.merge
 
-    def scaled(self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        merge(self, rows, out, lse * 1.001)
+    def scaled(
+        self: Partial, rows: slice, out: torch.Tensor, lse: torch.Tensor, is_owned: bool = False
+    ) -> None:
+        merge(self, rows, out, lse * 1.001, is_owned)
 
     Partial.merge = scaled  # type: ignore[method-assign]
 

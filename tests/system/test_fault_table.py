@@ -206,6 +206,8 @@ def server(tmp_path_factory):
     process = ServerProcess(address, limits=LIMITS, deadlines=QUICK)
     try:
         good(process.address)
+        # The end of a session starts the thread that returns its memory.
+        wait_until(lambda: ask(process.address, None, 10.0).clients == 0)
         yield process, usage(process.process.pid)
     finally:
         process.end()

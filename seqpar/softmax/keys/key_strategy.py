@@ -95,7 +95,7 @@ class KeyStrategy(Strategy):
         if self.rank_invariant:
             return self._tiles(comm, call, "forward").forward(operands)
         groups = self.groups(call, comm.is_routed)
-        buffers = self._buffers(comm, call, operands, len(groups)).keys
+        buffers = self._message_buffers(comm, call, operands, len(groups)).keys
         if len(groups) == 1:
             return ForwardResult(*self._attend(comm, call, operands, buffers), [])
         q, value_dim = operands.q, operands.v.shape[3]
@@ -116,7 +116,7 @@ class KeyStrategy(Strategy):
             return head_groups(call.shape, call.kv_layout, call.mask)
         return [HeadSlices(slice(None), slice(None))]
 
-    def _buffers(
+    def _message_buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
     ) -> PassBuffers:
         """Return the buffers of a pass that computes heads in this number of groups."""
@@ -150,7 +150,7 @@ class KeyStrategy(Strategy):
             return self._tiles(comm, call, "backward").gradients(output, operands)
         q, k, v, _ = operands
         groups = self.groups(call, comm.is_routed)
-        buffers = self._buffers(comm, call, operands, len(groups))
+        buffers = self._message_buffers(comm, call, operands, len(groups))
         if len(groups) == 1:
             total = PartialGradients.zeros(q, k, v)
             self._attend_backward(comm, call, output, operands, total, buffers)

@@ -33,18 +33,18 @@ class MessageBuffers:
         """
         count = min(count, len(sizes))
         self._largest = [0 if grow else max(sizes[slot::count]) for slot in range(count)]
-        self._buffers: list[Tensor | None] = [None] * count
+        self._blocks: list[Tensor | None] = [None] * count
         self._messages, self._taken = len(sizes), 0
 
     def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory (elements,) for the next message."""
-        number, count = self._taken, len(self._buffers)
+        number, count = self._taken, len(self._blocks)
         self._taken += 1
         slot = number % count
-        buffer = self._buffers[slot]
+        buffer = self._blocks[slot]
         if buffer is None or len(buffer) < elements:
             size = max(elements, self._largest[slot])
-            self._buffers[slot] = buffer = None  # freed before the new one is allocated
+            self._blocks[slot] = buffer = None  # freed before the new one is allocated
             buffer = torch.empty(size, dtype=dtype, device=device)
-        self._buffers[slot] = buffer if number + count < self._messages else None
+        self._blocks[slot] = buffer if number + count < self._messages else None
         return buffer[:elements]
