@@ -1,6 +1,7 @@
 """Other threads that are compiling."""
 
 import contextlib
+import faulthandler
 import threading
 
 import torch
@@ -50,7 +51,9 @@ def compiling_elsewhere(compile=compile_slowly):
     thread = threading.Thread(target=compile, args=(wait,))
     thread.start()
     try:
-        assert began.wait(60)
+        if not began.wait(60):  # say where the other thread is
+            faulthandler.dump_traceback()
+            raise AssertionError(f"the other thread does not compile: alive {thread.is_alive()}")
         yield
     finally:
         end.set()

@@ -13,6 +13,9 @@ from seqpar.servers.wire.limits import MAX_MESSAGE_BYTES, ServerDeadlines
 
 # gRPC would write a line for each handshake of a stranger that fails and each server that leaves.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# gRPC would start its threads again in a forked process, where they crash on the sockets of pools
+# that the process does not use.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 Options = list[tuple[str, int | str]]
 _MAX_STREAMS = 36  # calls at a time on one connection: 32 tasks, and control calls
 _UNREAD_BYTES = 2**16

@@ -10,7 +10,7 @@ from seqpar.kernels.flash_attention import launching
 
 from seqpar import Layout, use_backend
 from seqpar.softmax import attend
-from seqpar.softmax.backends import aten_cuda, kernel_order
+from seqpar.softmax.backends import aten_cuda, flash_attn, kernel_order
 from seqpar.softmax.backends.flash_attn import PACKAGES
 from seqpar.softmax.backends.kernel_order import ORDERS, kernel_table
 from seqpar.softmax.call import Operands
@@ -142,7 +142,7 @@ def test_users_force_another(cuda, used, name):
 def packages(*names):
     """Return `load_package` where only these packages are installed."""
     return lambda name, major: (
-        PACKAGES[name].kernel(types.ModuleType(name), major) if name in names else "not installed"
+        PACKAGES[name].kernel(types.ModuleType(PACKAGES[name].modules[0]), major) if name in names else "not installed"
     )
 
 
@@ -173,6 +173,7 @@ def test_the_first_kernel_of_the_order_computes(
 ):
     monkeypatch.setattr(kernel_order, "gpu_major", lambda device: major)
     monkeypatch.setattr(kernel_order, "load_package", packages(*installed))
+    monkeypatch.setattr(flash_attn, "installed_version", lambda distribution: "4.0.0b36")
     cudnn = aten_cuda.cudnn_kernel if "cuDNN" in installed else lambda major: "not installed"
     monkeypatch.setattr(kernel_order, "load_cudnn", cudnn)
     call("ulysses", EQUAL, **options)

@@ -30,7 +30,7 @@ def test_a_buffer_is_used_in_turn_and_freed_with_its_last_message():
         True
     ]
     assert [x.nbytes() for x in storages] == [16, 20, 16, 20, 16]  # the largest message of each
-    assert buffers._buffers == [None, None]
+    assert buffers._blocks == [None, None]
 
 
 def test_a_buffer_that_grows_begins_small():
