@@ -1,7 +1,10 @@
 """context_parallel: a model that knows nothing of ranks, and buffers that are sharded in place."""
 
+import subprocess
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -412,10 +415,21 @@ def test_other_attention_is_refused_by_name(name, training):
         call(training)
 
 
-def test_other_attention_is_refused_while_another_thread_compiles():
+def refuse_while_another_thread_compiles():
     call, message = OTHERS["math"]
     with compiling_elsewhere(), alone(), pytest.raises(ValueError, match=f"^{message}"):
         call(False)
+
+
+def test_other_attention_is_refused_while_another_thread_compiles():
+    """In a new process: after some tests of a whole run, torch compiles nothing in a thread."""
+    name = refuse_while_another_thread_compiles.__name__
+    program = f"from {__name__} import {name}; {name}()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 SDPA = {

@@ -142,7 +142,9 @@ def test_users_force_another(cuda, used, name):
 def packages(*names):
     """Return `load_package` where only these packages are installed."""
     return lambda name, major: (
-        PACKAGES[name].kernel(types.ModuleType(PACKAGES[name].modules[0]), major) if name in names else "not installed"
+        PACKAGES[name].kernel(types.ModuleType(PACKAGES[name].modules[0]), major)
+        if name in names
+        else "not installed"
     )
 
 
