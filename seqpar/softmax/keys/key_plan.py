@@ -27,7 +27,7 @@ from seqpar.layout.geometry import Geometry
 from seqpar.layout.masks.mask import Blocks, Mask, Slices, halves, slices_between, slices_over
 from seqpar.layout.masks.reach import AttentionSide
 from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
+from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
 from seqpar.softmax.wire.message_dtypes import encoded_width
 from seqpar.softmax.wire.row_messages import Rows
 
@@ -276,6 +276,37 @@ class HeadSlices(NamedTuple):
         total.queries.finish(gradients[0][:, :, self.queries])
         for x, part in zip(gradients[1:], total.keys.results, strict=False):
             x[:, :, self.keys] = part
+
+
+def gradients_by_group(
+    groups: Sequence[HeadSlices],
+    output: OutputGradient,
+    operands: Operands,
+    add: Callable[[HeadSlices, OutputGradient, Operands, PackedGradients], None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv, which `add` adds up for one group of heads after another.
+
+    `add` gets a group, its output and operands, and its sums. With one group the gradients may be
+    in the accumulator's dtype. With several groups, only the sums of one group exist in that dtype
+    at any time. They are rounded here, and not again inside USP. Ranks of USP add the gradients of
+    a KV head only if they share it, and in a call with several KV heads, a rank has all query heads
+    of each of them (`HeadGroups`).
+    """
+    q, k, v, _ = operands
+    if len(groups) == 1:
+        total = PartialGradients.zeros(q, k, v)
+        add(groups[0], output, operands, total)
+        return total.results()
+    gradients: list[Tensor] = []
+    for heads in groups:
+        own = heads.operands(operands)
+        total = PartialGradients.zeros(own.q, own.k, own.v)
+        add(heads, heads.output(output), own, total)
+        # Allocated only now, because the messages of the first group needed the memory.
+        gradients = gradients or [x.new_empty(x.shape) for x in (q, k, v)]
+        heads.put(total, gradients)
+        del total  # before the sums of the next group are made
+    return gradients[0], gradients[1], gradients[2]
 
 
 def head_groups(shape: OperandShape, layout: Geometry, mask: Mask) -> list[HeadSlices]:

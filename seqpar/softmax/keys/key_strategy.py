@@ -16,7 +16,7 @@ from seqpar.core.dtypes import accumulator_dtype
 from seqpar.core.traffic import Traffic
 from seqpar.softmax.attend import attend_backward, attend_blocks
 from seqpar.softmax.call import Operands, ResolvedCall
-from seqpar.softmax.compute.partial import OutputGradient, PackedGradients, PartialGradients
+from seqpar.softmax.compute.partial import OutputGradient, PackedGradients
 from seqpar.softmax.keys.key_exchange import (
     GradientReturn,
     PassBuffers,
@@ -28,6 +28,7 @@ from seqpar.softmax.keys.key_plan import (
     Distances,
     HeadSlices,
     KeyPlan,
+    gradients_by_group,
     head_groups,
     key_areas,
     key_traffic,
@@ -95,7 +96,7 @@ class KeyStrategy(Strategy):
         if self.rank_invariant:
             return self._tiles(comm, call, "forward").forward(operands)
         groups = self.groups(call, comm.is_routed)
-        buffers = self._message_buffers(comm, call, operands, len(groups)).keys
+        buffers = self._key_buffers(comm, call, operands, len(groups))
         if len(groups) == 1:
             return ForwardResult(*self._attend(comm, call, operands, buffers), [])
         q, value_dim = operands.q, operands.v.shape[3]
@@ -116,17 +117,14 @@ class KeyStrategy(Strategy):
             return head_groups(call.shape, call.kv_layout, call.mask)
         return [HeadSlices(slice(None), slice(None))]
 
-    def _message_buffers(
+    def _key_buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int
-    ) -> PassBuffers:
-        """Return the buffers of a pass that computes heads in this number of groups."""
+    ) -> MessageBuffers:
+        """Return the buffers for keys of a pass that computes heads in this number of groups."""
         steps, ahead = self.plan(call, comm.is_routed).steps, self.ahead(call.ranks)
         (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
         rows = batch * -(-kv_heads // groups)  # of a token, in the largest group
-        return PassBuffers(
-            key_buffers(steps, ahead, rows, [dim, value_dim], self.message_dtype, groups),
-            gradient_buffer(steps, rows * (dim + value_dim), groups),
-        )
+        return key_buffers(steps, ahead, rows, [dim, value_dim], self.message_dtype, groups)
 
     def _attend(
         self,
@@ -148,27 +146,22 @@ class KeyStrategy(Strategy):
     ) -> Gradients:
         if self.rank_invariant:
             return self._tiles(comm, call, "backward").gradients(output, operands)
-        q, k, v, _ = operands
         groups = self.groups(call, comm.is_routed)
-        buffers = self._message_buffers(comm, call, operands, len(groups))
-        if len(groups) == 1:
-            total = PartialGradients.zeros(q, k, v)
-            self._attend_backward(comm, call, output, operands, total, buffers)
-            return total.results()
-        # At any time only the sums of one group exist in the accumulator's dtype. They are rounded
-        # here, and not again inside USP. Ranks of USP add the gradients of a KV head only if they
-        # share it, and in a call with several KV heads, a rank has all query heads of each of them
-        # (`HeadGroups`).
-        gradients: list[Tensor] = []
-        for heads in groups:
-            of_group, own = call.with_heads_of(call, heads.queries), heads.operands(operands)
-            total = PartialGradients.zeros(own.q, own.k, own.v)
-            self._attend_backward(comm, of_group, heads.output(output), own, total, buffers)
-            # Allocated only now, because the messages of the first group needed the memory.
-            gradients = gradients or [x.new_empty(x.shape) for x in (q, k, v)]
-            heads.put(total, gradients)
-            del total  # before the sums of the next group are made
-        return gradients[0], gradients[1], gradients[2]
+        (batch, _, kv_heads, dim), value_dim = operands.k.shape, operands.v.shape[3]
+        width = batch * -(-kv_heads // len(groups)) * (dim + value_dim)  # in the largest group
+        steps = self.plan(call, comm.is_routed).steps
+        buffers = PassBuffers(
+            self._key_buffers(comm, call, operands, len(groups)),
+            gradient_buffer(steps, width, len(groups)),
+        )
+
+        def add(
+            heads: HeadSlices, output: OutputGradient, own: Operands, total: PackedGradients
+        ) -> None:
+            of_group = call if len(groups) == 1 else call.with_heads_of(call, heads.queries)
+            self._attend_backward(comm, of_group, output, own, total, buffers)
+
+        return gradients_by_group(groups, output, operands, add)
 
     def _attend_backward(
         self,

@@ -37,7 +37,7 @@ from seqpar.softmax.compute.partial import (
     PartialGradients,
     Sums,
 )
-from seqpar.softmax.keys.key_plan import HeadSlices
+from seqpar.softmax.keys.key_plan import HeadSlices, gradients_by_group
 from seqpar.softmax.strategy import ForwardResult, Gradients
 from seqpar.softmax.tasks.task_plan import Sent, Shipment, TaskPlan, TaskStage
 from seqpar.softmax.wire.message_buffers import MessageBuffers
@@ -269,20 +269,15 @@ def complete_backward(
 
     `residuals` are the blocks of queries and of keys that servers kept in forward, if any.
     """
-    gradients: list[Tensor] = []
-    for heads in posted.groups:
-        own = heads.operands(operands)
-        total = PartialGradients.zeros(own.q, own.k, own.v)
+
+    def add(
+        heads: HeadSlices, output: OutputGradient, own: Operands, total: PackedGradients
+    ) -> None:
         queries = residuals[0][:, :, heads.queries] if residuals else None
         of_group = call.with_heads_of(call, heads.queries)
-        _add_gradients(posted, of_group, heads.output(output), own, queries, total)
-        if len(posted.groups) == 1:
-            return total.results()
-        # Only the sums of one group exist in the accumulator's dtype; see `KeyStrategy.gradients`.
-        gradients = gradients or [x.new_empty(x.shape) for x in operands[:3]]
-        heads.put(total, gradients)
-        del total
-    return gradients[0], gradients[1], gradients[2]
+        _add_gradients(posted, of_group, output, own, queries, total)
+
+    return gradients_by_group(posted.groups, output, operands, add)
 
 
 def _add_gradients(
