@@ -6,7 +6,6 @@ Bug reports include this output, so it lists everything that affects seqpar's re
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ from seqpar.comm.messages.comm import Comm
 from seqpar.comm.plain import available
 from seqpar.core.arguments import as_int
 from seqpar.core.dtypes import DTYPES
+from seqpar.core.installed import installed_version
 from seqpar.core.memory import usable_memory
 from seqpar.core.torch_private import TORCH
 from seqpar.costs.profile import harness
@@ -100,7 +100,7 @@ def describe(ranks: int) -> dict[str, Any]:
         "messages": available(),
         "versions": {
             "python": environment["python"],
-            **{name: version(name) for name in DISTRIBUTIONS},
+            **{name: installed_version(name) for name in DISTRIBUTIONS},
             "torch": torch.__version__,  # package metadata may omit the build
         },
         "builds": builds() | {"commit of seqpar": environment["commit"] or "not a checkout"},
@@ -113,13 +113,6 @@ def describe(ranks: int) -> dict[str, Any]:
         "strategies": {name: supported(name, ranks) for name in sorted(SOFTMAX)},
         "ranks": ranks,
     }
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def devices() -> list[dict[str, object]]:

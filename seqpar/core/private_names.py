@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from importlib import import_module, metadata
+from importlib import import_module
 from types import CodeType
 from typing import Any, NamedTuple
+
+from seqpar.core.installed import installed_version
 
 
 class Use(NamedTuple):
@@ -127,10 +129,7 @@ class PrivateNames:
 
     @cached_property
     def _installed(self) -> str:
-        try:
-            return metadata.version(self.library)
-        except metadata.PackageNotFoundError:
-            return "of an unknown version"
+        return installed_version(self.library) or "of an unknown version"
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -12,7 +12,7 @@ instead of a kernel, so that the next best kernel computes.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from seqpar.core.device_tables import device_of
+from seqpar.core.installed import installed_version
 from seqpar.core.torch_private import function_of
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
@@ -197,13 +198,6 @@ def _is_at_least(package: ModuleType, first: str) -> bool:
         return False
     version = installed_version("flash-attn-4")
     return version is not None and TorchVersion(version) >= first
-
-
-def installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 _SEGMENTS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"

@@ -19,8 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpar import Layout, make_attention, use_backend
+from seqpar.core.installed import installed_version
 from seqpar.softmax.backends import flash_attn, triton, varlen
-from seqpar.softmax.backends.flash_attn import PACKAGES, installed_version, load_package
+from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenCall, VarlenKernel, VarlenSegment
 from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
 from tests.support import varlen_kernels
