@@ -281,7 +281,7 @@ def test_every_family_of_transformers_is_in_one_table():
 
 
 def test_the_guide_counts_the_families_of_the_tables():
-    guide = (Path(__file__).parents[4] / "docs/guides/huggingface.md").read_text()
+    guide = (Path(__file__).parents[4] / "docs/guides/huggingface_rules.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| [^|]+ \|$", guide, re.MULTILINE)
     of_text, of_images = (sum(map(int, column)) for column in zip(*rows, strict=True))
     assert of_text == len(refused()) + len(REFUSED_IN_CALLS)
