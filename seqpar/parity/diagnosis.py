@@ -1,7 +1,8 @@
 """Name the fault that explains a first difference: one small rule for each known fault.
 
 A rule looks at which tokens, ranks or parameters differ. It returns a sentence, or None if the
-differences have another pattern. Rules are tried in the order of `RULES`: first those with direct
+differences have a different pattern. `RULES` lists each rule with the stages of a first difference
+that the rule can explain, and `diagnose` tries the rules in this order: first those with direct
 evidence, such as unequal weights, then those that judge by the tokens that differ. The first
 recording is assumed to be right.
 """
@@ -18,7 +19,6 @@ from seqpar.parity.joining import Floats
 from seqpar.parity.losses import IGNORED
 
 _NEARLY_ALL = 0.9  # of the tokens that a fault reaches; its effect on some is below rounding
-_BACKWARD = "loss", "gradient of output", "gradient", "weight after"
 
 
 def diagnose(evidence: Evidence) -> str | None:
@@ -26,12 +26,11 @@ def diagnose(evidence: Evidence) -> str | None:
     first = evidence.first
     if first is None:
         return None
-    return next((text for rule in RULES if (text := rule(evidence, first)) is not None), None)
+    found = (rule(evidence, first) for rule, stages in RULES if first.stage in stages)
+    return next((text for text in found if text is not None), None)
 
 
 def weights_at_the_start(evidence: Evidence, first: Finding) -> str | None:
-    if first.stage != "weight before":
-        return None
     differing = [x for x in evidence.of_stage("weight before") if x.is_real]
     who = evidence.b.name
     holders = evidence.b.parameters("weights.before")[first.name]
@@ -46,8 +45,7 @@ def weights_at_the_start(evidence: Evidence, first: Finding) -> str | None:
 
 def positions(evidence: Evidence, first: Finding) -> str | None:
     """`position_ids` differ, or a module returns on each rank what the first tokens should get."""
-    if first.first_token is None or first.stage not in ("input", "output"):
-        return None
+    assert first.first_token is not None
     token = first.first_token % evidence.shape[1]
     where = "at" if _from_a_border(evidence, first.differing) is None else "from a rank border on"
     if first.stage == "input":
@@ -82,8 +80,8 @@ def _restarts(evidence: Evidence, first: Finding) -> bool:
 def documents(evidence: Evidence, first: Finding) -> str | None:
     """Tokens of the first document agree, and the first token of every later document differs."""
     starts = evidence.document_starts
-    differing = _tokens(evidence, first, "output")
-    if differing is None or starts.sum() == evidence.shape[0]:
+    differing = _by_row(evidence, first)
+    if starts.sum() == evidence.shape[0]:
         return None
     later = np.cumsum(starts, 1) > 1
     later_starts = starts & later & ~_ignored(evidence)
@@ -99,9 +97,7 @@ def documents(evidence: Evidence, first: Finding) -> str | None:
 
 def window(evidence: Evidence, first: Finding) -> str | None:
     """All tokens from some position in their document on differ, and no rank begins there."""
-    differing = _tokens(evidence, first, "output")
-    if differing is None:
-        return None
+    differing = _by_row(evidence, first)
     position = _positions_in_documents(evidence)
     size = int(position[differing].min())
     reached = (position >= size) & ~_ignored(evidence)
@@ -116,9 +112,7 @@ def window(evidence: Evidence, first: Finding) -> str | None:
 
 def attention(evidence: Evidence, first: Finding) -> str | None:
     """All tokens differ but the first of each document, whose query sees one key only."""
-    differing = _tokens(evidence, first, "output")
-    if differing is None:
-        return None
+    differing = _by_row(evidence, first)
     alone = _positions_in_documents(evidence) == 0
     others = ~alone & ~_ignored(evidence)
     if differing[alone].any() or not others.any() or differing[others].mean() < _NEARLY_ALL:
@@ -132,9 +126,7 @@ def attention(evidence: Evidence, first: Finding) -> str | None:
 
 def padding(evidence: Evidence, first: Finding) -> str | None:
     """Only rows with padding differ."""
-    differing = _tokens(evidence, first, "output")
-    if differing is None:
-        return None
+    differing = _by_row(evidence, first)
     ignored = _ignored(evidence)
     with_padding, with_difference = ignored.any(1), differing.any(1)
     if not with_padding.any() or with_padding.all() or (with_difference & ~with_padding).any():
@@ -147,16 +139,15 @@ def padding(evidence: Evidence, first: Finding) -> str | None:
 
 
 def not_finite(evidence: Evidence, first: Finding) -> str | None:
-    if first.stage != "output" or np.isfinite(first.error):
+    if np.isfinite(first.error):
         return None
     return f"Infinite or NaN values are in one run only: {first.name} is the first with them."
 
 
 def routing(evidence: Evidence, first: Finding) -> str | None:
     """Every token that differs has two experts whose scores tie within rounding."""
-    differing = _tokens(evidence, first, "output")
-    if differing is None or first.key is None:
-        return None
+    assert first.key is not None
+    differing = _by_row(evidence, first)
     for key, x in evidence.a.outputs.items():
         parent = key[1].rpartition(".")[0]
         if not x["router"] or key[0] != first.key[0] or not first.key[1].startswith(parent):
@@ -185,7 +176,7 @@ def _tie(old: Floats, new: Floats) -> Bools:
 
 
 def dropout(evidence: Evidence, first: Finding) -> str | None:
-    if first.stage != "output" or not evidence.a.content["training"]:
+    if not evidence.a.content["training"]:
         return None
     if "Dropout" in first.module:
         return f"Dropout: {first.name} drops other elements in each run; set its p to 0 to compare."
@@ -200,9 +191,8 @@ def dropout(evidence: Evidence, first: Finding) -> str | None:
 
 def one_rank(evidence: Evidence, first: Finding) -> str | None:
     """All tokens of one rank differ, and no tokens of other ranks."""
-    if first.stage != "output" or first.errors is None or len(evidence.b.ranks) < 2:
-        return None
-    if _from_a_border(evidence, first.differing) is not None:
+    assert first.errors is not None
+    if len(evidence.b.ranks) < 2 or _from_a_border(evidence, first.differing) is not None:
         return None
     compared = np.isfinite(first.errors) | np.isinf(first.errors)
     rank_of = evidence.b.rank_of.ravel()
@@ -221,8 +211,6 @@ def one_rank(evidence: Evidence, first: Finding) -> str | None:
 
 def border(evidence: Evidence, first: Finding) -> str | None:
     """Tokens differ from the first border between ranks on, on each later rank."""
-    if first.stage != "output" or first.errors is None:
-        return None
     found = _from_a_border(evidence, first.differing)
     if found is None:
         return None
@@ -235,8 +223,6 @@ def border(evidence: Evidence, first: Finding) -> str | None:
 
 def label_shift(evidence: Evidence, first: Finding) -> str | None:
     """The labels that differ are those of the last tokens of shards."""
-    if first.stage != "label":
-        return None
     if first.errors is None:
         assert first.values is not None
         lost = first.values[0] - first.values[1]
@@ -275,7 +261,7 @@ def local_divisor(evidence: Evidence, first: Finding) -> str | None:
     """The mean of the ranks' losses is wrong, and their mean weighted by labels is right."""
     counts, losses = evidence.label_counts(evidence.b), evidence.losses(evidence.b)
     expected = evidence.losses(evidence.a)
-    if first.stage != "loss" or not counts or not losses or not expected:
+    if not counts or not losses or not expected:
         return None
     if len(counts) == 1 or not sum(counts) or evidence.b.copies:
         return None
@@ -291,7 +277,7 @@ def local_divisor(evidence: Evidence, first: Finding) -> str | None:
 
 
 def missing_gradient(evidence: Evidence, first: Finding) -> str | None:
-    if first.stage != "gradient" or np.isfinite(first.error):
+    if np.isfinite(first.error):
         return None
     runs = evidence.a, evidence.b
     without = [x for x in runs if np.isnan(x.parameters("gradients")[first.name][0][1][0])]
@@ -305,7 +291,7 @@ def tied_weights(evidence: Evidence, first: Finding) -> str | None:
     differing = [x.name for x in evidence.of_stage("gradient") if x.is_real]
     tied = {x["name"]: x["tied"] for x in evidence.b.content["parameters"] if x["tied"]}
     agree = [x for x in evidence.of_stage("gradient") if not x.is_real]
-    if first.stage != "gradient" or not agree or not set(differing) <= set(tied):
+    if not agree or not set(differing) <= set(tied):
         return None
     name = differing[0]
     factor = _factors(evidence, name)
@@ -319,7 +305,7 @@ def own_tokens(evidence: Evidence, first: Finding) -> str | None:
     """The sum of the ranks' gradients is right, and no rank has it."""
     gradients = evidence.b.parameters("gradients")
     ranks = len(evidence.b.ranks)
-    if first.stage != "gradient" or any(len(x) < ranks for x in gradients.values()) or ranks == 1:
+    if ranks == 1 or any(len(x) < ranks for x in gradients.values()):
         return None
     expected = evidence.a.parameters("gradients")
     name = first.name
@@ -339,7 +325,7 @@ def own_tokens(evidence: Evidence, first: Finding) -> str | None:
 
 def scaled_gradients(evidence: Evidence, first: Finding) -> str | None:
     """All gradients are the same multiple of the right ones."""
-    if first.stage not in _BACKWARD or not evidence.agree("output", "label"):
+    if not evidence.agree("output", "label"):
         return None
     compared = [x for x in evidence.of_stage("gradient") if np.isfinite(x.error)]
     factors = [_factors(evidence, x.name) for x in compared if x.is_real]
@@ -396,9 +382,9 @@ def remote_queries(evidence: Evidence, first: Finding) -> str | None:
 
     Queries after a border send gradients to keys before it, and these gradients are missing.
     """
-    if first.stage != "gradient of output" or not evidence.agree("output", "label", "loss"):
+    if not evidence.agree("output", "label", "loss"):
         return None
-    differing = first.differing.reshape(evidence.shape)
+    differing = _by_row(evidence, first)
     borders = _borders(evidence)
     if not borders.any():
         return None
@@ -414,20 +400,16 @@ def remote_queries(evidence: Evidence, first: Finding) -> str | None:
 
 
 def optimizer(evidence: Evidence, first: Finding) -> str | None:
-    if first.stage == "optimizer" and first.values is not None:
+    if first.values is not None:
         return f"The learning rates differ: {first.values[0]:g} and {first.values[1]:g}."
-    if first.stage != "weight after":
-        return None
     return (
         "The gradients agree before the optimizer's step and the weights differ after it: the "
         "optimizer has other states or options, or clips by another norm."
     )
 
 
-def _tokens(evidence: Evidence, first: Finding, stage: str) -> Bools | None:
-    """Return (rows, tokens): which tokens differ in a finding of this stage, or None."""
-    if first.stage != stage or first.errors is None or not first.differing.any():
-        return None
+def _by_row(evidence: Evidence, first: Finding) -> Bools:
+    """Return (rows, tokens): which tokens differ."""
     return first.differing.reshape(evidence.shape)
 
 
@@ -477,24 +459,24 @@ def _positions_in_documents(evidence: Evidence) -> Ints:
     return index - np.maximum.accumulate(begins, 1)
 
 
-RULES: tuple[Callable[[Evidence, Finding], str | None], ...] = (
-    weights_at_the_start,
-    positions,
-    not_finite,
-    routing,
-    documents,
-    window,
-    attention,
-    padding,
-    dropout,
-    one_rank,
-    border,
-    label_shift,
-    local_divisor,
-    missing_gradient,
-    tied_weights,
-    own_tokens,
-    scaled_gradients,
-    remote_queries,
-    optimizer,
+RULES: tuple[tuple[Callable[[Evidence, Finding], str | None], tuple[str, ...]], ...] = (
+    (weights_at_the_start, ("weight before",)),
+    (positions, ("input", "output")),
+    (not_finite, ("output",)),
+    (routing, ("output",)),
+    (documents, ("output",)),
+    (window, ("output",)),
+    (attention, ("output",)),
+    (padding, ("output",)),
+    (dropout, ("output",)),
+    (one_rank, ("output",)),
+    (border, ("output",)),
+    (label_shift, ("label",)),
+    (local_divisor, ("loss",)),
+    (missing_gradient, ("gradient",)),
+    (tied_weights, ("gradient",)),
+    (own_tokens, ("gradient",)),
+    (scaled_gradients, ("loss", "gradient of output", "gradient", "weight after")),
+    (remote_queries, ("gradient of output",)),
+    (optimizer, ("optimizer", "weight after")),
 )
