@@ -15,7 +15,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from seqpar.parity.summaries import size_edges
 
 MARGIN = 4.0  # the largest of many tokens, estimated from a few projections
 REPEATED_MARGIN = 4.0  # times the measured difference between two recordings of one run
@@ -36,14 +40,19 @@ def rounding_bound(operation: int, coarsest: float, summands: int) -> float:
     return MARGIN * math.sqrt(max(1, operation)) * one
 
 
-def update_bound(gradient_bound: float, coarsest: float, relative_update: float) -> float:
+def update_bound(
+    sizes: NDArray[np.float64], noise: float, coarsest: float, relative_update: float
+) -> float:
     """Return the bound of the relative difference of a weight's update.
 
-    An optimizer such as Adam divides a gradient by its own size. If an element's gradient is
-    smaller than the error of the gradient, its update may have any sign. About `gradient_bound` of
-    all elements are that small, so the updates differ by a norm of 2·√gradient_bound. After the
-    update the weight is rounded once. `relative_update` is the norm of the update divided by that
-    of the weight.
+    An optimizer such as Adam divides the gradient of an element by the gradient's own size. If the
+    gradient is smaller than its error `noise`, the update may have any sign, so two updates differ
+    by up to twice their size. A gradient that is m times as large as its error changes the update
+    by 2/m. `sizes` (SIZE_BINS,) counts the elements by the sizes of their gradients. After the
+    update the weight is rounded once. `relative_update` is the norm of the update divided by the
+    norm of the weight.
     """
+    changes = 2 * np.minimum(1.0, noise / size_edges())
+    changed = math.sqrt(float(sizes @ np.square(changes)) / max(1.0, float(sizes.sum())))
     rounding = coarsest / relative_update if relative_update else math.inf
-    return 2 * math.sqrt(gradient_bound) + MARGIN * rounding
+    return changed + MARGIN * rounding

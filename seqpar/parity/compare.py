@@ -136,6 +136,9 @@ def _check_same_run(a: Recording, b: Recording) -> None:
     for entry, what in (("forwards", "numbers of calls"), ("training", "modes (training)")):
         if a.content[entry] != b.content[entry]:
             refuse(what, a.content[entry], b.content[entry])
+    evaluated = [set(x.content["evaluated"]) for x in (a, b)]
+    for name in sorted((evaluated[0] ^ evaluated[1]) & a.modules & b.modules):
+        refuse(f"modes (training) of {name}", *(name not in x for x in evaluated))
     steps = [x.content["optimizer"].get("steps") for x in (a, b)]
     if None not in steps and steps[0] != steps[1]:
         refuse("steps", *(f"an optimizer after {x:.0f} steps" for x in steps))
@@ -187,18 +190,25 @@ def _note_what_was_not_seen(evidence: Evidence) -> None:
             x for x in run.content["unseen"] if all(x in r.content["unseen"] for r in run.ranks)
         ]
         if unseen:
-            shown = ", ".join(unseen[:4]) + (" …" if len(unseen) > 4 else "")
-            evidence.notes.append(
-                f"{run.name}: no output was seen of {len(unseen)} modules: {shown}"
-            )
+            evidence.notes.append(f"{run.name}: no output was seen of {_listed(unseen)}")
     states = [{rank.content["random"]["start"] for rank in run.ranks} for run in (a, b)]
     if states[0] != states[1] and any(r.content["random"]["drawn"] for r in (*a.ranks, *b.ranks)):
         evidence.notes.append("the forward draws random numbers, from other states in each run")
     for run, other in ((a, b), (b, a)):
         only = sorted({key[1] for key in run.outputs} - {key[1] for key in other.outputs})
         if only:
-            shown = ", ".join(only[:4]) + (" …" if len(only) > 4 else "")
-            evidence.notes.append(f"{len(only)} modules are only in {run.name}: {shown}")
+            evidence.notes.append(f"only in {run.name}: {_listed(only)}")
+    without = [key for key, x in a.outputs.items() if key in b.outputs and not x["by_token"]]
+    if without:
+        names = list(dict.fromkeys(_named(key) for key in without))
+        evidence.notes.append(
+            f"not compared, because no dimension has the size of the tokens: {_listed(names)}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    return f"{len(names)} modules: {shown}" if len(names) > 1 else shown
 
 
 class _Depths:
@@ -261,8 +271,9 @@ def _errors(reference: Floats, parts: list[Part]) -> tuple[Floats, Ints]:
     for part in parts:
         old, at = reference[part.places], part.places
         error = distances(old, part.values)
+        size = np.where(scale[at] > 0, scale[at], part.values[:, 0])  # if most tokens are 0
         with np.errstate(invalid="ignore", divide="ignore"):
-            error = np.where(error == 0, 0.0, error / scale[at])
+            error = np.where(error == 0, 0.0, error / size)
         finite = np.isfinite(old[:, 0]), np.isfinite(part.values[:, 0])
         error = np.where(finite[0] & finite[1], error, np.where(finite[0] == finite[1], 0, np.inf))
         error = np.where(np.isnan(old[:, 0]) & ~np.isnan(part.values[:, 0]), np.nan, error)
@@ -287,10 +298,8 @@ def _of_tokens(evidence: Evidence, key: Key, kind: str, depths: _Depths) -> Find
         return None
     stage = "output" if kind == "summary" else "gradient of output"
     limit = depths.bound(key, kind)
-    largest, module = float(np.nanmax(errors)), a.outputs[key]["class"]
-    return Finding(
-        stage, _named(key), largest, limit, errors=errors, ranks=ranks, key=key, module=module
-    )
+    largest = float(np.nanmax(errors))
+    return Finding(stage, _named(key), largest, limit, errors=errors, ranks=ranks, key=key)
 
 
 def _scale_of_losses(evidence: Evidence, depths: _Depths) -> float:
@@ -380,9 +389,11 @@ def _of_loss(evidence: Evidence, depths: _Depths) -> list[Finding]:
     limit = rounding_bound(len(depths.order), depths.coarsest, evidence.a.shape[1])
     error = error if np.isfinite(error) else np.inf
     found = [Finding("loss", "loss", error, limit, values=(old, new))]
-    sums = evidence.token_loss_sum(evidence.a), evidence.token_loss_sum(evidence.b)
+    a, b = evidence.a, evidence.b
+    sums = evidence.token_loss_sums(a), evidence.token_loss_sums(b)
     if sums[0] is not None and sums[1] is not None and old and new and np.isfinite(error):
-        divisors = sums[0] / old, sums[1] / new
+        totals = sum(sums[0]) / a.copies_of_tokens, sum(sums[1]) / b.copies_of_tokens
+        divisors = totals[0] / old, totals[1] / new
         other = abs(divisors[1] / divisors[0] - 1) if divisors[0] else 0.0
         other = other if other > 2 * limit else 0.0  # the divisor itself has no rounding
         found.append(Finding("loss", "number that divides it", other, 2 * limit, values=divisors))
@@ -469,10 +480,12 @@ def _of_updates(evidence: Evidence, depths: _Depths) -> list[Finding]:
     runs = evidence.a, evidence.b
     before = [run.parameters("weights.before") for run in runs]
     after = [run.parameters("weights.after") for run in runs]
-    found = []
+    shapes, found = _shapes(evidence), []
+    gradients, sizes = (evidence.a.parameters(x) for x in ("gradients", "gradient sizes"))
+    floor = _median_rms(gradients, shapes[0])
     for name, olds in before[0].items():
         others = before[1].get(name)
-        if not olds or not others or _shapes(evidence)[0][name] != _shapes(evidence)[1][name]:
+        if not olds or not others or shapes[0][name] != shapes[1][name]:
             continue
         step = after[0][name][0][1] - olds[0][1]
         length = np.sqrt(np.mean(np.square(step[2:])))
@@ -482,7 +495,10 @@ def _of_updates(evidence: Evidence, depths: _Depths) -> list[Finding]:
             error = np.sqrt(np.mean(np.square(other)))
             worst = max(worst, float(error / length) if length else float(error > 0) * np.inf)
         relative = length / np.sqrt(olds[0][1][0]) if olds[0][1][0] else 0.0
-        limit = update_bound(depths.last_bound(), depths.coarsest, float(relative))
+        rms = np.sqrt(gradients[name][0][1][0] / max(1, np.prod(shapes[0][name])))
+        noise = depths.last_bound() * np.fmax(rms, floor)
+        counted = np.nan_to_num(sizes[name][0][1])  # without a gradient, only decay changes weights
+        limit = update_bound(counted, float(noise), depths.coarsest, float(relative))
         found.append(Finding("weight after", name, worst, limit))
     return found
 

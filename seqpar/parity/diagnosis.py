@@ -10,6 +10,7 @@ recording is assumed to be right.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -117,10 +118,13 @@ def attention(evidence: Evidence, first: Finding) -> str | None:
     others = ~alone & ~_ignored(evidence)
     if differing[alone].any() or not others.any() or differing[others].mean() < _NEARLY_ALL:
         return None
+    keys = ""
+    if _from_a_border(evidence, differing.ravel()) is not None:
+        keys = ", or the keys of other ranks do not reach it"
     return (
         f"Attention differs: in {first.name}, all tokens differ but the first of each document, "
-        "which attends only to itself. The scores have another scale, cap or bias, or the softmax "
-        "another precision."
+        "which attends only to itself. The scores have a different scale, cap or bias, or the "
+        f"softmax has a different precision{keys}."
     )
 
 
@@ -160,7 +164,7 @@ def routing(evidence: Evidence, first: Finding) -> str | None:
             return (
                 f"MoE routing differs from rounding: each of the {count} tokens that differ in "
                 f"{first.name} has scores in {key[1]} that tie within rounding, so it chooses "
-                "another expert."
+                "a different expert."
             )
     return None
 
@@ -176,16 +180,26 @@ def _tie(old: Floats, new: Floats) -> Bools:
 
 
 def dropout(evidence: Evidence, first: Finding) -> str | None:
-    if not evidence.a.content["training"]:
-        return None
-    if "Dropout" in first.module:
-        return f"Dropout: {first.name} drops other elements in each run; set its p to 0 to compare."
-    drawn = [any(r.content["random"]["drawn"] for r in x.ranks) for x in (evidence.a, evidence.b)]
-    if not any(drawn):
+    """The module drops elements or draws random numbers, and nothing before it differs."""
+    assert first.key is not None
+    runs = evidence.a, evidence.b
+    seen = [[r.outputs[first.key] for r in x.ranks if first.key in r.outputs] for x in runs]
+    drops = [max(x["drops"] for x in outputs) for outputs in seen]
+    if drops[0] != drops[1]:
+        return (
+            f"Dropout: {first.name} drops with probability {drops[0]:g} in {evidence.a.name} and "
+            f"{drops[1]:g} in {evidence.b.name}."
+        )
+    if drops[0] > 0:
+        return (
+            f"Dropout: {first.name} drops different elements in each run; set its probability to "
+            "0 to compare."
+        )
+    if not any(x["draws"] for outputs in seen for x in outputs):
         return None
     return (
-        f"Dropout: the forward draws random numbers, which differ from {first.name} on; "
-        "turn dropout off to compare."
+        f"Dropout: {first.name}, or the code before it, draws random numbers, which differ between "
+        "the runs; turn dropout off to compare."
     )
 
 
@@ -258,22 +272,53 @@ def _ends(places: Ints) -> Bools:
 
 
 def local_divisor(evidence: Evidence, first: Finding) -> str | None:
-    """The mean of the ranks' losses is wrong, and their mean weighted by labels is right."""
-    counts, losses = evidence.label_counts(evidence.b), evidence.losses(evidence.b)
-    expected = evidence.losses(evidence.a)
-    if not counts or not losses or not expected:
+    """Each rank divides the sum of its losses by its own number of labels."""
+    run = evidence.b
+    counts, losses = evidence.label_counts(run), evidence.losses(run)
+    if not counts or not losses or not sum(counts) or run.copies:
         return None
-    if len(counts) == 1 or not sum(counts) or evidence.b.copies:
+    labelled = [i for i, n in enumerate(counts) if n]
+    limit = max(1e-5, 4 * evidence.coarsest)  # of a loss, relative
+    numbers = [counts[i] for i in labelled]
+    if 0 not in counts and max(numbers) / min(numbers) - 1 <= 4 * limit:
         return None
-    weighted = sum(x * n for x, n in zip(losses, counts, strict=True) if n) / sum(counts)
-    mean = sum(expected) / len(expected)
-    if abs(weighted - mean) > 1e-3 * abs(mean):
-        return None
-    shown = ", ".join(f"{x:.0f}" for x in counts[:8])
+    sums = evidence.token_loss_sums(run)
+    if sums is not None:
+        factors = [losses[i] * counts[i] / sums[i] for i in labelled if sums[i]]
+        alike = bool(factors) and max(factors) - min(factors) <= limit * max(factors)
+        if not alike or not _near_count(evidence, factors[0]):
+            return None
+    else:
+        expected = evidence.losses(evidence.a)
+        weighted = sum(losses[i] * counts[i] for i in labelled) / sum(counts)
+        mean = sum(expected) / len(expected) if expected else np.nan
+        if not abs(weighted - mean) <= 1e-3 * abs(mean):
+            return None
+    shown = ", ".join(f"{x:.0f}" for x in counts[:8]) + (", …" if len(counts) > 8 else "")
     return (
-        f"The loss is divided by local tokens: each rank of {evidence.b.name} divides by its own "
-        f"number of labels ({shown}) instead of by {sum(counts):.0f}."
+        f"The loss is divided by local tokens: each rank of {run.name} divides by its own number "
+        f"of labels ({shown}) instead of by {sum(counts):.0f}."
     )
+
+
+def scaled_loss(evidence: Evidence, first: Finding) -> str | None:
+    """The loss is a multiple of the right one, by a number of ranks."""
+    if first.values is None or not first.values[0] or not evidence.agree("output", "label"):
+        return None
+    old, new = first.values
+    found = _number_of_ranks(evidence, new / old, max(4 * first.bound, 1e-6))
+    if found is None:
+        return None
+    divisors = next((x.values for x in evidence.of_stage("loss") if "divides" in x.name), None)
+    text = f"The loss is scaled by {found.what}: it is {found.times} times that of"
+    text += f" {evidence.a.name}"
+    if divisors is not None:
+        text += f", because it is divided by {divisors[1]:.0f} instead of by {divisors[0]:.0f}"
+    if not evidence.of_stage("gradient"):
+        return f"{text}."
+    if evidence.agree("gradient"):
+        return f"{text}. The gradients agree, so only the reported loss is wrong."
+    return f"{text}. Gradients differ as a consequence."
 
 
 def missing_gradient(evidence: Evidence, first: Finding) -> str | None:
@@ -335,6 +380,24 @@ def scaled_gradients(evidence: Evidence, first: Finding) -> str | None:
     limit = max(4 * compared[0].bound, 1e-6)
     if any(abs(x / factor - 1) > limit or rest > limit for x, rest in factors):
         return None
+    found = _number_of_ranks(evidence, factor, limit)
+    if found is None:
+        return f"Gradients are scaled: all are {factor:.4g} times those of {evidence.a.name}."
+    return (
+        f"Gradients are scaled by {found.what}: all are {found.times} times those of "
+        f"{evidence.a.name}. Sum or average them, or multiply the loss, but once."
+    )
+
+
+class _Factor(NamedTuple):
+    """What a factor is, such as "the number of ranks", and how often: "2" or "1/2"."""
+
+    what: str
+    times: str
+
+
+def _number_of_ranks(evidence: Evidence, factor: float, limit: float) -> _Factor | None:
+    """Return which number of ranks a factor is, or whose inverse it is, within a relative limit."""
     numbers = {
         "the number of ranks that share a sequence": len(evidence.b.groups[0]),
         "the number of ranks": len(evidence.b.ranks),
@@ -342,11 +405,8 @@ def scaled_gradients(evidence: Evidence, first: Finding) -> str | None:
     for what, number in reversed(numbers.items()):
         for times, expected in ((f"{number}", float(number)), (f"1/{number}", 1 / number)):
             if number > 1 and abs(factor / expected - 1) <= limit:
-                return (
-                    f"Gradients are scaled by {what}: all are {times} times those of "
-                    f"{evidence.a.name}. Sum or average them, or multiply the loss, but once."
-                )
-    return f"Gradients are scaled: all are {factor:.4g} times those of {evidence.a.name}."
+                return _Factor(what, times)
+    return None
 
 
 def _sharing(evidence: Evidence) -> dict[str, int]:
@@ -461,6 +521,7 @@ def _positions_in_documents(evidence: Evidence) -> Ints:
 
 RULES: tuple[tuple[Callable[[Evidence, Finding], str | None], tuple[str, ...]], ...] = (
     (weights_at_the_start, ("weight before",)),
+    (dropout, ("output",)),
     (positions, ("input", "output")),
     (not_finite, ("output",)),
     (routing, ("output",)),
@@ -468,11 +529,11 @@ RULES: tuple[tuple[Callable[[Evidence, Finding], str | None], tuple[str, ...]], 
     (window, ("output",)),
     (attention, ("output",)),
     (padding, ("output",)),
-    (dropout, ("output",)),
     (one_rank, ("output",)),
     (border, ("output",)),
     (label_shift, ("label",)),
-    (local_divisor, ("loss",)),
+    (local_divisor, ("loss", "gradient of output")),
+    (scaled_loss, ("loss",)),
     (missing_gradient, ("gradient",)),
     (tied_weights, ("gradient",)),
     (own_tokens, ("gradient",)),

@@ -30,7 +30,7 @@ class Finding:
         ranks: (rows · tokens,) the rank of the second run with that difference.
         rank: the rank with the largest difference, if the finding is not about tokens.
         values: the numbers of both runs, if this is about a loss, a count or a learning rate.
-        key, module: the key of an output in the recordings, and the class of its module.
+        key: the key of an output in the recordings.
     """
 
     stage: str
@@ -42,7 +42,6 @@ class Finding:
     rank: int | None = None
     values: tuple[float, float] | None = None
     key: Key | None = None
-    module: str = ""
 
     @property
     def is_real(self) -> bool:
@@ -152,10 +151,9 @@ class Evidence:
                 found.append(float((labels >= 0).sum()))
         return found if len(found) == len(run.ranks) else None
 
-    def token_loss_sum(self, run: Recording) -> float | None:
-        """Return the sum of the losses of all tokens, or None if some are unknown."""
+    def token_loss_sums(self, run: Recording) -> list[float] | None:
+        """Return the sum of the losses of each rank's tokens, or None if some are unknown."""
         labels = run.labels()
         if len(labels) < len(run.ranks):
             return None
-        each = [part.values[part.values[:, 0] != IGNORED, 1].sum() for part in labels]
-        return float(sum(each)) / run.copies_of_tokens
+        return [float(part.values[part.values[:, 0] != IGNORED, 1].sum()) for part in labels]

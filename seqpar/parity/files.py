@@ -15,6 +15,11 @@ from typing import Any
 from torch import Tensor
 
 FORMAT = 1
+FIELDS = (  # of a rank's JSON file
+    "rank", "group", "torch", "order", "batch", "training", "evaluated", "forwards", "inputs",
+    "outputs", "unseen", "cross_entropy", "backwards", "model_loss", "stated_loss", "parameters",
+    "optimizer", "random", "notes",
+)  # fmt: skip
 _NAME = re.compile(r"rank-(\d+)\.(json|safetensors)")
 _BEGAN = time.time()  # when this process began; other ranks of this run write newer files
 
@@ -65,6 +70,11 @@ def read_rank(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{file}: must be of format {FORMAT}, got {found}")
+    if missing := [x for x in FIELDS if x not in content]:
+        raise ValueError(f"{file}: not a rank of a recording: it lacks {missing[0]}")
+    named = {x for output in content["outputs"] for x in output["tensors"].values()}
+    if lacking := sorted(named - tensors.keys()):
+        raise ValueError(f"{file}: not a rank of a recording: its tensor {lacking[0]} is missing")
     return content, tensors
 
 

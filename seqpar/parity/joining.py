@@ -111,6 +111,11 @@ class Recording:
         return self.ranks[0].content
 
     @property
+    def modules(self) -> set[str]:
+        """The names of all modules that were observed on the first rank."""
+        return {x["name"] for x in self.content["outputs"]} | set(self.content["unseen"])
+
+    @property
     def tokens(self) -> int:
         return self.shape[0] * self.shape[1]
 
@@ -182,9 +187,9 @@ class Recording:
     def parameters(self, tensor: str) -> dict[str, list[tuple[int, Floats]]]:
         """Return the summaries of each parameter, one for each copy of the whole parameter.
 
-        `tensor` is "gradients", "weights.before" or "weights.after". Each summary comes with the
-        number of a rank that holds the copy. If ranks hold blocks of a parameter, the summary of a
-        copy is the sum of the blocks' summaries.
+        `tensor` is "gradients", "gradient sizes", "weights.before" or "weights.after". Each
+        summary comes with the number of a rank that holds the copy. If ranks hold blocks of a
+        parameter, the summary of a copy is the sum of the blocks' summaries.
         """
         if tensor in self._parameters:
             return self._parameters[tensor]
@@ -273,7 +278,7 @@ def place_tokens(recording: Recording, reference: Recording | None) -> None:
         used |= set(numbers)
         for rank in group:
             row, position = np.divmod(rank.places, tokens)
-            moved = np.asarray(numbers)[row] * tokens + position
+            moved = np.asarray(numbers, np.int64)[row] * tokens + position
             rank.places = np.where(rank.places < 0, -1, moved)
     if missing := sorted(set(range(len(rows))) - used):
         raise ValueError(f"{recording.name}: no rank has row {missing[0]} of the other recording")

@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ from seqpar.core.torch_private import (
 from seqpar.parity.files import check_new, require_safetensors, write_rank
 from seqpar.parity.losses import Losses, before_optimizer_steps
 from seqpar.parity.sharding import Batch, Order, as_order, batch_of, stated_positions, token_rows
-from seqpar.parity.summaries import COLUMNS, summarise, summarise_block
+from seqpar.parity.summaries import (
+    COLUMNS,
+    SIZE_BINS,
+    count_sizes,
+    summarise,
+    summarise_block,
+)
 
 MODEL = "(model)"  # the name of the whole model among its modules
 _MAX_ROUTER_FEATURES = 512
@@ -117,12 +123,14 @@ class Recorder:
     _calls: Counter[tuple[int, str, bool]] = field(default_factory=Counter)
     _inputs: list[dict[str, Tensor]] = field(default_factory=list)  # of each forward
     _batch: Batch | None = None
-    _random: list[str] = field(default_factory=list)  # digests at the start and end of forwards
+    _random: list[str] = field(default_factory=list)  # digests at the start and after each output
     _gradients: Tensor | None = None
+    _gradient_sizes: Tensor | None = None
     _optimizer: dict[str, Any] = field(default_factory=dict)
     _model_loss: Tensor | None = None
     _stated_loss: dict[str, Tensor] = field(default_factory=dict)
-    _hooked: dict[str, str] = field(default_factory=dict)  # class of each module
+    # The class of each module, and the probability with which a dropout module drops.
+    _hooked: dict[str, tuple[str, float]] = field(default_factory=dict)
     _before: Tensor | None = None
     _hook_handles: list[RemovableHandle] = field(default_factory=list)  # of outputs
 
@@ -135,14 +143,14 @@ class Recorder:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Observe the model in this context."""
-        self._before = self._weights(lambda x: x)
+        self._before = self._summaries(lambda x: x)
         self._random.append(_random_state())
         with ExitStack() as stack:
             stack.callback(self._remove_hooks_of_outputs)
             for name, module in self._observed_modules():
                 if name in self._hooked:
                     continue  # the module inside a wrapper, which returns the same
-                self._hooked[name] = type(module).__name__
+                self._hooked[name] = type(module).__name__, _drop_probability(module)
                 observe = _eager(self._observer(name))
                 if is_compiled(module) and type(module) is not compiled_modules():
                     stack.enter_context(observed_compiled_call(module, observe))
@@ -156,8 +164,13 @@ class Recorder:
             stack.enter_context(self.losses.observed(lambda: self._batch))
             stack.enter_context(before_optimizer_steps(self._before_step))
             yield
+        if not self._outputs:
+            raise ValueError(
+                "model: none of its modules returned a tensor within record(); record the module "
+                "that the step calls"
+            )
         if self._gradients is None:
-            self._gradients = self._weights(lambda x: x.grad)
+            self._see_gradients()
 
     def _remove_hooks_of_outputs(self) -> None:
         """Remove the hooks of outputs, which may be parameters and inputs that outlive the step."""
@@ -206,6 +219,8 @@ class Recorder:
     def _observer(self, name: str) -> Callable[[object], None]:
         def observe(result: object) -> None:
             again = in_backward()  # a checkpoint computes the module once more
+            if not again:
+                self._random.append(_random_state())
             forward = max(0, len(self._inputs) - 1)
             call = self._calls[forward, name, again]
             self._calls[forward, name, again] += 1
@@ -220,7 +235,6 @@ class Recorder:
                     handle = x.register_hook(_eager(self._gradient_hook(known)))
                     self._hook_handles.append(handle)
             if name == MODEL and not again:
-                self._random.append(_random_state())
                 loss = getattr(result, "loss", None)
                 if isinstance(loss, Tensor) and loss.numel() == 1 and not is_dtensor(loss):
                     self._model_loss = loss.detach().double()
@@ -238,7 +252,9 @@ class Recorder:
             "output": key,
             "forward": forward,
             "call": call,
-            "class": self._hooked[name],
+            "class": self._hooked[name][0],
+            "drops": self._hooked[name][1],
+            "draws": self._random[-1] != self._random[-2],
             "dtype": str(x.dtype).removeprefix("torch."),
             "shape": list(x.shape),
             "by_token": by_token,
@@ -272,24 +288,40 @@ class Recorder:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if self._gradients is None:
-            self._gradients = self._weights(lambda x: x.grad)
+            self._see_gradients()
         rates = [float(x["lr"]) for x in optimizer.param_groups if "lr" in x]
         steps = [float(x["step"]) for x in optimizer.state.values() if "step" in x]
         self._optimizer.setdefault("learning_rates", []).extend(rates)
         self._optimizer["steps"] = max(steps, default=0.0)
 
-    def _weights(self, part: Callable[[Tensor], Tensor | None]) -> Tensor:
-        """Return (parameters, COLUMNS): summaries of local blocks, NaN where there is no tensor."""
+    def _see_gradients(self) -> None:
+        self._gradients = self._summaries(lambda x: x.grad)
+        self._gradient_sizes = self._of_blocks(
+            lambda x: x.grad, lambda block, _: count_sizes(block), SIZE_BINS
+        )
+
+    def _summaries(self, part: Callable[[Tensor], Tensor | None]) -> Tensor:
+        return self._of_blocks(part, summarise_block, COLUMNS)
+
+    def _of_blocks(
+        self,
+        part: Callable[[Tensor], Tensor | None],
+        summary: Callable[[Tensor, tuple[int, ...]], Tensor],
+        columns: int,
+    ) -> Tensor:
+        """Return (parameters, columns) of local blocks, NaN where there is no tensor."""
         found = []
         with torch.no_grad():
             for _, parameter in self._parameters():
                 x = part(parameter)
                 block = None if x is None else local_block(x.detach())
                 if block is None:
-                    found.append(torch.full((COLUMNS,), torch.nan, dtype=torch.float64))
+                    found.append(torch.full((columns,), torch.nan, dtype=torch.float64))
                 else:
-                    found.append(summarise_block(*block))
-        return torch.stack([x.cpu() for x in found]) if found else torch.zeros(0, COLUMNS)
+                    found.append(summary(*block))
+        if not found:
+            return torch.zeros(0, columns, dtype=torch.float64)
+        return torch.stack([x.cpu() for x in found])
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(_plain(name), x) for name, x in self.model.named_parameters()]
@@ -316,8 +348,10 @@ class Recorder:
         """Return what the rank's files hold: the JSON and the tensors."""
         tensors: dict[str, Tensor] = {}
         assert self._before is not None and self._gradients is not None
+        assert self._gradient_sizes is not None
         tensors["weights.before"], tensors["gradients"] = self._before, self._gradients
-        tensors["weights.after"] = self._weights(lambda x: x)
+        tensors["gradient sizes"] = self._gradient_sizes
+        tensors["weights.after"] = self._summaries(lambda x: x)
         order, positions = stated_positions(
             self.order,
             self.tokens,
@@ -347,6 +381,7 @@ class Recorder:
             "order": order,
             "batch": None if self._batch is None else list(self._batch),
             "training": self.model.training,
+            "evaluated": [_plain(x) for x, y in self.model.named_modules() if not y.training],
             "forwards": len(self._inputs),
             "inputs": [sorted(x) for x in self._inputs],
             "outputs": outputs,
@@ -403,14 +438,29 @@ def _named_tensors(
     names = list(inspect.signature(inner.forward).parameters)
     names += [f"argument{i}" for i in range(len(names), len(arguments))]
     named = dict(zip(names, arguments, strict=False)) | dict(options)
+    for x in list(named.values()):
+        if isinstance(x, Mapping):  # a batch may be one argument
+            named |= {str(key): y for key, y in x.items() if str(key) not in named}
     return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
 
+def _drop_probability(module: nn.Module) -> float:
+    """Return the probability with which a module drops elements or layers, 0 for other modules."""
+    kind = type(module).__name__.lower()
+    if not module.training or not ("drop" in kind or "stochasticdepth" in kind):
+        return 0.0
+    found = (getattr(module, name, None) for name in ("p", "drop_prob", "drop_rate"))
+    return max((float(x) for x in found if isinstance(x, float | int)), default=0.0)
+
+
 def _tensors_in(result: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors of a module's result, each with its key in the result."""
+    """Yield the floating-point and complex tensors of a result, each with its key in the result."""
     if isinstance(result, Tensor):
-        if result.is_floating_point():
+        if result.is_floating_point() or result.is_complex():
             yield name, result
+    elif is_dataclass(result) and not isinstance(result, Mapping | type):
+        members = {x.name: getattr(result, x.name) for x in fields(result)}
+        yield from _tensors_in(members, name)
     elif isinstance(result, Mapping):
         for key, x in result.items():
             yield from _tensors_in(x, f"{name}.{key}".lstrip("."))

@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 PROJECTIONS = 4
 COLUMNS = 2 + PROJECTIONS  # of a summary: norm (or sum of squares), mean (or sum), projections
+SIZE_BINS = 64  # of magnitudes: bin i holds those from 4^(i − 48) up to 4^(i − 47)
+_SMALLEST_SIZE = 48
 _MAX_ELEMENTS = 2**24  # converted to fp64 at once: 128 MiB
 
 
@@ -38,6 +41,8 @@ def signs(start: int, count: int, salt: int, device: torch.device) -> Tensor:
 
 def summarise(rows_TC: Tensor) -> Tensor:
     """Return (T, COLUMNS) in fp64: each row's norm, mean and projections."""
+    if rows_TC.is_complex():
+        rows_TC = torch.view_as_real(rows_TC).flatten(1)
     tokens, features = rows_TC.shape
     if tokens > (step := max(1, _MAX_ELEMENTS // max(1, features))):
         return torch.cat([summarise(x) for x in rows_TC.split(step)])
@@ -47,6 +52,27 @@ def summarise(rows_TC: Tensor) -> Tensor:
     return torch.cat([exact.norm(dim=1)[:, None], mean[:, None], projections], 1)
 
 
+def count_sizes(block: Tensor) -> Tensor:
+    """Return (SIZE_BINS,) in fp64: how many elements of a block have a magnitude in each bin.
+
+    Zeros are in no bin. Smaller magnitudes than those of the first bin are in the first bin, and
+    larger ones than those of the last bin in the last.
+    """
+    magnitudes = torch.view_as_real(block) if block.is_complex() else block
+    total = torch.zeros(SIZE_BINS, dtype=torch.float64, device=block.device)
+    for part in magnitudes.reshape(-1).split(_MAX_ELEMENTS):
+        exponent = torch.frexp(part[part != 0].double()).exponent - 1  # 2^exponent <= magnitude
+        bins = exponent.div(2, rounding_mode="floor") + _SMALLEST_SIZE
+        total += torch.bincount(bins.clamp(0, SIZE_BINS - 1), minlength=SIZE_BINS)
+    return total
+
+
+def size_edges() -> NDArray[np.float64]:
+    """Return (SIZE_BINS,): the smallest magnitude of each bin."""
+    exponents = np.arange(SIZE_BINS, dtype=np.float64) - _SMALLEST_SIZE
+    return np.power(4.0, exponents)
+
+
 def summarise_block(block: Tensor, offsets: tuple[int, ...] = ()) -> Tensor:
     """Return (COLUMNS,) in fp64: a block's sum of squares, sum and projections.
 
@@ -54,6 +80,8 @@ def summarise_block(block: Tensor, offsets: tuple[int, ...] = ()) -> Tensor:
     whole tensor is the sum of its blocks' summaries. A projection multiplies by the signs of the
     row and of the column.
     """
+    if block.is_complex():
+        block = torch.view_as_real(block)
     row, *others = (*offsets, 0, 0)[: max(1, block.dim())]
     matrix = block.reshape(block.shape[0], -1) if block.dim() else block.reshape(1, 1)
     below = matrix.shape[1] // max(1, block.shape[1]) if block.dim() > 1 else 1

@@ -27,6 +27,9 @@ RIGHT = {
     "Adam": Run(2, optimizer="AdamW"),
     "prompt": Run(2, unlabelled=15),
     "experts and tied weights": Run(2, experts=4, tied=True),
+    # Documents are not separated, but there is one only; each rank has as many labels as the other.
+    "one document": Run(2, "leak", rows=1),
+    "equal numbers of labels": Run(2, "local divisor", order="striped", unlabelled=15),
 }
 
 
@@ -54,6 +57,12 @@ FAULTS = [
     (Run(2, "shift"), "label", "Labels are shifted within shards: token 23"),
     (Run(2, "shift", order="head_tail"), "label", "Labels are shifted within shards: token 11"),
     (Run(2, "local divisor", unlabelled=15), "loss", "The loss is divided by local tokens"),
+    (
+        Run(2, "local divisor", unlabelled=15, dtype=torch.bfloat16),
+        "gradient of output",
+        "The loss is divided by local tokens: each rank of many divides by its own number of labels"
+        " (18, 46) instead of by 64.",
+    ),
     (Run(2, "sum"), "gradient", "Gradients are scaled by the number of ranks: all are 2 times"),
     (Run(2, "no average"), "gradient", "Gradients are those of a rank's tokens only"),
     (Run(2, "own gradients"), "gradient of output", "Gradients of a rank's tokens only"),
@@ -87,8 +96,39 @@ def test_a_planted_fault_is_named(pool, tmp_path, run, stage, expected):
         assert report.diagnosis is not None and report.diagnosis.startswith(expected), str(report)
 
 
-def test_a_factor_of_ranks_that_share_a_sequence_is_named(pool, tmp_path):
-    """2 replicas of 2 ranks each average over replicas only, after a loss that counts 4 ranks."""
-    report = compared(pool, tmp_path, Run(2, "times cp"), ranks=4)
+@pytest.mark.parametrize("rows", [2, 1])
+def test_a_factor_of_ranks_that_share_a_sequence_is_named(pool, tmp_path, rows):
+    """2 replicas of 2 ranks each average over replicas only, after a loss that counts 4 ranks.
+
+    If the batch has one row, the first replica has none.
+    """
+    report = compared(pool, tmp_path, Run(2, "times cp", rows=rows), ranks=4)
     expected = "Gradients are scaled by the number of ranks that share a sequence: all are 2 times"
+    assert report.diagnosis is not None and report.diagnosis.startswith(expected), str(report)
+
+
+PUBLIC = {
+    # Attention that has no argument for borders gets a packed sequence; positions are right.
+    "axolotl#3867": (
+        Run(2, "leak", rows=1, documents=(5, 11, 24, 40)),
+        "Documents leak into each other: in blocks.0.attention.out, every document but the first",
+    ),
+    # Ranks hold different labels, whose sum over ranks is divided once more by the ranks' number.
+    "transformers#46775": (
+        Run(2, "divided twice"),
+        "The loss is scaled by the number of ranks that share a sequence: it is 2 times that of "
+        "one, because it is divided by 47 instead of by 94. Gradients differ as a consequence.",
+    ),
+    # A window's mask is replaced by a causal one.
+    "accelerate#4177": (
+        Run(2, "window", window=9),
+        "A window is missing: in blocks.0.attention.out, the tokens from position 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_fault_in_a_ring_written_by_hand_is_named(pool, tmp_path, name):
+    run, expected = PUBLIC[name]
+    report = compared(pool, tmp_path, run, ranks=4 if run.rows == 2 else 2)
     assert report.diagnosis is not None and report.diagnosis.startswith(expected), str(report)

@@ -9,6 +9,7 @@ from tests.support.parity_stacks import (
     seqpar_context_parallel,
     tensor_parallel,
     torch_context_parallel,
+    with_unused_parameters,
 )
 
 
@@ -20,6 +21,16 @@ def test_a_wrapped_model_is_compared_to_its_gradients_and_weights(pool, tmp_path
     assert report.first is None, str(report)
     stages = {x.stage for x in report.findings}
     assert {"output", "gradient of output", "gradient", "weight after"} <= stages
+
+
+def test_unused_parameters_agree_and_noise_in_a_step_of_adam_is_no_difference(pool, tmp_path):
+    """The gradient of the keys' bias is noise, of which Adam makes steps of full size."""
+    with_unused_parameters(None, tmp_path / "one")
+    pool(2, with_unused_parameters, tmp_path / "many")
+    report = parity.compare(tmp_path / "one", tmp_path / "many")
+    assert report.first is None, str(report)
+    errors = {x.name: x.error for x in report.findings if x.stage == "weight after"}
+    assert errors["model.blocks.0.qkv.bias"] > 1e-3 and errors["unused.weight"] == 0
 
 
 def test_divided_features_are_named_as_not_compared(pool, tmp_path):

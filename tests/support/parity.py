@@ -281,6 +281,8 @@ def step(world_group, folder, run, **options):
         logits = network(ids, positions, mask, group, attention_mask=given)
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         count = (labels if run.fault == "local divisor" else all_labels).ne(-100).sum()
+        if run.fault == "divided twice":  # labels of all ranks, as if each rank had all of them
+            count = count // run.cp
         loss = total / count
         if run.fault != "local divisor":
             loss = loss * world  # whose mean over ranks is the loss of the batch

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Layout, parity
@@ -64,10 +65,38 @@ def loss_of(logits, labels, count):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
-def one_rank(folder):
+def one_rank(folder, network=None):
     model, ids, positions, labels = inputs()
-    with parity.record(folder, model):
-        loss_of(model(ids, positions), labels, (labels >= 0).sum()).backward()
+    network = network or model
+    with parity.record(folder, network):
+        loss_of(network(ids, positions), labels, (labels >= 0).sum()).backward()
+
+
+class WithUnused(nn.Module):
+    """The model beside parameters that no forward uses."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.unused = model, nn.Linear(3, 3, bias=False)
+
+    def forward(self, *arguments):
+        return self.model(*arguments)
+
+
+def with_unused_parameters(group, folder):
+    """One step of AdamW under DDP that looks for unused parameters; None is one process."""
+    model, ids, positions, labels = inputs()
+    network = model = WithUnused(model)
+    count, ranks, options, gather = (labels >= 0).sum(), 1, {}, ()
+    if group is not None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ids, positions, labels = (x.chunk(ranks, 1)[rank] for x in (ids, positions, labels))
+        network = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+        options, gather = {"layout": "contiguous"}, (lambda x: Ring.apply(x, group, False),)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with parity.record(folder, network, group, **options):
+        (loss_of(network(ids, positions, *gather), labels, count) * ranks).backward()
+        optimizer.step()
 
 
 def torch_context_parallel(group, folder, averages=True):

@@ -135,6 +135,68 @@ def test_other_options_of_an_optimizer_are_named(tmp_path):
     assert decay.diagnosis.startswith("The gradients agree before the optimizer's step")
 
 
+class DropPath(nn.Module):
+    """Drops whole rows, with a generator of its own."""
+
+    def __init__(self, drop_prob, seed):
+        super().__init__()
+        self.drop_prob, self.generator = drop_prob, torch.Generator().manual_seed(seed)
+
+    def forward(self, x):
+        return x * (torch.rand(len(x), 1, 1, generator=self.generator) >= self.drop_prob)
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ([nn.Dropout(0.3)] * 2, "Dropout: blocks.0.down drops different elements"),
+        (
+            [nn.Dropout(0.3), nn.Dropout(0.0)],
+            "Dropout: blocks.0.down drops with probability 0.3 in a and 0 in b.",
+        ),
+        (
+            [DropPath(0.6, 0), DropPath(0.6, 1)],
+            "Dropout: blocks.0.down drops different elements",
+        ),
+        ([Noise()] * 2, "Dropout: blocks.0.down, or the code before it, draws random numbers"),
+    ],
+)
+def test_the_module_that_draws_random_numbers_is_named(tmp_path, modules, expected):
+    for i, name in enumerate("ab"):
+        network = model()
+        network.blocks[0].down = modules[i]
+        network.blocks[0].register_forward_hook(lambda _, __, y: y[..., :8])
+        network.blocks[0].forward = lambda x, block=network.blocks[0]: block.down(block.up(x))
+        torch.manual_seed(i)
+        with parity.record(tmp_path / name, network):
+            network(IDS)
+    report = parity.compare(tmp_path / "a", tmp_path / "b")
+    assert report.diagnosis is not None and report.diagnosis.startswith(expected), str(report)
+
+
+def test_random_numbers_of_a_later_module_are_not_blamed(tmp_path):
+    def change(network):
+        network.blocks[0].up.register_forward_hook(lambda _, __, y: y + 1e-3)
+        network.blocks[1].down.register_forward_hook(lambda _, __, y: y + torch.rand_like(y))
+
+    report = differing(tmp_path, change)
+    assert report.first.name == "blocks.0.up" and "Dropout" not in str(report.diagnosis)
+
+
+def test_a_part_in_another_mode_is_refused(tmp_path):
+    frozen = model()
+    frozen.blocks[0].eval()
+    step(tmp_path / "a", model())
+    step(tmp_path / "b", frozen)
+    with pytest.raises(ValueError, match=r"modes \(training\) of blocks.0: a has True, b has F"):
+        parity.compare(tmp_path / "a", tmp_path / "b")
+
+
 def test_incomplete_recordings_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no recording; seqpar\.parity\.record makes one"):
         parity.compare(tmp_path / "none", tmp_path / "none")
@@ -146,6 +208,13 @@ def test_incomplete_recordings_are_refused(tmp_path):
     file.write_text(json.dumps(content | {"format": 99}))
     with pytest.raises(ValueError, match="must be of format 1, got 99"):
         parity.compare(tmp_path / "a", tmp_path / "a")
+    file.write_text(json.dumps({"format": 1, "rank": 0}))
+    with pytest.raises(ValueError, match="not a rank of a recording: it lacks group"):
+        parity.compare(tmp_path / "a", tmp_path / "a")
+    tensors = step(tmp_path / "cut", model()) / "rank-00000.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"cut/rank-00000\.json: not a rank of a recording"):
+        parity.compare(tmp_path / "cut", tmp_path / "cut")
     file.write_text("{")
     with pytest.raises(ValueError, match="not a rank of a recording"):
         parity.compare(tmp_path / "a", tmp_path / "a")

@@ -1,5 +1,6 @@
 """What a recording keeps, what it refuses, and what it says it could not see."""
 
+import dataclasses
 import json
 
 import pytest
@@ -133,6 +134,86 @@ def test_wrong_arguments_are_refused(tmp_path):
     assert not (tmp_path / "a").exists()
     step(tmp_path / "a", model())
     refused(ValueError, "exists: give another name", tmp_path / "a", model())
+
+
+@dataclasses.dataclass
+class Logits:
+    logits: torch.Tensor
+    count: int = 3
+
+
+class Returns(Model):
+    """Returns its logits in a structure, from a batch in one argument."""
+
+    def __init__(self, structure):
+        super().__init__()
+        self.structure = structure
+
+    def forward(self, batch):
+        return self.structure(super().forward(batch["input_ids"]))
+
+
+@pytest.mark.parametrize(
+    ("structure", "names"),
+    [
+        (Logits, ["(model)[logits]"]),
+        (lambda x: (x, {"scores": [x, None]}), ["(model)[0]", "(model)[1.scores.0]"]),
+        (lambda x: torch.complex(x, x), ["(model)"]),
+    ],
+)
+def test_tensors_in_structures_are_compared(tmp_path, structure, names):
+    for name in "ab":
+        torch.manual_seed(0)
+        network = Returns(structure)
+        with parity.record(tmp_path / name, network):
+            network({"input_ids": IDS, "rows": 2})
+    report = parity.compare(tmp_path / "a", tmp_path / "b")
+    seen = [x.name for x in report.findings if x.name.startswith("(model)")]
+    assert seen == names and report.first is None and not report.notes
+
+
+def test_a_module_called_twice_is_compared_twice(tmp_path):
+    def twice(block, x):
+        return block(block(x))
+
+    step(tmp_path / "a", model(wrap=twice))
+    report = parity.compare(tmp_path / "a", step(tmp_path / "b", model(wrap=twice)))
+    assert report.first is None
+    assert {"blocks.0.up", "blocks.0.up, call 2"} <= {x.name for x in report.findings}
+
+
+def test_complex_and_integer_parameters_are_compared(tmp_path):
+    for name in "ab":
+        network = model()
+        network.phase = nn.Parameter(torch.full((3,), 1 + 2j))
+        network.scale = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+        if name == "b":
+            network.phase.data[1] = 1 - 2j
+        step(tmp_path / name, network)
+    report = parity.compare(tmp_path / "a", tmp_path / "b")
+    assert report.diagnosis == "Different weights at the start: phase is the first of 1 in b."
+    assert "scale" in [x.name for x in report.findings if x.stage == "weight before"]
+
+
+def test_a_model_that_is_not_called_is_refused(tmp_path):
+    """Then the step calls a copy, or a module around it, and nothing would be compared."""
+    with (
+        pytest.raises(ValueError, match="model: none of its modules returned a tensor"),
+        parity.record(tmp_path / "a", model()),
+    ):
+        model()(IDS)
+    assert not (tmp_path / "a").exists()
+
+
+def test_outputs_without_tokens_are_named(tmp_path):
+    for name in "ab":
+        network = model()
+        network.head.register_forward_hook(lambda _, __, y: y.mean(1)[:1])
+        with parity.record(tmp_path / name, network):
+            network(IDS)
+    (note,) = parity.compare(tmp_path / "a", tmp_path / "b").notes
+    assert note.startswith("not compared, because no dimension has the size of the tokens")
+    assert note.endswith("2 modules: head, (model)")
 
 
 def test_nothing_is_left_on_the_model(tmp_path):

@@ -6,7 +6,7 @@ import torch
 
 from seqpar.parity.compare import distances
 from seqpar.parity.sharding import Batch, found_order, positions_of, token_rows
-from seqpar.parity.summaries import summarise, summarise_block
+from seqpar.parity.summaries import count_sizes, size_edges, summarise, summarise_block
 
 
 def test_summaries_of_blocks_add_up():
@@ -18,6 +18,13 @@ def test_summaries_of_blocks_add_up():
     ]
     assert torch.allclose(sum(parts), summarise_block(x, (0, 0, 0)))
     assert torch.allclose(summarise_block(x)[0], x.square().sum())
+
+
+def test_sizes_are_counted_without_zeros():
+    x = torch.tensor([[0.0, 1.0, -3.9], [4.0, 1e-40, -1e30]])
+    counts = dict(zip(size_edges(), count_sizes(x).tolist(), strict=True))
+    assert counts[1.0] == 2 and counts[4.0] == 1 and sum(counts.values()) == 5
+    assert count_sizes(x)[[0, -1]].tolist() == [1, 1]
 
 
 def test_projections_estimate_how_far_rows_are_apart():
