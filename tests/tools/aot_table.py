@@ -29,7 +29,7 @@ PAGE_ROWS = {  # (kind, launch) -> what docs/kernels.md calls it
     ("backward_kv", "full"): "dk and dv, full blocks",
     ("backward_q", "fused"): "dq",
     ("recurrence", "forward"): "lightning attention, out and dq",
-    ("recurrence", "group"): "lightning attention, dk and dv, 8 query heads a KV head",
+    ("recurrence", "group"): "lightning attention, dk and dv, 8 query heads per KV head",
     ("states", "group"): "lightning attention, states of segments",
 }
 
@@ -135,8 +135,8 @@ def broken_gates(row):
 def markdown():
     """Return the table of docs/kernels.md: sm_90, bf16, head dim 128, with the newest Triton."""
     version = max(VERSIONS)
-    head = ["tile × block", "warps", "registers", "spilled", "shared memory"]
-    lines = [f"| sm_90, bf16, D = 128, Triton {version} | " + " | ".join(head) + " |"]
+    head = ["tile × block", "warps", "registers per thread", "spilled", "shared memory"]
+    lines = [f"| kernel, by Triton {version} for sm_90, bf16, D = 128 | " + " | ".join(head) + " |"]
     lines.append("|---" * (len(head) + 1) + "|")
     rows = {tuple(row[name] for name in KEY): row for row in load()[version]["rows"]}
     for (kind, launch), label in PAGE_ROWS.items():
