@@ -148,7 +148,15 @@ def measured(network: Network, options: Namespace, pair: float) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    head = ["ranks", "Mbit/s", "contender", "ms", "speed, zigzag Ring = 1", "exposed", "MiB sent"]
+    head = [
+        "ranks",
+        "Mbit/s",
+        "contender",
+        "ms",
+        "speed relative to zigzag Ring",
+        "exposed",
+        "MiB sent",
+    ]
     cells = []
     for row in rows:
         times = f"{row['seconds'] * 1e3:.0f}", f"{row['speed']:.2f}", f"{row['fraction']:.0%}"

@@ -34,8 +34,11 @@ def predict(mini: bool) -> dict[str, float]:
         of = f"{model}, {lengths}, {'4 stages' if pipeline else 'no pipeline'}"
         rule, ours = ([x[of] for x in cells] for of in ("rule over WLB-LLM", "over WLB-LLM"))
         if "–" in known:  # a range
-            found[f"{of}: its rule, the least"] = min(rule)
-        found |= {f"{of}: its rule, the most": max(rule), f"{of}: ours, the most": max(ours)}
+            found[f"{of}: DistCA's rule, smallest speedup"] = min(rule)
+        found |= {
+            f"{of}: DistCA's rule, largest speedup": max(rule),
+            f"{of}: our plans, largest speedup": max(ours),
+        }
     for ranks in (4, 8, 32):
         of = f"attention's max/mean on {ranks} ranks, packed in order"
         found[of] = uneven(ranks, 2 if mini else 12)

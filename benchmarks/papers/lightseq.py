@@ -60,13 +60,13 @@ def predict(mini: bool) -> dict[str, float]:
         return np.array([x[contender] for x in found.values() if contender in x])
 
     figures = {
-        "over Megatron-LM, the least": every("megatron").min(),
-        "over Megatron-LM, the most": every("megatron").max(),
-        "over Ring Attention, the most": every("ring").max(),
-        "over Ulysses, the least": every("ulysses").min(),
-        "over Ulysses, the most": every("ulysses").max(),
-        "over its own with full checkpointing, the most": every("full").max(),
-        "over Megatron-LM that does not compute attention again, the most": every("fair").max(),
+        "smallest speedup over Megatron-LM": every("megatron").min(),
+        "largest speedup over Megatron-LM": every("megatron").max(),
+        "largest speedup over Ring Attention": every("ring").max(),
+        "smallest speedup over Ulysses": every("ulysses").min(),
+        "largest speedup over Ulysses": every("ulysses").max(),
+        "largest speedup over LightSeq with full checkpointing": every("full").max(),
+        "largest speedup over Megatron-LM without recomputed attention": every("fair").max(),
     }
     longest = max(tokens for _, _, tokens in cells)
     for (name, nodes, tokens), ratio in found.items():

@@ -140,7 +140,7 @@ def dynamic_cp(mini: bool) -> Figures:
         for name, ratio in zip(names, _over_packing("github", context, seeds), strict=True)
     }
     power = [ratio for name, ratio in found.items() if name.endswith(names[0])]
-    return {f"{names[0]}, the most": max(power), **found}
+    return {f"{names[0]}, largest speedup": max(power), **found}
 
 
 def _over_packing(name: str, context: int, seeds: int) -> Floats:

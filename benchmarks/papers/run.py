@@ -84,12 +84,14 @@ def section(paper: Paper) -> str:
     for x in paper["points"]:
         published = "" if x["published"] is None else shown(x["published"], x["unit"])
         error = "" if published == "" else "fitted" if x["fitted"] else signed(x)
-        rows.append([x["what"], published, shown(x["predicted"], x["unit"]), error, x["source"]])
+        rows.append([x["what"], published, shown(x["predicted"], x["unit"]), error])
+    sources = dict.fromkeys(x["source"] for x in paper["points"] if x["source"])
     picture = f"../../benchmarks/results/papers/{name}.png"
     parts = [
         f"### {paper['title']}",
         harness.table(["about", "note"], data_of(name)["notes"]),
-        harness.table(["figure", "published", "predicted", "error", "source"], rows),
+        harness.table(["figure", "published", "predicted", "error"], rows),
+        f"Published in: {'; '.join(sources)}.",
         f"![Published and predicted figures of {name}]({picture})",
     ]
     return "\n\n".join(parts) + "\n"
@@ -108,7 +110,7 @@ def summary(papers: list[Paper]) -> str:
         errors = [abs(x["predicted"] / x["published"] - 1) for x in points]
         half, most = statistics.median(errors), max(errors)
         rows.append([paper["title"], str(len(errors)), f"{half:.0%}", f"{most:.0%}"])
-    return harness.table(["paper", "figures", "half are within", "all are within"], rows)
+    return harness.table(["paper", "published figures", "median error", "largest error"], rows)
 
 
 def shown(value: float, unit: str) -> str:

@@ -81,12 +81,12 @@ def predict(mini: bool) -> dict[str, float]:
     """Return volumes, and both systems' throughput."""
     lengths, both = (LENGTHS[:1], LENGTHS[:1]) if mini else (LENGTHS, MEGATRON_LENGTHS)
     degrees, wide = ((2, 4), 8) if mini else ((8, 16, 32, 64), 64)
-    found = {f"volume a link on {n} GPUs, over Nh/P": volume(n) for n in degrees}
+    found = {f"volume per GPU on {n} GPUs, over Nh/P": volume(n) for n in degrees}
     ours = {k: ulysses(GPT_30B, k * K, 64) for k in lengths}
     theirs = {k: tensor_parallel(GPT_30B, k * K, wide) for k in both}
     found |= {f"30B, {k}K: Ulysses": rate for k, rate in ours.items()}
     found |= {f"30B, {k}K: Megatron-LM on {wide} GPUs": rate for k, rate in theirs.items()}
-    found["30B: Ulysses over Megatron-LM, the most"] = max(ours[k] / theirs[k] for k in both)
+    found["30B: Ulysses over Megatron-LM, largest speedup"] = max(ours[k] / theirs[k] for k in both)
     of = "30B: the same, over Megatron-LM inside nodes, its optimizer sharded"
     found[of] = max(ours[k] / tensor_parallel(GPT_30B, k * K, 8) for k in both)
     most = longest(GPT_30B, 64)
