@@ -71,14 +71,14 @@ def test_tables_match_the_existing_results(tmp_path):
     assert measured.tables("recurrent", tmp_path) == (
         "| what | where | forward | forward + backward | result |\n"
         "| --- | --- | --- | --- | --- |\n"
-        "| speed, one process = 1 | 2 ranks, kda, tree | 0.88 | 0.75 | recurrent-ranks |\n\n"
-        "Not measured: speed on one core; steps on links; the host's time.\n"
+        "| speed, relative to one process | 2 ranks, kda, tree | 0.88 | 0.75 | recurrent-ranks |\n\n"
+        "Not measured: speed on one core; steps on links; host time.\n"
     )
     assert measured.settings(tmp_path) == (
         "| result | machine | date | setting |\n"
         "| --- | --- | --- | --- |\n"
         "| [recurrent-ranks](recurrent.md) | Some processor, 4 cores, torch 2.13.0 | 2026-01-02 "
-        "| ranks of one thread, and one process with one thread per rank. |\n"
+        "| ranks with one thread, and one process with one thread per rank. |\n"
     )
 
 

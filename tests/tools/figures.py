@@ -14,6 +14,8 @@ from benchmarks.simulate.choices import NEAR
 
 PASSES = "forward", "forward+backward"  # as results name them, without spaces
 LINK = {"rate_mbit": 100, "ratio": 1.5}  # the measured setting that the page shows
+STEP_OF_SILENT = "time of a step, relative to a step that sends nothing"
+STEP_OF_RING = "speed of a step, relative to Ring"
 TRANSPORTS = {"lasp2": "all_gather", "zeco": "scan"}
 
 
@@ -24,11 +26,11 @@ def speed(found, strategy):
         keys = [f"{dtype}/{way}/{strategy}" for way in PASSES]
         if keys[0] in ratios:
             shown = [f"{ratios[key]:.2f}" for key in keys]
-            yield "speed, SDPA in one process = 1", f"{ranks} ranks, {dtype}", *shown
+            yield "speed, relative to SDPA in one process", f"{ranks} ranks, {dtype}", *shown
 
 
 def communication(found, strategy):
-    """Yield the time of communication, its exposed share, and its speed relative to Ring's."""
+    """Yield the time of Ring's communication, and the speed of others relative to it."""
     shown = [row for row in found["rows"] if row.items() >= LINK.items()]
     of_ring = {
         named(row, "topology", "pass"): row["communication"]
@@ -43,9 +45,10 @@ def communication(found, strategy):
         row = either(rows)
         if (option := option_of(strategy, row["contender"])) is not None:
             where = place(row, found["shape"]["ranks"], option)
-            yield "communication, exposed, sent", where, *cells(rows, exposed)
-            if strategy != "ring":
-                yield "speed of communication, Ring = 1", where, *cells(rows, faster)
+            if strategy == "ring":
+                yield "time of communication", where, *cells(rows, communication_time)
+            else:
+                yield "speed of communication, relative to Ring", where, *cells(rows, faster)
 
 
 def gain(found, strategy):
@@ -53,8 +56,8 @@ def gain(found, strategy):
     for rows in by_pass(found["rows"], "topology", "ranks", "ratio", "contender"):
         row = either(rows)
         if (option := option_of(strategy, row["contender"])) is not None and "gain" in row:
-            where = place(row, row["ranks"], f"compute {row['ratio']:g}", option)
-            yield "speed, Ring = 1", where, *cells(rows, lambda x: f"{x['gain']:.2f}")
+            where = place(row, row["ranks"], f"computation {row['ratio']:g}", option)
+            yield STEP_OF_RING, where, *cells(rows, lambda x: f"{x['gain']:.2f}")
 
 
 def host(found, strategy):
@@ -65,9 +68,10 @@ def host(found, strategy):
     for rows in by_pass(mine, "layout"):
         first, second = (rows[way]["microseconds"] for way in ("forward", "backward"))
         both = {name: first[name] + second[name] for name in ("strategy", "floor")}
-        shown = [(x["strategy"], x["strategy"] / x["floor"]) for x in (first, both)]
-        times = [f"{microseconds:,.0f} µs, {over:.1f}" for microseconds, over in shown]
-        yield "host's time, and its ratio to a bare loop's", rows["forward"]["layout"], *times
+        layout = rows["forward"]["layout"]
+        yield "host time", layout, *(f"{x['strategy']:,.0f} µs" for x in (first, both))
+        over = (f"{x['strategy'] / x['floor']:.1f}" for x in (first, both))
+        yield "host time, relative to a bare loop", layout, *over
 
 
 def same_bits(found, strategy):
@@ -77,12 +81,15 @@ def same_bits(found, strategy):
         ((name, value),) = options.items()
         option = f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
         ratio = found["ratios"][f"{strategy}, {way}"]
-        yield f"time with `{option}`, without = 1", where, "", f"{ratio:.2f}"
+        yield f"time with `{option}`, relative to the default", where, "", f"{ratio:.2f}"
         if way == EIGHT_BITS:
-            checks = [found["checks"][f"{strategy}, {each}"] for each in (way, AS_IT_IS)]
-            yield "sent with it, and without", where, "", ", ".join(map(mebibytes, checks))
-            errors = {x: f"{x} {checks[0]['errors'][x]:.1e}".replace("e-0", "e-") for x in PARTS}
-            yield "RMS error with it", where, errors.pop("out"), ", ".join(errors.values())
+            check, default = (found["checks"][f"{strategy}, {each}"] for each in (way, AS_IT_IS))
+            yield f"bytes sent by a rank with `{option}`", where, "", mebibytes(check)
+            yield "bytes sent by a rank by default", where, "", mebibytes(default)
+            for part in PARTS:
+                error = f"{check['errors'][part]:.1e}".replace("e-0", "e-")
+                shown = (error, "") if part == "out" else ("", error)
+                yield f"RMS error of {part} with `{option}`", where, *shown
 
 
 def simulated(found, strategy):
@@ -94,7 +101,7 @@ def simulated(found, strategy):
     for where, rows in groups.items():
         ranks = " and ".join(map(str, sorted({row["ranks"] for row in rows})))
         error = statistics.median(abs(row["error"]) for row in rows)
-        yield "error of simulated steps, median", f"{ranks} ranks, {where}", "", f"{error:.1%}"
+        yield "median error of simulated steps", f"{ranks} ranks, {where}", "", f"{error:.1%}"
 
 
 def relative_to_all(found, strategy):
@@ -109,52 +116,38 @@ def relative_to_all(found, strategy):
                 groups[where].append(seconds[name] / seconds[result["best"]])
     for where, over in groups.items():
         near = statistics.mean(x <= 1 + NEAR for x in over)
-        shown = f"{near:.0%} of {len(over)} settings, {statistics.median(over):.2f}"
-        what = f"within {NEAR:.0%} of the fastest, time (the fastest = 1)"
-        yield what, where, "", shown
+        of = f"{len(over)} settings, {where}"
+        yield f"settings within {NEAR:.0%} of the fastest strategy", of, "", f"{near:.0%}"
+        time = f"{statistics.median(over):.2f}"
+        yield "median time, relative to the fastest strategy", of, "", time
 
 
 def tasks(found, strategy):
-    """Yield the times of steps with planned tasks."""
+    """Yield the speed of steps with planned tasks, relative to zigzag Ring."""
     for row in found["rows"]:
         if (option := option_of(strategy, row["contender"])) is not None:
             where = place(row | {"topology": found["topology"]}, row["ranks"], option)
-            shown = milliseconds(row["seconds"]), f"{row['speed']:.2f}", f"{row['fraction']:.0%}"
-            what = "a step, speed (zigzag Ring = 1), exposed, sent"
-            yield what, where, "", ", ".join((*shown, mebibytes(row)))
-
-
-def planning(found, _):
-    """Yield the time of planning, and the balance of the plan."""
-    for name, row in found["planning"].items():
-        where = f"{row['documents']:,} documents, lengths of {name}"
-        shown = f"{milliseconds(row['seconds'])}, {row['max_over_mean']:.2f}"
-        yield "planning, max/mean of the work", where, shown, ""
-
-
-def servers(found, _):
-    """Yield servers' share of their transport's bandwidth, and their added time in a short task."""
-    for row in found["targets"]:
-        if re.match(r"\w+: (bandwidth|added)", row["what"]):
-            yield row["what"], "a server of the same machine", number(row["found"]), ""
+            yield "speed of a step, relative to zigzag Ring", where, "", f"{row['speed']:.2f}"
 
 
 def linear(found, strategy):
-    """Yield the times of steps of linear attention."""
+    """Yield the time of steps of linear attention, relative to two others."""
     key = "topology", "ranks", "tokens", "pass"
     slept = [row for row in found["rows"] if row["computes"] == "sleeps" and row["ranks"] > 2]
     of_ring = {named(row, *key): row["total"] for row in slept if row["contender"] == "Ring"}
 
-    def shown(row):
-        over = row["total"] / row["without_communication"], of_ring[named(row, *key)] / row["total"]
-        return f"{milliseconds(row['total'])}, {over[0]:.2f}, {over[1]:.1f}"
+    def faster(row):
+        return f"{of_ring[named(row, *key)] / row['total']:.1f}"
+
+    def longer(row):
+        return f"{row['total'] / row['without_communication']:.2f}"
 
     for rows in by_pass(slept, *key[:3], "contender"):
         row = either(rows)
         if row["contender"] == f"LASP-2 {TRANSPORTS[strategy]}":
             where = place(row, row["ranks"], f"{row['tokens']:,} tokens per rank")
-            what = "a step, over one with nothing sent, speed (Ring = 1)"
-            yield what, where, *cells(rows, shown)
+            yield STEP_OF_SILENT, where, *cells(rows, longer)
+            yield STEP_OF_RING, where, *cells(rows, faster)
 
 
 def kernels(found, _):
@@ -164,28 +157,25 @@ def kernels(found, _):
         shape = f"{row['tokens']:,} tokens, {row['heads']} heads, D = {row['dim']}"
         for peer in row["times ours"]:
             shown = cells(rows, lambda x, peer=peer: number(x["times ours"][peer]))
-            what = f"time token by token ({peer}), ours = 1"
-            yield what, f"a core, {row['kind']}, {shape}", *shown
+            what = f"time token by token ({peer}), relative to seqpar"
+            yield what, f"one core, {row['kind']}, {shape}", *shown
 
 
 def kinds(found, _):
     """Yield the speed of ranks relative to one process."""
     for rows in by_pass(found["rows"], "kind", "transport"):
         where = f"{RANKS} ranks, {', '.join(named(either(rows), 'kind', 'transport'))}"
-        yield "speed, one process = 1", where, *cells(rows, lambda x: f"{x['speed']:.2f}")
+        yield "speed, relative to one process", where, *cells(rows, lambda x: f"{x['speed']:.2f}")
 
 
 def maps(found, _):
     """Yield the times of steps whose maps travel on a link."""
-
-    def shown(row):
-        return f"{milliseconds(row['total'])}, {row['ratio']:.2f}, {mebibytes(row)}"
-
     found = [row | {"tokens": row["shape"][0]} for row in found["rows"]]
     for rows in by_pass(found, "tokens", "transport"):
         row = either(rows) | {"topology": "mesh"}
         where = place(row, RANKS, f"{row['tokens']:,} tokens", row["transport"])
-        yield "a step, over one with nothing sent, bytes", where, *cells(rows, shown)
+        yield STEP_OF_SILENT, where, *cells(rows, lambda x: f"{x['ratio']:.2f}")
+        yield "bytes sent by a rank", where, *cells(rows, mebibytes)
 
 
 def by_pass(rows, *names):
@@ -223,10 +213,8 @@ def place(row, ranks, *more):
     return ", ".join(filter(None, (f"{ranks} ranks", f"{row['rate_mbit']} Mbit/s {links}", *more)))
 
 
-def exposed(row):
-    """Return the time of communication, the share that is exposed, and the bytes of a rank."""
-    share = f"{max(row['fraction'], 0):.0%}"  # measured shares may be negative
-    return f"{milliseconds(row['communication'])}, {share}, {mebibytes(row)}"
+def communication_time(row):
+    return milliseconds(row["communication"])
 
 
 def milliseconds(seconds):

@@ -23,7 +23,7 @@ GENERATED = re.compile(
 )
 HEAD = "what", "where", "forward", "forward + backward", "result"
 SETTINGS_HEAD = "result", "machine", "date", "setting"
-LINKS = "emulated links of a known rate, one per pair of ranks or one per rank"
+LINKS = "emulated links, one per pair of ranks or one per rank"
 SHAPE = "{heads} heads, D = {head_dim}"
 
 
@@ -57,35 +57,35 @@ SPEED = Source(
 LINK = Source(
     "network-softmax",
     figures.communication,
-    "communication relative to Ring's",
+    "communication on links",
     "network.md",
-    f"{LINKS}; {{tokens_per_rank:,}} tokens per rank, {SHAPE}, {{dtype}}, no mask. Rows have "
-    "the time of communication without compute, its exposed share in a step whose compute takes "
-    f"{figures.LINK['ratio']:g} times as long as a transfer of Ring's, and the bytes of a rank.",
-    ("2026-11-22T06:33", "Ring and AllGather send keys with values and hide more of backward"),
+    f"{LINKS}; {{tokens_per_rank:,}} tokens per rank, {SHAPE}, {{dtype}}, no mask. The table of "
+    "the linked page also has exposed shares and bytes.",
+    ("2026-11-22T06:33", "Ring and AllGather send keys with values, and hide more in backward"),
 )
 GAIN = Source(
     "network-mesh",
     figures.gain,
-    "steps relative to Ring's on a mesh of ranks",
+    "steps on a mesh of links",
     "network.md",
-    f"{LINKS}; {{tokens_per_rank:,}} tokens per rank, {SHAPE}, {{dtype}}, no mask. The unit of "
-    "compute is a transfer of Ring's.",
+    f'{LINKS}; {{tokens_per_rank:,}} tokens per rank, {SHAPE}, {{dtype}}, no mask. "Computation '
+    '0.5" means that one step of Ring computes half as long as its keys and values travel.',
 )
 HOST = Source(
     "overhead",
     figures.host,
-    "the host's time",
+    "host time",
     "ranks.md",
-    "the host's time on one of many ranks for the strategy's part of a call, and its ratio to a "
-    "bare loop of the same messages, copies and launches.",
+    "CPU time on one rank of 8, for the strategy's part of a call. The bare loop posts the same "
+    "messages and makes the same copies and launches.",
 )
 BITS = Source(
     "same-bits",
     figures.same_bits,
     "messages in 8 bits, and the same bits on any number of ranks",
     "../internals/numerics.md",
-    f"{{tokens:,}} tokens, {SHAPE}, causal, ranks of one thread. Errors are over the result's RMS.",
+    f"{{tokens:,}} tokens, {SHAPE}, causal, ranks with one thread. Errors are divided by the RMS "
+    "of the result.",
 )
 SIMULATED = Source(
     "simulate",
@@ -97,61 +97,47 @@ SIMULATED = Source(
 CHOICES = Source(
     "choices",
     figures.relative_to_all,
-    "steps relative to all others",
+    "steps relative to the fastest strategy",
     "simulate.md",
-    "settings are random lengths, heads, windows and layouts, on ranks of one thread or on "
-    "emulated links, fp32. Times are medians over settings.",
+    "random lengths, heads, windows and layouts, on cores or on emulated links, fp32.",
 )
 TASKS = Source(
     "network-disaggregated",
     figures.tasks,
     "steps whose tasks are planned",
     "disaggregated.md",
-    f"{LINKS}; {{tokens:,}} tokens in documents of up to {{context:,}}, {SHAPE}, {{kv_heads}} of "
-    "keys, {dtype}. Documents are in order unless the row names another placement.",
-)
-PLANNING = Source(
-    "disaggregated-plans",
-    figures.planning,
-    "planning",
-    "disaggregated.md",
-    "one core plans a batch for a cluster of many servers.",
-)
-SERVERS = Source(
-    "servers",
-    figures.servers,
-    "attention servers",
-    "servers.md",
-    f"{SHAPE}, {{kv_heads}} of keys, {{dtype}}.",
+    f"{LINKS}; {{tokens:,}} tokens in documents of up to {{context:,}}, {SHAPE}, {{kv_heads}} "
+    "KV heads, {dtype}. Documents are in order, unless the row says otherwise: in a zigzag layout, "
+    'or placed by `balance.place_homes` ("homes placed").',
 )
 LINEAR = Source(
     "network-linear",
     figures.linear,
     "steps on links",
     "papers.md",
-    f"{LINKS}; {SHAPE}, {{dtype}}, medians of {{rounds}} rounds in which computes sleep. Ring "
-    "moves keys and values for the same product.",
+    f"{LINKS}; {SHAPE}, {{dtype}}, medians of {{rounds}} rounds. Sleeps replace computation. Ring "
+    "sends keys and values, and computes the same result.",
 )
 KERNELS = Source(
     "recurrent-kernels",
     figures.kernels,
     "speed on one core",
     "recurrent.md",
-    "autograd differentiates both; fp32, one thread.",
+    "fp32, one thread. Autograd differentiates the recurrence token by token.",
 )
 KINDS = Source(
     "recurrent-ranks",
     figures.kinds,
     "speed of ranks relative to one process",
     "recurrent.md",
-    "ranks of one thread, and one process with one thread per rank.",
+    "ranks with one thread, and one process with one thread per rank.",
 )
 MAPS = Source(
     "recurrent-links",
     figures.maps,
     "steps on links",
     "recurrent.md",
-    "a host for each rank, joined by an emulated link of a known rate; {kind}.",
+    "each rank on its own host, joined by an emulated link; {kind}.",
 )
 SOURCES = {
     "ring": (SPEED, CHOICES, LINK, HOST, BITS, SIMULATED),
@@ -160,7 +146,7 @@ SOURCES = {
     "usp": (SPEED, CHOICES, LINK, HOST, BITS, SIMULATED),
     "mesh": (SPEED, CHOICES, GAIN, HOST, BITS, SIMULATED),
     "token_ring": (SPEED, CHOICES, LINK, GAIN, HOST, BITS, SIMULATED),
-    "disaggregated": (CHOICES, TASKS, PLANNING, SERVERS, SPEED, HOST, SIMULATED),
+    "disaggregated": (CHOICES, TASKS, SPEED, HOST, SIMULATED),
     "lasp2": (LINEAR, HOST),
     "zeco": (LINEAR, HOST),
     "recurrent": (KERNELS, KINDS, MAPS, HOST),
@@ -208,7 +194,7 @@ def setting_row(source, content):
     values = content | content.get("shape", {}) | content.get("setting", {})
     setting = source.setting.format(**values)
     if source.changed and environment["date"] < source.changed[0]:
-        setting += f" Since then {source.changed[1]}."
+        setting += f" The code has changed since: {source.changed[1]}."
     machine = "{device}, {cores} cores, torch {versions[torch]}".format(**environment)
     date = environment["date"].partition("T")[0]
     return f"[{source.name}]({source.page})", machine, date, setting
