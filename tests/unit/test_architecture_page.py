@@ -10,9 +10,9 @@ from tests.support.pages import ROOT
 PAGE = ROOT / "docs/internals/architecture.md"
 
 WALKS = {  # heading -> the folder from which its paths start
-    "The way of a query": "seqpar",
-    "The way of a server's request": "seqpar",
-    "The way of a Hugging Face model": "seqpar/integrations/huggingface",
+    "The call stack of attention": "seqpar",
+    "The path of a server's request": "seqpar",
+    "The path of a Hugging Face call": "seqpar/integrations/huggingface",
 }
 
 
@@ -21,8 +21,8 @@ def section(heading):
     return PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
 
 
-def test_table_of_rooms_is_the_order_that_import_linter_checks():
-    rows = [line.split("|")[1] for line in section("Rooms").splitlines() if line.startswith("| `")]
+def test_table_of_packages_is_the_order_that_import_linter_checks():
+    rows = [line.split("|")[1] for line in section("Packages").splitlines() if line.startswith("| `")]
     shown = [re.findall(r"`([\w]+)(?:/|\.py)`", row) for row in rows]
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (layers,) = (x["layers"] for x in contracts["contracts"] if x["type"] == "layers")
@@ -39,7 +39,7 @@ def test_a_walk_has_numbered_steps(heading):
 def test_files_of_a_walk_exist(heading):
     own = section(heading)
     paths = set(re.findall(r"`([\w/]+(?:\.py|/))`", own))
-    if heading == "The way of a Hugging Face model":
+    if heading == "The path of a Hugging Face call":
         paths.remove("integrations/huggingface/")
     missing = [path for path in paths if not (ROOT / WALKS[heading] / path).exists()]
     assert len(paths) > 6 and not missing, missing
