@@ -71,7 +71,8 @@ def test_tables_match_the_existing_results(tmp_path):
     assert measured.tables("recurrent", tmp_path) == (
         "| what | where | forward | forward + backward | result |\n"
         "| --- | --- | --- | --- | --- |\n"
-        "| speed, relative to one process | 2 ranks, kda, tree | 0.88 | 0.75 | recurrent-ranks |\n\n"
+        "| speed, relative to one process | 2 ranks, kda, tree | 0.88 | 0.75 | recurrent-ranks |\n"
+        "\n"
         "Not measured: speed on one core; steps on links; host time.\n"
     )
     assert measured.settings(tmp_path) == (
