@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from seqpar.parity import compare
@@ -24,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a second recording of the first run, which measures how large rounding is",
     )
     parser.add_argument("--json", metavar="FILE", help="also write all findings to FILE")
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="also draw which tokens differ in which module into FILE (.png, .svg or .pdf)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,11 +40,21 @@ def run(arguments: argparse.Namespace) -> int:
         print("\r\033[K", end="", file=sys.stderr)
     print(report)
     if arguments.json is not None:
-        try:
-            Path(arguments.json).write_text(json.dumps(report.json(), indent=1), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"json: {arguments.json}: {error.strerror}") from None
+        text = json.dumps(report.json(), indent=1)
+        with _named_faults("json", arguments.json):
+            Path(arguments.json).write_text(text, encoding="utf-8")
+    if arguments.picture is not None:
+        with _named_faults("picture", arguments.picture):
+            report.plot(arguments.picture)
     return 0 if report.first is None else 1
+
+
+@contextmanager
+def _named_faults(option: str, file: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: {file}: {error.strerror}") from None
 
 
 def _progress(text: str) -> None:

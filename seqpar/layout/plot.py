@@ -79,7 +79,7 @@ def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     _check_names("layouts", layouts)
     path = _checked(path, *layouts.values())
     heights = [min(0.27 * layout.geometry.ranks, 5.0) for layout in layouts.values()]
-    figure = _new_figure(9.0, sum(heights) + 0.15 * len(heights) + 0.75)
+    figure = new_figure(9.0, sum(heights) + 0.15 * len(heights) + 0.75)
     grid = figure.add_gridspec(len(layouts), 2, width_ratios=[6, 1], height_ratios=heights)
     for row, (name, layout) in enumerate(layouts.items()):
         lanes, bars = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
@@ -107,7 +107,7 @@ def plot_masks(masks: Mapping[str, DrawnMask], layout: DrawnLayout, path: str | 
     if (tokens := layout.geometry.tokens) > MAX_MASK_TOKENS:
         most = MAX_MASK_TOKENS
         raise ValueError(f"layout must have at most {most} tokens to draw a mask, got {tokens}")
-    figure = _new_figure(2.4 * len(masks) + 0.4, 3.3)
+    figure = new_figure(2.4 * len(masks) + 0.4, 3.3)
     for column, (name, mask) in enumerate(masks.items()):
         axes = figure.add_subplot(1, len(masks), column + 1)
         _draw_mask(axes, mask, layout, name)
@@ -135,7 +135,7 @@ def _check_names(name: str, values: Mapping[str, object]) -> None:
         raise TypeError(f"{name} must be {expected}, got {shown(values)}")
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -1,14 +1,17 @@
-"""The report of a comparison: a table and a picture for a terminal, and JSON."""
+"""The report of a comparison: a table and a picture for a terminal, JSON, and a picture's file."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from seqpar.core.arguments import as_path
 from seqpar.parity.evidence import Evidence, Finding
+from seqpar.parity.picture import column_edges, draw, label, shown_findings
 
 _WIDTH = 100
 _NAME = 36  # characters of a name in the table
@@ -45,6 +48,19 @@ class Report:
             "notes": self.notes,
             "findings": [self._described(x) for x in self.findings],
         }
+
+    def plot(self, path: str | Path) -> None:
+        """Draw which tokens differ in which module into a file, and mark each first difference.
+
+        Args:
+            path: the file; its suffix is the format, such as .png, .svg or .pdf.
+
+        Raises:
+            ValueError: `path` is no path, its suffix is not a format of pictures, or nothing about
+                tokens was compared.
+            ImportError: matplotlib is missing.
+        """
+        draw(self._evidence, "\n".join(self._end()[1:]), as_path("path", path))
 
     def _described(self, x: Finding) -> dict[str, Any]:
         row, token = self._place(x)
@@ -118,16 +134,13 @@ class Report:
 
     def _picture(self) -> list[str]:
         """Return which tokens differ in which module: a row of cells for each module."""
-        with_tokens = [x for x in self.findings if x.errors is not None]
-        real = [i for i, x in enumerate(with_tokens) if x.is_real]
-        if not real:
+        shown = shown_findings(self._evidence, _PICTURE_ROWS)
+        first = next((x for x in shown if x.is_real), None)
+        if first is None:
             return []
-        start = max(0, real[0] - 2)
-        shown = with_tokens[start : start + _PICTURE_ROWS]
-        tokens, run = self._evidence.a.tokens, self._evidence.b
-        cells = min(_CELLS, tokens)
-        edges = np.linspace(0, tokens, cells + 1).astype(int)
-        width = min(_WIDTH - cells - 3, max(8, *(len(_label(x)) for x in shown)))
+        run, edges = self._evidence.b, column_edges(self._evidence.a.tokens, _CELLS)
+        cells = edges.size - 1
+        width = min(_WIDTH - cells - 3, max(8, *(len(label(x)) for x in shown)))
         ranks = "".join(_digit(int(x)) for x in run.rank_of.ravel()[edges[:-1]])
         lines = [
             "",
@@ -136,9 +149,10 @@ class Report:
         ]
         for x in shown:
             row = "".join(_cell(x, edges[i], edges[i + 1]) for i in range(cells))
-            mark = ">" if x is with_tokens[real[0]] else " "
-            lines.append(f"{mark} {_cut(_label(x), width):<{width}} {row}")
-        if (more := len(with_tokens) - start - len(shown)) > 0:
+            mark = ">" if x is first else " "
+            lines.append(f"{mark} {_cut(label(x), width):<{width}} {row}")
+        every = shown_findings(self._evidence, len(self.findings))
+        if more := len(every) - len(shown):
             lines.append(f"  … and {more} more")
         return lines
 
@@ -162,11 +176,6 @@ def _counted(hidden: list[Finding]) -> list[str]:
         state = f"of {len(of_stage)}, {differing} differ" if differing else f"{len(of_stage)} agree"
         lines.append(f" {stage:<19}… {state}")
     return lines
-
-
-def _label(x: Finding) -> str:
-    """Return the name of a row of the picture."""
-    return f"{x.name}, gradient" if x.stage == "gradient of output" else x.name
 
 
 def _cut(text: str, width: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 from seqpar import parity
 from seqpar.__main__ import main
 from seqpar.parity.bounds import rounding_bound, unit_roundoff
+from seqpar.parity.evidence import Finding
+from seqpar.parity.picture import column_edges, excesses
 from tests.unit.parity.test_recorder import IDS, model, step
 
 
@@ -248,6 +251,24 @@ def test_bounds_grow_with_depth_and_with_roundings():
     assert values == sorted(values) and values[1] == pytest.approx(10 * values[0])
 
 
+def test_a_picture_shows_how_far_each_token_exceeds_the_bound(tmp_path):
+    """Of 12 tokens in 6 columns, one pair is not compared, and one is 100 times the bound off."""
+    errors = np.array([0, 0, 0, 1e-7, np.nan, np.nan, np.nan, 1e-4, 0, np.inf, 0, 0])
+    finding = Finding("output", "x", np.inf, 1e-6, errors=errors)
+    (row,) = excesses([finding], column_edges(12, 6))
+    assert row[[0, 1, 3, 4, 5]] == pytest.approx([-1, -1, 2, 3, -1]) and np.isnan(row[2])
+    assert column_edges(3, 6).tolist() == [0, 1, 2, 3]
+
+
+def test_a_picture_of_runs_that_agree_is_drawn(tmp_path):
+    report = parity.compare(step(tmp_path / "a", model()), step(tmp_path / "b", model()))
+    report.plot(tmp_path / "same.svg")
+    text = (tmp_path / "same.svg").read_text()
+    assert text.startswith("<?xml")
+    with pytest.raises(ValueError, match="path must be a path, got 3"):
+        report.plot(3)
+
+
 def test_the_command_ends_with_1_if_runs_differ(tmp_path, capsys):
     a, b = step(tmp_path / "a", model()), step(tmp_path / "b", model())
     other = model()
@@ -259,6 +280,11 @@ def test_the_command_ends_with_1_if_runs_differ(tmp_path, capsys):
     assert main(["parity", str(a), str(c), "--again", str(b), "--json", str(found)]) == 1
     assert "Different weights at the start: head.weight" in capsys.readouterr().out
     content = json.loads(found.read_text())
+    picture = tmp_path / "found.png"
+    assert main(["parity", str(a), str(c), "--picture", str(picture)]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["parity", str(a), str(c), "--picture", str(tmp_path / "none/x.png")]) == 2
+    assert "picture: " in capsys.readouterr().err
     assert content["first"]["name"] == "head.weight" and content["findings"][0]["differs"] is False
     assert main(["parity", str(a), str(tmp_path / "none")]) == 2
     assert "no recording" in capsys.readouterr().err
