@@ -9,6 +9,7 @@ from tests.support.parity_stacks import (
     seqpar_context_parallel,
     tensor_parallel,
     torch_context_parallel,
+    torch_ring,
     with_unused_parameters,
 )
 
@@ -47,6 +48,13 @@ def test_context_parallel_agrees_with_one_rank(pool, tmp_path):
     one_rank(tmp_path / "one")
     pool(2, seqpar_context_parallel, tmp_path / "two")
     report = parity.compare(tmp_path / "one", tmp_path / "two")
+    assert report.first is None, str(report)
+
+
+def test_the_ring_of_torchs_context_parallel_agrees(pool, tmp_path):
+    one_rank(tmp_path / "one")
+    pool(2, torch_ring, tmp_path / "many")
+    report = parity.compare(tmp_path / "one", tmp_path / "many")
     assert report.first is None, str(report)
 
 

@@ -1,4 +1,7 @@
-"""Small models on other people's stacks: torch's context_parallel and tensor parallelism."""
+"""A small model on other people's stacks: torch's context_parallel and tensor parallelism.
+
+`attend(q, k, v, position_ids)` is the attention of the model: (B, H, S, D) on this rank.
+"""
 
 import torch
 import torch.distributed as dist
@@ -6,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as attention
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -15,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Layout, parity
+from seqpar.parity.sharding import positions_of
 from tests.support.parity import Ring
 
 TOKENS, WIDTH, HEADS, VOCABULARY = 32, 32, 2, 29
@@ -27,17 +32,34 @@ class Block(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, x, position_ids, gather):
+    def forward(self, x, position_ids, attend):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        if gather is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            k, v = (gather(part.transpose(1, 2)).transpose(1, 2) for part in (k, v))
-            seen = position_ids[:, :, None] >= gather(position_ids)[:, None]
-            scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], -torch.inf)
-            out = scores.softmax(-1) @ v
-        x = x + self.out(out.transpose(1, 2).flatten(2))
+        x = x + self.out(attend(q, k, v, position_ids).transpose(1, 2).flatten(2))
         return x + self.down(F.silu(self.up(x)))
+
+
+def causal(q, k, v, position_ids):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def in_documents(q, k, v, position_ids):
+    """Documents begin where positions are 0."""
+    number = (position_ids == 0).cumsum(1)
+    seen = (number[:, :, None] == number[:, None]).tril()
+    return F.scaled_dot_product_attention(q, k, v, seen[:, None])
+
+
+def on_gathered_keys(group):
+    def gather(x):
+        return Ring.apply(x, group, False)
+
+    def attend(q, k, v, position_ids):
+        k, v = (gather(part.transpose(1, 2)).transpose(1, 2) for part in (k, v))
+        seen = position_ids[:, :, None] >= gather(position_ids)[:, None]
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], -torch.inf)
+        return scores.softmax(-1) @ v
+
+    return attend
 
 
 class Model(nn.Module):
@@ -47,10 +69,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids, position_ids, gather=None):
+    def forward(self, input_ids, position_ids, attend=causal):
         x = self.embed(input_ids) + self.at(position_ids)
         for block in self.blocks:
-            x = block(x, position_ids, gather)
+            x = block(x, position_ids, attend)
         return self.head(x)
 
 
@@ -65,11 +87,36 @@ def loss_of(logits, labels, count):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
-def one_rank(folder, network=None):
+def one_rank(folder, attend=causal, documents=(), dtype=torch.float32):
     model, ids, positions, labels = inputs()
-    network = network or model
-    with parity.record(folder, network):
-        loss_of(network(ids, positions), labels, (labels >= 0).sum()).backward()
+    model, positions = model.to(dtype), positions_in(documents, positions)
+    with parity.record(folder, model):
+        loss_of(model(ids, positions, attend), labels, (labels >= 0).sum()).backward()
+
+
+def positions_in(documents, positions):
+    """The positions, counted from 0 again where a document begins."""
+    for start in documents:
+        positions[:, start:] = torch.arange(TOKENS - start)
+    return positions
+
+
+def sharded(group, folder, order, attend, documents=(), dtype=torch.float32):
+    """The step of a group whose ranks hold the tokens in one of the orders that have names."""
+    model, ids, positions, labels = inputs()
+    count, ranks = (labels >= 0).sum(), dist.get_world_size(group)
+    model, positions = model.to(dtype), positions_in(documents, positions)
+    at = positions_of(order, [TOKENS // ranks] * ranks)[dist.get_rank(group)]
+    with parity.record(folder, model, group, layout=order):
+        logits = model(ids[:, at], positions[:, at], attend)
+        (loss_of(logits, labels[:, at], count) * ranks).backward()
+        average(model, group)
+
+
+def average(model, group):
+    for x in model.parameters():
+        dist.all_reduce(x.grad, group=group)
+        x.grad /= dist.get_world_size(group)
 
 
 class WithUnused(nn.Module):
@@ -87,20 +134,23 @@ def with_unused_parameters(group, folder):
     """One step of AdamW under DDP that looks for unused parameters; None is one process."""
     model, ids, positions, labels = inputs()
     network = model = WithUnused(model)
-    count, ranks, options, gather = (labels >= 0).sum(), 1, {}, ()
+    count, ranks, options, attend = (labels >= 0).sum(), 1, {}, causal
     if group is not None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         ids, positions, labels = (x.chunk(ranks, 1)[rank] for x in (ids, positions, labels))
         network = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
-        options, gather = {"layout": "contiguous"}, (lambda x: Ring.apply(x, group, False),)
+        options, attend = {"layout": "contiguous"}, on_gathered_keys(group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with parity.record(folder, network, group, **options):
-        (loss_of(network(ids, positions, *gather), labels, count) * ranks).backward()
+        (loss_of(network(ids, positions, attend), labels, count) * ranks).backward()
         optimizer.step()
 
 
 def torch_context_parallel(group, folder, averages=True):
-    """torch's `context_parallel` cuts the batch; keys are gathered, since its ring needs a GPU."""
+    """torch's `context_parallel` cuts the batch.
+
+    It replaces SDPA on a GPU only, so keys are gathered here, and `torch_ring` shows its ring.
+    """
     model, ids, positions, labels = inputs()
     count, ranks = (labels >= 0).sum(), dist.get_world_size(group)
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -111,11 +161,39 @@ def torch_context_parallel(group, folder, averages=True):
         ),
         parity.record(folder, model, group),
     ):
-        logits = model(ids, positions, lambda x: Ring.apply(x, group, False))
+        logits = model(ids, positions, on_gathered_keys(group))
         (loss_of(logits, labels, count) * ranks).backward()
-        for x in model.parameters() if averages else ():
-            dist.all_reduce(x.grad, group=group)
-            x.grad /= ranks
+        if averages:
+            average(model, group)
+
+
+class TorchRing(torch.autograd.Function):
+    """The ring of torch's `context_parallel`, around SDPA's operators of a CPU."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        ctx.group = group
+        out, lse = attention._templated_ring_attention(group, 2, operator, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        def operator(query, key, value, out, logsumexp, is_causal, grad_out):
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out, query, key, value, out, logsumexp, 0.0, is_causal
+            )
+
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = attention._templated_ring_attention_backward(
+            ctx.group, 2, operator, gradient, "grad_out", q, k, v, out, lse, is_causal=True
+        )
+        return *gradients[:3], None
+
+
+def torch_ring(group, folder):
+    sharded(group, folder, "head_tail", lambda q, k, v, _: TorchRing.apply(q, k, v, group))
 
 
 def seqpar_context_parallel(group, folder):
@@ -133,9 +211,7 @@ def seqpar_context_parallel(group, folder):
         loss = loss_of(model(ids, positions), labels, count) * ranks
         recorder.loss(loss)  # this context has its own backward, which a recording does not see
         loss.backward()
-        for x in model.parameters():
-            dist.all_reduce(x.grad, group=group)
-            x.grad /= ranks
+        average(model, group)
 
 
 def tensor_parallel(group, folder):
