@@ -324,8 +324,11 @@ def stand_ins() -> Iterator[None]:
             load_package.cache_clear()
 
 
-def count(case: Case) -> dict[str, Counts]:
-    """Return the counts of forward and backward, in the second call of the case's layout."""
+def count(case: Case, **options: Any) -> dict[str, Counts]:
+    """Return the counts of forward and backward, in the second call of the case's layout.
+
+    The call is causal unless its `options` say otherwise.
+    """
     comm = CountedComm(RANK, RANKS)
     if case.strategy in ("mesh", "usp"):
         comm.shape = MESH
@@ -339,9 +342,9 @@ def count(case: Case) -> dict[str, Counts]:
     )
     dout = torch.empty(*rows, HEADS, DIM, **made)
     with stand_ins(), torch.no_grad():
-        _call(attention, layout, (q, k, v, dout), dict.fromkeys(RATES, nullcontext()))
+        _call(attention, layout, (q, k, v, dout), dict.fromkeys(RATES, nullcontext()), options)
         counters = {name: Counter() for name in RATES}
-        flops = _call(attention, layout, (q, k, v, dout), counters)
+        flops = _call(attention, layout, (q, k, v, dout), counters, options)
     for name, counter in counters.items():
         counts = counter.counts
         counts.calls_per_head /= case.heads
@@ -354,10 +357,12 @@ def _call(
     layout: Layout,
     tensors: Sequence[Tensor],
     within: Mapping[str, AbstractContextManager[object]],
+    options: Mapping[str, Any],
 ) -> dict[str, int]:
     """Call the operators below autograd, each within a context. Return the FLOPs of attention."""
     *operands, dout = tensors
-    inputs, arguments, _ = attention._operator_inputs(*operands, layout, causal=True)
+    options = {"causal": True, **options}
+    inputs, arguments, _ = attention._operator_inputs(*operands, layout, **options)
     carried = ATTENTION.arguments.flat(arguments)
     with within["forward"]:
         out, lse, numbers, *kept = ATTENTION._forward(*inputs, *carried)
