@@ -9,6 +9,8 @@ python = $(or $(shell PYENV_VERSION=$(1) python$(1) -c 'import ensurepip, sys; p
 OF_VERSIONS := tests/unit/core/test_torch_private.py tests/unit/core/test_private_names.py $(wildcard tests/unit/*/test_operator.py) \
 	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \
 	tests/ranks/test_strategies.py tests/ranks/test_linear.py tests/ranks/test_recurrent.py
+FLASH_ATTENTION_4 := flash-attn-4 nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core \
+	nvidia-cutlass-dsl-libs-cu13 apache-tvm-ffi torch-c-dlpack-ext quack-kernels
 PYTEST := $(BIN)/python -m pytest --durations=20
 # For two cores: some tests wait for timers, or for a process that starts. After a crash of a worker
 # that is replaced, xdist 3.8 waits for ever when it hands out tests by files.
@@ -19,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not all, to collect less
 ALONE = $(PYTEST) $(BY_FILES) -n 4 $(1) $(WATCHING)
 
-.PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu lint bench bench-network \
+.PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu gpu-wheels lint bench bench-network \
 	bench-papers docs docs-build aot aot-triton-3.6 clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
@@ -63,6 +65,18 @@ churn: $(INSTALLED)  ## 1,000 kills and restarts of attention servers while trai
 
 gpu:  ## test and measure on a machine with an NVIDIA GPU; start it again to go on; ONLY=STEP runs some
 	$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m tests.tools.gpu --only "$(ONLY)"
+
+# The Python and torch of OLDEST are those of common images for GPUs; compiled kernels depend on them.
+# torch for CUDA brings the last two packages.
+gpu-wheels: $(OLDEST)/.installed  ## put FlashAttention-4, and its kernels compiled for every strategy, in gpu-wheels for a GPU without an index
+	rm -rf gpu-wheels
+	$(OLDEST)/bin/pip download -q --disable-pip-version-check --no-deps -c constraints.txt -d gpu-wheels $(FLASH_ATTENTION_4)
+	$(OLDEST)/bin/python -m tests.tools.wheels pack gpu-wheels
+	$(OLDEST)/bin/pip install -q --disable-pip-version-check --no-deps -c constraints.txt --upgrade --target $(OLDEST)/flash-attention-4 \
+		gpu-wheels/*.whl cuda-bindings cuda-pathfinder
+	PYTHONPATH=$(OLDEST)/flash-attention-4:$(OLDEST)/flash-attention-4/nvidia_cutlass_dsl/dsl_packages \
+		FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=gpu-wheels/cache \
+		$(OLDEST)/bin/python -m tests.tools.flash_attention_4
 
 lint: $(INSTALLED)  ## linters, the order of imports, the type checker and the spelling
 	$(BIN)/ruff check .
@@ -126,4 +140,4 @@ $(OLDEST)/.installed $(NEWEST)/.installed: .venv-%/.installed: pyproject.toml se
 	@touch $@
 
 clean:
-	rm -rf .venv $(OLDEST) $(NEWEST) build *.egg-info
+	rm -rf .venv $(OLDEST) $(NEWEST) build gpu-wheels *.egg-info

@@ -175,12 +175,6 @@ class Mail:
         self.messages, self.changed = {}, threading.Condition()
 
 
-def _settle(tensor):
-    """Wait for the current stream: ranks may send on one and receive on another."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream().record_event().synchronize()  # sync debug mode allows it
-
-
 class VirtualComm(Comm):
     """A rank among threads of one process, which share `mail`, by rank."""
 
@@ -188,11 +182,21 @@ class VirtualComm(Comm):
         super().__init__(name, rank, size)
         self._mail, self._counts = mail, collections.Counter()
 
+    def settle(self, tensor):
+        """Wait for the current stream: ranks may send on one and receive on another.
+
+        Returns the event for which a receiver's stream waits, None on a CPU.
+        """
+        if not tensor.is_cuda:
+            return None
+        event = torch.cuda.current_stream().record_event()
+        event.synchronize()  # sync debug mode allows it
+        return event
+
     def start(self, sends, recvs, exchange):
         for peer, tensor in sends:
             key = self.rank, exchange.hop, self._counts["sent", peer, exchange.hop]
-            message = exchange, tensor.clone()
-            _settle(tensor)
+            message = exchange, tensor.clone(), self.settle(tensor)
             self._counts["sent", peer, exchange.hop] += 1
             with self._mail[peer].changed:
                 self._mail[peer].messages[key] = message
@@ -202,13 +206,13 @@ class VirtualComm(Comm):
             count = self._counts["posted", peer, exchange.hop]
             tickets.append(((peer, exchange.hop, count), tensor))
             self._counts["posted", peer, exchange.hop] += 1
-        return _VirtualPending(self._mail[self.rank], tickets, exchange)
+        return _VirtualPending(self, self._mail[self.rank], tickets, exchange)
 
 
 class _VirtualPending(Pending):
-    def __init__(self, mail, tickets, exchange):
+    def __init__(self, comm, mail, tickets, exchange):
         super().__init__([], [])
-        self._mail, self._tickets, self._exchange = mail, tickets, exchange
+        self._comm, self._mail, self._tickets, self._exchange = comm, mail, tickets, exchange
 
     def wait(self):
         for ticket, tensor in self._tickets:
@@ -216,11 +220,14 @@ class _VirtualPending(Pending):
                 assert self._mail.changed.wait_for(
                     lambda key=ticket: key in self._mail.messages, _TIMEOUT
                 ), ticket
-                exchange, message = self._mail.messages.pop(ticket)
+                exchange, message, sent = self._mail.messages.pop(ticket)
             assert exchange == self._exchange
             assert message.shape == tensor.shape and message.dtype == tensor.dtype
+            if sent is not None:
+                torch.cuda.current_stream().wait_event(sent)
+                message.record_stream(torch.cuda.current_stream())
             tensor.copy_(message)
-            _settle(tensor)
+            self._comm.settle(tensor)
         self._tickets = []
 
 
@@ -253,7 +260,7 @@ def as_here(function):
     return with_hooks(run)
 
 
-def virtual(ranks, function, *arguments):
+def virtual(ranks, function, *arguments, make_comm=VirtualComm):
     """Run function(comm, *arguments) on all virtual ranks at once; return the results in order."""
 
     def on_its_thread(comm):
@@ -263,7 +270,7 @@ def virtual(ranks, function, *arguments):
 
     mail, world = [Mail() for _ in range(ranks)], next(_worlds)
     with threads_of_a_core(ranks) as threads:
-        comms = [VirtualComm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
+        comms = [make_comm(f"virtual{world}.{rank}", rank, ranks, mail) for rank in range(ranks)]
         played = [as_here(functools.partial(on_its_thread, comm)) for comm in comms]
         futures = [threads.submit(play) for play in played]
         return [future.result(_TIMEOUT) for future in futures]

@@ -2,11 +2,12 @@
 
 `python -m tests.tools.gpu` in the root of the sources, where nothing need be installed but what
 seqpar and its tests import: torch, triton, einops, numpy, pytest, pytest-timeout, hypothesis and
-allpairspy. The first nine minutes are for what is most worth knowing: whether the default path of
-every strategy is right, how fast the default is next to other libraries, what a rank of each
-strategy launches, whether ranks are right on NCCL, and whether the kernel that merges stays within
-its memory. Then it runs the kernels' tests, all strategies on virtual ranks, a table of which
-backend is the best for each kind of call, the kernels' benchmark, the tuner, how efficiently
+allpairspy. It first installs the wheels of the folder gpu-wheels, if there are any. The first nine
+minutes are for what is most worth knowing: whether the default path of every strategy is right, how
+fast the default is next to other libraries, what a rank of each strategy launches, how much of the
+messages' time is hidden, whether ranks are right on NCCL, and whether the kernel that merges stays
+within its memory. Then it runs the kernels' tests, all strategies on virtual ranks, a table of
+which backend is the best for each kind of call, the kernels' benchmark, the tuner, how efficiently
 virtual ranks compute, and compute-sanitizer. A second start goes on where the first was stopped
 (`steps.py`). All results go to one folder, of few files: state.json has how each step went, and
 log.txt what they printed. It exits with 0 if all went well, 1 if a step failed, 2 without a GPU,
@@ -24,18 +25,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tests.tools import wheels
 from tests.tools.steps import STEP_SECONDS, Plan, Step
 
 ROOT = Path(__file__).parents[2]
+WHEELS = ROOT / "gpu-wheels"  # what `make gpu-wheels` makes
 TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis", "allpairspy")
 # The steps of the first start, the most informative first, and the seconds that each may take on a
 # GPU: together at most STEP_SECONDS.
 FIRST = {
-    "tests: default path": 150.0,
-    "speed: kernels": 120.0,
-    "profile: strategies": 90.0,
-    "tests: NCCL on one GPU": 75.0,
-    "tests: memcheck of merges": 100.0,
+    "install: local wheels": 30.0,
+    "tests: default path": 130.0,
+    "speed: kernels": 110.0,
+    "profile: strategies": 80.0,
+    "overlap: streams": 40.0,
+    "tests: NCCL on one GPU": 60.0,
+    "tests: memcheck of merges": 90.0,
 }
 # Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
 TESTS = {
@@ -72,10 +77,11 @@ IN_MINIATURE = {
 }
 
 
-def environment(device):
-    """What the steps' processes have besides: where to find seqpar, and time to compile."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    found = {
+def environment(device, folder=WHEELS):
+    """What the steps' processes have besides: where seqpar and what a folder's wheels hold are."""
+    installed = wheels.environment(folder)
+    paths = [str(ROOT), installed["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
+    found = installed | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",  # many processes share the cores
@@ -83,6 +89,13 @@ def environment(device):
     if device == "cpu":
         found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     return found
+
+
+def install_step(folder, around):
+    """The step that installs the wheels of a folder."""
+    command = (sys.executable, "-m", "tests.tools.wheels", "install", str(folder))
+    skipped = "" if any(folder.glob("*.whl")) else f"{folder} has no wheels"
+    return Step("install: local wheels", command, skipped=skipped, environment=around)
 
 
 def test_steps(device, folder, around):
@@ -128,11 +141,15 @@ def measuring_steps(device, folder, around):
     if small:
         virtual += ("--tokens", "128", "--ranks", "2", "--heads", "2", "1", "--dim", "16")
         virtual += ("--rounds", "1")
+    sizes = ("--tokens", "64", "--ranks", "4", "--heads", "4", "2", "--dim", "16")
     profiles = ("tests.tools.profiles", "--folder", str(folder))
     if small:
-        profiles += ("--tokens", "64", "--ranks", "4", "--heads", "4", "2", "--dim", "16")
-        profiles += ("--documents", "2")
+        profiles += (*sizes, "--documents", "2")
     yield Step("profile: strategies", python + profiles, environment=around)
+    overlap = ("tests.tools.overlap", "--folder", str(folder))
+    if small:
+        overlap += (*sizes, "--rounds", "1")
+    yield Step("overlap: streams", python + overlap, environment=around)
     for name, command in (("kernels", kernels), ("virtual ranks", virtual)):
         yield Step(f"benchmark: {name}", python + command, environment=around)
     for dim in (16,) if small else (128, 64):
@@ -148,10 +165,14 @@ def seconds(name, device):
     return FIRST.get(name, STEP_SECONDS) if device == "cuda" else STEP_SECONDS
 
 
-def plan(device, folder, only=""):
-    """All steps whose names contain `only`: first those of `FIRST`, and sanitizers last."""
-    around = environment(device)
-    steps = [*test_steps(device, folder, around), *speed_steps(device, around)]
+def plan(device, folder, only="", local=WHEELS):
+    """All steps whose names contain `only`: first those of `FIRST`, and sanitizers last.
+
+    The folder `local` has the wheels to install.
+    """
+    around = environment(device, local)
+    steps = [install_step(local, around)]
+    steps += [*test_steps(device, folder, around), *speed_steps(device, around)]
     steps += measuring_steps(device, folder, around)
     sanitizers = [f"tests: {name}" for name in SANITIZERS]
     if shutil.which("compute-sanitizer") is None:
@@ -184,6 +205,7 @@ def main():
     parser.add_argument("--only", metavar="STEP", default="", help="steps whose names contain this")
     parser.add_argument("--again", nargs="*", default=[], help='steps to run again; "failed": all')
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--wheels", type=Path, default=WHEELS, help="folder of wheels to install")
     parser.add_argument("--list", action="store_true", help="say how steps went, and run none")
     options = parser.parse_args()
     found = gpu()
@@ -192,7 +214,8 @@ def main():
         return 2
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the step that runs
-    steps = plan(options.device, options.folder.absolute(), options.only)
+    folders = options.folder.absolute(), options.wheels.absolute()
+    steps = plan(options.device, folders[0], options.only, folders[1])
     if options.list:
         print(steps.table())
         return 0

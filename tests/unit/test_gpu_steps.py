@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.support.cases import STRATEGIES
 from tests.support.commands import fork_commands
-from tests.tools import gpu, profiles
+from tests.tools import gpu, overlap, profiles, wheels
 from tests.tools.steps import STEP_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -47,11 +48,12 @@ def test_the_first_start_asks_what_is_most_worth_knowing(tmp_path, monkeypatch):
     steps = gpu.plan("cuda", tmp_path).steps
     first = steps[: len(gpu.FIRST)]
     assert [step.name for step in first] == list(gpu.FIRST)
-    assert [step.name for step in first[:2]] == ["tests: default path", "speed: kernels"]
+    names = ["install: local wheels", "tests: default path", "speed: kernels"]
+    assert [step.name for step in first[:3]] == names
     assert [step.seconds for step in first] == list(gpu.FIRST.values())
     assert sum(step.seconds for step in first) <= 540
     assert {step.name for step in steps if step.shown} == {"speed: kernels", "speed: backends"}
-    assert float(first[1].command[-1]) < first[1].seconds  # it stops before it is stopped
+    assert float(first[2].command[-1]) < first[2].seconds  # it stops before it is stopped
     assert [step.name for step in steps[-2:]] == ["tests: memcheck", "tests: racecheck"]
     then = [step.name for step in steps[len(first) :]]
     assert then[0] == "tuner: head dim 128" and then[1].startswith("tests: ")
@@ -134,24 +136,76 @@ def test_tests_that_passed_are_left_out(some_tests, monkeypatch):
     assert_passed_tests_are_left_out(some_tests, monkeypatch)
 
 
+def make_wheel(folder):
+    """Write a wheel with one module, `local_only`, which is no package of an index."""
+    folder.mkdir()
+    information = "local_only-1.0.dist-info"
+    files = {
+        "local_only.py": "",
+        f"{information}/METADATA": "Metadata-Version: 2.1\nName: local-only\nVersion: 1.0\n",
+        f"{information}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{information}/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / "local_only-1.0-py3-none-any.whl", "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+    return folder
+
+
+def test_packed_wheels_are_installed_where_steps_find_them(tmp_path):
+    folder = make_wheel(tmp_path / "wheels")
+    (wheel,) = folder.iterdir()
+    original = zipfile.ZipFile(wheel).namelist()
+    wheels.pack(folder)
+    with zipfile.ZipFile(wheel) as packed:
+        assert packed.namelist() == original and packed.testzip() is None
+        assert {x.compress_type for x in packed.infolist()} == {zipfile.ZIP_LZMA}
+    step = gpu.plan("cpu", tmp_path, only="install", local=folder).steps[0]
+    environment = os.environ | step.environment
+    subprocess.run(step.command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    code = "import local_only; print(local_only.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True
+    )
+    assert Path(found.stdout.strip()) == folder / "site/local_only.py"
+
+
+def test_without_wheels_nothing_is_installed(tmp_path):
+    (step,) = gpu.plan("cuda", tmp_path, only="install", local=tmp_path).steps
+    assert step.skipped == f"{tmp_path} has no wheels"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_all_steps_in_miniature(tmp_path, forked):
     """On the CPU, stopped after a second, before the next step, and started again."""
-    found = forked(tmp_path, "--device", "cpu", "--seconds", "31")
+    results = tmp_path / "results"
+    arguments = "--device", "cpu", "--wheels", str(make_wheel(tmp_path / "wheels"))
+    found = forked(results, *arguments, "--seconds", "31")
     assert found.returncode == 3, found.stdout + found.stderr
-    found = forked(tmp_path, "--device", "cpu")
+    found = forked(results, *arguments)
     assert found.returncode == 0, found.stdout + found.stderr
-    state = json.loads((tmp_path / "state.json").read_text())
+    assert (tmp_path / "wheels/site/local_only.py").is_file()
+    assert_results_are_whole(results)
+
+
+def assert_results_are_whole(folder):
+    state = json.loads((folder / "state.json").read_text())
     assert {step["status"] for step in state.values()} == {"done"}
-    log = (tmp_path / "log.txt").read_text()
+    log = (folder / "log.txt").read_text()
     assert "needs 2 GPUs" in log and "needs a GPU" in log
     assert log.count("relative errors against fp64") == 2
-    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    files = [path.name for path in folder.rglob("*") if path.is_file()]
     assert len(files) <= 8
     assert {"kernels.json", "virtual-ranks.json"} <= set(files)
-    (profiles_file,) = tmp_path.rglob("profiles.json")
+    (profiles_file,) = folder.rglob("profiles.json")
     assert_profiles_are_whole(json.loads(profiles_file.read_text()))
+    (overlap_file,) = folder.rglob("overlap.json")
+    overlaps = json.loads(overlap_file.read_text())["results"]
+    assert list(overlaps) == list(overlap.STRATEGIES)
+    for found in overlaps.values():
+        assert found["same_bits"] and set(found["seconds"]) == {"streams", "in turn", "no messages"}
+        assert min(found["seconds"].values()) > 0
 
 
 def assert_profiles_are_whole(written):
