@@ -5,6 +5,7 @@ import pytest
 from seqpar import parity
 from tests.support.parity import Run, step
 from tests.support.parity_stacks import (
+    flash_attn,
     one_rank,
     seqpar_context_parallel,
     tensor_parallel,
@@ -49,6 +50,39 @@ def test_context_parallel_agrees_with_one_rank(pool, tmp_path):
     pool(2, seqpar_context_parallel, tmp_path / "two")
     report = parity.compare(tmp_path / "one", tmp_path / "two")
     assert report.first is None, str(report)
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory):
+    """A recording of one rank, with a step of the optimizer."""
+    folder = tmp_path_factory.mktemp("parity") / "one"
+    one_rank(folder, steps=True)
+    return folder
+
+
+COMPILED = "blocks.0: compiled, so nothing inside it was seen"
+DIVIDED = "blocks.0.up: not compared: 64 features in one and 32 in many"
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
+@pytest.mark.parametrize(
+    ("how", "ranks", "note"),
+    [
+        ("DDP", 2, ""),
+        ("FSDP2", 2, ""),
+        ("checkpointing", 2, ""),
+        ("compile", 2, COMPILED),
+        ("tensor parallelism", 4, DIVIDED),
+    ],
+)
+def test_attention_with_flash_attns_arguments_agrees(pool, tmp_path, stepped, how, ranks, note):
+    """Whatever is around the model. What could not be seen is named."""
+    pool(ranks, flash_attn, tmp_path / "many", how)
+    report = parity.compare(stepped, tmp_path / "many")
+    assert report.first is None, str(report)
+    seen = {x.stage for x in report.findings}
+    assert {"output", "loss", "gradient of output", "gradient", "weight after"} <= seen
+    assert any(note in x for x in report.notes)
 
 
 def test_the_ring_of_torchs_context_parallel_agrees(pool, tmp_path):

@@ -3,11 +3,14 @@
 `attend(q, k, v, position_ids)` is the attention of the model: (B, H, S, D) on this rank.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as attention
 from torch.distributed.tensor.parallel import (
@@ -16,11 +19,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Layout, parity
+from seqpar.integrations.flash_attn import flash_attn_func
 from seqpar.parity.sharding import positions_of
-from tests.support.parity import Ring
+from tests.support.parity import Ring, wrapped
+from tests.support.ranks import device_mesh
 
 TOKENS, WIDTH, HEADS, VOCABULARY = 32, 32, 2, 29
 
@@ -87,11 +93,14 @@ def loss_of(logits, labels, count):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
-def one_rank(folder, attend=causal, documents=(), dtype=torch.float32):
+def one_rank(folder, attend=causal, documents=(), dtype=torch.float32, steps=False):
     model, ids, positions, labels = inputs()
     model, positions = model.to(dtype), positions_in(documents, positions)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with parity.record(folder, model):
         loss_of(model(ids, positions, attend), labels, (labels >= 0).sum()).backward()
+        if steps:
+            optimizer.step()
 
 
 def positions_in(documents, positions):
@@ -115,8 +124,46 @@ def sharded(group, folder, order, attend, documents=(), dtype=torch.float32):
 
 def average(model, group):
     for x in model.parameters():
-        dist.all_reduce(x.grad, group=group)
-        x.grad /= dist.get_world_size(group)
+        gradient = x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
+        dist.all_reduce(gradient, group=group)
+        gradient /= dist.get_world_size(group)
+
+
+def flash_attn(group, folder, how):
+    """Our functions with flash-attn's names, in a model that is wrapped, checkpointed or compiled.
+
+    With tensor parallelism, 2 of 4 ranks share each sequence.
+    """
+    model = inputs()[0]
+    network, averages = model, how not in ("DDP", "FSDP2")
+    if how == "tensor parallelism":
+        mesh = device_mesh(2, 2, names=("cp", "tp"))
+        group = mesh.get_group("cp")
+        divide_features(model, mesh["tp"])
+    if how == "checkpointing":
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if how == "compile":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    if not averages:
+        network = wrapped(model, how, group)
+    layout = Layout.zigzag(TOKENS, dist.get_world_size(group))
+
+    def attend(q, k, v, _):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_func(q, k, v, causal=True, layout=layout, group=group).transpose(1, 2)
+
+    _, ids, positions, labels = inputs()
+    count, rank = (labels >= 0).sum(), dist.get_rank(group)
+    ids, positions, labels = (layout.shard(x, rank, 1) for x in (ids, positions, labels))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with parity.record(folder, network, group, layout=layout):
+        loss = loss_of(network(ids, positions, attend), labels, count)
+        (loss * dist.get_world_size(group)).backward()
+        if averages:
+            average(model, group)
+        optimizer.step()
 
 
 class WithUnused(nn.Module):
@@ -214,11 +261,14 @@ def seqpar_context_parallel(group, folder):
         average(model, group)
 
 
+def divide_features(model, mesh):
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
 def tensor_parallel(group, folder):
     """The MLPs' features are divided over ranks, and every rank has all tokens."""
     model, ids, positions, labels = inputs()
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    divide_features(model, DeviceMesh.from_group(group, "cpu"))
     with parity.record(folder, model, group):
         loss_of(model(ids, positions), labels, (labels >= 0).sum()).backward()
