@@ -84,5 +84,5 @@ def predict(mini: bool) -> dict[str, float]:
         for length in (512, 2048):
             found[f"{length}K: over {name}"] = over(name, length, cluster)
     for name, what in (("LASP-2 collective", "NCCL's collective"), ("LASP-2 scan", "scan")):
-        found[f"2048K: over the same with {what}"] = over(name, 2048, cluster)
+        found[f"2048K: over LASP-2 with {what}"] = over(name, 2048, cluster)
     return found

@@ -39,9 +39,9 @@ def zeppelin(mini: bool) -> Figures:
         f"{of}, mean, heads shared": np.mean(even / shared),
         "Zeppelin's routing alone": np.mean(even / routed),
         "Zeppelin's partition and engine, most": np.max(even / plain),
-        "Zeppelin's remapping, over the same without": np.mean(plain / remapped),
+        "Zeppelin's remapping, over no remapping": np.mean(plain / remapped),
         "Zeppelin, a round of the even split, 7B on A800": one,
-        "the same over 4 NICs": four,
+        "Zeppelin, a round of the even split over 4 NICs, 7B on A800": four,
         f"{of} that is routed, mean": np.mean(even / auto) / np.mean(even / routed),
     }
 

@@ -48,5 +48,6 @@ def predict(mini: bool) -> dict[str, float]:
         "TokenRing, step 2: results travel too": own[2],
         "Ring's round over TokenRing's step 2": hop / own[2],
         "Ring's whole call over TokenRing's": ring.seconds / token.seconds,
-        "the same with partials in fp32, our default": ring.seconds / wide.seconds,
+        "Ring's whole call over TokenRing's with fp32 partials, our default": ring.seconds
+        / wide.seconds,
     }

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections import defaultdict
 
-from benchmarks.ranks.same_bits import AS_IT_IS, EIGHT_BITS, PARTS, WAYS
+from benchmarks.ranks.same_bits import AS_IT_IS, EIGHT_BITS, WAYS
 from benchmarks.recurrent.ranks import RANKS
 from benchmarks.simulate.choices import NEAR
 
@@ -75,7 +75,7 @@ def host(found, strategy):
 
 
 def same_bits(found, strategy):
-    """Yield the time of the same bits, and the time, bytes and errors of messages in 8 bits."""
+    """Yield the time of the same bits, and the time and bytes of messages in 8 bits."""
     where = f"{found['shape']['ranks']} ranks, fp32"
     for way, options in WAYS.get(strategy, {}).items():
         ((name, value),) = options.items()
@@ -86,10 +86,6 @@ def same_bits(found, strategy):
             check, default = (found["checks"][f"{strategy}, {each}"] for each in (way, AS_IT_IS))
             yield f"bytes sent by a rank with `{option}`", where, "", mebibytes(check)
             yield "bytes sent by a rank by default", where, "", mebibytes(default)
-            for part in PARTS:
-                error = f"{check['errors'][part]:.1e}".replace("e-0", "e-")
-                shown = (error, "") if part == "out" else ("", error)
-                yield f"RMS error of {part} with `{option}`", where, *shown
 
 
 def simulated(found, strategy):

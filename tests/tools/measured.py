@@ -84,8 +84,8 @@ BITS = Source(
     figures.same_bits,
     "messages in 8 bits, and the same bits on any number of ranks",
     "../internals/numerics.md",
-    f"{{tokens:,}} tokens, {SHAPE}, causal, ranks with one thread. Errors are divided by the RMS "
-    "of the result.",
+    f"{{tokens:,}} tokens, {SHAPE}, causal, ranks with one thread. The linked page has the errors "
+    "of messages in 8 bits.",
 )
 SIMULATED = Source(
     "simulate",

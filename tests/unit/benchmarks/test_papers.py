@@ -55,13 +55,15 @@ def test_predictions_are_those_of_the_data():
         run.compared("usp", {"MFU, of all pairs": float("inf")})
     (point,) = run.compared("usp", {"MFU, of all pairs": 43.0})["points"]
     assert point["published"] == 86 and point["error"] == -0.5 and not point["fitted"]
-    (point,) = run.compared("usp", {"the same, Ring": 43.0})["points"]
+    (point,) = run.compared("usp", {"MFU, of the pairs that attend: Ring": 43.0})["points"]
     assert point["published"] is None and point["error"] is None
 
 
 def test_a_paper_is_written_with_its_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "FOLDER", tmp_path)
-    paper = run.compared("usp", {"MFU, of all pairs": 80.0, "the same, Ring": 30.0})
+    paper = run.compared(
+        "usp", {"MFU, of all pairs": 80.0, "MFU, of the pairs that attend: Ring": 30.0}
+    )
     run.write(paper)
     assert json.loads((tmp_path / "usp.json").read_text()) == paper
     assert (tmp_path / "usp.png").exists()
