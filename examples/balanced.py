@@ -1,8 +1,9 @@
 """Documents of uneven length, as in pretraining, balanced over the ranks.
 
-The documents of a step have --seq-len tokens together; the longest has at most half of these. Their
-lengths follow DistCA's "Pretrain" sample, scaled. `balance.Batches` plans and reads a step while
-the previous one is computed. A step's documents do not depend on the number of ranks.
+The documents of a step have --seq-len tokens in total, and the longest document has at most half of
+these tokens. Document lengths follow DistCA's "Pretrain" sample, scaled to this size. While a step
+is computed, `balance.Batches` plans and reads the next step. The documents of a step do not depend
+on the number of ranks.
 """
 
 import argparse
@@ -27,7 +28,7 @@ LENGTHS = Path(__file__).parents[1] / "benchmarks/data/length_distributions.json
 
 
 class Documents:
-    """Documents of these lengths, one after another in a text.
+    """A text that is cut into consecutive documents of these lengths.
 
     The text is a tensor, so the process of `balance.Batches` shares it instead of copying it.
     """
@@ -68,9 +69,9 @@ class Balanced:
 
 
 def uneven_lengths(tokens: int, step: int) -> list[int]:
-    """Return document lengths, at most half a step each, from the published sample.
+    """Return document lengths from the published sample, with this number of tokens in total.
 
-    Together they have this number of tokens.
+    A document has at most half of the tokens of a step.
     """
     values = json.loads(LENGTHS.read_text())["distributions"]["pretrain"]
     published = np.array(values["quantiles_at_0_to_1_step_0.001"])
@@ -81,7 +82,7 @@ def uneven_lengths(tokens: int, step: int) -> list[int]:
 
 
 def cluster_of_all(path: Path | None) -> balance.Cluster:
-    """Return rank 0's cluster, since all ranks must plan with the same one."""
+    """Return the cluster of rank 0, because all ranks must plan with the same cluster."""
     found = [None]
     if dist.get_rank() == 0:
         found = [balance.Cluster.from_json(path) if path else balance.Cluster.here()]
@@ -114,7 +115,7 @@ def cost_model(model: Transformer) -> balance.Model:
 
 
 def figures(plan: balance.Plan) -> dict[str, Any]:
-    """Return a plan's figures to print: balance of the work, bytes, and share of the bound."""
+    """Return the figures of a plan to print: max/mean of the work, bytes, and bound over time."""
     seconds = sum(batch.seconds for batch in plan.micro_batches)
     return {
         "max/mean": round(plan.seconds / float(seconds.mean()), 3),

@@ -43,7 +43,7 @@ def compare(options: argparse.Namespace, plans: Plans) -> int:
         TimeElapsedColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    # In a log, a bar would appear only at the end of all runs.
+    # In a log file, a progress bar would appear only after all runs.
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for label, plan in plans.items():
             task = progress.add_task(label, total=options.steps, loss="")
@@ -142,7 +142,8 @@ def table(options: argparse.Namespace, plans: Plans, results: dict[str, Any]) ->
     ):
         shown.add_column(heading, justify="left" if not heading else "right")
     speed = {label: statistics.median(result[0]["speeds"]) for label, result in results.items()}
-    ideal = speed[next(iter(results))]  # one process with one thread; below, times the cores used
+    # The first run has one process with one thread. Its speed times the number of cores is ideal.
+    ideal = speed[next(iter(results))]
     for label, result in results.items():
         _, processes, threads = plans[label]
         shown.add_row(
@@ -171,7 +172,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             range(1, len(result[0]["losses"]) + 1),
             result[0]["losses"],
             label=label,
-            lw=1 + 5 * (1 - i / len(results)),  # curves that lie on each other can all be seen
+            lw=1 + 5 * (1 - i / len(results)),  # so that all of several equal curves can be seen
             alpha=0.7,
         )
     axes.set_xlabel("step")

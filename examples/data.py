@@ -56,7 +56,7 @@ def batches(contents: list[bytes], tokens: int) -> Iterator[tuple[Tensor, Tensor
 
 
 class Step(NamedTuple):
-    """A rank's part of a step."""
+    """One step, with the tokens of this rank."""
 
     micro_batches: list[dict[str, Any]]
     tokens: int  # on all ranks together

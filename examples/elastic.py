@@ -1,9 +1,9 @@
-"""Train a small model on ranks that die: the others go on, and spares take the dead ones' places.
+"""Train a small model on ranks that die. The other ranks continue, and spares replace dead ranks.
 
 python -m seqpar elastic --ranks 4 --spares 1 --restarts 3 examples/elastic.py --kill 3:0 6:2 9:1
 
-`--kill STEP:RANK` kills a rank once. Without spares the group shrinks, and losses differ only by
-rounding.
+`--kill STEP:RANK` kills a rank once. Without spares, the group has fewer ranks after that, and
+losses differ from those of a training without faults only by rounding.
 """
 
 import argparse
@@ -27,11 +27,11 @@ parser.add_argument("--kill", nargs="*", default=[], metavar="STEP:RANK")
 parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), str(os.getppid())))
 options = parser.parse_args()
 torch.set_num_threads(1)
-options.folder.mkdir(exist_ok=True)  # notes there who has been killed
+options.folder.mkdir(exist_ok=True)  # files in it record which ranks have been killed
 
 
 def die(step, rank, where):
-    """Kill this rank if it is its turn, at one of three places of a step."""
+    """Kill this rank if --kill names this step and rank. Called at three places of a step."""
     note = options.folder / f"killed-{step}"
     places = "before forward", "before the sum of gradients", "after the step"
     if f"{step}:{rank}" in options.kill and where == places[step % 3] and not note.exists():

@@ -1,7 +1,7 @@
-"""Faults that have occurred in sequence-parallel attention, to inject into this process.
+"""Faults that have occurred in sequence-parallel attention. Each function injects one of them.
 
-A comparison with one process must notice each fault: `train_lm.py --compare --inject-fault NAME`,
-or `train_hybrid.py` for faults of linear attention. Each function injects its fault.
+A comparison with one process must find each fault: `train_lm.py --compare --inject-fault NAME`,
+or `train_hybrid.py` for faults of linear attention.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def mask_off_by_one() -> None:
 
 
 def state_dropped() -> None:
-    """Lose the tokens before a span: states arrive, but are not added."""
+    """Ignore the tokens before a span: their states arrive, but are not added."""
     weigh = Gathering.weigh
 
     def losing(self: Gathering, options: StateOptions) -> list[Sum]:

@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 2 examples/generate.py (no GPU needed)
-"""Generate with a transformers model, with the prompt and its keys spread over all ranks."""
+"""Generate with a transformers model, with the prompt and its keys divided among all ranks."""
 
 import argparse
 import sysconfig
@@ -48,7 +48,7 @@ model = model.eval().to(device)
 sp = huggingface.enable(model, dist.group.WORLD, options.attention)
 cache = sp.cache(reserve=options.tokens)
 begin = time.perf_counter()
-with torch.no_grad():  # generate would also prefill; a separate call can be timed
+with torch.no_grad():  # a separate prefill, so that it can be timed; generate would do it too
     model(input_ids=ids[:, :-1].to(device), past_key_values=cache, logits_to_keep=1)
 middle = time.perf_counter()
 tokens = model.generate(

@@ -1,7 +1,7 @@
 # torchrun --nproc-per-node 2 examples/huggingface_accelerate.py (no GPU needed)
-"""Train with accelerate; the ranks of a group share each sample's tokens.
+"""Train with accelerate. The tokens of each sample are divided among the ranks of a group.
 
-Groups read different batches. On 4 processes there are two groups, or one with --ranks 4.
+Different groups read different batches. 4 processes form two groups, or one group with --ranks 4.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def train(ranks):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     collator = huggingface.Collator()
     loader = torch.utils.data.DataLoader(samples(), BATCH // groups, collate_fn=collator)
-    loader = prepare_data_loader(  # not accelerator.prepare, which gives each rank other batches
+    loader = prepare_data_loader(  # accelerator.prepare would give each rank different batches
         loader,
         accelerator.device,
         num_processes=groups,

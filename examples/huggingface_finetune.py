@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 2 examples/huggingface_finetune.py (no GPU needed)
-"""Train a transformers model with its Trainer, with each sample's tokens on all ranks."""
+"""Train a transformers model with its Trainer; all ranks divide the tokens of each sample."""
 
 import argparse
 import sysconfig

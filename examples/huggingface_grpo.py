@@ -1,8 +1,8 @@
 # torchrun --nproc-per-node 2 examples/huggingface_grpo.py (no GPU needed)
 """Compare GRPO on all ranks with GRPO on one process.
 
-Both take two steps on the same completions. The comparison covers each token's log-probability, the
-loss, and the gradients of all parameters.
+The ranks and the one process train for two steps on the same completions. The program compares the
+log-probability of each token, the loss, and the gradients of all parameters.
 """
 
 import copy
@@ -19,7 +19,7 @@ NAMES = ("labels", "advantages", "weights")  # not arguments of the model
 
 
 def models():
-    """Return the policy, and the reference: the policy before a small change."""
+    """Return the policy and the reference model, which is the policy before a small change."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -38,7 +38,7 @@ def models():
 
 
 def completions():
-    """Return a batch as after sampling: prompts padded on the left, completions on the right.
+    """Return a batch like one after sampling, with padding before prompts and after completions.
 
     An entry of `advantages` and `weights` belongs to the next token, which its position predicts.
     """

@@ -1,5 +1,5 @@
 # torchrun --nproc-per-node 2 examples/huggingface_sft.py (no GPU needed)
-"""Fine-tune a model with TRL's SFTTrainer, with the tokens of packed samples on all ranks."""
+"""Fine-tune a model with TRL's SFTTrainer; all ranks divide the tokens of packed samples."""
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,8 @@
 """LASP-2H's model: layers of linear attention, with softmax attention in every n-th layer.
 
-Here `attend` takes gates too. With `log_decay` (H,) it is linear attention with that decay, with
-`log_decay` and `beta` (T, H) the gated delta rule, and without them softmax attention. H is the
-number of heads; `model.py` explains the other letters.
+Here `attend` takes gates too. With `log_decay` (H,), it computes linear attention with this decay.
+With `log_decay` and `beta` (T, H), it computes the gated delta rule. Without gates, it computes
+softmax attention. H is the number of heads; `model.py` explains the other letters.
 """
 
 import itertools

@@ -15,7 +15,8 @@ LAYOUTS = {
     "striped": seqpar.Layout.striped,
 }
 STRATEGIES = ["ring", "all_gather", "token_ring", "ulysses", "disaggregated"]
-# Keeps less for backward and sends more in it: compare the longest contexts.
+# This variant keeps less memory for backward, and sends more bytes in backward: compare the longest
+# contexts.
 VARIANTS = {"ulysses-tokens": ("ulysses", {"keep": "tokens"})}
 
 
@@ -55,7 +56,7 @@ def arguments(
     parser.add_argument(
         "--capacity",
         type=int,
-        help="with --balance: tokens that a rank holds at most (default: 1.25 of an equal share)",
+        help="with --balance: the most tokens on a rank (default: 1.25 times the mean over ranks)",
     )
     parser.add_argument(
         "--cluster",

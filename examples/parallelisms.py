@@ -1,9 +1,9 @@
 # torchrun --nproc-per-node 4 examples/parallelisms.py fsdp (no GPU needed)
 """Combine seqpar with DDP, FSDP2, tensor parallelism or a pipeline, on one DeviceMesh.
 
-Each function trains one step of the same model on 4 ranks; 2 of them share the tokens of a batch.
-It returns the full gradients of this rank's parameters, which the program compares with one
-process.
+Each function trains the same model for one step on 4 ranks, and divides the tokens of a row among 2
+of them. It returns the full gradients of this rank's parameters, which the program compares with
+those of one process.
 """
 
 import sys
@@ -57,7 +57,7 @@ class Model(nn.Module):
         self.layers, self.attend, self.positions = layers, None, None
 
     def on(self, attn, layout):
-        """Use this attention, and the positions of this rank's tokens."""
+        """Set the function for attention, and the positions of this rank's tokens."""
         self.attend = lambda q, k, v: attn(q, k, v, layout, causal=True)
         self.positions = layout.position_ids(attn.rank)
         return self
@@ -92,7 +92,7 @@ def gradients(model):
 
 
 def ddp(strategy="ring"):
-    """Train two replicas on one row of the batch each; the ranks of a replica share its tokens."""
+    """Train two replicas, each on one row of the batch, which is divided among 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "sp", "tp"))
     attn, layout = seqpar.make_attention(strategy, mesh["sp"]), seqpar.Layout.zigzag(CU_SEQLENS, 2)
     model = Model().on(attn, layout)
@@ -136,7 +136,7 @@ def tp(strategy="ring"):
 
 
 def pipeline(strategy="ring"):
-    """Train two stages of one layer; a stage's ranks share tokens, each row is a micro-batch."""
+    """Train two stages of one layer, each on 2 ranks. Each row of the batch is a micro-batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "sp"))
     attn, layout = seqpar.make_attention(strategy, mesh["sp"]), seqpar.Layout.zigzag(CU_SEQLENS, 2)
     index = mesh["pp"].get_local_rank()

@@ -1,4 +1,4 @@
-"""Start trainers and attention servers, kill a server, let another join, and show the effect."""
+"""Start trainers and attention servers, kill a server, add a server, and show the effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-Line = dict[str, Any]  # a trainer's report of a step
+Line = dict[str, Any]  # a line that a trainer prints after a step
 QUIET, DISTURBED = "undisturbed", "one killed, one joins"
 
 
@@ -27,7 +27,7 @@ class Servers:
 
     Attributes:
         file: a file with the address of one server per line, which trainers watch.
-        says: the state of each server, by address.
+        says: the state of each server, by its address.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,7 +131,7 @@ def run(
 
 
 class Screen:
-    """The display: each run's progress, and each server's share of the tasks."""
+    """A display of the progress of each run, and of the tasks that each server computed."""
 
     def __init__(self, options: argparse.Namespace, runs: list[str]) -> None:
         columns = (

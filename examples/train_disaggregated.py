@@ -1,16 +1,16 @@
 """Train a byte-level language model with attention servers that leave and join.
 
-Two trainers and two servers; one server is killed while another joins:
+Train with two trainers and two servers; kill one server while another joins:
     python examples/train_disaggregated.py
-Also run undisturbed, and compare: losses must be the same, bit for bit:
+Also train without killing a server, and check that all losses are equal, bit for bit:
     python examples/train_disaggregated.py --compare
-Only the trainers, with servers that already run (python -m seqpar serve --bind ADDRESS):
+Run only the trainers, with servers that you have started (python -m seqpar serve --bind ADDRESS):
     torchrun --nproc-per-node 2 examples/train_disaggregated.py --servers ipc://${XDG_RUNTIME_DIR:?}/attention-0
 
-Trainers are data parallel: each has its own documents, and DDP averages gradients. A trainer sends
-attention to servers in tasks. Tasks do not depend on the servers that compute them, so servers that
-die, hang, leave and join change only the speed. `server_processes.py` starts all processes and
-shows their work.
+Trainers are data parallel: each trainer has its own documents, and DDP averages gradients. Trainers
+cut attention into tasks and send them to servers. Tasks do not depend on the servers that compute
+them, so servers that die, hang, leave or join change only the speed. `server_processes.py` starts
+all processes and shows their work.
 """
 
 import argparse
@@ -94,7 +94,9 @@ def main() -> None:
     )
     parser.add_argument("--trainers", type=int, default=2, help="the number of trainers to start")
     parser.add_argument(
-        "--compare", action="store_true", help="train undisturbed first, and compare all losses"
+        "--compare",
+        action="store_true",
+        help="first train without killing a server, and compare all losses",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="with --compare: folder for loss curves"

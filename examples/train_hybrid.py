@@ -1,14 +1,14 @@
-"""Train LASP-2H's hybrid model: three of four layers use linear attention, one softmax attention.
+"""Train LASP-2H's hybrid model: of four layers, three use linear and one uses softmax attention.
 
-One training, on 2 processes:
+Train on 2 processes:
     torchrun --nproc-per-node 2 examples/train_hybrid.py --transport scan
-On 1 and 2 processes, against plain PyTorch:
+Train on 1 and on 2 processes, and compare with plain PyTorch:
     python examples/train_hybrid.py --compare
 
-Both kinds of layers use the same layout. Text, batches, labels and loss are the same as in
-`train_lm.py`. Linear layers send states, whose size does not depend on the number of tokens.
---attention is the strategy of the softmax layers. With --linear gated_delta, linear layers are
-Gated DeltaNets, as in Qwen3-Next.
+Linear and softmax layers use the same layout. Text, batches, labels and loss are the same as in
+`train_lm.py`. For linear layers, ranks send states, whose size does not depend on the number of
+tokens. --attention is the strategy of the softmax layers. With --linear gated_delta, linear layers
+are Gated DeltaNets, as in Qwen3-Next.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class HybridTrainer(Trainer):
     def sent_bytes(self) -> int:
         """Return the bytes that this rank has sent for attention of both kinds so far.
 
-        Modules on one group count together; a mesh counts on its own.
+        All modules on a group have one count; modules on a mesh have a separate count.
         """
         if self.linear is None:
             return 0
@@ -73,10 +73,11 @@ class HybridTrainer(Trainer):
 
 
 def in_fp64(attend: Attend) -> Attend:
-    """Return attention that is computed in fp64, as the plain recurrence is, to be compared.
+    """Return attention that computes in fp64, like the plain recurrence with which it is compared.
 
-    In fp32 correct gradients differ by 1e-6. AdamW divides each by its own size, so what of one is
-    rounding becomes a full step: losses would be 1e-5 apart after 13 steps of 300 tokens.
+    In fp32, correct gradients differ by 1e-6. AdamW divides a gradient by its size, so a gradient
+    that is mostly rounding error becomes a full step. After 13 steps of 300 tokens, losses would
+    differ by 1e-5.
     """
 
     def exact(q: Tensor, k: Tensor, v: Tensor, **gates: Tensor) -> Tensor:

@@ -1,24 +1,25 @@
-"""Train a byte-level language model on real text, with attention spread over processes.
+"""Train a byte-level language model on real text, with attention divided among processes.
 
-One training, on 2 processes:
+Train on 2 processes:
     torchrun --nproc-per-node 2 examples/train_lm.py --attention ring
-All strategies against one process:
+Train with all strategies, and compare with one process:
     python examples/train_lm.py --compare
-Documents of uneven length, balanced over the ranks:
+Train on documents of uneven length, balanced over the ranks:
     torchrun --nproc-per-node 2 examples/train_lm.py --balance auto
 
 The text is the source of Python's own standard library, or --text DIR_OR_FILE. Each file is a
-document. Documents are packed at their real lengths into batches of --seq-len tokens, and each rank
-computes its part of every batch. With --balance, the text is cut into documents as uneven as in
-pretraining, and a planner assigns them to ranks (`balanced.py`).
+document. Documents are packed into batches of --seq-len tokens, and each rank computes some of the
+tokens of every batch. With --balance, the text is cut into documents whose lengths are as uneven as
+in pretraining, and a planner assigns them to ranks (`balanced.py`).
 
 Two common mistakes:
 
 * Labels must be shifted before the batch is sharded. On a rank, the next row is often not the next
   token of the document.
 * The loss must be averaged over the tokens of all ranks. Ranks hold different numbers of labels, so
-  each divides its *sum* by the *global* count, and gradients are *summed* over ranks. (DDP and FSDP
-  average gradients instead: with them, multiply the loss by the number of ranks.)
+  a rank divides the *sum* of its losses by the number of labels on *all* ranks, and gradients are
+  *summed* over ranks. (DDP and FSDP average gradients instead: with them, multiply the loss by the
+  number of ranks.)
 """
 
 import argparse
@@ -47,11 +48,11 @@ import seqpar
 
 LEARNING_RATE = 1e-3
 Plans = dict[str, tuple[str, int, int]]  # by label: attention, processes, threads
-MicroBatch = dict[str, Any]  # a rank's part, in the form of `balance.collate`
+MicroBatch = dict[str, Any]  # this rank's tokens of a batch, in the form of `balance.collate`
 
 
 def sdpa_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int]) -> Tensor:
-    """Return attention without seqpar, for comparison: PyTorch's, one document at a time."""
+    """Return attention without seqpar, for comparison: torch's SDPA, for one document at a time."""
     outputs = []
     for start, stop in itertools.pairwise(cu_seqlens):
         operands = (rearrange(x[start:stop], "t h d -> 1 h t d") for x in (q, k, v))
@@ -87,7 +88,7 @@ class Trainer:
         return partial(self.attention, layout=layout, causal=True)
 
     def shard(self, ids: Tensor, cu_seqlens: Tensor) -> MicroBatch:
-        """Return this rank's part of a packed batch, in the form of `balance.collate`."""
+        """Return this rank's tokens of a packed batch, in the form of `balance.collate`."""
         layout = self.make_layout(cu_seqlens, self.ranks)
         labels = seqpar.shift_labels(ids, cu_seqlens)  # before sharding
         count = int((labels >= 0).sum())  # of the whole batch, which every rank has read
@@ -159,8 +160,9 @@ def longest_context(
 ) -> int:
     """Return how many tokens fit into `budget` bytes on each rank.
 
-    The estimate extends a line through the peaks of a step at 4 and 8 times the length. Documents
-    are cut at 512 tokens, because their lengths affect time but not memory.
+    The peak memory of a step is measured at 4 and 8 times the length, and a line through the two
+    peaks is extended to `budget`. Documents are cut at 512 tokens, because their lengths affect
+    the time but not the memory.
     """
     peaks = []
     for factor in (4, 8):

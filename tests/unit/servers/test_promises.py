@@ -25,7 +25,7 @@ def functions_of(file):
 
 
 PROMISES = rows("| promise | mechanism | test |")
-PROPERTIES = rows("| property | gRPC over mTLS | etcd | sshd | here |")
+PROPERTIES = rows("| property | gRPC over mTLS | etcd | sshd | attention servers |")
 
 
 @pytest.mark.parametrize(("promise", "mechanism", "tests"), PROMISES)
