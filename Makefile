@@ -6,9 +6,10 @@ NEWEST := .venv-newest
 # Another Python where it is installed and can make environments (pyenv shows one that is asked for), else PYTHON.
 python = $(or $(shell PYENV_VERSION=$(1) python$(1) -c 'import ensurepip, sys; print(sys.executable)' 2> /dev/null),$(PYTHON))
 # What versions of Python and torch may change: private names, operators, calls of each strategy.
-OF_VERSIONS := tests/unit/core/test_torch_private.py tests/unit/core/test_private_names.py $(wildcard tests/unit/*/test_operator.py) \
-	tests/unit/layout/test_handle.py tests/unit/commands/test_info.py \
+OF_VERSIONS = tests/unit/core/test_torch_private.py tests/unit/core/test_private_names.py $(OPERATORS) \
+	tests/unit/commands/test_info.py \
 	tests/ranks/test_strategies.py tests/ranks/test_linear.py tests/ranks/test_recurrent.py
+OPERATORS = $(shell grep -rl --include='test_*.py' 'library.opcheck' tests/unit)
 FLASH_ATTENTION_4 := flash-attn-4 nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core \
 	nvidia-cutlass-dsl-libs-cu13 apache-tvm-ffi torch-c-dlpack-ext quack-kernels
 PYTEST := $(BIN)/python -m pytest --durations=20

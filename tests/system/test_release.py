@@ -257,6 +257,14 @@ def test_the_oldest_python_is_allowed_and_linted():
     assert tools["ruff"]["target-version"] == "py" + oldest.replace(".", "")
 
 
+@pytest.mark.parametrize("target", ["test-oldest", "test-newest"])
+def test_versions_are_tested_with_all_operators(target):
+    planned = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    files = (ROOT / "tests/unit").rglob("test_*.py")
+    operators = {str(x.relative_to(ROOT)) for x in files if "library.opcheck(" in x.read_text()}
+    assert operators and operators <= set(planned.stdout.split())
+
+
 def test_citation_and_changelog_are_of_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
     (date,) = re.findall(r"^date-released: (\d{4}-\d\d-\d\d)$", citation, re.MULTILINE)
