@@ -166,7 +166,7 @@ def _run(words, environment, folder, parent, group, out, errors):
     subprocess.Popen = _fork_or_start
     if words[0] == "-m":
         sys.argv = words[1:]
-        sys.path.insert(0, folder)
+        sys.path.insert(0, os.fspath(folder))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
