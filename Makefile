@@ -23,7 +23,7 @@ WATCHING = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)  # not al
 ALONE = $(PYTEST) $(BY_FILES) -n 4 $(1) $(WATCHING)
 
 .PHONY: demo demo-hybrid demo-servers test test-all test-oldest test-newest fuzz fuzz-protocol churn gpu gpu-wheels lint bench bench-network \
-	bench-papers docs docs-build aot aot-triton-3.6 clean
+	bench-papers docs docs-build aot aot-triton-3.6 candidates clean
 
 demo: $(INSTALLED)  ## train a small transformer with every strategy and compare them
 	$(BIN)/python examples/train_lm.py --compare
@@ -119,6 +119,9 @@ proto: $(INSTALLED)  ## write the messages of attention servers again, after a c
 	$(PYTHON) -m venv .venv/protoc
 	.venv/protoc/bin/pip install -q --disable-pip-version-check 'grpcio-tools==1.76.0' 'protobuf==6.33.6'
 	.venv/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. seqpar/servers/wire/attention.proto
+
+candidates: $(INSTALLED)  ## compile candidates for the kernels' tuner, and list those without spills in loops
+	$(BIN)/python -m tests.tools.candidates
 
 aot: $(INSTALLED)  ## compile every kernel configuration for all architectures, and hold it to its gates
 	$(BIN)/python -m tests.tools.aot

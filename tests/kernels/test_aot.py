@@ -17,7 +17,7 @@ from seqpar.kernels.flash_attention import configs
 from seqpar.kernels.flash_attention.configs import Config
 from seqpar.kernels.gpus import Gpu
 
-from tests.tools import aot, aot_table
+from tests.tools import aot, aot_table, candidates
 
 MERGES = """
 from importlib import import_module
@@ -45,6 +45,7 @@ for name, target in aot.TARGETS.items():
 """
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 SECTIONS = aot_table.load()
+SECTIONS_OF_CANDIDATES = aot_table.load(candidates.FILE)
 SHIPPED = [case.row() for architecture in aot.TARGETS for case in aot.shipped(architecture)]
 
 
@@ -70,6 +71,20 @@ def test_no_row_of_the_table_breaks_a_gate(version):
     }
     wrong = {key: gates for key, gates in wrong.items() if gates}
     assert not wrong, f"run {aot_table.VERSIONS[version]} when these are mended: {wrong}"
+
+
+def test_the_tuners_candidates_hold_for_these_sources():
+    """Each was compiled from the code in the tree, and has no spills in loops."""
+    advice = "run make candidates"
+    section = SECTIONS_OF_CANDIDATES[max(aot_table.VERSIONS)]
+    assert section["sources"] == aot_table.sources_hash(candidates.KERNELS), advice
+    assert {row["kind"] for row in section["rows"]} == set(configs.KernelConfigs._fields)
+    for row in section["rows"]:
+        key = [row[name] for name in candidates.KEY]
+        assert key[:2] == [candidates.ARCHITECTURE, candidates.PRECISION]
+        expected = candidates.row_of(*key[2:], configs.from_fields(row["config"]))
+        assert row == json.loads(json.dumps(row | expected)), advice
+        assert row["spills in loops"] == 0
 
 
 @pytest.mark.parametrize(
@@ -212,6 +227,30 @@ def test_each_kernel_passes_its_gates(architecture):
             if (row["architecture"], row["width"]) == (architecture, WIDTH) and row["kind"] in kinds
         ]
         assert found == [row | {"wrong": []} for row in kept], "run make aot"
+
+
+@pytest.mark.exhaustive
+def test_candidates_compile_to_their_figures():
+    """Of each kernel the candidate with most registers, and one that is refused."""
+    rows = SECTIONS_OF_CANDIDATES[triton.__version__]["rows"]
+    found = [max((x for x in rows if x["kind"] == kind), key=registers) for kind in aot.FLASH]
+    script = (
+        "import json, sys\n"
+        "from seqpar.kernels.flash_attention.configs import Config, from_fields\n"
+        "from tests.tools import candidates\n"
+        "for row in json.loads(sys.argv[1]):\n"
+        "    config = from_fields(row['config'])\n"
+        "    print(json.dumps(candidates.compiled((row['width'], row['kind'], [config]))[0]))\n"
+        "config = Config(128, 128, 4, 2, tma=True)\n"
+        "print(json.dumps(candidates.compiled((128, 'forward', [config]))[0]))"
+    )
+    command = [sys.executable, "-c", script, json.dumps(found)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [*found, None]
+
+
+def registers(row):
+    return row["registers"]
 
 
 @pytest.mark.exhaustive

@@ -25,7 +25,8 @@ def test_the_fastest_is_kept_on_disk_and_chosen(folder, monkeypatch):
 
     Times are made up so that one neighbour wins.
     """
-    faster = list(tune.neighbours(configs.TABLE[configs.architecture(DEVICE), "single", 64][0]))[1]
+    name = configs.architecture(DEVICE)
+    faster = tune.candidates(name, "single", 64, "forward")[1]
     original = tune.call
     monkeypatch.setattr(
         tune,
@@ -87,6 +88,26 @@ def test_a_configuration_that_fails_is_passed_over(folder, monkeypatch):
     assert set(tune.tune(16, torch.float32, DEVICE, 16, 1).values()) <= set(
         configs.TABLE[configs.architecture(DEVICE), "single", 64]
     )
+
+
+@pytest.mark.parametrize("kind", configs.KernelConfigs._fields)
+def test_candidates_on_hopper_were_compiled_ahead_of_time(kind):
+    """The shipped one comes first, each comes once, and not all neighbours are among them."""
+    found = tune.candidates("sm_90", "half", 128, kind)
+    shipped = getattr(configs.TABLE["sm_90", "half", 128], kind)
+    assert found[0] == shipped and len(set(found)) == len(found)
+    assert set(tune.neighbours(shipped)) - set(found)
+
+
+def test_forward_candidates_have_pairs_of_tile_sizes_with_descriptors():
+    found = tune.candidates("sm_90", "half", 128, "forward")
+    pairs = {(x.tile_rows, x.block_columns) for x in found if x.tma}
+    assert pairs >= {(128, 128), (128, 64), (64, 64)}
+
+
+def test_candidates_that_were_not_compiled_are_neighbours():
+    shipped = configs.TABLE["sm_80", "half", 128].forward
+    assert tune.candidates("sm_80", "half", 128, "forward") == [shipped, *tune.neighbours(shipped)]
 
 
 @pytest.mark.exhaustive

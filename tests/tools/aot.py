@@ -58,6 +58,7 @@ TYPES = {  # of arguments that are neither operands nor integers
 }
 TYPES = {name: kind for kind, names in TYPES.items() for name in names.split()}
 SLOPES = ", slopes"  # added to the name of a launch with those of ALiBi
+HOST = ", host descriptors"  # added to that of a launch for which the host makes descriptors
 NO_DESCRIPTORS = flash_attention.configs.NO_DESCRIPTORS
 OPERANDS = {"q", "k", "v", "out", "dout", "x", "y", "z"}
 
@@ -141,7 +142,7 @@ def makers(config, has_full, width):
     one_piece = not flash_attention.configs.pieces(width)[1]
     host = dataclasses.replace(config, host=True)
     has_host = config.tma and has_full and one_piece
-    made = {"": config, ", host descriptors": host} if has_host else {"": config}
+    made = {"": config, HOST: host} if has_host else {"": config}
     return {name: x.described(has_full, True, True) for name, x in made.items()}
 
 

@@ -34,19 +34,19 @@ PAGE_ROWS = {  # (kind, launch) -> what docs/kernels.md calls it
 }
 
 
-def load():
+def load(file=FILE):
     """Return the table: {Triton's version: {"sources": hash, "rows": [row]}}."""
-    return json.loads(FILE.read_text()) if FILE.is_file() else {}
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def write(version, sources, rows):
+def write(version, sources, rows, file=FILE):
     """Replace the section of one version of Triton; each row is a line."""
-    sections = load() | {version: {"sources": sources, "rows": rows}}
+    sections = load(file) | {version: {"sources": sources, "rows": rows}}
     texts = []
     for name, section in sorted(sections.items()):
         lines = ",\n".join(json.dumps(row) for row in section["rows"])
         texts.append(f'"{name}": {{"sources": "{section["sources"]}", "rows": [\n{lines}\n]}}')
-    FILE.write_text("{\n" + ",\n".join(texts) + "\n}\n")
+    file.write_text("{\n" + ",\n".join(texts) + "\n}\n")
 
 
 def sources_hash(kernels, root=ROOT / "triton_kernels"):

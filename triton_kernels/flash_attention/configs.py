@@ -300,9 +300,14 @@ def tuned() -> dict[str, Config]:
     """
     file = tuning_file()
     found = json.loads(file.read_text()) if file.is_file() else {}
-    configs = {}
-    for key, fields in found.items():
-        if fields.keys() == Config.__dataclass_fields__.keys():
-            resources = fields["cut_resources"]
-            configs[key] = Config(**fields | {"cut_resources": resources and tuple(resources)})
-    return configs
+    return {
+        key: from_fields(fields)
+        for key, fields in found.items()
+        if fields.keys() == Config.__dataclass_fields__.keys()
+    }
+
+
+def from_fields(fields: dict[str, Any]) -> Config:
+    """Return a configuration of fields that were read from JSON."""
+    resources = fields["cut_resources"]
+    return Config(**fields | {"cut_resources": resources and tuple(resources)})

@@ -1,8 +1,13 @@
 """Find faster configurations for this device than the table's.
 
-`python -m seqpar.kernels.flash_attention.tune --dim 128` times a few neighbours of each shipped
-configuration on a causal sequence, one kernel at a time, and keeps the fastest in
-`configs.tuning_file()`. `configs.choose` uses it from the next process on. Only users run this.
+`python -m seqpar.kernels.flash_attention.tune --dim 128` times candidates on a causal sequence, one
+kernel at a time, and keeps the fastest in `configs.tuning_file()`. `configs.choose` uses it from
+the next process on. Only users run this.
+
+Candidates are the shipped configuration, its variants, and those of candidates.json. This file has
+configurations that were compiled ahead of time: no launch that is timed spilled registers in loops.
+Where it has none for an architecture, dtype and head dim, candidates are a few configurations that
+differ from the shipped one in one respect.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,6 +38,7 @@ from . import (
 )
 from .configs import Config
 
+FILE = Path(__file__).with_name("candidates.json")
 UNLIMITED = 2**40
 
 
@@ -47,9 +54,24 @@ class Causal:
         self.q_positions = self.k_positions = np.arange(self.tokens, dtype=np.int32)
 
 
+def candidates(name: str, precision: str, width: int, kind: str) -> list[Config]:
+    """Return the configurations to time, first the shipped one and its variants.
+
+    A version of Triton without a section in the file gets the section of the newest version.
+    """
+    shipped: Config = getattr(configs.TABLE[name, precision, width], kind)
+    sections = json.loads(FILE.read_text())
+    section = sections.get(triton.__version__) or sections[max(sections)]
+    key = {"architecture": name, "precision": precision, "width": width, "kind": kind}
+    compiled = [
+        configs.from_fields(row["config"]) for row in section["rows"] if key.items() <= row.items()
+    ]
+    variants = [configs.varied(shipped, variant) for variant in configs.VARIANTS]
+    return list(dict.fromkeys([shipped, *variants, *(compiled or neighbours(shipped))]))
+
+
 def neighbours(config: Config) -> Iterator[Config]:
-    """Yield the configuration itself, then some that differ in one respect."""
-    yield config
+    """Yield configurations that differ in one respect."""
     for columns in (config.block_columns // 2, config.block_columns * 2):
         if 16 <= columns <= 128:
             yield replace(config, block_columns=columns)
@@ -61,9 +83,6 @@ def neighbours(config: Config) -> Iterator[Config]:
     else:
         yield replace(config, cut_resources=None)
     yield replace(config, tma=not config.tma)
-    for name in configs.VARIANTS:
-        if configs.varied(config, name) != config:
-            yield configs.varied(config, name)
 
 
 def call(kind: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
@@ -117,11 +136,11 @@ def tune(
     q, k, v = (torch.randn(1, tokens, heads, dim, dtype=dtype, device=device) for _ in range(3))
     precision = "single" if dtype == torch.float32 else "half"
     width = configs.width_of(dim)
-    shipped = configs.TABLE[configs.architecture(device), precision, width]
+    name = configs.architecture(device)
     best = {}
-    for kind, start in shipped._asdict().items():
+    for kind in configs.KernelConfigs._fields:
         times: dict[Config, float] = {}
-        for config in neighbours(start):
+        for config in candidates(name, precision, width, kind):
             try:
                 times[config] = seconds(call(kind, config, q, k, v), device, repeats)
                 print(f"{kind}: {times[config] * 1e3:.3f} ms with {config}", flush=True)
