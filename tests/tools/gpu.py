@@ -34,13 +34,13 @@ TEST_MODULES = ("pytest", "pytest_timeout", "hypothesis", "allpairspy")
 # The steps of the first start, the most informative first, and the seconds that each may take on a
 # GPU: together at most STEP_SECONDS.
 FIRST = {
-    "install: local wheels": 30.0,
-    "tests: default path": 130.0,
+    "install: local wheels": 45.0,
+    "tests: default path": 125.0,
     "speed: kernels": 110.0,
     "profile: strategies": 80.0,
-    "overlap: streams": 40.0,
+    "overlap: streams": 35.0,
     "tests: NCCL on one GPU": 60.0,
-    "tests: memcheck of merges": 90.0,
+    "tests: memcheck of merges": 85.0,
 }
 # Names of steps, and the tests that they run. Some tests take all of the GPU's memory.
 TESTS = {
