@@ -38,7 +38,7 @@ def state(**fields):
 
 
 def reply(data=b"", checksum=0, seconds=0.0):
-    return VERSION.reply(ReplyHeader(checksum, seconds), [data])
+    return VERSION.reply(ReplyHeader(checksum, seconds, True), [data])
 
 
 def behaves(context, first=None):
@@ -51,7 +51,7 @@ def behaves(context, first=None):
 
 def silent(requests, context):
     """Take a request and answer nothing."""
-    list(requests)
+    next(requests)
     while context.is_active():
         time.sleep(0.05)
     yield from ()
@@ -67,7 +67,7 @@ def endless(*head, chunk):
     """Answer a request with some messages, and then with the last one without end."""
 
     def compute(requests, context):
-        list(requests)
+        next(requests)
         yield from head
         yield from itertools.repeat(chunk)
 
@@ -78,14 +78,14 @@ def answers(*replies):
     """Answer a request with these messages."""
 
     def compute(requests, context):
-        list(requests)
+        next(requests)
         yield from replies
 
     return compute
 
 
 def trickles(requests, context):
-    list(requests)
+    next(requests)
     yield reply()
     while context.is_active():
         time.sleep(0.05)

@@ -15,6 +15,7 @@ import functools
 import pickle
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -153,7 +154,7 @@ def with_a_field(random, raw):
 
 
 def read(messages, session, limits=LIMITS):
-    """Read a request as a server should: its header and the parts of its payload."""
+    """Read a request as a server should: its header, the parts of its payload, and what follows."""
     if not messages:
         raise RequestError("request: there is none")
     header, data = VERSION.read_request(messages[0])
@@ -168,7 +169,18 @@ def read(messages, session, limits=LIMITS):
             raise RequestError("payload: it ends too early")
         incoming.take(data_of(raw))
     form.request.check(incoming.parts, header.checksum)
-    return header, incoming.parts
+    return header, incoming.parts, list(rest)
+
+
+def replies_of(call):
+    """The data of all replies of a call, and the error with which the call ends, or None."""
+    data = []
+    try:
+        for reply in call:
+            data.append(VERSION.read_reply(reply)[1])
+    except grpc.RpcError as error:
+        return b"".join(data), error
+    return b"".join(data), None
 
 
 def result_of(header, parts, held, owner=OWNER):
@@ -207,15 +219,15 @@ class Fuzzer:
         messages = messages_of(packed, self._client.session)
         if random.integers(10):
             messages = damage(random, messages, self._canary)
-        try:
-            header, parts = read(messages, self._client.session)
-            expected = result_of(header, parts, self._held)
-        except RequestError:
-            expected = None
-        else:
-            sent = b"".join(x.tobytes() for x in packed.parts)
-            assert b"".join(map(bytes, parts)) == sent, "a wrong payload was taken"
-        self._check(self._client.compute(messages), expected, packed)
+        expected, left = [], messages
+        sent = b"".join(x.tobytes() for x in packed.parts)
+        with suppress(RequestError):
+            while left or not expected:
+                header, parts, left = read(left, self._client.session)
+                expected += bytes_of(result_of(header, parts, self._held))
+                assert b"".join(map(bytes, parts)) == sent, "a wrong payload was taken"
+            left = None
+        self._check(self._client.compute(messages), expected, left is None, packed)
 
     def _sane(self, random):
         """A request that is right: a task, or a step of the session's cache."""
@@ -231,20 +243,17 @@ class Fuzzer:
         start = max(0, cache.length - int(random.integers(5)))
         return step(seed, cache.writes, start, *sizes)
 
-    def _check(self, call, expected, packed):
-        try:
-            replies = list(call)
-        except grpc.RpcError as error:
+    def _check(self, call, expected, is_right, packed):
+        """Check a call that should return these results, and fail unless `is_right`."""
+        data, error = replies_of(call)
+        if error is None:
+            assert is_right, "a damaged request was not refused"
+        else:
             code, details = error.code(), error.details()
-            assert expected is None, f"a right request was refused: {code}, {details}"
+            assert not is_right, f"a right request was refused: {code}, {details}"
             self._check_refusal(code, details, packed)
-            self.counts["refused"] += 1
-            return
-        assert expected is not None, "a damaged request was not refused"
-        _, data = VERSION.read_reply(replies[0])
-        data = b"".join([bytes(data), *(bytes(data_of(x)) for x in replies[1:])])
-        assert data == b"".join(x.tobytes() for x in bytes_of(expected)), "a result was wrong"
-        self.counts["right"] += 1
+        assert data == b"".join(x.tobytes() for x in expected), "a result was wrong"
+        self.counts["right" if is_right else "refused"] += 1
 
     def _check_refusal(self, code, details, packed):
         assert code in REFUSALS, f"{code}, {details}"

@@ -25,7 +25,7 @@ from seqpar.servers.wire.arena import Arena
 from seqpar.servers.wire.codec import Packed, pack
 from seqpar.servers.wire.limits import LEAST_RATE, MAX_CALL_SECONDS
 from seqpar.servers.wire.messages import Places, ReplyHeader
-from seqpar.servers.wire.payload import CHUNK_BYTES, Bytes, Incoming, RequestError, chunks
+from seqpar.servers.wire.payload import Bytes, Incoming, RequestError, chunks
 from seqpar.servers.wire.request import Request
 from seqpar.servers.wire.texts import library_version, printable
 from seqpar.servers.wire.versions import Version, data_of, joined
@@ -44,6 +44,7 @@ _RATE_SMOOTHING = 0.3  # weight of the last result in a server's rate
 _BUSY_SECONDS = 0.05  # before a busy server is asked again
 _PAYLOAD_MARGIN = 2.0  # times the seconds that payloads should need
 _BANDWIDTH_FADING = 0.8  # of the measured bytes per second, with each result
+_MAX_OPEN_SECONDS = MAX_CALL_SECONDS / 6  # of a call before it gets another task
 _MAX_REASON = 200  # characters of a server's text
 # With these statuses a server refuses a session.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -160,6 +161,46 @@ class _UnknownVersionError(Exception):
     """The server knows no version of the service that this pool knows."""
 
 
+class TaskCall:
+    """A call of gRPC, which has one task after another. Between two tasks it rests."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self._since = stream, time.monotonic()
+        self._early: asyncio.Task[bytes] | None = None  # receives the next reply
+
+    async def write(self, message: bytes) -> None:
+        await self.stream.write(message)
+
+    async def read(self) -> bytes:
+        if (early := self._early) is None:
+            raw: bytes = await self.stream.read()
+            return raw
+        self._early = None
+        early.remove_done_callback(self._spoil)
+        return await early
+
+    def rest(self) -> None:
+        """Wait for another task. A server that sends anything before it has failed."""
+        self._early = asyncio.ensure_future(self.stream.read())
+        self._early.add_done_callback(self._spoil)
+
+    def _spoil(self, early: asyncio.Task[bytes]) -> None:
+        """End the call, so that no more arrives."""
+        self.stream.cancel()
+        if not early.cancelled():
+            early.exception()  # so that asyncio does not log it
+
+    def may_go_on(self) -> bool:
+        """Return whether a resting call may have another task."""
+        is_new = time.monotonic() - self._since < _MAX_OPEN_SECONDS
+        return is_new and self._early is not None and not self._early.done()
+
+    def cancel(self) -> None:
+        self.stream.cancel()
+        if self._early is not None:
+            self._early.cancel()
+
+
 class ServerConnection:
     """A pool's connection to one server: its session, and the calls that compute tasks.
 
@@ -188,6 +229,7 @@ class ServerConnection:
         self._welcome: Any = None  # the message, while there is a session
         self._route: Route | None = None  # to the server that has the session
         self._channel: grpc.aio.Channel | None = None  # of payloads
+        self._resting: list[TaskCall] = []  # calls that may have another task
         self._bytes_per_second = 0.0  # the measured rate of payloads
         self._own_arena = self._server_arena = Arena(0)  # for NIXL's writes
         self._last_number = 0
@@ -293,44 +335,51 @@ class ServerConnection:
         """Return the tensors of a result, and the seconds that the server computed."""
         assert self._channel is not None
         packed, payload = attempt.work.packed, attempt.work.packed.form.result
-        path, places = f"/{self._service.service}/Compute", self._take_places(packed)
+        places = self._take_places(packed)
         pieces = iter(()) if places is not None else chunks(packed.parts)
         header = packed.header(self._welcome.session, places)
-        message = self._service.request(header, next(pieces, ()))
-        alone = places is None and sum(packed.form.request.sizes) <= CHUNK_BYTES
-        if alone:  # gRPC sends it and the end of the requests in one step
-            call = self._channel.unary_stream(path)(message, timeout=MAX_CALL_SECONDS)
-        else:
-            call = self._channel.stream_stream(path)(timeout=MAX_CALL_SECONDS)
+        call = self._open_call()
         try:
-            if not alone:
-                await call.write(message)
+            await call.write(self._service.request(header, next(pieces, ())))
             if places is not None:
                 reply, parts = await self._exchange_directly(call, packed, places)
             else:
                 for chunk in pieces:
                     await call.write(joined(b"", chunk))
-                if not alone:
-                    await call.done_writing()
                 reply, parts = await self._receive(call, attempt)
             payload.check(parts, reply.checksum)
         except asyncio.InvalidStateError:  # a write after the server has ended the call
-            await self._raise_status(call)
+            await self._raise_status(call.stream)
             raise
         except BaseException:
             call.cancel()
             raise
-        self._run(self._end, call)
+        if reply.open and self.is_welcome:
+            call.rest()
+            self._resting.append(call)
+        else:
+            self._run(self._end, call)
         return payload.tensors(parts), reply.seconds
 
-    async def _end(self, call: Any) -> None:
+    def _open_call(self) -> TaskCall:
+        """Return a call that may have a task."""
+        assert self._channel is not None
+        while self._resting:
+            call = self._resting.pop()
+            if call.may_go_on():
+                return call
+            call.cancel()
+        path = f"/{self._service.service}/Compute"
+        return TaskCall(self._channel.stream_stream(path)(timeout=MAX_CALL_SECONDS))
+
+    async def _end(self, call: TaskCall) -> None:
         """Let the server end a call whose result has arrived; nobody waits for that."""
         with suppress(Exception):
             async with asyncio.timeout(self._silence_seconds):
                 await call.read()
         call.cancel()
 
-    async def _receive(self, call: Any, attempt: Attempt) -> tuple[ReplyHeader, list[Bytes]]:
+    async def _receive(self, call: TaskCall, attempt: Attempt) -> tuple[ReplyHeader, list[Bytes]]:
         payload = attempt.work.packed.form.result
         reply, data = self._service.read_reply(await self._read(call))
         incoming = Incoming(payload, pinned=attempt.work.device.type == "cuda")
@@ -339,11 +388,11 @@ class ServerConnection:
             incoming.take(data_of(await self._read(call)))
         return reply, incoming.parts
 
-    async def _read(self, call: Any) -> bytes:
+    async def _read(self, call: TaskCall) -> bytes:
         """Return a call's next reply, or raise the status with which the server ended it."""
-        raw: bytes = await call.read()
+        raw = await call.read()
         if raw is grpc.aio.EOF:
-            await self._raise_status(call)
+            await self._raise_status(call.stream)
         return raw
 
     # --- Payloads that NIXL moves ---
@@ -360,7 +409,7 @@ class ServerConnection:
         return Places(request, result)
 
     async def _exchange_directly(
-        self, call: Any, packed: Packed, places: Places
+        self, call: TaskCall, packed: Packed, places: Places
     ) -> tuple[ReplyHeader, list[Bytes]]:
         """Write a payload, and return the result that the server writes.
 
@@ -374,7 +423,7 @@ class ServerConnection:
         )
         assert direct is not None
         await direct.write(self, packed.parts, places.request)
-        await call.done_writing()
+        await call.write(b"")
         reply, _ = self._service.read_reply(await direct.polling(self._read(call)))
         parts = direct.read(self, packed.form.result.sizes, places.result)
         server_arena.give(places.request)
@@ -557,6 +606,7 @@ class ServerConnection:
         unanswered = list(self.attempts.values())
         for attempt in unanswered:
             attempt.cancel()
+        self._end_resting()
         self._server_arena = Arena(0)
         if self._endpoint.direct is not None:
             self._endpoint.direct.close(self)
@@ -565,6 +615,10 @@ class ServerConnection:
         for attempt in unanswered:
             self._events.on_failure(attempt, Failure(reason))
         self._events.on_change()
+
+    def _end_resting(self) -> None:
+        while self._resting:
+            self._resting.pop().cancel()
 
     def restart(self, reason: str) -> None:
         """End the session, and begin another one soon."""
@@ -583,6 +637,7 @@ class ServerConnection:
         calls = list(self._calls)
         for call in calls:
             call.cancel()
+        self._end_resting()
         await asyncio.gather(*calls, return_exceptions=True)
         await _close(self._channel, self._route)
 

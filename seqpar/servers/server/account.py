@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -53,26 +53,32 @@ class Account:
         if not self._held[name]:
             del self._held[name]
 
-    def take(self, name: str, size: int) -> None:
-        """Count `size` more until this task of asyncio ends, or raise a TooManyError.
+    def take(self, name: str, size: int) -> Callable[[], None]:
+        """Count `size` more, or raise a TooManyError; return a function to call once it is free.
 
-        A call's task ends only when gRPC gives the call up. Until then gRPC may hold parts of the
-        reply.
+        It is free at the latest when this task of asyncio ends. A call's task ends only when gRPC
+        gives the call up. Until then gRPC may hold parts of a reply that was not sent.
         """
         if not self.fits(name, size):
             raise TooManyError
         self.count(name, size)
         task = asyncio.current_task()
         assert task is not None
-        task.add_done_callback(lambda _: self._give(name, size))
 
-    async def wait_and_take(self, name: str, size: int) -> None:
+        def give(_: object = None) -> None:
+            task.remove_done_callback(give)
+            self._give(name, size)
+
+        task.add_done_callback(give)
+        return give
+
+    async def wait_and_take(self, name: str, size: int) -> Callable[[], None]:
         """Wait until a name may have `size` more, and take it."""
         while not self.fits(name, size):
             changed = asyncio.get_running_loop().create_future()
             self._waiting.append(changed)
             await changed
-        self.take(name, size)
+        return self.take(name, size)
 
     def _give(self, name: str, size: int) -> None:
         self.count(name, -size)

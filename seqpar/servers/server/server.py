@@ -142,7 +142,7 @@ class Server:
             await self._health.drain()
             self._service.tell()
             leave_by = time.monotonic() + self.deadlines.drain
-            while any(x.calls for x in self._service.sessions) and time.monotonic() < leave_by:
+            while any(x.requests for x in self._service.sessions) and time.monotonic() < leave_by:
                 await asyncio.sleep(0.01)
         finally:
             await self._server.stop(grace=0.1)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
@@ -49,7 +50,8 @@ from seqpar.servers.wire.versions import Version, data_of, joined
 Context: TypeAlias = Any  # a grpc.aio.ServicerContext, which has no type hints
 BEAT_SECONDS = 0.25  # a session has an event at least this often
 _CHUNKS_AT_ONCE = 2  # that the server receives from one name
-_FIRST_REQUESTS_AT_ONCE = 4  # that the server receives from one name
+_FIRST_REQUESTS_AT_ONCE = 1  # that the server receives from one name
+_OPEN_CALLS = 8  # of a name that may have several tasks; the server always receives their requests
 _PATIENCE_SECONDS = 0.25  # for a chunk; then another call of the name gets the turn
 _PAUSE_SECONDS = 0.005  # of a refused call, and of `Session`, `Free` and `Status`
 _READERS = 8  # threads that check payloads
@@ -110,6 +112,7 @@ class Service:
         self._started = time.monotonic()
         self._turns, self._first_turns = Turns(_CHUNKS_AT_ONCE), Turns(_FIRST_REQUESTS_AT_ONCE)
         self._pauses = Turns(1)
+        self._open_calls: Counter[str] = Counter()  # by name
         self._kept = KeptSlices()
         self._readers = ThreadPoolExecutor(_READERS, "seqpar-read")
         self._news = asyncio.Event()  # set for a moment to wake every session
@@ -255,7 +258,7 @@ class Service:
             device=hardware_of(self.device),
             tokens=self._limits.tokens,
             bytes=self._limits.bytes,
-            requests=session.requests,
+            requests=session.most,
         )
         if request.HasField("arena") and (direct := self.direct) is not None:
             arena = direct.open(session.client)
@@ -296,9 +299,50 @@ class Service:
     async def _compute(
         self, caller: Caller, version: Version, raw: bytes, context: Context
     ) -> None:
-        header, data = version.read_request(raw)
+        """Answer one task after another, until the client ends the call.
+
+        A new call waits behind all calls that gRPC has not handed to the server yet, whoever makes
+        them. A further request of an open call does not.
+        """
+        requests = [version.read_request(raw)]  # none during an answer, which frees its data
         del raw
-        session = self.sessions.find(header.session, caller.name)
+        session = self.sessions.find(requests[0][0].session, caller.name)
+        with self.sessions.call(session), self._opened(caller.name) as is_open:
+            while True:
+                await self._answer(version, session, *requests.pop(), is_open, context)
+                if not is_open or (more := await context.read()) is grpc.aio.EOF:
+                    return
+                requests.append(version.read_request(more))
+                del more
+                if requests[0][0].session != session.client.session:
+                    raise RequestError("session: a call has requests of one session")
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[bool]:
+        """Return whether a call may have several tasks.
+
+        Few calls of each name may, because the server begins to receive the next request of such a
+        call before any account counts the bytes.
+        """
+        is_open = self._open_calls[name] < _OPEN_CALLS
+        self._open_calls[name] += is_open
+        try:
+            yield is_open
+        finally:
+            self._open_calls[name] -= is_open
+            if not self._open_calls[name]:
+                del self._open_calls[name]
+
+    async def _answer(
+        self,
+        version: Version,
+        session: Session,
+        header: RequestHeader,
+        data: Buffer,
+        is_open: bool,
+        context: Context,
+    ) -> None:
+        """Compute a task, and send its result."""
         if self.draining:
             raise LeavingError("the server is about to leave")
         # If the client reads nothing, gRPC keeps the call until the call's own deadline.
@@ -310,8 +354,8 @@ class Service:
         size = sum(form.request.sizes) + sum(form.result.sizes)
         self._check_memory(size)
         name = session.client.name
-        with self.sessions.call(session):
-            await self._take_room(name, size)
+        with session.request():
+            give = await self._take_room(name, size)
             if header.places is None:
                 parts = await self._receive(name, header, data, context)
             else:
@@ -323,18 +367,19 @@ class Service:
             self.totals.tasks += 1
             self.totals.tokens += header.task.batch * header.task.q_rows
             self.totals.bytes += size
-            await self._reply(version, job, header.places, context)
+            await self._reply(version, job, header.places, is_open, context)
+        give()
 
     def _check_memory(self, needed: int) -> None:
         """Refuse a request that needs more bytes than all requests may have."""
         if needed > (most := self.account.most):
             raise RequestError(f"memory: all requests may have {most} bytes, this needs {needed}")
 
-    async def _take_room(self, name: str, size: int) -> None:
-        """Wait until the account has room for a request, which has it until the call ends."""
+    async def _take_room(self, name: str, size: int) -> Callable[[], None]:
+        """Wait until the account has room for a request; return a function that frees the room."""
         try:
             async with asyncio.timeout(self._deadlines.request):
-                await self.account.wait_and_take(name, size)
+                return await self.account.wait_and_take(name, size)
         except TimeoutError:
             raise FullError("memory: other requests have it") from None
 
@@ -372,13 +417,13 @@ class Service:
     async def _take_written(
         self, session: Session, header: RequestHeader, places: Places, context: Context
     ) -> list[Bytes]:
-        """Return a payload that the client writes with NIXL; it then ends its requests."""
+        """Return a payload that the client writes with NIXL; an empty request then follows."""
         if (direct := self.direct) is None:
             raise RequestError("places: this server does not use NIXL")
         sizes = form_of(header.task).request.sizes
         async with self._until(sum(sizes)):
-            if await direct.polling(context.read()) is not grpc.aio.EOF:
-                raise RequestError("places: a payload that NIXL moves has no data")
+            if await direct.polling(context.read()) != b"":
+                raise RequestError("places: an empty request must follow a payload of NIXL")
         return direct.read(session.client, sizes, places.request)
 
     async def _job(
@@ -438,11 +483,18 @@ class Service:
             raise job.error
 
     async def _reply(
-        self, version: Version, job: ComputeJob, places: Places | None, context: Context
+        self,
+        version: Version,
+        job: ComputeJob,
+        places: Places | None,
+        is_open: bool,
+        context: Context,
     ) -> None:
         """Send a result, chunk by chunk as the client reads it, or write it with NIXL."""
         assert job.result is not None
-        header, pieces = ReplyHeader(job.checksum, job.seconds), chunks(job.result)
+        form_of(job.task).result.check_sizes(job.result)  # else its client would wait
+        header = ReplyHeader(job.checksum, job.seconds, is_open)
+        pieces = chunks(job.result)
         async with self._until(job.size):
             if places is not None and (direct := self.direct) is not None:
                 await direct.write(job.client, job.result, places.result)

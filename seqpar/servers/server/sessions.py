@@ -45,8 +45,20 @@ class Session:
 
     client: Client
     certificate: bytes  # as PEM; b"" without certificates
-    requests: int  # that it may have without a result
-    calls: set[asyncio.Task[None]] = field(default_factory=set)  # without a result
+    most: int  # requests that it may have without a result
+    requests: int = 0  # without a result
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request, or raise a FullError if the session has too many."""
+        if self.requests >= self.most:
+            raise FullError(f"requests: the session may have {self.most} without a result")
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
 
 class Sessions:
@@ -86,7 +98,7 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
-        """End a session, and all calls that it has without a result."""
+        """End a session, and all of its calls."""
         self._sessions.pop(session.client.session, None)
         for call in session.calls:
             call.cancel()
@@ -95,10 +107,8 @@ class Sessions:
     def call(self, session: Session) -> Iterator[None]:
         """Count this task of asyncio as a call of the session.
 
-        Raises a FullError if the session has too many, and a StaleSessionError when it ends.
+        Raises a StaleSessionError when the session ends.
         """
-        if len(session.calls) >= session.requests:
-            raise FullError(f"requests: the session may have {session.requests} without a result")
         task = asyncio.current_task()
         assert task is not None
         session.calls.add(task)

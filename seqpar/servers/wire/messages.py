@@ -75,3 +75,4 @@ class ReplyHeader(NamedTuple):
 
     checksum: int
     seconds: float  # of the computation
+    open: bool  # whether the call may have another task

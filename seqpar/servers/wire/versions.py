@@ -38,7 +38,7 @@ class Version:
     # --- The messages of `Compute`, whose data is neither parsed nor copied ---
 
     def request(self, header: RequestHeader, data: Sequence[Buffer] = ()) -> bytes:
-        """Encode the first request of a call."""
+        """Encode the first request of a task."""
         message = self.messages.ComputeRequest(session=header.session, task=self.task(header.task))
         if header.step is not None:
             message.step.MergeFrom(self.messages.Step(**header.step._asdict()))
@@ -55,7 +55,7 @@ class Version:
         return self.messages.Task(operation=operation, dtype=dtype, **fields)
 
     def read_request(self, raw: bytes) -> tuple[RequestHeader, Buffer]:
-        """Decode the first request of a call; a RequestError names what is wrong."""
+        """Decode the first request of a task; a RequestError names what is wrong."""
         message = self.read(self.messages.ComputeRequest, raw)
         if not message.HasField("task"):
             raise RequestError("task: the first request must have one")
@@ -87,14 +87,14 @@ class Version:
         return task
 
     def reply(self, header: ReplyHeader, data: Sequence[Buffer] = ()) -> bytes:
-        """Encode the first reply of a call."""
-        message = self.messages.ComputeReply(checksum=header.checksum, seconds=header.seconds)
+        """Encode the first reply to a task."""
+        message = self.messages.ComputeReply(**header._asdict())
         return joined(message.SerializeToString(), data)
 
     def read_reply(self, raw: bytes) -> tuple[ReplyHeader, Buffer]:
-        """Decode the first reply of a call; a RequestError names what is wrong."""
+        """Decode the first reply to a task; a RequestError names what is wrong."""
         message = self.read(self.messages.ComputeReply, raw)
-        return ReplyHeader(message.checksum, message.seconds), message.data
+        return ReplyHeader(message.checksum, message.seconds, message.open), message.data
 
     def read(self, kind: type[M], raw: bytes) -> M:
         """Decode a message; a RequestError names the kind of message."""
@@ -134,7 +134,7 @@ def joined(head: bytes, data: Sequence[Buffer]) -> bytes:
 def data_of(raw: bytes) -> Buffer:
     """Return the data of a request or a reply that has nothing else, without a copy."""
     if not raw or raw[0] != _DATA:
-        raise RequestError("data: a later message of a call has only data")
+        raise RequestError("data: a later message of a task has only data")
     size = 0
     for start in range(1, min(len(raw), _MAX_LENGTH_BYTES + 1)):
         size |= (raw[start] & 0x7F) << 7 * (start - 1)

@@ -20,7 +20,7 @@ from seqpar.servers.cache import layer_cache
 from seqpar.servers.pool.dispatcher import StepLostError
 from seqpar.servers.server import caches, worker
 from seqpar.servers.server.caches import CacheStep
-from seqpar.servers.server.sessions import FullError, Sessions
+from seqpar.servers.server.sessions import FullError, Session
 from seqpar.servers.transport.one_sided import available
 from seqpar.servers.wire.limits import Limits
 from tests.support import special_values
@@ -272,7 +272,7 @@ FAULTS = {
     ),
     "computation fails": lambda patch: Once(patch, CacheStep, "compute", fails),
     "no memory": lambda patch: Once(patch, caches.Caches, "admit", fails),
-    "busy": lambda patch: Once(patch, Sessions, "call", full, 5),
+    "busy": lambda patch: Once(patch, Session, "request", full, 5),
 }
 
 

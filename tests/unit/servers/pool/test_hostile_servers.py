@@ -123,7 +123,7 @@ def test_untrue_seconds_change_no_deadline_much(tmp_path, monkeypatch, seconds):
         allowances.append(connection.allowance)
 
     monkeypatch.setattr(ServerConnection, "start", recorded)
-    monkeypatch.setattr(service, "ReplyHeader", lambda x, _: ReplyHeader(x, seconds))
+    monkeypatch.setattr(service, "ReplyHeader", lambda x, *_: ReplyHeader(x, seconds, False))
     with running(f"ipc://{tmp_path}/s") as server, connect(server.address, home=False) as pool:
         for request in REQUESTS:
             assert same(pool.submit(request).result(20), request)

@@ -39,7 +39,7 @@ def test_requests_survive(places):
 
 
 def test_replies_survive():
-    header = ReplyHeader(2**64 - 1, 0.25)
+    header = ReplyHeader(2**64 - 1, 0.25, True)
     assert V1.read_reply(V1.reply(header)) == (header, b"")
     assert V1.read_reply(V1.reply(header, [b"ab", b"", b"c"])) == (header, b"abc")
 
