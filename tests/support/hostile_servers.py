@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import grpc
+from grpc import _common
 
 from seqpar.servers.wire.messages import ReplyHeader
 from seqpar.servers.wire.versions import VERSIONS, joined
@@ -102,6 +103,13 @@ def fails(code, details):
     return compute
 
 
+def ends_with_an_unknown_status(requests, context):
+    """End the call with the status 99, which has no name."""
+    _common.STATUS_CODE_TO_CYGRPC_STATUS_CODE["unknown"] = 99
+    context.set_code("unknown")
+    yield from ()
+
+
 def of_events(*events):
     """End a session after these events."""
 
@@ -145,6 +153,7 @@ IN_COMPUTE = {
     "an early end": answers(reply(b"x")),
     "a text with escape codes": fails(Code.INTERNAL, ESCAPES),
     "a huge text": fails(Code.INTERNAL, "x" * 2**20),
+    "an unknown status": ends_with_an_unknown_status,
     "an unknown session": fails(Code.FAILED_PRECONDITION, "session"),
     "always busy": fails(Code.RESOURCE_EXHAUSTED, "busy"),
     "always leaving": fails(Code.UNAVAILABLE, "leaving"),
