@@ -463,7 +463,7 @@ class ServerConnection:
         self.rate = smoothed_rate(self.rate, attempt.work.cost, self.waited(attempt, now))
         self.last_result = now
 
-    def credit(self, work: PendingWork) -> None:
+    def count_used(self, work: PendingWork) -> None:
         """Count a result that was used."""
         self.tasks += 1
         self.work += work.cost

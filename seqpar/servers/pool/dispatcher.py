@@ -281,8 +281,8 @@ class Dispatcher:
         asyncio.get_running_loop().call_soon(self._turn)
 
     def _accept(self, attempt: Attempt, tensors: Sequence[Tensor]) -> None:
-        credit = partial(attempt.connection.credit, attempt.work)
-        if not self._commit(attempt.work, tensors, credit):
+        count = partial(attempt.connection.count_used, attempt.work)
+        if not self._commit(attempt.work, tensors, count):
             self._wasted += 1
 
     def _commit(
