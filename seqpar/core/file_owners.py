@@ -18,8 +18,8 @@ def fault_of_folder(path: str) -> str | None:
     this user. The file itself need not exist.
     """
     try:
-        for name, status in _way(os.path.dirname(os.path.join(os.getcwd(), path))):
-            if (fault := _fault(name, status)) is not None:
+        for name, status in way_to(os.path.dirname(os.path.join(os.getcwd(), path))):
+            if (fault := fault_of(name, status)) is not None:
                 return fault
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
@@ -36,8 +36,8 @@ def read_file(path: str) -> bytes:
         ValueError: another user could change the file, or it is no regular file.
         OSError: the file is missing or cannot be read.
     """
-    for name, checked in _way(path):
-        if (fault := _fault(name, checked)) is not None:
+    for name, checked in way_to(path):
+        if (fault := fault_of(name, checked)) is not None:
             raise ValueError(fault)
     if not stat.S_ISREG(checked.st_mode):
         raise ValueError(f"{path} is not a file")
@@ -48,18 +48,28 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
-def _fault(name: str, status: os.stat_result) -> str | None:
+def fault_of(
+    name: str, status: os.stat_result, *, trusts_group: bool = True, may_be_sticky: bool = True
+) -> str | None:
+    """Return why another user could change a file, a folder or a link, or None.
+
+    Args:
+        name: of the file, for the answer.
+        status: of the file itself, not of a link's target.
+        trusts_group: whether this process's group and root's may write to it.
+        may_be_sticky: whether others may add files to it, if it is a sticky folder.
+    """
     if status.st_uid not in (0, os.geteuid()):
         return f"{name} belongs to another user"
-    mode, own_group = status.st_mode, status.st_gid in (0, os.getegid())
-    writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not own_group)
-    sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
+    mode, trusted = status.st_mode, trusts_group and status.st_gid in (0, os.getegid())
+    writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not trusted)
+    sticky = may_be_sticky and stat.S_ISDIR(mode) and mode & stat.S_ISVTX
     if writable and not stat.S_ISLNK(mode) and not sticky:
         return f"{name} may be written to by other users (chmod o-w,g-w)"
     return None
 
 
-def _way(path: str) -> Iterator[tuple[str, os.stat_result]]:
+def way_to(path: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield all folders and links through which the system reaches a path, and the file there."""
     yield "/", os.lstat("/")
     folder, links = "/", 0

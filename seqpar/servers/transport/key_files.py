@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from seqpar.core.file_owners import fault_of, way_to
 from seqpar.servers.wire.texts import printable
 
 T = TypeVar("T")
@@ -33,17 +34,15 @@ def check_folder(folder: Path) -> None:
 
     Parents may let other users add files, as /tmp does, but not replace them.
     """
-    real, absolute = Path(os.path.realpath(folder)), folder.absolute()
-    for each in {real, *real.parents, absolute, *absolute.parents}:
-        _check_owner(each, os.lstat(each), sticky=each != real)
+    real = os.path.realpath(folder)
+    for name, status in way_to(str(folder)):
+        _check_owner(name, status, may_be_sticky=name != real)
 
 
-def _check_owner(path: Path, status: os.stat_result, sticky: bool = False) -> None:
-    mode = 0 if stat.S_ISLNK(status.st_mode) else status.st_mode  # a link's mode has no effect
-    writable = mode & 0o022 and not (sticky and mode & stat.S_ISVTX)
-    if writable or status.st_uid not in (0, os.geteuid()):
-        how = "chmod go-w, and chown to this user or root"
-        raise Unsafe(f"keys: {shown(path)} must be writable by its owner alone ({how})")
+def _check_owner(name: str, status: os.stat_result, may_be_sticky: bool = False) -> None:
+    fault = fault_of(name, status, trusts_group=False, may_be_sticky=may_be_sticky)
+    if fault is not None:
+        raise Unsafe(f"keys: {printable(fault)}")
 
 
 def read(file: Path) -> bytes:
@@ -60,7 +59,7 @@ def read(file: Path) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"keys: {shown(file)} must be a regular file")
-            _check_owner(file, status)
+            _check_owner(str(file), status)
             others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
             if file.suffix == ".key" and status.st_mode & others:
                 raise Unsafe(f"keys: {shown(file)} must be readable by its owner alone (chmod 600)")
