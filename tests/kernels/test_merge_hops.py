@@ -1,5 +1,6 @@
 """The kernels that merge the results of hops and add gradients to sums, against plain PyTorch."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def drawn(rows, value_dim, dtype=torch.float32, batch=1):
     return out, lse.to(DEVICE).transpose(1, 2)  # heads before rows, as varlen kernels have it
 
 
+merge_hops = importlib.import_module("seqpar.kernels.flash_attention.merge_hops")
 ROWS = 11  # of a partial result
 RANGES = {  # of rows that a hop has
     "range": [[4, 9]],
@@ -356,6 +358,17 @@ def test_the_only_result_of_all_rows_is_returned_as_it_is(merged_by_kernels):
     foreign.merge(rows, out, lse)  # which others may change
     assert foreign.finish(None, torch.bfloat16)[0] is not out
     assert total.finish(None, torch.bfloat16)[0].shape == out.shape
+
+
+@pytest.mark.parametrize("has_lse", [True, False])
+def test_a_prepared_call_keeps_no_memory(monkeypatch, has_lse):
+    """Memory that a CUDA graph's capture allocates belongs to the graph, and not to later calls."""
+    monkeypatch.setattr(merge_hops, "_calls", {})
+    out, lse = drawn(ROWS, 20)
+    hop = kernels.HopResult(out.clone(), lse.contiguous() if has_lse else None, 0)
+    kernels.merge_hops([hop], out, lse.contiguous() if has_lse else None)
+    (call,) = merge_hops._calls.values()
+    assert not call.place.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
