@@ -37,13 +37,13 @@ Samples = dict[str, list[float]]  # microseconds: each round's median over its c
 
 
 class Rank:
-    """A process that times calls of the code in a tree of sources."""
+    """A process that times calls of the code in a tree of sources, with a kernel."""
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, kernel: str) -> None:
         command = [sys.executable, "-P", str(Path(__file__).with_name("overhead_rank.py"))]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [*command, str(tree)], stdin=pipe, stdout=pipe, text=True, cwd=tree
+            [*command, str(tree), kernel], stdin=pipe, stdout=pipe, text=True, cwd=tree
         )
 
     def turn(self, strategy: str, layout: str, calls: int) -> dict[str, Any]:
@@ -135,9 +135,11 @@ def table(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def measure(options: Namespace) -> dict[str, Any]:
+def measure(options: Namespace, kernel: str = "triton") -> dict[str, Any]:
+    """Return the rows of the strategies `options.only`, computed with a kernel."""
     with tempfile.TemporaryDirectory() as folder:
-        ours, before = Rank(ROOT), Rank(sources_at(options.before, Path(folder)))
+        old = sources_at(options.before, Path(folder))
+        ours, before = Rank(ROOT, kernel), Rank(old, kernel)
         rows = take_turns(ours, before, options.only, options.rounds, options.calls)
         ours.end()
         before.end()

@@ -4,8 +4,12 @@ Messages are not sent, tensors are so small that copies take no time, launches o
 are replaced, and work of threads runs immediately, as in a stream on a GPU. All other code is the
 same as on a GPU. Times are CPU times of the thread, so other processes change them little.
 
-`overhead.py` starts this file, `python -P overhead_rank.py TREE`, once for each tree of sources
-that it compares. Each line of JSON on stdin gets one line as its answer.
+With the kernel "triton", the backend of this name computes. With "FlashAttention-4", the default
+path on an H200 computes, for which tensors on the CPU pass for tensors on the GPU. A stand-in takes
+the place of FlashAttention-4: it allocates its results.
+
+`overhead.py` starts this file, `python -P overhead_rank.py TREE KERNEL`, once for each tree of
+sources that it compares. Each line of JSON on stdin gets one line as its answer.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -35,7 +40,8 @@ from triton.runtime.jit import JITFunction
 
 RANKS, RANK, MESH = 8, 3, (2, 4)  # a rank in the middle; USP's mesh
 DOCUMENTS, TOKENS = 32, 1024  # of the packed batch
-HEADS, KV_HEADS, DIM = 32, 8, 2
+HEADS, KV_HEADS = 32, 8
+DIMS = {"triton": 2, "FlashAttention-4": 8}  # of a head, the least that a kernel computes
 WARM_UP = 3  # calls of a layout before those that are timed
 
 # ATen's operators that move rows from or into messages, and add returned gradients and weighted
@@ -185,7 +191,7 @@ class Case:
 
     within = 0  # nanoseconds of the last pass of any strategy
 
-    def __init__(self, name: str, layout: str) -> None:
+    def __init__(self, name: str, layout: str, kernel: str) -> None:
         from seqpar import LASP2Attention, Layout, USPAttention, make_attention
 
         self._times: dict[str, list[float]] = {}
@@ -202,10 +208,10 @@ class Case:
             self._attention = make_attention(strategy, dist.group.WORLD)
         tokens = self._layout.token_indices(RANK).numel()
         self._operands = [
-            torch.randn(tokens, heads, DIM, dtype=torch.float16, requires_grad=True)
+            torch.randn(tokens, heads, DIMS[kernel], dtype=torch.float16, requires_grad=True)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         ]
-        self._dout = torch.randn(tokens, HEADS, DIM, dtype=torch.float16)
+        self._dout = torch.randn(tokens, HEADS, DIMS[kernel], dtype=torch.float16)
         self._time_strategy()
         for _ in range(WARM_UP):
             self.call()
@@ -273,6 +279,59 @@ class Case:
         return self._times
 
 
+def pass_for_a_gpu() -> None:
+    """Let tensors on the CPU pass for tensors on an H200 with FlashAttention-4, from now on."""
+    from seqpar.kernels.gpus import Gpu, assume
+
+    from seqpar.softmax.backends import flash_attn
+
+    assume(torch.device("cpu"), Gpu("NVIDIA H200", 9, 132))
+    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, method-assign]
+    package = ModuleType("flash_attn.cute.interface")
+    softcaps = {
+        name: lambda softcap_val: None
+        for name in ("create_softcap_scoremod", "create_softcap_scoremod_bwd")
+    }
+    vars(package).update(
+        _flash_attn_fwd=flash_attn_fwd, _flash_attn_bwd=flash_attn_bwd,
+        utils=SimpleNamespace(**softcaps),
+    )  # fmt: skip
+    sys.modules[package.__name__] = package
+    flash_attn.installed_version = lambda _: "4.0.0b36"
+
+
+def flash_attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
+    max_seqlen_k: Any, softmax_scale: float, causal: bool, softcap: float, window_size_left: Any,
+    window_size_right: Any, return_lse: bool, score_mod: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if recorder is not None:
+        recorder.events.append(Event("launches", _allocate_forward, (q, v), {}))
+    return _allocate_forward(q, v)
+
+
+def flash_attn_bwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, cu_seqlens_q: Any,
+    cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, softmax_scale: float, causal: bool,
+    softcap: float, window_size_left: Any, window_size_right: Any, deterministic: bool, dlse: Any,
+    dq: Any = None, dk: Any = None, dv: Any = None, score_mod: Any = None,
+    score_mod_bwd: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if recorder is not None:
+        recorder.events.append(Event("launches", _allocate_backward, (q, k, v), {}))
+    return _allocate_backward(q, k, v)
+
+
+def _allocate_forward(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    *batch, rows, heads, _ = q.shape
+    lse = torch.empty((*batch, heads, rows), dtype=torch.float32)
+    return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype), lse
+
+
+def _allocate_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+    return tuple([torch.empty(x.shape, dtype=x.dtype) for x in operands])
+
+
 class KernelsOf:
     """Finds `seqpar.kernels`, the folder triton_kernels, in a tree of sources."""
 
@@ -300,7 +359,7 @@ def stand_ins() -> None:
     dist.init_process_group("cpu:fake", store=FakeStore(), rank=RANK, world_size=RANKS)
 
 
-def serve(tree: Path) -> None:
+def serve(tree: Path, kernel: str) -> None:
     """Answer requests until stdin ends."""
     sys.path.insert(0, str(tree))
     sys.meta_path.insert(0, KernelsOf(tree))  # type: ignore[arg-type]
@@ -309,16 +368,18 @@ def serve(tree: Path) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # buffers hold arbitrary numbers, and sums of denormals are slow
     stand_ins()
+    if kernel == "FlashAttention-4":
+        pass_for_a_gpu()
     cases: dict[tuple[str, str], Case] = {}
-    with use_backend("triton"):
+    with use_backend("triton") if kernel == "triton" else nullcontext():
         for line in sys.stdin:
             name, layout, calls = json.loads(line)
             if (name, layout) not in cases:
-                cases[name, layout] = Case(name, layout)
+                cases[name, layout] = Case(name, layout, kernel)
             case = cases[name, layout]
             counts = {direction: floor.counts() for direction, floor in case.floors.items()}
             print(json.dumps({"counts": counts, "times": case.turn(calls)}), flush=True)
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve(Path(sys.argv[1]), sys.argv[2])

@@ -68,9 +68,10 @@ def test_a_commit_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_rank_times_calls_of_a_tree():
+@pytest.mark.parametrize("kernel", ["triton", "FlashAttention-4"])
+def test_a_rank_times_calls_of_a_tree(kernel):
     file, asked = ROOT / "benchmarks/ranks/overhead_rank.py", json.dumps(["ring", "zigzag", 1])
-    command = [sys.executable, "-P", str(file), str(ROOT)]
+    command = [sys.executable, "-P", str(file), str(ROOT), kernel]
     found = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
     answer = json.loads(found.stdout)
     assert answer["counts"]["forward"]["launches"] >= 1
