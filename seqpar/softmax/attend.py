@@ -17,8 +17,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from seqpar.attention.backend import DEFAULT, load_backend
-from seqpar.core.device_tables import is_on_cuda, rehearsing
+from seqpar.core.device_tables import device_of, is_on_cuda, rehearsing
 from seqpar.core.hooks import Hooks, hooks
+from seqpar.core.memo import LOCAL
 from seqpar.layout.masks.mask import Blocks, Slices
 from seqpar.softmax.backends import aten_cuda, reference
 from seqpar.softmax.backends.kernel_order import best_backend
@@ -41,7 +42,11 @@ ForwardBlocks = Callable[
 
 
 class Backend(Protocol):
-    """A module that computes attention over the keys that a rank has."""
+    """A module or an object that computes attention over the keys that a rank has.
+
+    A module may have the function `prepared(q, v, slices, options)`. It returns an object that
+    computes a block of keys with these slices, for tensors like q and v, or None.
+    """
 
     @property
     def forward_blocks(self) -> ForwardBlocks | None:
@@ -74,10 +79,22 @@ class Backend(Protocol):
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions
 ) -> Backend:
-    name = options.backend
-    if name == DEFAULT:
-        name = default_backend(q, k, v, slices, options)
-    return load_backend("softmax", name)
+    """Return the backend of a block of keys; it is chosen and prepared once per slices."""
+
+    def choose() -> Backend | str:
+        name = options.backend
+        if name == DEFAULT:
+            name = default_backend(q, k, v, slices, options)
+        prepared = getattr(load_backend("softmax", name), "prepared", None)
+        return name if prepared is None else prepared(q, v, slices, options) or name
+
+    if options.slopes is not None:  # which differ in each call
+        chosen = choose()
+    else:
+        device = device_of(q), is_on_cuda(q)  # where meta tensors pass for CUDA's, only one of them
+        key = LOCAL, "backend", *device, q.dtype, q.shape[3], v.shape[3], options
+        chosen = slices.derived(key, choose)
+    return load_backend("softmax", chosen) if isinstance(chosen, str) else chosen
 
 
 def default_backend(q: Tensor, k: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> str:

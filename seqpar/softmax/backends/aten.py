@@ -36,6 +36,7 @@ from seqpar.softmax.backends.kernel_operands import (
 )
 from seqpar.softmax.backends.kernel_order import aten_kernel
 from seqpar.softmax.backends.pieces import Piece
+from seqpar.softmax.backends.varlen import VarlenBlock, VarlenKernel
 from seqpar.softmax.compute.call_options import CallOptions
 from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
@@ -70,13 +71,21 @@ class _BackwardRows(NamedTuple):
     v: Tensor
 
 
+def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock | None:
+    """Return the backend of a block of keys on CUDA, or None if this module computes the block."""
+    if not aten_cuda.computes(q):
+        return None
+    kernel = aten_kernel(q, v, slices, options)
+    kernels: dict[bool, VarlenKernel | None] = {
+        has_dlse: kernel if kernel.takes(q, v, options, has_dlse) else None
+        for has_dlse in (False, True)
+    }
+    return VarlenBlock(kernels, q, v, slices)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
 ) -> None:
-    if aten_cuda.computes(q):
-        kernel = aten_kernel(q, v, slices, options)
-        kernel.merge_forward(q, k, v, slices, partial, options)
-        return
     if is_on_cuda(q) or options.softcap:
         reference.forward(q, k, v, slices, partial, options)
         return
@@ -106,10 +115,6 @@ def backward(
     gradients: PartialGradients,
     options: CallOptions,
 ) -> None:
-    if aten_cuda.computes(q):
-        kernel = aten_kernel(q, v, slices, options)
-        kernel.add_gradients(output, q, k, v, slices, gradients, options)
-        return
     if is_on_cuda(q) or options.softcap:
         reference.backward(output, q, k, v, slices, gradients, options)
         return

@@ -28,11 +28,14 @@ from seqpar.core.device_tables import device_of
 from seqpar.core.installed import installed_version
 from seqpar.core.torch_private import function_of
 from seqpar.layout.masks.mask import Slices
-from seqpar.softmax.backends import reference
 from seqpar.softmax.backends.aten_cuda import gpu_major
-from seqpar.softmax.backends.varlen import BackwardRows, VarlenKernel, VarlenTables
+from seqpar.softmax.backends.varlen import (
+    BackwardRows,
+    VarlenBlock,
+    VarlenKernel,
+    VarlenTables,
+)
 from seqpar.softmax.compute.call_options import CallOptions
-from seqpar.softmax.compute.partial import OutputGradient, Partial, PartialGradients
 
 
 class Package(NamedTuple):
@@ -115,6 +118,19 @@ _FIRST_DETERMINISTIC = "4.0.0b12"
 _FIRST_WITH_SOFTCAP = "4.0.0b24"
 
 
+class _Named(NamedTuple):
+    """The arguments that FlashAttention-4 gets by name, and that do not change with the tensors."""
+
+    forward: dict[str, object]
+    backward: dict[str, object]
+
+    @classmethod
+    def of(cls, backward: dict[str, object], options: CallOptions) -> _Named:
+        forward = {**backward, "return_lse": True}
+        forward.pop("score_mod_bwd", None)
+        return cls(forward, {**backward, "deterministic": options.deterministic})
+
+
 def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     @cache
     def softcap_functions(softcap: float) -> dict[str, object]:
@@ -122,7 +138,12 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         make = package.utils.create_softcap_scoremod, package.utils.create_softcap_scoremod_bwd
         return {"score_mod": make[0](softcap), "score_mod_bwd": make[1](softcap)}
 
-    def arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
+    def arguments(tables: VarlenTables, options: CallOptions) -> _Named:
+        """Return the arguments of forward, and then those of backward."""
+        build = lambda: _Named.of(backward_arguments(tables, options), options)  # noqa: E731
+        return tables.kept(("FlashAttention-4", options), build)
+
+    def backward_arguments(tables: VarlenTables, options: CallOptions) -> dict[str, object]:
         arguments = _arguments(tables, options, None) | {"causal": _is_causal(tables)}
         if options.softcap:
             arguments |= {"softcap": 0.0, **softcap_functions(options.softcap)}
@@ -134,13 +155,12 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, options: CallOptions
     ) -> tuple[Tensor, Tensor]:
-        named = arguments(tables, options)
-        named.pop("score_mod_bwd", None)
         if dense := _dense(tables):
             rows, keys = dense
             q, k, v = _by_segments(q, rows), _by_segments(k, keys), _by_segments(v, keys)
         with _one_at_a_time:
-            out, lse, *_ = package._flash_attn_fwd(q, k, v, return_lse=True, **named)
+            named = arguments(tables, options).forward
+            out, lse, *_ = package._flash_attn_fwd(q, k, v, **named)
         return (out.flatten(0, 1), lse.transpose(0, 1).flatten(1)) if dense else (out, lse)
 
     def backward(
@@ -154,9 +174,8 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
             lse, dlse = _by_heads(lse, n), None if dlse is None else _by_heads(dlse, n)
         with _one_at_a_time:
             results = package._flash_attn_bwd(
-                q, k, v, out, dout, lse, dlse=dlse, deterministic=options.deterministic,
-                **arguments(tables, options),
-            )  # fmt: skip
+                q, k, v, out, dout, lse, dlse=dlse, **arguments(tables, options).backward
+            )
         dq, dk, dv = (x.flatten(0, 1) for x in results) if dense else results
         return dq, dk, dv
 
@@ -310,7 +329,6 @@ def _lacking(function: object, names: list[str]) -> str | None:
 
 
 MAX_HEAD_DIM = 256
-forward_blocks = None  # `attend_blocks` calls `forward` for each block
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
@@ -330,30 +348,10 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, partial: Partial, options: CallOptions
-) -> None:
-    kernel = _kernel(q, v, options, has_dlse=False)
-    if kernel is None:
-        reference.forward(q, k, v, slices, partial, options)
-    else:
-        kernel.merge_forward(q, k, v, slices, partial, options)
-
-
-def backward(
-    output: OutputGradient,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: Slices,
-    gradients: PartialGradients,
-    options: CallOptions,
-) -> None:
-    kernel = _kernel(q, v, options, output.dlse is not None)
-    if kernel is None:
-        reference.backward(output, q, k, v, slices, gradients, options)
-    else:
-        kernel.add_gradients(output, q, k, v, slices, gradients, options)
+def prepared(q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> VarlenBlock:
+    """Return the backend of a block of keys with these slices, for tensors like q and v."""
+    kernels = {has_dlse: _kernel(q, v, options, has_dlse) for has_dlse in (False, True)}
+    return VarlenBlock(kernels, q, v, slices)
 
 
 def _kernel(q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> VarlenKernel | None:

@@ -5,6 +5,9 @@ Legend: D head dim (Dv of values); the last dim of every tensor here.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,8 +42,10 @@ def aligned_heads(x: Tensor, width: int) -> Tensor:
     """Return x with zeros up to a head dim, and a copy if a head begins at an unaligned address."""
     if x.shape[-1] < width:
         return pad_heads(x, width)
-    steps = x.storage_offset(), *x.stride()[:-1]
-    is_aligned = x.stride(-1) == 1 and not any(step % _ALIGNMENT for step in steps)
+    *steps, last = x.stride()
+    # A number's last bits are 0 if it is a multiple of the alignment.
+    bits = reduce(or_, steps, x.storage_offset())
+    is_aligned = last == 1 and not bits % _ALIGNMENT
     # `contiguous` would return a contiguous x as it is.
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from seqpar.core.arguments import Ints
 from seqpar.core.device_tables import on_device, rehearsing
-from seqpar.core.memo import Memo
+from seqpar.core.memo import LOCAL, Memo
 from seqpar.core.ranges import union
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
@@ -92,6 +92,7 @@ class VarlenTables(NamedTuple):
     longest_k: int  # at least the keys of the longest segment
     window: Window  # the window of all segments
     dense: tuple[int, int] | None  # rows and keys of each segment; see `VarlenCall.dense`
+    kept: Memo  # what kernels derive from these tables
 
 
 class VarlenCall:
@@ -128,11 +129,17 @@ class VarlenCall:
             # If only the left side is limited, FlashAttention-2 uses longest_k as the right side.
             # It takes right sides of at least longest_k as unlimited.
             longest_k = max(longest_q, longest_k)
-            return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window, self.dense)
+            return VarlenTables(cu_q, cu_k, longest_q, longest_k, self._window, self.dense, Memo())
 
         on_host = self._tables(batch, build)
-        cu_q, cu_k = (on_device(x, device) for x in on_host[:2])
-        return on_host._replace(cu_q=cu_q, cu_k=cu_k)
+        if device.type == "cpu":
+            return on_host
+
+        def place() -> VarlenTables:
+            cu_q, cu_k = (on_device(x, device) for x in on_host[:2])
+            return on_host._replace(cu_q=cu_q, cu_k=cu_k, kept=Memo())
+
+        return place() if rehearsing() else self._tables((LOCAL, batch, device), place)
 
     def request_tables(self, batch: int, device: torch.device) -> None:
         self.tables(batch, device)
@@ -154,7 +161,7 @@ def varlen_work(slices: Slices, repeats_keys: bool = False) -> VarlenWork:
     fewer calls. Such calls are only for forward: in backward, these segments would add to the
     gradients of the same rows.
     """
-    name = f"varlen work {repeats_keys}"
+    name = "varlen work with repeated keys" if repeats_keys else "varlen work"
     return slices.derived(name, lambda: _build(slices, repeats_keys))
 
 
@@ -350,10 +357,13 @@ class VarlenKernel(NamedTuple):
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
-        has_columns = has_dlse and not self.lse_gradient
-        value_dim = v.shape[-1] + (len(lse_columns(v.dtype)) if has_columns else 0)
-        fits = q.dtype in _HALF and max(q.shape[-1], value_dim) <= self.max_head_dim
-        return fits and options.slopes is None and (self.softcap or not options.softcap)
+        if q.dtype not in _HALF or options.slopes is not None:
+            return False
+        value_dim = v.shape[-1]
+        if has_dlse and not self.lse_gradient:
+            value_dim += len(lse_columns(v.dtype))
+        fits = max(q.shape[-1], value_dim) <= self.max_head_dim
+        return fits and (self.softcap or not options.softcap)
 
     def computes_all(self, q: Tensor, v: Tensor, slices: Slices, options: CallOptions) -> bool:
         """Return whether the kernel computes all slices, also with a gradient of lse."""
@@ -363,7 +373,32 @@ class VarlenKernel(NamedTuple):
         is_dense = not self.only_dense or all(call.dense is not None for call in calls)
         return remaining is None and is_dense
 
-    def merge_forward(
+
+class VarlenBlock:
+    """A backend for the slices of one block of keys, computed with varlen kernels.
+
+    What the calls of all tensors of a kind have in common is found once: the kernels, the calls,
+    and the head dim. Tensors of a kind have the same device, dtype and head dims.
+    """
+
+    forward_blocks = None  # `attend_blocks` calls `forward` for each block
+
+    def __init__(
+        self, kernels: dict[bool, VarlenKernel | None], q: Tensor, v: Tensor, slices: Slices
+    ) -> None:
+        """Prepare for tensors like q and v.
+
+        `kernels` has the kernel for these operands, by whether lse has a gradient, or None if there
+        is none.
+        """
+        self._kernels, self._width, kernel = kernels, joint_head_dim(q, v), kernels[False]
+        # Segments with repeated keys may differ in length, and then their call is not dense.
+        repeats_keys = kernel is not None and not kernel.only_dense
+        self._forward = (
+            VarlenWork([], None) if kernel is None else varlen_work(slices, repeats_keys)
+        )
+
+    def forward(
         self,
         q: Tensor,
         k: Tensor,
@@ -372,32 +407,31 @@ class VarlenKernel(NamedTuple):
         partial: Partial,
         options: CallOptions,
     ) -> None:
-        value_dim, batch = v.shape[-1], q.shape[0]
-        takes = self.takes(q, v, options, has_dlse=False)
-        # Segments with repeated keys may differ in length, and then their call is not dense.
-        repeats_keys = not self.only_dense
-        calls, remaining = varlen_work(slices, repeats_keys) if takes else VarlenWork([], slices)
+        """Merge into `partial` the attention of q over k and v."""
+        (calls, remaining), kernel, width = self._forward, self._kernels[False], self._width
+        if kernel is None:  # the slices keep this object, so it does not keep the slices
+            remaining = slices
         if remaining is not None:
             reference.forward(q, k, v, remaining, partial, options)
-        if not calls:
+        if kernel is None or not calls:
             return
-        width = joint_head_dim(q, v)
-        k, v = (aligned_heads(x, width) for x in (k, v))
-        for call in calls:
-            if rehearsing():
+        value_dim, batch = v.shape[-1], q.shape[0]
+        if rehearsing():
+            for call in calls:
                 call.request_tables(batch, q.device)
                 partial.request_tables(call.queries)
-                continue
+            return
+        k, v = aligned_heads(k, width), aligned_heads(v, width)
+        for call in calls:
             partial.make_room(call.queries.count, q.dtype, width)
             queries = _ScaledQueries.of(partial, q, call, width, options)
             packed = queries.rows, _flat(k, call.keys), _flat(v, call.keys)
             tables = call.tables(batch, q.device)
-            flat_out, flat_lse = self.forward(*packed, tables, queries.options)
-            out = flat_out[..., :value_dim].unflatten(0, (batch, -1))
-            lse = flat_lse.unflatten(1, (batch, -1)).permute(1, 2, 0)
-            partial.merge(call.queries, out, lse, is_owned=True)
+            flat_out, flat_lse = kernel.forward(*packed, tables, queries.options)
+            out = _columns(_batched(flat_out, batch), value_dim)
+            partial.merge(call.queries, out, _batched(flat_lse.t(), batch), is_owned=True)
 
-    def add_gradients(
+    def backward(
         self,
         output: OutputGradient,
         q: Tensor,
@@ -407,37 +441,42 @@ class VarlenKernel(NamedTuple):
         gradients: PartialGradients,
         options: CallOptions,
     ) -> None:
+        """Add to `gradients` what flows through the slices."""
         has_dlse = output.dlse is not None
-        takes = self.takes(q, v, options, has_dlse)
-        if takes and options.deterministic and not self.deterministic:
+        kernel = self._kernels[has_dlse]
+        if kernel is None:
+            reference.backward(output, q, k, v, slices, gradients, options)
+            return
+        if options.deterministic and not kernel.deterministic:
             from seqpar.softmax.backends import triton
 
             _warn_of_triton()
             triton.backward(output, q, k, v, slices, gradients, options)
             return
-        has_columns = has_dlse and not self.lse_gradient
-        value_dim, batch = v.shape[-1], q.shape[0]
-        calls, remaining = varlen_work(slices) if takes else VarlenWork([], slices)
+        calls, remaining = varlen_work(slices)
         if remaining is not None:
             reference.backward(output, q, k, v, remaining, gradients, options)
         if not calls:
             return
-        if has_columns:
-            v = with_lse_columns(v)
-        width = joint_head_dim(q, v)
-        k, v = (aligned_heads(x, width) for x in (k, v))
-        for call in calls:
-            if rehearsing():
+        batch, dim, value_dim, width = q.shape[0], q.shape[-1], v.shape[-1], self._width
+        if rehearsing():
+            for call in calls:
                 call.request_tables(batch, q.device)
                 gradients.queries.request_tables(call.queries)
-                continue
+            return
+        has_columns = has_dlse and not kernel.lse_gradient
+        if has_columns:
+            v = with_lse_columns(v)
+            width = joint_head_dim(q, v)
+        k, v = aligned_heads(k, width), aligned_heads(v, width)
+        for call in calls:
             gradients.queries.make_room(call.queries.count, q.dtype, width)
             gradients.keys.release()
-            queries = _Queries.of(output, q, call, width, has_columns, self.lse_gradient, options)
+            queries = _Queries.of(output, q, call, width, has_columns, kernel.lse_gradient, options)
             rows = BackwardRows(*queries.tensors, _flat(k, call.keys), _flat(v, call.keys))
-            results = self.backward(rows, call.tables(batch, q.device), queries.options)
-            dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in results)
-            dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :value_dim]
+            results = kernel.backward(rows, call.tables(batch, q.device), queries.options)
+            dq, dk, dv = [_batched(x, batch) for x in results]
+            dq, dk, dv = _columns(dq, dim), _columns(dk, dim), _columns(dv, value_dim)
             gradients.queries.add(call.queries, dq, queries.sign)
             if not (call.keys.are_all(k.shape[1]) and gradients.keys.keep(dk, dv)):
                 keys = call.keys.local(q.device)
@@ -516,6 +555,18 @@ class _Queries(NamedTuple):
 
 def _flat(x: Tensor, rows: Rows) -> Tensor:
     """Return rows of x (B, T, …), of all batch entries one after another: (n, …)."""
-    local = rows.local(x.device)
-    part = x[:, local] if isinstance(local, slice) else x.index_select(1, local)
-    return part.flatten(0, 1)
+    if not rows.are_all(x.shape[1]):
+        local = rows.local(x.device)
+        x = x[:, local] if isinstance(local, slice) else x.index_select(1, local)
+    return x.flatten(0, 1)
+
+
+def _batched(x: Tensor, batch: int) -> Tensor:
+    """Return rows (B · n, …) of all batch entries one after another as (B, n, …)."""
+    # `unflatten` would take several times as long.
+    return x.unsqueeze(0) if batch == 1 else x.unflatten(0, (batch, -1))
+
+
+def _columns(x: Tensor, count: int) -> Tensor:
+    """Return the first columns of x, without those that were added for a kernel."""
+    return x if x.shape[-1] == count else x[..., :count]

@@ -235,7 +235,7 @@ class Partial(WaitingResults):
             else:
                 out = into.zero_()
             sums = out, torch.full(rows, -torch.inf, dtype=torch.float64, device=device)
-        self._waiting, self._sums = [], sums
+        self._waiting, self._held, self._sums = [], 0, sums
         return sums
 
     def _merge_in_torch(self, rows: slice | Rows, out: Tensor, lse: Tensor) -> None:
@@ -437,7 +437,7 @@ class QuerySums(WaitingResults):
                 if into is None
                 else into.zero_()
             )
-        self._waiting, self._sums = [], sums
+        self._waiting, self._held, self._sums = [], 0, sums
         return sums
 
 

@@ -6,6 +6,7 @@ Legend: B batch, T rows, n rows of a result, H heads, D head dim.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,9 @@ class WaitingResults:
         self._shape, self._device, self.dtype = shape, like.device, dtype
         # Whether the Triton kernel sums the results
         self._by_kernel = by_kernel and is_on_cuda(like) and dtype == torch.float32
+        self._elements = math.prod(shape)
         self._waiting: list[Result] = []
+        self._held = 0  # bytes of the results that wait
         self._may_wait = True
 
     def make_room(self, rows: int, dtype: torch.dtype, columns: int = 0) -> None:
@@ -53,8 +56,11 @@ class WaitingResults:
         Backends call it before a kernel allocates its result in this dtype. `columns` is the head
         dim of what the kernel allocates, if that is larger than D.
         """
-        columns = max(columns, self._shape[-1])
-        if self._waiting and not (self._by_kernel and self._fits(rows, dtype, columns)):
+        if not self._waiting:
+            return
+        batch, _, heads, width = self._shape
+        needed = batch * rows * heads * max(columns, width) * dtype.itemsize
+        if not (self._by_kernel and self._fits(needed)):
             self._sum_up()
 
     def request_tables(self, rows: slice | Rows) -> None:
@@ -74,10 +80,13 @@ class WaitingResults:
 
     def _wait(self, result: Result) -> None:
         """Let a result wait for the kernel, if results may wait."""
-        self.make_room(result.out.shape[1], result.out.dtype)
-        if self._waiting and _dtypes(self._waiting[0]) != _dtypes(result):
+        needed = _held_bytes(result)
+        if self._waiting and not (
+            self._fits(needed) and _dtypes(self._waiting[0]) == _dtypes(result)
+        ):
             self._sum_up()  # one launch reads results of one dtype
         self._waiting.append(result)
+        self._held += needed
         if not self._may_wait:
             self._sum_up()
 
@@ -99,16 +108,11 @@ class WaitingResults:
         waiting = self._waiting
         return not self._has_sums and len(waiting) == 1 and self._is_whole(waiting[0])
 
-    def _fits(self, rows: int, dtype: torch.dtype, columns: int) -> bool:
-        """Return whether a result of `rows` rows in a dtype can wait with the others."""
-        from seqpar.kernels.flash_attention import MOST_HOPS  # imports Triton
-
-        batch, _, heads, _ = self._shape
-        elements = math.prod(self._shape)
-        held = sum(_held_bytes(x) for x in self._waiting)
-        held += elements * self.dtype.itemsize if self._has_sums else 0
-        needed = batch * rows * heads * columns * dtype.itemsize
-        return held + needed <= self.most_bytes * elements and len(self._waiting) < MOST_HOPS
+    def _fits(self, needed: int) -> bool:
+        """Return whether a result that takes these bytes can wait with the others."""
+        limit = self.most_bytes - (self.dtype.itemsize if self._has_sums else 0)
+        fits = self._held + needed <= limit * self._elements
+        return fits and len(self._waiting) < _most_hops()
 
     def _merge_by_kernel(
         self,
@@ -127,6 +131,13 @@ class WaitingResults:
         if isinstance(rows, Rows):
             return rows.place(self._shape[1], self._device)
         return rows.start or 0
+
+
+@cache
+def _most_hops() -> int:
+    from seqpar.kernels.flash_attention import MOST_HOPS  # imports Triton
+
+    return MOST_HOPS
 
 
 def _held_bytes(result: Result) -> int:

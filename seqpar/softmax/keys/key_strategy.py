@@ -113,9 +113,13 @@ class KeyStrategy(Strategy):
 
         `every_step` is as in `plan`. If this rank sends and receives no rows, it has one group.
         """
-        if self.plan(call, every_step).steps:
-            return head_groups(call.shape, call.kv_layout, call.mask)
-        return [HeadSlices(slice(None), slice(None))]
+
+        def build() -> list[HeadSlices]:
+            if self.plan(call, every_step).steps:
+                return head_groups(call.shape, call.kv_layout, call.mask)
+            return [HeadSlices(slice(None), slice(None))]
+
+        return call.once(("groups", self, every_step), build)
 
     def _key_buffers(
         self, comm: Comm, call: ResolvedCall, operands: Operands, groups: int

@@ -22,7 +22,7 @@ from seqpar import Layout, make_attention, use_backend
 from seqpar.core.installed import installed_version
 from seqpar.softmax.backends import flash_attn, triton, varlen
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
-from seqpar.softmax.backends.varlen import BackwardRows, VarlenCall, VarlenKernel, VarlenSegment
+from seqpar.softmax.backends.varlen import BackwardRows, VarlenBlock, VarlenCall, VarlenSegment
 from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
 from tests.support import varlen_kernels
 from tests.support.cases import Case, assert_right, oracle, run
@@ -243,12 +243,12 @@ def test_keys_of_several_ranks_are_one_call(monkeypatch, installed, options):
     """Rank 2 of 5 gets keys of ranks 0 and 4 in one exchange. Its later rows attend to both."""
     calls = []
 
-    def recorded(kernel, q, k, v, slices, *others):
+    def recorded(block, q, k, v, slices, *others):
         calls.append(len(varlen.varlen_work(slices, repeats_keys=True).calls))
-        merge_forward(kernel, q, k, v, slices, *others)
+        forward(block, q, k, v, slices, *others)
 
-    merge_forward = VarlenKernel.merge_forward
-    monkeypatch.setattr(VarlenKernel, "merge_forward", recorded)
+    forward = VarlenBlock.forward
+    monkeypatch.setattr(VarlenBlock, "forward", recorded)
     layout = Layout.zigzag([0, 60, 61, 130], 5)
     case = Case("all_gather", layout, True, heads=4, kv_heads=2, dtype=BF16,
                 backend="flash_attn", **options)  # fmt: skip
@@ -256,17 +256,27 @@ def test_keys_of_several_ranks_are_one_call(monkeypatch, installed, options):
     assert set(calls) == {1}
 
 
+def test_a_repeated_call_finds_what_the_first_one_prepared(monkeypatch, installed):
+    """The kernels, their calls, and the arguments that do not change with the tensors."""
+    case = Case("ring", Layout.zigzag(DOCUMENTS, 2), True, dtype=BF16, backend="flash_attn")
+    first = virtual(2, run, case)[0]
+    for name in ("prepared", "_arguments"):
+        monkeypatch.setattr(flash_attn, name, None)
+    for x, y in zip(first, virtual(2, run, case)[0], strict=True):
+        assert (x == y).all()
+
+
 def test_groups_that_share_keys_are_summed_exactly(monkeypatch, installed):
     """1 + 2⁻⁸ + 2⁻⁸ in bf16, rounded once, is 1 + 2⁻⁷; rounded twice, 1."""
     sizes = iter([1.0, 2**-8, 2**-8])
 
-    def add_gradients(kernel, *arguments):
+    def backward(block, *arguments):
         q, k, v, _, gradients, _ = arguments[1:]
         size = next(sizes)
         gradients.queries.add(slice(0, q.shape[1]), torch.zeros_like(q))
         gradients.keys.keep(torch.full_like(k, size), torch.full_like(v, size))
 
-    monkeypatch.setattr(VarlenKernel, "add_gradients", add_gradients)
+    monkeypatch.setattr(VarlenBlock, "backward", backward)
     options = (("deterministic", False), ("head_groups", 3))
     case = Case(
         "ulysses", Layout.contiguous(DOCUMENTS, 1), True, heads=3, dtype=BF16,
