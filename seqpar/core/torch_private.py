@@ -11,7 +11,7 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from traceback import walk_stack
@@ -147,6 +147,9 @@ NAMES = {
     "torch._C._get_obj_in_tls": Use("2.0", "to read such a value"),
     "torch.utils._python_dispatch.TorchDispatchMode": Use(
         "1.13", "to observe each operator of a simulated step"
+    ),
+    "torch._subclasses.fake_tensor.FakeTensorMode": Use(
+        "1.13", "to let FlashAttention-4 compile a call that computes nothing"
     ),
     "torch.UntypedStorage._cdata": Use("2.0", "to identify memory without data"),
     "torch.ops.aten._unsafe_view": Use("1.0", "to know that a simulated operator copies nothing"),
@@ -596,6 +599,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def dispatch_mode() -> Any:
     """Return the class of modes that are called with each operator."""
     return _get("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Return a context in which new tensors have no data, whatever their device is."""
+    mode: AbstractContextManager[object] = _get("torch._subclasses.fake_tensor.FakeTensorMode")()
+    return mode
 
 
 def memory_of(x: Tensor) -> int:

@@ -329,7 +329,9 @@ class Layout:
         `attn` is an attention module, with the arguments of its `preparation` as `call`:
         `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
         causal=True)`. Otherwise the first call builds them. A pickled layout takes its tables
-        along, so another process may prepare it. Call `prepare` once for each kind of call.
+        along, so another process may prepare it. Call `prepare` once for each kind of call. In a
+        process that uses a GPU, FlashAttention-4 also compiles its kernels for these calls, if it
+        is installed.
 
         Raise a ValueError that names a wrong argument.
         """

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -110,6 +110,8 @@ _one_at_a_time = threading.Lock()
 # than a tile, and another variant for all other calls. Each variant compiles for 3 to 4 s. No GPU's
 # tile has more rows than this.
 _LARGEST_TILE = 256
+# With more segments it compiles other variants, which get a table of the segments' tiles.
+_MANY_SEGMENTS = 256
 # The first version whose backward is deterministic on sm_90 where query heads share KV heads
 # (flash-attention's pull request 2510).
 _FIRST_DETERMINISTIC = "4.0.0b12"
@@ -179,6 +181,12 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         dq, dk, dv = (x.flatten(0, 1) for x in results) if dense else results
         return dq, dk, dv
 
+    def variant(tables: VarlenTables, options: CallOptions) -> Hashable:
+        left, right = tables.window
+        has_many = len(tables.cu_q) > _MANY_SEGMENTS
+        form = left == -1, right == -1, _is_causal(tables), _dense(tables) is not None, has_many
+        return *form, options.softcap, options.deterministic
+
     # On sm_100 it has head dim 256 too, but without a softcap and without the gradient of lse.
     max_head_dim = 256 if major == 9 else 128
     return VarlenKernel(
@@ -188,6 +196,8 @@ def _flash_attention_4(package: ModuleType, major: int) -> VarlenKernel:
         softcap=_is_at_least(package, _FIRST_WITH_SOFTCAP),
         lse_gradient=True,
         deterministic=major != 9 or _is_at_least(package, _FIRST_DETERMINISTIC),
+        # Versions with this function compile a call of tensors without data.
+        variant=variant if hasattr(package, "is_fake_mode") else None,
     )
 
 

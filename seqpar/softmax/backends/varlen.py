@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -31,6 +31,7 @@ from seqpar.core.memo import LOCAL, Memo
 from seqpar.core.ranges import union
 from seqpar.layout.masks.mask import Slices
 from seqpar.softmax.backends import reference
+from seqpar.softmax.backends.compile_ahead import compile_ahead
 from seqpar.softmax.backends.kernel_operands import (
     aligned_heads,
     joint_head_dim,
@@ -354,6 +355,9 @@ class VarlenKernel(NamedTuple):
     # Triton kernels compute such a backward.
     deterministic: bool = False
     only_dense: bool = False  # whether it computes only dense calls; see `VarlenCall.dense`
+    # Returns a key of the variant that the kernel compiles at the first call with it. None: it
+    # compiles nothing, or cannot compile without data.
+    variant: Callable[[VarlenTables, CallOptions], Hashable] | None = None
 
     def takes(self, q: Tensor, v: Tensor, options: CallOptions, has_dlse: bool) -> bool:
         """Return whether the kernel computes scores with these options, of these operands."""
@@ -420,6 +424,7 @@ class VarlenBlock:
             for call in calls:
                 call.request_tables(batch, q.device)
                 partial.request_tables(call.queries)
+                self._compile(kernel, call, q, k, options)
             return
         k, v = aligned_heads(k, width), aligned_heads(v, width)
         for call in calls:
@@ -463,6 +468,7 @@ class VarlenBlock:
             for call in calls:
                 call.request_tables(batch, q.device)
                 gradients.queries.request_tables(call.queries)
+                self._compile(kernel, call, q, k, options, output)
             return
         has_columns = has_dlse and not kernel.lse_gradient
         if has_columns:
@@ -482,6 +488,39 @@ class VarlenBlock:
                 keys = call.keys.local(q.device)
                 add_rows(dk, gradients.dk, keys)
                 add_rows(dv, gradients.dv, keys)
+
+    def _compile(
+        self,
+        kernel: VarlenKernel,
+        call: VarlenCall,
+        q: Tensor,
+        k: Tensor,
+        options: CallOptions,
+        output: OutputGradient | None = None,
+    ) -> None:
+        """Compile a call's forward or, with an output, its backward, if its kernel compiles."""
+        if kernel.variant is None:
+            return
+        batch, heads, kv_heads, dtype = q.shape[0], q.shape[2], k.shape[2], q.dtype
+        tables, is_forward = call.tables(batch, q.device), output is None
+        # Of an output that came from another rank, kernels get delta as dlse; see `_Queries`.
+        has_dlse = output is not None and (output.dlse is not None or output.out is None)
+        rows, keys = batch * call.queries.count, batch * call.keys.count
+        sizes = (rows, heads, self._width), (keys, kv_heads, self._width)
+
+        def run(empty: Callable[..., Tensor]) -> None:
+            queries, of_keys = (empty(size, dtype=dtype) for size in sizes)
+            cu_q, cu_k = (empty(x.shape, dtype=x.dtype) for x in tables[:2])
+            segments = tables._replace(cu_q=cu_q, cu_k=cu_k, kept=Memo())
+            if is_forward:
+                kernel.forward(queries, of_keys, of_keys, segments, options)
+                return
+            lse = empty((heads, rows), dtype=torch.float32)
+            of_queries = queries, queries, queries, lse, lse if has_dlse else None
+            kernel.backward(BackwardRows(*of_queries, of_keys, of_keys), segments, options)
+
+        kind = kernel, kernel.variant(tables, options), is_forward, has_dlse
+        compile_ahead((*kind, heads, kv_heads, self._width), q, run)
 
 
 class _ScaledQueries(NamedTuple):

@@ -16,11 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from seqpar.kernels.gpus import Gpu, assume
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpar import Layout, make_attention, use_backend
+from seqpar.attention.rehearsal import SilentComm
 from seqpar.core.installed import installed_version
+from seqpar.core.torch_private import has_fake_mode
 from seqpar.softmax.backends import flash_attn, triton, varlen
+from seqpar.softmax.backends.compile_ahead import compile_ahead
 from seqpar.softmax.backends.flash_attn import PACKAGES, load_package
 from seqpar.softmax.backends.varlen import BackwardRows, VarlenBlock, VarlenCall, VarlenSegment
 from seqpar.softmax.compute.partial import OutputGradient, Sums, Zeros
@@ -137,6 +141,7 @@ def test_equals_the_oracle(monkeypatch, name, strategy, options):
     assert_right(virtual(3, run, case)[0], oracle(case), case.dtype, roundings=4)
 
 
+GPU = torch.device("cuda", 0)
 DOCUMENTS = [0, 40, 41, 90]
 RANGES = (0, 0, 40, 0, 9, None, None), (2, 5, 49, 0, 40, None, 0)
 BF16 = torch.bfloat16
@@ -264,6 +269,51 @@ def test_a_repeated_call_finds_what_the_first_one_prepared(monkeypatch, installe
         monkeypatch.setattr(flash_attn, name, None)
     for x, y in zip(first, virtual(2, run, case)[0], strict=True):
         assert (x == y).all()
+
+
+@few_rows()
+@pytest.mark.parametrize("strategy", ["ring", "token_ring"])
+def test_preparing_a_layout_compiles_what_its_calls_run(monkeypatch, strategy):
+    """Once for each variant, without data, and only in processes that use a GPU."""
+    found = []
+
+    def forward(q, k, v, causal, cu_seqlens_q, **named):
+        assert has_fake_mode() and q.device == k.device == cu_seqlens_q.device == GPU
+        found.append(("forward", causal))
+        return q.new_empty(q.shape), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+
+    def backward(q, k, v, out, dout, lse, causal, dlse, **named):
+        assert has_fake_mode() and lse.device == GPU and not (causal and dlse is not None)
+        found.append(("backward", causal, dlse is not None))
+        return q, k, v
+
+    for name, function in {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}.items():
+        function.__signature__ = inspect.signature(MODULES["FlashAttention-4"][name])
+    functions = {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward, "is_fake_mode": None}
+    install(monkeypatch, "FlashAttention-4", MODULES["FlashAttention-4"] | functions)
+    assume(GPU, Gpu("NVIDIA H200", 9, 132))
+    with use_backend("flash_attn"):
+        attn = make_attention(strategy, SilentComm(1, 3, False))
+        of_calls = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": BF16, "device": GPU}
+        prepare = attn.preparation(**of_calls, causal=True)
+    prepare(Layout.zigzag([0, 48, 102], 3))
+    assert not found  # this process has not used a GPU
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for documents in [0, 40, 41, 90], [0, 32, 90]:
+        prepare(Layout.zigzag(documents, 3))
+    is_received = strategy == "token_ring"  # then queries of other ranks have no out
+    expected = [("forward", True), ("forward", False), ("backward", True, False)]
+    assert len(found) == len(set(found))
+    assert {*expected, ("backward", False, is_received)} <= set(found)
+
+
+def test_a_failure_to_compile_before_the_call_is_a_warning(monkeypatch):
+    """The call itself may still succeed."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    kind, q = object(), torch.empty(0, device="meta")
+    with pytest.warns(UserWarning, match=r"before failed with OSError: undefined symbol"):
+        compile_ahead(kind, q, broken)
+    compile_ahead(kind, q, broken)  # warns once
 
 
 def test_groups_that_share_keys_are_summed_exactly(monkeypatch, installed):
