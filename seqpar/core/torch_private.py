@@ -62,6 +62,9 @@ NAMES = {
     "torch._dynamo.eval_frame.OptimizedModule": Use(
         "2.0", "to refuse a model that torch.compile has wrapped, whose checks it would compile too"
     ),
+    "torch._C.DisableTorchFunction": Use(
+        "2.0", "recordings compute without the caller's function modes, such as checkers of types"
+    ),
     "torch.utils._python_dispatch._disable_current_modes": Use(
         "2.1", "to compute within a checkpoint's forward without its modes, which record operators"
     ),
@@ -641,6 +644,13 @@ def beside_the_caller() -> Iterator[None]:
     has_hooks = _get("torch._C._autograd._saved_tensors_hooks_is_enabled")()
     hooks = saved_tensors_hooks(lambda x: x, lambda x: x) if has_hooks else nullcontext()
     with hooks, modes():
+        yield
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Compute without the caller's function modes, and without __torch_function__ of subclasses."""
+    with _get("torch._C.DisableTorchFunction")():
         yield
 
 

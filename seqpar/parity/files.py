@@ -54,7 +54,7 @@ def write_rank(
     folder.mkdir(parents=True, exist_ok=True)
     name = folder / f"rank-{rank:05d}"
     require_safetensors().save_file(tensors, name.with_suffix(".safetensors"))
-    text = json.dumps({"format": FORMAT, **content}, indent=1)
+    text = json.dumps({"format": FORMAT, **content})  # fast, since it is not indented
     name.with_suffix(".json").write_text(text, encoding="utf-8")
 
 

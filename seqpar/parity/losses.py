@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from seqpar.comm.dtensor import is_dtensor
 from seqpar.core.compiling import is_traced
-from seqpar.core.torch_private import in_backward
+from seqpar.core.torch_private import in_backward, without_function_modes
 from seqpar.parity.sharding import Batch
 
 IGNORED = -1  # the label of a token that has none
@@ -51,6 +52,7 @@ class Losses:
         """Record both kinds of calls in this context. `batch()` is the shape of a rank's tokens."""
         cross_entropy, backward = functional.cross_entropy, torch.autograd.backward
 
+        @wraps(cross_entropy)
         def observed_cross_entropy(
             input: Tensor, target: Tensor, *arguments: Any, **options: Any
         ) -> Tensor:
@@ -60,7 +62,7 @@ class Losses:
             self._observes = True  # a function mode may call this function again
             try:
                 loss = cross_entropy(input, target, *arguments, **options)
-                with torch.no_grad():
+                with without_function_modes(), torch.no_grad():
                     named = dict(zip(_OPTIONS, arguments, strict=False)) | options
                     self._label(cross_entropy, input.detach(), target, named, batch(), loss)
             finally:
@@ -70,7 +72,8 @@ class Losses:
         def observed_backward(tensors: Any, *arguments: Any, **options: Any) -> None:
             if not in_backward():
                 roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-                self.backwards += [x.detach().double() for x in roots if x.numel() == 1]
+                with without_function_modes():
+                    self.backwards += [x.detach().double() for x in roots if x.numel() == 1]
             backward(tensors, *arguments, **options)
 
         functional.cross_entropy = observed_cross_entropy

@@ -30,6 +30,7 @@ from seqpar.core.torch_private import (
     in_backward,
     is_compiled,
     observed_compiled_call,
+    without_function_modes,
     wrappers_names,
 )
 from seqpar.parity.files import check_new, require_safetensors, write_rank
@@ -93,7 +94,8 @@ def record(
     recorder = Recorder(model, order, tokens, patterns, process, members)
     with recorder.hooks():
         yield recorder
-    write_rank(path, process, *recorder.content())
+    with without_function_modes():
+        write_rank(path, process, *recorder.content())
 
 
 @dataclass
@@ -143,8 +145,9 @@ class Recorder:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Observe the model in this context."""
-        self._before = self._summaries(lambda x: x)
-        self._random.append(_random_state())
+        with without_function_modes():
+            self._before = self._summaries(lambda x: x)
+            self._random.append(_random_state())
         with ExitStack() as stack:
             stack.callback(self._remove_hooks_of_outputs)
             for name, module in self._observed_modules():
@@ -294,6 +297,7 @@ class Recorder:
         self._optimizer.setdefault("learning_rates", []).extend(rates)
         self._optimizer["steps"] = max(steps, default=0.0)
 
+    @without_function_modes()
     def _see_gradients(self) -> None:
         self._gradients = self._summaries(lambda x: x.grad)
         self._gradient_sizes = self._of_blocks(
@@ -344,6 +348,7 @@ class Recorder:
             )
         return found
 
+    @without_function_modes()
     def content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what the rank's files hold: the JSON and the tensors."""
         tensors: dict[str, Tensor] = {}
@@ -423,8 +428,8 @@ def _summary(rows: Tensor, by_token: bool) -> Tensor:
 
 
 def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile calls and does not trace."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    """Return a function that torch.compile does not trace and the caller's modes do not see."""
+    disabled: Callable[..., Any] = torch.compiler.disable(without_function_modes()(function))
     return disabled
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 PROJECTIONS = 4
 COLUMNS = 2 + PROJECTIONS  # of a summary: norm (or sum of squares), mean (or sum), projections
-SIZE_BINS = 64  # of magnitudes: bin i holds those from 4^(i − 48) up to 4^(i − 47)
-_SMALLEST_SIZE = 48
+SIZE_BINS = 256  # of magnitudes: bin i holds those from 2^(i − 127) up to 2^(i − 126), as in fp32
 _MAX_ELEMENTS = 2**24  # converted to fp64 at once: 128 MiB
 
 
@@ -39,6 +38,13 @@ def signs(start: int, count: int, salt: int, device: torch.device) -> Tensor:
     return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64)).to(device)
 
 
+@functools.lru_cache(maxsize=256)
+def with_ones(start: int, count: int, salt: int, device: torch.device) -> Tensor:
+    """Return (count, 1 + PROJECTIONS): ones, whose product is a sum, beside `signs`."""
+    found = signs(start, count, salt, device)
+    return torch.cat([torch.ones_like(found[:, :1]), found], 1)
+
+
 def summarise(rows_TC: Tensor) -> Tensor:
     """Return (T, COLUMNS) in fp64: each row's norm, mean and projections."""
     if rows_TC.is_complex():
@@ -47,30 +53,29 @@ def summarise(rows_TC: Tensor) -> Tensor:
     if tokens > (step := max(1, _MAX_ELEMENTS // max(1, features))):
         return torch.cat([summarise(x) for x in rows_TC.split(step)])
     exact = rows_TC.double()
-    mean = exact.mean(1) if features else exact.new_zeros(tokens)
-    projections = exact @ signs(0, features, 0, exact.device)
-    return torch.cat([exact.norm(dim=1)[:, None], mean[:, None], projections], 1)
+    sums = exact @ with_ones(0, features, 0, exact.device)
+    sums[:, 0] /= max(1, features)
+    return torch.cat([torch.linalg.vector_norm(exact, dim=1)[:, None], sums], 1)
 
 
 def count_sizes(block: Tensor) -> Tensor:
     """Return (SIZE_BINS,) in fp64: how many elements of a block have a magnitude in each bin.
 
-    Zeros are in no bin. Smaller magnitudes than those of the first bin are in the first bin, and
-    larger ones than those of the last bin in the last.
+    Zeros, and what fp32 has no normal number for, are in no bin.
     """
     magnitudes = torch.view_as_real(block) if block.is_complex() else block
     total = torch.zeros(SIZE_BINS, dtype=torch.float64, device=block.device)
     for part in magnitudes.reshape(-1).split(_MAX_ELEMENTS):
-        exponent = torch.frexp(part[part != 0].double()).exponent - 1  # 2^exponent <= magnitude
-        bins = exponent.div(2, rounding_mode="floor") + _SMALLEST_SIZE
-        total += torch.bincount(bins.clamp(0, SIZE_BINS - 1), minlength=SIZE_BINS)
+        exponents = (part.float().view(torch.int32) >> 23) & 255
+        total += torch.bincount(exponents, minlength=SIZE_BINS)
+    total[0] = total[-1] = 0
     return total
 
 
 def size_edges() -> NDArray[np.float64]:
     """Return (SIZE_BINS,): the smallest magnitude of each bin."""
-    exponents = np.arange(SIZE_BINS, dtype=np.float64) - _SMALLEST_SIZE
-    return np.power(4.0, exponents)
+    exponents = np.arange(SIZE_BINS, dtype=np.float64) - 127
+    return np.power(2.0, exponents)
 
 
 def summarise_block(block: Tensor, offsets: tuple[int, ...] = ()) -> Tensor:
@@ -90,8 +95,8 @@ def summarise_block(block: Tensor, offsets: tuple[int, ...] = ()) -> Tensor:
     step = max(1, _MAX_ELEMENTS // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], step):
         exact = matrix[start : start + step].double()
-        products = exact @ signs(column, matrix.shape[1], 1, exact.device)
-        products = products * signs(row + start, len(exact), 2, exact.device)
-        sums = torch.stack([exact.square().sum(), exact.sum()])
-        total += torch.cat([sums, products.sum(0)])
+        products = exact @ with_ones(column, matrix.shape[1], 1, exact.device)
+        products[:, 1:] *= signs(row + start, len(exact), 2, exact.device)
+        flat = exact.reshape(-1)
+        total += torch.cat([torch.dot(flat, flat)[None], products.sum(0)])
     return total

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from seqpar import Layout, parity
@@ -68,6 +70,26 @@ def test_files_are_readable_without_seqpar(tmp_path):
     assert torch.allclose(tensors[whole["tensors"]["summary"]][..., 0], norms)
     assert content["optimizer"]["learning_rates"] == [0.01]
     assert content["cross_entropy"][0]["labels"] == 12
+
+
+def test_a_recording_grows_with_tokens_times_outputs(tmp_path):
+    """By 96 bytes per token and output, whatever the width; and by ids, labels and losses."""
+
+    def size(name, tokens, width):
+        network = nn.Sequential(
+            nn.Embedding(7, width), nn.Linear(width, width), nn.Linear(width, 7)
+        )
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with parity.record(tmp_path / name, network):
+            nn.functional.cross_entropy(network(ids).flatten(0, 1), ids.flatten()).backward()
+        return sum(x.nbytes for x in load_file(tmp_path / name / "rank-00000.safetensors").values())
+
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    outputs = 4  # three modules, and the model
+    expected = 100 * (96 * outputs + 8 + 16)
+    for width in (8, 128):
+        few, many = (size(f"{width}-{tokens}", tokens, width) for tokens in (50, 150))
+        assert many - few == expected
 
 
 def test_gradients_are_those_before_the_step(tmp_path):
@@ -214,6 +236,28 @@ def test_outputs_without_tokens_are_named(tmp_path):
     (note,) = parity.compare(tmp_path / "a", tmp_path / "b").notes
     assert note.startswith("not compared, because no dimension has the size of the tokens")
     assert note.endswith("2 modules: head, (model)")
+
+
+def test_function_modes_do_not_see_the_recording(tmp_path):
+    """Such a mode may check the types of all operations, as torchtitan's does."""
+
+    class Seen(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            self.calls.append(function)
+            return function(*arguments, **(options or {}))
+
+    def trained(folder):
+        network = model()
+        with Seen() as seen, nullcontext() if folder is None else parity.record(folder, network):
+            loss = nn.functional.cross_entropy(network(IDS).flatten(0, 1), IDS.flatten())
+            loss.backward()
+        return [x.__name__ for x in seen.calls]
+
+    assert trained(tmp_path / "a") == trained(None)
 
 
 def test_nothing_is_left_on_the_model(tmp_path):
