@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from seqpar import parity
 from tests.support.ranks import virtual
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
@@ -128,6 +129,71 @@ def on_rank(group, sizes, backend, dealt, options):
         scale = gradients[name].abs().max()
         worst = max(worst, float((gradient - gradients[name]).abs().max() / scale))
     return worst
+
+
+def recorded_alone(folder):
+    """torchtitan's own attention on one process, with one document in each row."""
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    set_spmd_backend("spmd_types")
+    made = config()
+    for layer in made.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = build(made)
+    ids, labels, _ = batch()
+    positions = torch.arange(TOKENS).repeat(len(ids), 1)
+    with parity.record(folder, model):
+        (loss_of(model(ids, positions=positions), labels) / labels.numel()).backward()
+
+
+def recorded_on_rank(group, folder):
+    """The same step on ranks, with seqpar's attention and torchtitan's order of tokens."""
+    import spmd_types
+    import torchtitan.distributed.parallel_dims as dims
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+    from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+    dims.device_type = "cpu"
+    set_spmd_backend("spmd_types")
+    shape = {"dp_replicate": 1, "dp_shard": 1, "cp": 4, "tp": 1, "pp": 1, "ep": 1}
+    parallel = dims.ParallelDims(**shape, world_size=4, spmd_backend="spmd_types")
+    made = config()
+    set_llama3_sharding_config(made, enable_sp=True)
+    apply_overrides(OverrideConfig(imports=[(OVERRIDE, {})]), made)
+    model = build(made)
+    model.parallelize(parallel)
+    mesh = parallel.get_mesh("cp")
+    ids, labels, _ = batch()
+    count, ranks = labels.numel(), group.size()
+    positions = torch.arange(TOKENS).repeat(len(ids), 1)
+    ids, labels, kwargs = prepare_context_parallel_input(
+        ids, labels, {"positions": positions}, mesh, torch.device("cpu"), "headtail"
+    )
+    with (
+        parity.record(folder, model, mesh.get_group(), layout="head_tail"),
+        get_spmd_context(parallel_dims=parallel, spmd_typechecking=True)(),
+    ):
+        ids, labels, kwargs = annotate_input_spmd_types(parallel, ids, labels, kwargs)
+        logits = model(ids, **kwargs)
+        with spmd_types.no_typecheck():
+            (loss_of(local(logits), local(labels)) / count * ranks).backward()
+            for x in model.parameters():
+                torch.distributed.all_reduce(local(x.grad), group=mesh.get_group())
+                local(x.grad).div_(ranks)
+
+
+def test_a_recording_of_llama_agrees_with_one_process(pool, tmp_path):
+    recorded_alone(tmp_path / "one")
+    pool(4, recorded_on_rank, tmp_path / "four")
+    report = parity.compare(tmp_path / "one", tmp_path / "four")
+    assert report.first is None, str(report)
+    assert {"output", "loss", "gradient of output", "gradient"} <= {
+        x.stage for x in report.findings
+    }
 
 
 CASES = {  # on all processes of the pool, since meshes are made by all
