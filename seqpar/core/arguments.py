@@ -26,7 +26,8 @@ Deterministic = bool | Literal["ranks"]
 
 MAX_LISTED = 8  # of many values in an error
 _MAX_SHOWN_CHARACTERS = 200  # of a wrong value in an error
-# Errors of conversions of a wrong value, such as a meta tensor or an integer of 5,000 digits.
+# Errors that the conversion of a wrong value may raise, such as of a meta tensor or an integer of
+# 5,000 digits.
 _UNFIT = TypeError, ValueError, OverflowError, RuntimeError, AttributeError, MemoryError
 
 
@@ -48,12 +49,12 @@ def listed(values: Sequence[object]) -> str:
 def as_int(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return `value` as an int from `minimum` to `maximum`, or raise a ValueError naming it.
 
-    Integers of numpy, and tensors of one, count as ints; bools do not.
+    Integers of numpy, and tensors with one integer, count as ints; bools do not.
     """
     if isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value}")
     try:
-        # operator.index would make torch.compile specialise on the value of an int.
+        # operator.index is not used for an int: torch.compile would specialise on the value.
         number: int = value if isinstance(value, int) else operator.index(value)
     except _UNFIT:
         way_out = ""
@@ -118,7 +119,7 @@ def as_device(value: Any) -> torch.device:
 
 
 def as_sequence(name: str, values: object, kind: str) -> list[Any]:
-    """Return the entries of a list, a tuple or an array; `kind` describes them in the error."""
+    """Return the entries of a list, a tuple or an array; errors call the entries `kind`."""
     if not isinstance(values, str | bytes | dict):
         try:
             return list(values)  # type: ignore[call-overload]
@@ -134,7 +135,7 @@ def as_path(name: str, value: object) -> Path:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raise a TypeError that names the argument unless `value` is of this kind."""
+    """Raise a TypeError that names the argument unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
 
@@ -147,15 +148,17 @@ def check_function(name: str, value: object) -> None:
 def check_tensor(
     name: str, value: object, device: torch.device | None = None, or_cpu: bool = False
 ) -> None:
-    """Raise a ValueError that names the argument unless `value` is a tensor, dense in memory.
+    """Raise a ValueError that names the argument unless `value` is a dense tensor.
 
-    With `device`, the device of q, the tensor must be there, or with `or_cpu` on the CPU.
+    With `device`, the device of q, the tensor must be on that device; with `or_cpu` it may be on
+    the CPU instead.
     """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
-    if value.is_nested or value.is_quantized:  # torch gives both the layout of dense ones
+    # Nested and quantized tensors have the layout of dense tensors in torch.
+    if value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized"
         raise ValueError(f"{name} must be a dense tensor, got a {kind} one")
     if device not in (None, value.device) and not (or_cpu and value.is_cpu):
@@ -164,7 +167,7 @@ def check_tensor(
 
 
 def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Return `x` on a device; None leaves it where it is. A ValueError names a wrong `device`."""
+    """Return `x` on a device; None leaves `x` where it is. A ValueError names a wrong `device`."""
     try:
         return x if device is None else x.to(torch.device(device))
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
@@ -194,7 +197,7 @@ def as_lengths(name: str, values: CuSeqlens) -> Ints:
     lengths = as_int_array(name, values)
     longest = lengths.max(initial=0)
     if longest > MAX_DOCUMENT_TOKENS:
-        raise ValueError(f"{name} must be below 2**31 tokens each, got {longest}")
+        raise ValueError(f"{name} must each be below 2**31 tokens, got {longest}")
     if (lengths < 0).any():
         i = int(np.argmax(lengths < 0))
         raise ValueError(f"{name} must not be negative, got {lengths[i]} at index {i}")
@@ -204,7 +207,7 @@ def as_lengths(name: str, values: CuSeqlens) -> Ints:
 def as_int_tensor(name: str, values: CuSeqlens) -> Tensor:
     """Return `values` as a 1-D int64 tensor on the CPU, or raise a ValueError naming the argument.
 
-    The result is a copy. torch.compile can trace this if `values` is a tensor.
+    The result is a copy. torch.compile can trace this function if `values` is a tensor.
     """
     if not isinstance(values, Tensor):
         return torch.from_numpy(as_int_array(name, values))
@@ -230,7 +233,7 @@ def parse_cu_seqlens(cu_seqlens: CuSeqlens, name: str = "cu_seqlens") -> Ints:
         raise ValueError(f"{name} must not decrease, got {found}")
     longest = (after - before).max(initial=0)
     if longest > MAX_DOCUMENT_TOKENS:
-        raise ValueError(f"{name}: a document must be shorter than 2**31 tokens, got {longest}")
+        raise ValueError(f"{name} must have documents of fewer than 2**31 tokens, got {longest}")
     if cu[-1] > MAX_TOKENS:
         raise ValueError(f"{name} must end at {MAX_TOKENS} or before, got {cu[-1]}")
     return cu

@@ -18,7 +18,7 @@ from torch import Tensor
 from seqpar.core.hooks import hooks, with_hooks
 
 T = TypeVar("T")
-Job = tuple[Future[None], Callable[[], None]]  # its result, itself
+Job = tuple[Future[None], Callable[[], None]]  # a function, after the future of its result
 
 
 def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], None]:
@@ -34,7 +34,7 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
         return threads().submit(in_this_mode(function)).result
     stream = side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    for x in tensors:  # which are freed before the stream has used them, if the call fails
+    for x in tensors:  # if the call fails, they would be freed before the stream has used them
         x.record_stream(stream)
     with torch.cuda.stream(stream):
         function()
@@ -42,7 +42,10 @@ def run_async(function: Callable[[], None], *tensors: Tensor) -> Callable[[], No
 
 
 def in_this_mode(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function for other threads, with this thread's mode and hooks, without autograd."""
+    """Return a function for other threads that runs with this thread's mode and hooks.
+
+    It runs without autograd.
+    """
     inference, observed = torch.is_inference_mode_enabled(), with_hooks(function)
 
     def run() -> T:
@@ -81,7 +84,7 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
 
 
 class _Workers:
-    """Threads that are started as they are needed, one per job under way, and then kept."""
+    """Threads that are started when they are needed, one per running job, and then reused."""
 
     def __init__(self) -> None:
         self._idle: list[Worker] = []
@@ -107,7 +110,7 @@ def _setting_threads() -> AbstractContextManager[bool]:
 
 
 def set_own_threads(count: int) -> None:
-    """Set this thread's number of torch threads, and that of no other thread."""
+    """Set the number of torch threads of this thread only."""
 
     def in_a_new_thread(function: Callable[[], None]) -> None:
         thread = Thread(target=function)
@@ -128,10 +131,10 @@ def threads() -> _Workers:
 
 
 os.register_at_fork(after_in_child=threads.cache_clear)  # threads are not forked
-os.register_at_fork(after_in_child=_setting_threads.cache_clear)  # one may have held the lock
+os.register_at_fork(after_in_child=_setting_threads.cache_clear)  # a thread may have held the lock
 
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream for exchanges, whose small kernels do not wait for large ones."""
+    """Return a device's stream for exchanges, whose small kernels do not wait for large kernels."""
     return torch.cuda.Stream(device, priority=-1)

@@ -25,22 +25,22 @@ R = TypeVar("R")
 def is_traced() -> bool:
     """Return whether torch.compile or torch.export traces the caller.
 
-    `torch.compiler.is_compiling` does not tell: torch 2.13 and newer return true from it in all
-    threads while one of them compiles, so that other threads' calls would skip their checks.
+    `torch.compiler.is_compiling` does not tell. In torch 2.13 and newer it returns true in all
+    threads while one thread compiles, so calls of other threads would skip their checks.
     """
     if torch.compiler.is_dynamo_compiling():  # a constant of the graph, and false outside of it
         return True
-    # torch.export runs a function without tracing its code, with fake tensors. Its flag is the
-    # process's too, but the mode that makes the fake tensors is the thread's.
+    # torch.export runs a function with fake tensors, without tracing its code. Its flag belongs to
+    # the process too, but the mode that makes the fake tensors belongs to the thread.
     return torch.compiler.is_exporting() and has_fake_mode()
 
 
 def outside_graphs(function: F, reason: str | None = None) -> F:
-    """Mark a function for which torch.compile breaks its graph; with `fullgraph` it refuses.
+    """Mark a function at which torch.compile breaks the graph; with `fullgraph` it refuses.
 
-    Nothing that the function calls is compiled either. The refusal gives the `reason`. Default: the
-    function cannot be traced. Unlike `torch.compiler.disable`, this does not import the compiler,
-    which takes seconds.
+    Nothing that the function calls is compiled either. The refusal gives the `reason`, by default
+    that the function cannot be traced. Unlike `torch.compiler.disable`, this does not import the
+    compiler, which takes seconds.
     """
     if reason is None:
         where = "call it outside of the compiled function"
@@ -50,7 +50,7 @@ def outside_graphs(function: F, reason: str | None = None) -> F:
 
 
 def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile calls once, while tracing, instead of tracing it.
+    """Return a function that torch.compile calls once, when it traces, instead of tracing it.
 
     The graph guards on the identity of the arguments and contains the result as a constant.
     """

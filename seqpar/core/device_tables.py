@@ -1,7 +1,7 @@
 """Tables that the host builds, and their copies on devices.
 
-A copy from pageable memory makes the host wait for the device. All tables of a call therefore
-travel in one copy from pinned memory. A *rehearsal* finds them first: it runs a call's code on meta
+A copy from pageable memory makes the host wait for the device. All tables of a call are therefore
+copied together, from pinned memory. A *rehearsal* finds them first: it runs a call's code on meta
 tensors, and collects the tables that the code requests instead of copying them one by one.
 """
 
@@ -23,16 +23,16 @@ from seqpar.core.memo import LOCAL, Memo
 
 T = TypeVar("T")
 
-_ALIGNMENT = 16  # bytes: kernels read tables in vectors
+_ALIGNMENT = 16  # bytes, since kernels read tables in vectors
 _copied: dict[torch.device, dict[torch.cuda.Stream, torch.cuda.Event]] = {}  # each last copy
 _copies: dict[tuple[int, torch.device], Tensor] = {}  # by the id of a table that is alive
-_pinned: dict[int, Tensor] = {}  # pinned copies of memory that is alive, by its address
+_pinned: dict[int, Tensor] = {}  # pinned copies, by the address of memory that is alive
 
 
 @dataclass
 class Rehearsal:
-    device: torch.device  # for which the meta tensors of the rehearsal stand
-    tables: dict[int, Tensor] = field(default_factory=dict)  # those that were requested, by id
+    device: torch.device  # the device for which meta tensors of the rehearsal stand
+    tables: dict[int, Tensor] = field(default_factory=dict)  # the requested tables, by id
 
 
 class _State(threading.local):
@@ -63,7 +63,7 @@ def device_of(x: Tensor) -> torch.device:
 
 
 def is_on_cuda(x: Tensor) -> bool:
-    """Return whether a tensor is on a GPU; in a rehearsal, whether it stands for one that is."""
+    """Return whether a tensor is on a GPU or, in a rehearsal, stands for a tensor on a GPU."""
     return x.is_cuda if _state.rehearsal is None else _state.rehearsal.device.type == "cuda"
 
 
@@ -81,11 +81,14 @@ def on_device(table: Tensor, device: torch.device) -> Tensor:
 
 
 class UploadedTables:
-    """Tables that were copied to a device together, which later calls on other streams wait for."""
+    """Tables that were copied to a device together.
+
+    Calls on other streams can wait for the copy.
+    """
 
     def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
         self._device, self.copied = device, upload(tables, device)
-        # Other calls may have copied some of the tables.
+        # Other calls may have copied some of the tables already.
         copies = (_copies[id(x), device] for x in tables if device.type != "cpu")
         self._memories = list({x.untyped_storage().data_ptr(): x for x in copies}.values())
         self._events = dict(_copied.get(device, {}))
@@ -99,11 +102,11 @@ class UploadedTables:
         for event in others:
             current.wait_event(event)
         for memory in self._memories if others else ():
-            memory.record_stream(current)  # this stream may read it after its layout is freed
+            memory.record_stream(current)  # this stream may read it after the layout is freed
 
 
 class TableHolder:
-    """The base of plans whose attributes are tables, or tuples and lists of these."""
+    """The base of plans whose attributes are tables, or tuples and lists of tables."""
 
     def placed(self, place: Callable[[Tensor], Tensor]) -> Self:
         """Return this plan with each table x replaced by `place(x)`."""
@@ -131,7 +134,7 @@ def placed(plan: T, place: Callable[[Tensor], Tensor]) -> T:
 def kept_on(
     device: torch.device, memo: Memo, key: tuple[Hashable, ...], build: Callable[[], T]
 ) -> T:
-    """Return `build()`, a plan on the CPU, kept by its key, with its tables on a device."""
+    """Return `build()`, a plan on the CPU, with its tables on a device, cached under the key."""
     if device.type == "cpu":
         return memo(key, build)
     if rehearsing():
@@ -157,10 +160,10 @@ def kept_on(
 def on_stream(
     device: torch.device, memo: Memo, key: tuple[Hashable, ...], compute: Callable[[], T]
 ) -> T:
-    """Return `compute()`, tensors on a device, kept under the key for the current stream.
+    """Return `compute()`, tensors on a device, cached under the key for the current stream.
 
-    Streams are not ordered, so each computes its own. A CUDA graph's tensors are not kept: they
-    have no values until the graph is replayed.
+    Streams are not ordered, so the tensors are computed once per stream. Tensors of a CUDA graph
+    are not cached, since they have no values until the graph is replayed.
     """
     if device.type != "cuda":
         return memo(key, compute)
@@ -169,11 +172,11 @@ def on_stream(
     return memo((*key, torch.cuda.current_stream(device)), compute)
 
 
-@torch.inference_mode(False)  # autograd could not save the copies otherwise
+@torch.inference_mode(False)  # autograd cannot save tensors that inference mode makes
 def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
     """Copy the tables that a device lacks, in one copy that the host does not wait for.
 
-    Returns whether it copied any.
+    Return whether any table was copied.
     """
     missing = [x for x in tables if (id(x), device) not in _copies]
     if device.type == "cpu" or not missing:
@@ -189,17 +192,20 @@ def upload(tables: Iterable[Tensor], device: torch.device) -> bool:
 
 
 def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy at least one table to a device, in one copy that the host does not wait for."""
+    """Copy one or more tables to a device, in one copy that the host does not wait for."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         reason = "a graph would copy its tables only when it is replayed"
-        raise RuntimeError(f"call the layout once before a CUDA graph captures a call: {reason}")
+        raise RuntimeError(
+            f"layout must have had such a call before a CUDA graph captures it: {reason}"
+        )
     addresses = {x.untyped_storage().data_ptr() for x in tables}
     packed = _pinned.get(addresses.pop()) if len(addresses) == 1 else None
     if packed is not None:
         starts = [int(x.storage_offset()) * x.itemsize for x in tables]
     else:
         sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tables]
-        pins = device.type == "cuda"  # from a table: simulations skip operators on host tensors
+        # Memory is made from a table, since simulations skip operators on host tensors.
+        pins = device.type == "cuda"
         packed = tables[0].new_empty(sum(sizes), dtype=torch.uint8, pin_memory=pins)
         starts = list(accumulate(sizes, initial=0))
         for start, x in zip(starts, tables, strict=False):
@@ -211,7 +217,7 @@ def new_copies(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def pin(memory: Tensor, size: int) -> None:
     """Make a pinned copy of the first `size` bytes of (n,) uint8, for tables that lie in them.
 
-    `upload` then sends it without another copy, if it sends no other tables.
+    If `upload` copies only such tables, it sends the pinned copy directly.
     """
     if not size or (address := memory.data_ptr()) in _pinned:
         return

@@ -1,4 +1,4 @@
-"""The dtypes that attention takes, and the dtypes in which it accumulates."""
+"""The dtypes of operands of attention, and the dtypes in which attention accumulates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether another user could change a file, by its owner and mode and those of the way to it."""
+"""Find out whether another user could change a file, from the owners and modes on the way to it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import stat
 from collections.abc import Iterator
 
-_MAX_LINKS = 40  # on the way to a file, as in Linux
+_MAX_LINKS = 40  # symbolic links on the way to a file, as in Linux
 
 
 def fault_of_folder(path: str) -> str | None:
-    """Return why another user could put another file at a path, or None.
+    """Return why another user could put a different file at a path, or None.
 
     This user or root must own each folder and each symbolic link on the way to the path's last
     folder. A folder that others may write to must be sticky, so that they cannot rename files of
@@ -27,20 +27,20 @@ def fault_of_folder(path: str) -> str | None:
 
 
 def read_file(path: str) -> bytes:
-    """Return what is in a file that only this user or root can change, without waiting for others.
+    """Return the content of a file that only this user or root can change, without ever blocking.
 
     The path may be a symbolic link, but must lead to a regular file. This user or root must own the
     file, the links and the folders, and other users must not be able to write to them.
 
     Raises:
-        ValueError: another user could change the file, or it is no regular file.
+        ValueError: another user could change the file, or it is not a regular file.
         OSError: the file is missing or cannot be read.
     """
     for name, checked in way_to(path):
         if (fault := fault_of(name, checked)) is not None:
             raise ValueError(fault)
     if not stat.S_ISREG(checked.st_mode):
-        raise ValueError(f"{path} is not a file")
+        raise ValueError(f"{path} must be a regular file")
     # Without O_NONBLOCK, opening a fifo would wait for a process that writes to it.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not os.path.samestat(checked, os.fstat(file.fileno())):

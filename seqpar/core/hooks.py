@@ -1,8 +1,9 @@
 """Hooks with which traces and measurements observe attention calls, or replace parts of them.
 
-The exchange and the primitives read `hooks()`, and `seqpar.tracing` and simulations set them. They
-hold for one thread, for autograd's threads in backwards that this thread runs, and for our own
-threads in work of this thread's calls. Calls of other threads are neither observed nor replaced.
+The exchange and the primitives read `hooks()`, and `seqpar.tracing` and simulations set them. Hooks
+apply to the calls of one thread: also in autograd's threads during backwards that this thread runs,
+and in our own threads that work for its calls. Calls of other threads are neither observed nor
+replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def moment(device: torch.device) -> Moment:
 
 
 class TracedWork(Protocol):
-    """The work of one computation; each kind of attention has its own class in `attend.py`."""
+    """The work of one computation. Each kind of attention has a class for it in `attend.py`."""
 
     @property
     def area(self) -> int:
@@ -41,7 +42,7 @@ class TracedWork(Protocol):
 
 
 class Recorder(Protocol):
-    """The methods of a trace that attention calls report to."""
+    """The methods of a trace that attention calls use to report."""
 
     def begin(self, label: str, rank: int) -> None:
         """Record that a strategy begins a pass, such as "ring backward", on this rank."""
@@ -65,7 +66,7 @@ class Hooks:
     """Functions that observe or replace communication and computation.
 
     Attributes:
-        traces: of these, the last records computations and exchanges.
+        traces: the traces that are active; the last one records computations and exchanges.
         skip_messages: whether exchanges send nothing. Received tensors are then arbitrary.
         replace_compute: called with the area of each computation, instead of the computation;
             results are then arbitrary. None: computations run.
@@ -85,7 +86,7 @@ class Hooks:
     def computing(
         self, device: torch.device, work: Callable[[], TracedWork]
     ) -> AbstractContextManager[bool]:
-        """Return the context of a computation; its value is False if `replace_compute` ran instead.
+        """Return the context of a computation. Its value is False if `replace_compute` ran instead.
 
         `work()` returns the computation's work; it is called only if a hook is set.
         """
@@ -106,12 +107,12 @@ class Hooks:
     def computes_between(
         trace: Recorder, blocks: Iterable[T], works: Sequence[TracedWork], device: torch.device
     ) -> Iterator[T]:
-        """Yield blocks, and trace what the caller computes after each, as that block's work."""
+        """Yield blocks; trace what the caller computes after each block as that block's work."""
         remaining = iter(works)
         for block in blocks:
             start = moment(device)
             yield block
-            del block  # frees it before the next one arrives
+            del block  # freed before the next block arrives
             trace.compute(start, moment(device), next(remaining))
 
 

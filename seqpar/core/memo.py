@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _MISSING = object()
-# Settings that may differ between calls, such as a scale or prefixes, kept per layout.
+# The number of settings that a layout keeps, of a kind that may differ in every call, such as a
+# scale or prefixes.
 MAX_KEPT_SETTINGS = 32
 
 
@@ -24,12 +25,12 @@ class Memo:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """Keep at most the newest `most` results; by default all."""
+        """Keep the newest `most` results; by default all."""
         self._results: dict[Hashable, Any] = {}
         self._most = most
 
     def __call__(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return the result of this key; the first call for the key makes it with `build()`."""
+        """Return the result for a key. The first call with the key makes it with `build()`."""
         result: T = self._results.get(key, _MISSING)
         if result is _MISSING:
             result = self._results[key] = build()
@@ -50,7 +51,7 @@ class Memo:
         return {**vars(self), "_results": sent}
 
     def update(self, other: Memo) -> None:
-        """Take the results of another memo that this one lacks; join memos with the same key."""
+        """Add the results of another memo that this memo lacks; join memos with the same key."""
         for key, result in other._results.items():
             known = self._results.setdefault(key, result)
             if known is not result and isinstance(known, Memo):

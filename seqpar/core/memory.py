@@ -35,7 +35,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
             mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        # In a container, the path may be the host's, and only the mount's own folder is visible.
+        # In a container, the path may be that of the host. Only the mount's folder is visible then.
         own = mount / path.strip("/")
         for folder in (own, *own.parents):
             text = _read(folder / name)

@@ -38,7 +38,7 @@ def read_lengths(name: str, text: str, most: int = MAX_DOCUMENTS) -> list[int]:
         length = as_int(name, int(digits[:20]) * _UNITS[unit], maximum=MAX_LENGTH)
         count = int(times[1:20])
         if len(lengths) + count > most:
-            raise ValueError(f"{name} must be of at most {most:,} documents")
+            raise ValueError(f"{name} must have at most {most:,} documents")
         lengths += [length] * count
     if not lengths:
         raise ValueError(f"{name} {_EXPECTED}, got {shown(text)}")

@@ -38,7 +38,7 @@ class PrivateNames:
     Attributes:
         library: the library's name, as pip and `import` know it.
         names: full names, such as "torch.Tensor._base".
-        attributes: names that objects have, and their classes do not.
+        attributes: names that objects have, but their classes do not.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PrivateNames:
             self.get(name)
 
     def get(self, name: str) -> Any:
-        """Return the object of this full name; raise a RuntimeError if the library lacks it."""
+        """Return the object with this full name; raise a RuntimeError if the library lacks it."""
         if name not in self._known:
             found = self.find(name)
             if found is None:
@@ -70,7 +70,7 @@ class PrivateNames:
         return self._known[name]
 
     def find(self, name: str) -> Any | None:
-        """Return the object of this full name, or None. Imports its module if necessary."""
+        """Return the object with this full name, or None. Imports its module if necessary."""
         path, *parts = name.split(".")
         found = import_module(path)
         for part in parts:
@@ -87,7 +87,8 @@ class PrivateNames:
     def read(self, x: object, *names: str) -> Any:
         """Return the first of these attributes that `x` has.
 
-        Raises a RuntimeError if `x` has none of them. Further names are those of other versions.
+        Further names are names of the attribute in other versions. Raises a RuntimeError if `x` has
+        none of them.
         """
         for name in names:
             try:
@@ -106,7 +107,7 @@ class PrivateNames:
         return getattr(x, name, default)
 
     def check_named(self, name: str) -> None:
-        """Raise a RuntimeError if the function in which an attribute is named lacks its name."""
+        """Raise a RuntimeError if the function `named_in` of an attribute no longer names it."""
         if name not in self._known:
             if not self._is_named(name):
                 raise self._error(name, self.attributes[name])

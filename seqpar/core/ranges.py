@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from seqpar.core.arguments import Ints
 
 T = TypeVar("T", bound=np.generic)
-POSITION_BITS = 32  # of a sort key: documents and their lengths stay below 2**31
+POSITION_BITS = 32  # bits of a position in a sort key; documents and lengths stay below 2**31
 UNLIMITED = 2**40  # a band's bound that no position reaches
 
 
@@ -22,7 +22,7 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
 
 
 def take_ranges(x: NDArray[T], chosen: Ints) -> NDArray[T]:
-    """Return the entries of an array in these ranges (m, 2), as a view if there is one range."""
+    """Return the entries of an array in ranges (m, 2), as a view if there is one range."""
     return x[slice(*chosen[0])] if len(chosen) == 1 else x[ranges(*chosen.T)]
 
 
@@ -50,9 +50,9 @@ def sort_keys(documents: Ints, positions: Ints) -> Ints:
 
 
 def union(starts: Ints, stops: Ints) -> Ints:
-    """Return the union, as (m, 2) ranges that do not touch, of ranges in ascending order."""
+    """Return the union of ascending ranges, as (m, 2) ranges that do not touch."""
     reached = np.maximum.accumulate(stops)
-    first, last = np.ones((2, starts.size), dtype=bool)  # quicker than np.r_
+    first, last = np.ones((2, starts.size), dtype=bool)  # faster than np.r_
     last[:-1] = first[1:] = starts[1:] > reached[:-1]
     return np.stack([starts[first], reached[last]], 1)
 
@@ -60,18 +60,20 @@ def union(starts: Ints, stops: Ints) -> Ints:
 def rows_before(chosen: Ints, rows: Ints) -> Ints:
     """Return how many integers of ascending, disjoint ranges (m, 2) are below each of `rows`."""
     starts, stops = chosen.T
-    before, ends = np.zeros((2, starts.size + 1), dtype=np.int64)  # quicker than np.r_
+    before, ends = np.zeros((2, starts.size + 1), dtype=np.int64)  # faster than np.r_
     before[1:], ends[1:] = np.cumsum(stops - starts), stops
     last = np.searchsorted(starts, rows, side="right")  # ranges that start at or below
     return before[last] - np.maximum(ends[last] - rows, 0)
 
 
 def overlapping(one: tuple[Ints, Ints, Ints], other: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints]:
-    """Return the indices of all ranges of one list and of another that overlap.
+    """Return the indices of all pairs of overlapping ranges, one from each of two lists.
 
-    A list is (n,) documents, starts and stops. It takes time n log n, and linear in the pairs.
+    A list is (n,) documents, starts and stops. The search takes time n log n, and time linear in
+    the number of pairs.
     """
-    # One of two overlapping ranges starts in the other. If both start together, it is the second.
+    # Of two overlapping ranges, one starts within the other. If both start at the same position,
+    # the second counts as starting within the first.
     of_one, in_one = _starting_in(one, other, after=0)
     of_other, in_other = _starting_in(other, one, after=1)
     return np.concatenate([of_one, in_other]), np.concatenate([in_one, of_other])

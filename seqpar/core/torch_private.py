@@ -1,8 +1,8 @@
 """The private names of torch that seqpar uses, each with a reason and a version of torch.
 
-No other file uses a private name of torch. A release of torch may drop one: `TORCH.missing()` lists
-the names that are gone. A function that needs one of those raises a RuntimeError that names it; the
-other functions work.
+No other file uses a private name of torch. A release of torch may drop a name: `TORCH.missing()`
+lists the names that are gone. A function that needs a missing name raises a RuntimeError that names
+it; all other functions work.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ NAMES = {
     ),
 }
 
-# Attributes of objects, which their classes do not have: each is checked when it is read.
+# Attributes that objects have, but their classes do not. Each is checked when it is read.
 ATTRIBUTES = {
     "_compiled_call_impl": Use("2.0", "to know modules that were compiled by their own compile()"),
     "_fsdp_param_groups": Use("2.12", "to find the parameters that FSDP2 averages"),
@@ -245,12 +245,12 @@ def cpu_has_bf16_products() -> bool:
 
 
 def compiler_is_loaded() -> bool:
-    """Return whether torch.compile may be in use: its first use imports the compiler."""
+    """Return whether torch.compile may be in use. Its first use imports the compiler."""
     return "torch._dynamo" in sys.modules
 
 
 def mark_dynamic(tensor: Tensor, *dims: int) -> None:
-    """Make torch.compile accept other sizes of these dims from the first call on."""
+    """Let torch.compile accept other sizes of these dims from the first call on."""
     if compiler_is_loaded():
         _check_marks()
         _get("torch._dynamo.maybe_mark_dynamic")(tensor, dims)
@@ -258,7 +258,7 @@ def mark_dynamic(tensor: Tensor, *dims: int) -> None:
 
 @cache
 def _check_marks() -> None:
-    """Raise a RuntimeError if the compiler, once it is loaded, does not know our marks."""
+    """Raise a RuntimeError if the compiler is loaded and does not know our marks."""
 
     def function() -> None: ...
 
@@ -282,7 +282,7 @@ def mark_constant(function: Callable[..., object]) -> None:
 
 
 def real_object(x: Any) -> Any:
-    """Return the object for which torch.compile passed a fake; other objects as they are."""
+    """Return the object that torch.compile replaced by a fake; return other objects as they are."""
     fake = _get("torch._library.fake_class_registry.FakeScriptObject")
     return x.real_obj if isinstance(x, fake) else x
 
@@ -307,39 +307,35 @@ def below_autograd(
 
 
 def trace() -> Any:
-    """Return the trace that makes a functional graph, while there is one, or None."""
+    """Return the trace that is making a functional graph, or None."""
     kind = _get("torch._C._TorchDispatchModeKey").FUNCTIONAL
     return _get("torch._C._get_dispatch_mode")(kind)
 
 
 def has_fake_mode() -> bool:
-    """Return whether this thread is within a FakeTensorMode."""
     kind = _get("torch._C._TorchDispatchModeKey").FAKE
     return _get("torch._C._get_dispatch_mode")(kind) is not None
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows with each write to a tensor, except to inference tensors."""
+    """Return a number that grows with each write to a tensor. Inference tensors have none."""
     return cast(int, TORCH.read(tensor, "_version"))
 
 
 def process_groups() -> list[torch.distributed.ProcessGroup]:
-    """Return all process groups that this process has made."""
     return list(_get("torch.distributed.distributed_c10d._world").pg_names)
 
 
 def forget_failed_group() -> None:
-    """Number the next default group as in a process that has joined none."""
+    """Let the next default group get the number that it would have in a process without groups."""
     _get("torch.distributed.distributed_c10d._world").group_count = 0
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
-    """Return a process group's backend for a device."""
     return _get("torch.distributed.ProcessGroup._get_backend")(group, device)
 
 
 def timeout_of(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta:
-    """Return the timeout of a process group's backend for a device."""
     return cast(timedelta, TORCH.read(backend_of(group, device).options, "_timeout"))
 
 
@@ -357,7 +353,7 @@ def end_coalescing(
 
 
 def copy_options(backend: Any, options: Any) -> None:
-    """Copy the config and the timeout of an NCCL backend to the `options` of another one."""
+    """Copy the config and the timeout of an NCCL backend to the `options` of another backend."""
     options.config = backend.options.config
     options._timeout = TORCH.read(backend.options, "_timeout")
 
@@ -378,7 +374,8 @@ def base_of(x: Tensor) -> Tensor | None:
 def swap_contents(a: Tensor, b: Tensor) -> None:
     """Exchange the contents of two tensors, but not of the tensors that autograd has saved.
 
-    Setting `a.data` would also change saved tensors, and backward would refuse a resized `a`.
+    Setting `a.data` instead would also change saved tensors, and backward would refuse a resized
+    `a`.
     """
     _get("torch._C._swap_tensor_impl")(a, b)
 
@@ -386,7 +383,7 @@ def swap_contents(a: Tensor, b: Tensor) -> None:
 def within_modes(function: T) -> T:
     """Return a copy of `torch.autograd.backward` or `grad` that does not leave function modes.
 
-    Within a mode, both the copy and everything that backward recomputes run in the mode.
+    If it is called within a mode, the copy and everything that backward recomputes run in the mode.
     """
     _get("torch.autograd.has_torch_function")
     original = cast(FunctionType, function)
@@ -397,7 +394,6 @@ def within_modes(function: T) -> T:
 
 
 def flat_mesh(mesh: Any) -> Any:
-    """Return a one-dimensional DeviceMesh with all ranks of a DeviceMesh."""
     return _get("torch.distributed.DeviceMesh._flatten")(mesh)
 
 
@@ -416,7 +412,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def uncompiled(module: torch.nn.Module) -> dict[str, Any]:
-    """Return attributes with which a compiled module runs without the compiler."""
+    """Return attributes to set on a compiled module so that it runs without the compiler."""
     if not is_compiled(module):
         return {}
     if type(module) is compiled_modules():
@@ -425,12 +421,12 @@ def uncompiled(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Return the tables of a module's hooks before and after its forward."""
+    """Return the tables of the hooks that a module calls before and after its forward."""
     return [TORCH.read(module, "_forward_pre_hooks"), TORCH.read(module, "_forward_hooks")]
 
 
 def bare(module: torch.nn.Module, copy: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return attributes with which a module runs without hooks, compiler and change of buffers."""
+    """Return attributes with which a module runs without hooks, compiler and changed buffers."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     hooks = {kind: type(TORCH.read(module, kind))() for kind in kinds}
     buffers = {name: copy(x) for name, x in TORCH.read(module, "_buffers").items()}
@@ -444,7 +440,7 @@ def observed_compiled_call(
 ) -> Iterator[None]:
     """Call `observe` with each result of a module that was compiled by its method compile().
 
-    Hooks of such a module are compiled with it, so they would not see its results as they are.
+    Hooks of such a module are compiled with it, and would observe traced values instead of results.
     """
     compiled = TORCH.read(module, "_compiled_call_impl")
 
@@ -461,7 +457,7 @@ def observed_compiled_call(
 
 
 def wrappers_names() -> set[str]:
-    """Return the names under which wrappers of a module keep it."""
+    """Return the attribute names under which wrappers keep the module that they wrap."""
     if compiler_is_loaded():
         TORCH.check_named("_orig_mod")
     fsdp = _get("torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE")
@@ -489,7 +485,7 @@ def runs_compiled() -> bool:
 def fsdp2_groups(module: torch.nn.Module) -> list[Any]:
     """Return the groups of parameters that FSDP2 shards together for a module."""
     state = _get("torch.distributed.fsdp.FSDPModule._get_fsdp_state")(module)
-    # Before torch 2.12 a module had one group at most.
+    # Before torch 2.12 a module had at most one group.
     groups = TORCH.read(state, "_fsdp_param_groups", "_fsdp_param_group")
     groups = groups if isinstance(groups, list | tuple) else [groups]
     return [group for group in groups if group is not None]
@@ -510,7 +506,8 @@ def fsdp2_tensors(group: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     for parameter in group.fsdp_params:
         declared = "_unsharded_param" in type(parameter).__annotations__
-        if hasattr(parameter, "_unsharded_param") or not declared:  # else no call has used it yet
+        # Without the attribute, no call has used the parameter yet.
+        if hasattr(parameter, "_unsharded_param") or not declared:
             tensors.append(TORCH.read(parameter, "_unsharded_param"))
     return tensors
 
@@ -521,28 +518,28 @@ def fsdp1_ignored(module: torch.nn.Module) -> set[Tensor]:
 
 
 def ddp_hooks(ddp: DDP) -> list[object]:
-    """Return the users' functions that reduce gradients in the place of DDP."""
+    """Return the users' functions that reduce gradients in place of DDP."""
     return [hook for hook, _ in TORCH.read(ddp, "_comm_hooks")]
 
 
 def ddp_parameters(ddp: DDP) -> int:
-    """Return how many parameters DDP averages: those that were trainable when it was made."""
+    """Return the number of parameters that DDP averages: those trainable when it was created."""
     found = _get("torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data")(ddp)
     return cast(int, found["num_parameter_tensors"])
 
 
 def fsdp1_hook(module: torch.nn.Module) -> object | None:
-    """Return the user's function that reduces gradients in the place of FSDP1, or None."""
+    """Return the user's function that reduces gradients in place of FSDP1, or None."""
     return TORCH.read(module, "_comm_hook")
 
 
 def fsdp2_hook(group: Any) -> object | None:
-    """Return the user's function that reduces gradients in the place of FSDP2, or None."""
+    """Return the user's function that reduces gradients in place of FSDP2, or None."""
     return TORCH.read(group, "_all_reduce_hook")
 
 
 def fsdp2_divisor(group: Any) -> float | None:
-    """Return the number by which FSDP2 divides gradients if the user has set one, or None."""
+    """Return the number by which the user lets FSDP2 divide gradients, or None if it is not set."""
     return cast(float | None, TORCH.read(group, "gradient_divide_factor"))
 
 
@@ -552,12 +549,12 @@ def ddp_node() -> str:
 
 
 def check_averaged(ddp: DDP) -> None:
-    """Raise a RuntimeError if DDP waits for gradients at the end of a backward."""
+    """Raise a RuntimeError if DDP still waits for gradients at the end of a backward."""
     _get("torch.nn.parallel.DistributedDataParallel._check_reducer_finalized")(ddp)
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward; checkpoints are recomputed there."""
+    """Return whether this thread runs a backward, in which checkpoints are recomputed."""
     return bool(_get("torch._C._current_graph_task_id")() != -1)
 
 
@@ -580,10 +577,10 @@ def set_inherited(name: str, value: object) -> None:
 
 @cache
 def _stash_steals_references() -> bool:
-    """Return whether torch does not count its reference to a value of a thread, as in torch 2.11.
+    """Return whether torch drops a reference that it does not own, as in torch 2.11.
 
-    It drops the reference when the value is replaced, so the value would be freed while others use
-    it.
+    It drops the reference when a thread's value is replaced. The value would then be freed while
+    others use it.
     """
     probe = object()
     before = sys.getrefcount(probe)
@@ -616,7 +613,7 @@ def memory_of(x: Tensor) -> int:
 
 
 def unsafe_view() -> object:
-    """Return the operator with which a matrix product takes a view of its result."""
+    """Return the operator by which a matrix product makes a view of its result."""
     return _get("torch.ops.aten._unsafe_view")
 
 
@@ -627,7 +624,7 @@ def sends_messages(operator: Any) -> bool:
 
 
 def function_of(operator: Any) -> Any:
-    """Return the function of which torch.library.custom_op made an operator, or `operator`."""
+    """Return the function of which torch.library.custom_op made an operator, or the operator."""
     of_library = isinstance(operator, _get("torch._library.custom_ops.CustomOpDef"))
     return TORCH.read(operator, "_init_fn") if of_library else operator
 
@@ -662,14 +659,15 @@ def fast_encoder_layer() -> object:
 def inlined_only(function: T) -> T:
     """Mark a function that torch.compile may trace inside callers, but may not compile by itself.
 
-    If torch.compile compiles a mode's `__torch_function__` by itself, after a graph break, the
-    function returns the value of one attribute for another: its guards confuse their getters.
+    After a graph break, torch.compile would compile a mode's `__torch_function__` by itself. The
+    compiled function returns the value of one attribute for another, since its guards confuse the
+    attributes' getters.
     """
     return _skipped(function, "DEFAULT")
 
 
 def never_compiled(function: T) -> T:
-    """Mark a function that torch.compile may not compile, nor the functions that it calls.
+    """Mark a function that torch.compile may compile neither by itself nor with what it calls.
 
     The function may still be traced inside a caller. Unlike the wrapper of
     `torch.compiler.disable`, the mark takes no time in a call.
@@ -687,6 +685,6 @@ _STRATEGIES = (
 def _skipped(function: T, callees: str) -> T:
     set_strategy, strategy, action = map(TORCH.find, _STRATEGIES)
     if strategy and action and set_strategy:  # `_check_marks` refuses to compile without them
-        code = inspect.unwrap(function).__code__  # wrappers such as no_grad's share theirs
+        code = inspect.unwrap(function).__code__  # all wrappers such as no_grad share one code
         set_strategy(code, strategy(action.SKIP, getattr(action, callees)))
     return function

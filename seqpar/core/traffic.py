@@ -1,4 +1,4 @@
-"""The messages that a rank would send, as rows. They follow from geometry, without sending."""
+"""The messages that a rank would send, as rows. They follow from the geometry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Traffic(NamedTuple):
     step: int  # the strategy's step that needs the messages
     peer: int  # the rank that receives the messages
     messages: int  # empty messages are not sent
-    bytes: int  # of the messages together
+    bytes: int  # the sum over the messages
 
 
 def summed(rows: Iterable[Traffic]) -> list[Traffic]:

@@ -10,18 +10,18 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-MAX_CONNECTIONS = 16  # simultaneously; others are closed
+MAX_CONNECTIONS = 16  # simultaneous connections; further ones are closed
 MAX_REQUEST_SECONDS = 10.0  # for a request to arrive, and again for its reply to be read
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A handler for one request per connection, from addresses that name this server."""
+    """A handler for one request per connection, sent to an address that names this server."""
 
     server: BoundedServer
     timeout = MAX_REQUEST_SECONDS  # between two bytes
 
     def parse_request(self) -> bool:
-        """Read the request; refuse a Host that may be another site's name for this server."""
+        """Read the request; refuse a Host that may be the name of another site for this server."""
         if not super().parse_request():
             return False
         self.close_connection = True
@@ -62,8 +62,8 @@ class BoundedServer(ThreadingHTTPServer):
     def is_own_name(self, host: str) -> bool:
         """Return whether a Host names this server: by an address, or by a name of this machine.
 
-        Another site may resolve its own name to this machine (DNS rebinding). A browser then sends
-        that name, never an address.
+        Another site may let its name resolve to this machine (DNS rebinding). A browser then sends
+        the name of that site, never an address.
         """
         name = host.strip().lower()
         if name.startswith("["):
@@ -97,7 +97,7 @@ class BoundedServer(ThreadingHTTPServer):
             self._end(request)
 
     def extend(self, request: object, seconds: float | None = None) -> None:
-        """Cut a connection off `seconds` from now, by default `MAX_REQUEST_SECONDS`."""
+        """Let a connection be cut off `seconds` from now, by default `MAX_REQUEST_SECONDS`."""
         self._cancel(request)
         timer = threading.Timer(
             MAX_REQUEST_SECONDS if seconds is None else seconds, _cut, (request,)

@@ -77,8 +77,8 @@ def test_a_tensor_of_integers_is_copied():
     ("value", "message"),
     [
         (2**31, "must be at most 2147483647, got 2147483648"),
-        ([0, 2**31], "a document must be shorter than 2\\*\\*31 tokens, got 2147483648"),
-        ([0, 2**62], "a document must be shorter than 2\\*\\*31 tokens"),
+        ([0, 2**31], "must have documents of fewer than 2\\*\\*31 tokens, got 2147483648"),
+        ([0, 2**62], "must have documents of fewer than 2\\*\\*31 tokens"),
         (10**30, "must be at most"),
         (-1, "must be at least 0, got -1"),
         (True, "must be a 1-D sequence of integers, got shape \\(\\) of bool"),

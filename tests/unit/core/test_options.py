@@ -23,8 +23,8 @@ FORMS = "must be numbers of tokens such as 4096, 512K, 1M or 4096x3 "
     *((text, FORMS) for text in ("a", "-3", "4x", "x4", "4xx4", "1.5K", "4G", "4K5", "\u0663")),
     ("", FORMS), (",", FORMS), ("5x0", FORMS), ("9" * 5000, "must be at most 2147483647"),
     ("2048M", "must be at most 2147483647, got 2147483648"),
-    ("1x1000001", "must be of at most 1,000,000 documents"),
-    ("1x" + "9" * 5000, "must be of at most 1,000,000 documents"),
+    ("1x1000001", "must have at most 1,000,000 documents"),
+    ("1x" + "9" * 5000, "must have at most 1,000,000 documents"),
 ], ids=lambda x: x[:20])  # fmt: skip
 def test_wrong_lengths_name_the_option_and_the_forms(text, wrong):
     with pytest.raises(ValueError, match=rf"^documents {re.escape(wrong)}"):

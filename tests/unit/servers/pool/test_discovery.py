@@ -103,8 +103,8 @@ FAULTS = {
     "open may be written to by other users": _link_to,
     "belongs to another user": _give_away,
     "folder belongs to another user": lambda path: _give_away(path.parent),
-    "is not a file": _make_fifo,
-    "list is not a file": _make_folder,
+    "must be a regular file": _make_fifo,
+    "list must be a regular file": _make_folder,
 }
 
 
