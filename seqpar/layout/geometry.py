@@ -21,7 +21,7 @@ from seqpar.core.memo import Memo
 from seqpar.core.ranges import POSITION_BITS, mix, ranges, sort_keys, split_at
 from seqpar.layout.cuts.cut import Columns, Cut, HolderLookup, Merged, TableCut, joined, merged
 
-_MAX_KEPT_BYTES = 2**26  # of cached holdings, not counting the last one used
+_MAX_KEPT_BYTES = 2**26  # limit on cached holdings, not counting the last one used
 
 
 class Runs(NamedTuple):
@@ -36,7 +36,8 @@ class Holding:
     """The spans that one rank holds, in local order, as arrays. Adjacent spans are joined."""
 
     def __init__(self, columns: Columns) -> None:
-        # (spans,) each span's document and positions; (spans + 1,) the row where each begins.
+        # The document, start and stop of each span, (spans,), and the row at which each span
+        # begins, (spans + 1,).
         self.columns, _ = joined(columns)
         self.documents, self.starts, self.stops = self.columns
         self.offsets = np.r_[0, np.cumsum(self.stops - self.starts)]
@@ -64,7 +65,7 @@ class Holding:
         return Runs(documents, first, np.r_[first[1:], self.documents.size][: first.size])
 
     def spans_in(self, starts: Ints, stops: Ints) -> tuple[Ints, Columns]:
-        """Return the spans of ascending ranges of rows, and the index of the range of each."""
+        """Return the spans in ascending ranges of rows, and the index of the range of each span."""
         span, first, last = split_at(self.offsets, starts, stops)
         index = np.searchsorted(stops, self.offsets[span] + first, side="right")
         start = self.starts[span]
@@ -90,7 +91,10 @@ class Holding:
 
 
 class Holdings(Sequence[Holding]):
-    """A Holding for each rank, created on first use. Few are cached: all may be very large."""
+    """A `Holding` for each rank, created when it is first used.
+
+    Only `_MAX_KEPT_BYTES` bytes of holdings are cached, since those of all ranks may be very large.
+    """
 
     def __init__(self, cu_seqlens: Ints, cut: Cut) -> None:
         self._cu_seqlens, self._cut = cu_seqlens, cut
@@ -125,8 +129,11 @@ class Geometry:
         self._derived_with: weakref.WeakKeyDictionary[Geometry, Memo] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, object]:
-        state = {**vars(self), "_derived_with": None}  # other processes have other geometries
-        state.pop("holders", None)  # a function, found again when it is needed
+        """"""
+        # `_derived_with` refers to geometries of this process; `holders` is a function, which
+        # cannot be pickled and is created again when it is needed.
+        state = {**vars(self), "_derived_with": None}
+        state.pop("holders", None)
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -155,10 +162,11 @@ class Geometry:
 
     @property
     def worst_case(self) -> Geometry:
-        """The geometry for which messages are planned: this one, if its cut has no limit.
+        """The geometry for which messages are planned.
 
-        With a limit on documents, messages must not depend on them, so that a CUDA graph can be
-        replayed for others. They are then those of one document of all tokens.
+        It is this geometry if the cut has no limit on the number of documents. With such a limit,
+        messages must not depend on the documents, so that a CUDA graph can be replayed for other
+        documents. Messages are then planned for one document that has all tokens.
         """
         if not self.cut.most_documents:
             return self
@@ -173,7 +181,10 @@ class Geometry:
         return self.cut.holders(self.cu_seqlens)
 
     def derived_with(self, other: Geometry) -> Memo:
-        """Return the memo of tables that need both this geometry and `other`; freed with either."""
+        """Return the memo of tables that need both this geometry and `other`.
+
+        It is freed with either geometry.
+        """
         if other is self:
             return self.derived
         return self._derived_with.setdefault(other, Memo())
@@ -193,7 +204,7 @@ class Geometry:
         return ranges(first + holding.starts, first + holding.stops)
 
     def described(self) -> dict[str, str]:
-        """Return the content in words that errors show of layouts that differ."""
+        """Return the content in words, for errors that show how layouts differ."""
         tokens = self.cut.token_counts(self.cu_seqlens)
         words = {
             "documents": f"{self.lengths.size} documents of {listed(self.lengths.tolist())} tokens",
@@ -208,8 +219,11 @@ class Geometry:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of which rank holds which token. Geometries that are used alike have the same."""
-        # Documents of the same length that are cut alike are hashed once.
+        """A hash of which rank holds which token.
+
+        Geometries that assign the same tokens to the same ranks have the same hash.
+        """
+        # Documents of equal length that are cut equally are hashed once.
         lengths, documents = self.lengths, np.arange(self.lengths.size)
         if self.cut.alike:
             lengths, documents = np.unique(lengths, return_inverse=True)

@@ -1,14 +1,14 @@
 """Pass a geometry through an operator as a tensor.
 
-A handle is a 1-D int64 tensor on the CPU with everything that determines a geometry: a digest, the
-documents and the cut, as integers. A compiled graph takes it as data, so it neither specialises on
-a layout nor recompiles for the next one. A copy of a handle works like the original, in any
-process.
+A handle is a 1-D int64 tensor on the CPU that determines a geometry: a digest, then the documents
+and the cut, as integers. A compiled graph takes the handle as data, so it neither specialises on a
+layout nor recompiles for the next one. A copy of a handle works like the original, in any process.
 
-A table finds geometries by digest and holds them weakly, so equal layouts share one. A handle's
-storage is a numpy array that refers to its geometry. Whatever keeps the tensor (a Layout, an
-autograd context, a graph's saved tensors) therefore keeps the geometry, with all tables derived
-from it. If only copies of the handle are left, the geometry is created again from their content.
+A table finds geometries by digest and refers to them weakly, so equal layouts share one geometry.
+The storage of a handle is a numpy array that refers to its geometry. Whatever keeps the tensor (a
+Layout, an autograd context, a graph's saved tensors) therefore keeps the geometry, with all tables
+derived from it. If only copies of the handle are left, the geometry is created again from their
+content.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from seqpar.layout.geometry import Geometry
 LayoutCut = Contiguous | Zigzag | Striped | Spans | EvenZigzag | EvenStripes | FixedChunks
 _KINDS = get_args(LayoutCut)
 
-_DIGEST_WORDS = 4  # at the start of a handle
-# A different multiple is added to each size: torch.compile specialises on sizes of 0 and 1, and on
-# which sizes are equal.
+_DIGEST_WORDS = 4  # integers of the digest, at the start of a handle
+# torch.compile specialises on sizes of 0 and 1, and on which sizes are equal. A different multiple
+# of this stride is therefore added to each size.
 _SIZE_STRIDE = 2**42
 _by_digest: weakref.WeakValueDictionary[bytes, Geometry] = weakref.WeakValueDictionary()
 
@@ -48,7 +48,7 @@ class _OwningArray(np.ndarray[tuple[int], np.dtype[np.int64]]):
 
 
 def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
-    """Return the geometry of these documents and this cut, and the handle that determines it."""
+    """Return the geometry of these documents and this cut, and the geometry's handle."""
     words = with_digest(np.concatenate([[cu_seqlens.size], cu_seqlens, encode(cut)]))
     geometry = _by_digest.get(key_of(words)) or _decode(words)
     array = words.view(_OwningArray)
@@ -59,10 +59,10 @@ def make_handle(cu_seqlens: Ints, cut: LayoutCut) -> tuple[Geometry, Tensor]:
 
 
 def _mark_of(words: Ints) -> Tensor:
-    """Return an empty tensor whose shape follows from the contents of a handle.
+    """Return an empty tensor whose shape follows from the content of a handle.
 
-    Checkpoints only compare the shapes of saved tensors. Handles have the same shape if they have
-    the same number of documents.
+    Checkpoints compare only the shapes of saved tensors, and two handles have the same shape if
+    they have the same number of documents. The shape of this tensor tells them apart.
     """
     with torch.inference_mode(False):
         return torch.empty_strided([0, 2 + int(words[0]) % 2**40], [0, 0])
@@ -87,8 +87,8 @@ class Sizes(NamedTuple):
 
 
 def make_sizes(documents: int, padding: int, counts: Counts) -> list[Tensor]:
-    """Return one empty tensor per rank, and one more, whose shapes hold the ranks' sizes."""
-    # torch.compile takes shapes as data, but specialises on numbers of a module's objects.
+    """Return one empty tensor per rank, and one more, whose shapes encode the ranks' sizes."""
+    # torch.compile takes shapes as data, but specialises on numbers that a module stores.
     before = np.r_[0, np.cumsum(counts.tokens)].tolist()
     held = [[*column.tolist(), 0] for column in (counts.spans, counts.runs, counts.continued)]
     tensors, strides = [], [0] * (1 + len(Sizes._fields))
@@ -116,10 +116,10 @@ def from_handle(handle: Tensor) -> Geometry:
 
 
 def described(handle: Tensor, canonical: bool) -> object:
-    """Return what names a layout when ranks compare their layouts.
+    """Return a value that identifies a layout when ranks compare their layouts.
 
-    With `canonical`, it is the same for equal layouts of any cuts, in words for errors, which may
-    take seconds.
+    With `canonical`, the value is a text for errors. It is equal for layouts that assign tokens
+    equally, whatever their cuts are, and may take seconds.
     """
     if canonical:
         return from_handle(handle).described()
@@ -135,13 +135,15 @@ def _decode(words: Ints) -> Geometry:
 
 
 def with_digest(content: Ints) -> Ints:
-    """Return the words of a handle of this content."""
     sha = hashlib.sha256(content.astype("<i8", copy=False).tobytes())
     return np.concatenate([np.frombuffer(sha.digest(), dtype=np.int64), content])
 
 
 def content_of(words: Ints, error: str) -> Ints:
-    """Return what follows the digest; raise a ValueError with this text if it was changed."""
+    """Return the words after the digest.
+
+    If they were changed, raise a ValueError with text `error`.
+    """
     content = words[_DIGEST_WORDS:]
     wrong = words.dtype != np.int64 or words.ndim != 1
     if wrong or key_of(with_digest(content)) != key_of(words):
@@ -154,12 +156,12 @@ def words_of(handle: Tensor) -> Ints:
 
 
 def key_of(words: Ints) -> bytes:
-    """Return the digest at the start of a handle, the key of tables of geometries and masks."""
+    """Return the digest at the start of a handle, as the key for tables of geometries and masks."""
     return words[:_DIGEST_WORDS].tobytes()
 
 
 def encode(cut: LayoutCut) -> Ints:
-    """Return integers that determine a cut: its kind, then its fields."""
+    """Return integers that determine a cut: the index of its kind, then its fields."""
     kind = _KINDS.index(type(cut))
     if isinstance(cut, Spans):
         return np.concatenate([[kind, cut.ranks], *astuple(cut)])
@@ -181,7 +183,7 @@ def decode(code: Ints) -> LayoutCut:
 
 
 def read_indices(name: str, geometry: Geometry, rank: int) -> Tensor:
-    """Return (T_local,) int64: the "token_indices" or the "position_ids" of a rank's tokens."""
+    """Return (T_local,) int64 for a rank's tokens; `name` is "token_indices" or "position_ids"."""
     if name == "token_indices":
         return torch.from_numpy(geometry.token_indices(rank))
     return torch.from_numpy(geometry.holdings[rank].positions.astype(np.int64))

@@ -79,8 +79,8 @@ class Layout:
         self.ranks, counts = cut.ranks, cut.counts(cu_seqlens)
         self.tokens_per_rank: list[int] = counts.tokens.tolist()
         self._sizes = handle.make_sizes(cu_seqlens.size - 1, padding, counts)
-        self._takes_tables = False  # along when it is pickled
-        self._packed: tuple[Tensor, int] | None = None  # what it took along
+        self._takes_tables = False  # whether a pickled layout includes its tables
+        self._packed: tuple[Tensor, int] | None = None  # the tables that were pickled with it
 
     def __reduce__(self) -> tuple[object, ...]:
         content = self.geometry.cu_seqlens, self.geometry.cut, self._padding
@@ -116,19 +116,19 @@ class Layout:
     ) -> Layout:
         """Give rank c tokens ⌊cT/P⌋ … ⌊(c+1)T/P⌋ − 1 of the pack, padding included.
 
-        With `most_documents`, which needs `equal`, empty documents are added up to this number, and
-        calls of all layouts with the same limit and tokens do the same, except for the contents of
-        their tables. A CUDA graph of one can then compute another (`load_tables`). Messages are
-        planned for one document of all tokens, and GPUs use our Triton kernels. Only ring,
-        all_gather, ulysses and usp take such a layout, with the masks that `causal` and
-        `window_size` make.
+        With `most_documents`, which needs `equal`, empty documents are added up to this number.
+        Calls with layouts of the same limit and the same number of tokens then run the same kernels
+        and send the same messages; only the contents of their tables differ. A CUDA graph that was
+        captured with one layout can then compute another (`load_tables`). Messages are planned for
+        one document of all tokens, and GPUs use our Triton kernels. Only ring, all_gather, ulysses
+        and usp take such a layout, with the masks that `causal` and `window_size` make.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if most_documents is None:
             return cls(cu, Contiguous(ranks), padding)
         limit = as_int("most_documents", most_documents, 1, 2**31 - 2)
         if not equal:
-            raise ValueError(f"most_documents needs equal=True, got {limit}")
+            raise ValueError(f"most_documents needs equal=True, got {limit} without it")
         if (missing := limit + 2 - cu.size) < 0:
             raise ValueError(f"cu_seqlens must have at most {limit} documents, got {cu.size - 2}")
         cu = np.r_[cu[:-1], np.full(missing, cu[-2]), cu[-1]]
@@ -147,14 +147,14 @@ class Layout:
     ) -> Layout:
         """Cut each document of L tokens into 2P chunks at ⌊cL/2P⌋; rank c has chunks c and 2P−1−c.
 
-        Each rank then has the same work under a causal mask. With `equal` the chunks of a document
+        Each rank then has the same work under a causal mask. With `equal`, the chunks of a document
         differ by up to two tokens, so that ranks hold the same number of tokens of the pack.
 
         With `min_chunk`, documents of fewer than 2P·min_chunk tokens are cut into fewer chunks, or
-        are whole on one rank: the ranks in turn get 2·min_chunk tokens of these documents, longest
-        document first. Ranks then hold the same number of tokens, except that fewer than P are
-        missing in all. They have nearly the same work if there are enough such documents for all
-        ranks.
+        are whole on one rank. Ranks get 2·min_chunk tokens of these documents in turn, longest
+        document first. Ranks then hold the same number of tokens, except that in total fewer than P
+        tokens are missing. They have nearly the same work if there are enough such documents for
+        all ranks.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if min_chunk is not None:
@@ -177,10 +177,10 @@ class Layout:
         """Cut each document into stripes of `stripe` tokens; rank s mod P holds stripe s.
 
         By default stripes have 128 tokens. If that would leave ranks without tokens, stripes are
-        counted through the pack instead of per document, and have an eighth of a rank's tokens, at
-        most 128. The last P stripes are then smaller, so that ranks hold the same number of tokens,
-        except that fewer than P are missing in all. With `equal`, stripes of any size are counted
-        through the pack.
+        counted through the pack instead of per document, and a stripe has an eighth of a rank's
+        tokens, at most 128. The last P stripes are then smaller, so that ranks hold the same number
+        of tokens, except that in total fewer than P tokens are missing. With `equal`, stripes of
+        any size are counted through the pack.
         """
         cu, ranks, padding = padded(cu_seqlens, ranks, equal, multiple_of)
         if stripe is not None:
@@ -200,8 +200,8 @@ class Layout:
 
         The rows of (B, S) follow one another in the pack, so they may hold different documents. A
         document begins with each row, and wherever a position is not one more than the position
-        before. It must begin at 0. `kind` is "contiguous", "zigzag" or "striped", and takes
-        `options`.
+        before. The first position of a document must be 0. `kind` is "contiguous", "zigzag" or
+        "striped", and `options` are the arguments of that method.
         """
         as_choice("kind", kind, ("contiguous", "zigzag", "striped"))
         make: Callable[..., Layout] = getattr(cls, kind)
@@ -214,8 +214,8 @@ class Layout:
     ) -> Layout:
         """Create a layout from a list of (document, start, stop) spans per rank, in any order.
 
-        Together the spans must cover every token once; otherwise a ValueError names the place.
-        Spans of one rank that touch are joined.
+        Together the spans must cover every token once. Otherwise a ValueError names the tokens that
+        are missing or covered twice. Spans of one rank that touch are joined.
         """
         cu = parse_cu_seqlens(cu_seqlens)
         return cls(cu, parse_spans(spans_per_rank, cu))
@@ -256,7 +256,7 @@ class Layout:
         return to_device(self._numbers("position_ids", rank), device)
 
     def padding(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return (T_local,) bool: whether each token of a rank is padding, which is always last."""
+        """Return (T_local,) bool: whether each token of a rank is padding, the end of the pack."""
         return self.token_indices(rank, device) >= self.tokens - self._padding
 
     def shard(self, x: Tensor, rank: int, dim: int = 0, value: float = 0) -> Tensor:
@@ -304,7 +304,9 @@ class Layout:
         """
         size = min(as_int("size", size, 1), MAX_DOCUMENT_TOKENS)
         if self.geometry.cut.most_documents:
-            raise ValueError("layout must have no most_documents: the number of chunks varies")
+            raise ValueError(
+                "layout must have no most_documents: the number of chunks depends on the documents"
+            )
 
         def build() -> Layout:
             cu, cut = self.geometry.cu_seqlens, self.geometry.cut
@@ -328,10 +330,10 @@ class Layout:
 
         `attn` is an attention module, with the arguments of its `preparation` as `call`:
         `layout.prepare(attn, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16,
-        causal=True)`. Otherwise the first call builds them. A pickled layout takes its tables
-        along, so another process may prepare it. Call `prepare` once for each kind of call. In a
-        process that uses a GPU, FlashAttention-4 also compiles its kernels for these calls, if it
-        is installed.
+        causal=True)`. Without `prepare`, the first call builds the tables. A pickled layout
+        includes its prepared tables, so another process may prepare it. Call `prepare` once for
+        each kind of call. In a process that uses a GPU, FlashAttention-4 also compiles its kernels
+        for these calls, if it is installed.
 
         Raise a ValueError that names a wrong argument.
         """
@@ -344,15 +346,16 @@ class Layout:
     def load_tables(self, other: Layout) -> None:
         """Let this layout's calls on GPUs compute the documents of another layout.
 
-        The other layout has the same ranks, tokens and `most_documents`. Its tables are copied over
-        the tables of all calls that this layout has had in this process, in the current stream. The
-        same calls, and CUDA graphs of them that are replayed in this stream, then compute the other
-        documents. Calls of a new kind, such as another mask or the first with a backward, are
+        The other layout has the same ranks, tokens and `most_documents`. Its tables are copied, in
+        the current stream, over the tables of all calls that this layout has had in this process.
+        The same calls, and CUDA graphs of them that are replayed in this stream, then compute the
+        other documents. Calls of a new kind, such as another mask or the first with a backward, are
         refused from then on. This layout's attributes do not change. To return to its own
         documents, load a new layout of them. `prepare` builds the other layout's tables ahead of
         time. Copy position ids and other inputs of a graph yourself.
 
-        Raise a ValueError if the other layout does not fit, or if no call of this one was on a GPU.
+        Raise a ValueError if the other layout does not fit, or if no call of this layout was on a
+        GPU.
         """
         if not isinstance(other, Layout):
             raise ValueError(f"other must be a seqpar.Layout, got {type(other).__name__}")
@@ -371,8 +374,8 @@ class Layout:
     def pin_memory(self) -> Layout:
         """Copy tables that came from another process to pinned memory, and return this layout.
 
-        `DataLoader(pin_memory=True)` calls it in its own thread. The first call then need not copy
-        them on the host.
+        `DataLoader(pin_memory=True)` calls this method in its own thread. The first call of
+        attention then need not copy the tables on the host.
         """
         if self._packed is not None:
             pin(*self._packed)
@@ -392,7 +395,10 @@ class Layout:
         return layout._with_tables()
 
     def _numbers(self, name: str, rank: int) -> Tensor:
-        """From an operator in graphs only; a FakeTensorMode refuses it real handles."""
+        """Call an operator in a graph of torch.compile; elsewhere, read the geometry.
+
+        Outside graphs an operator would not do: under a FakeTensorMode it refuses a real handle.
+        """
         rank = self._rank(rank)
         if not is_traced():
             return handle.read_indices(name, self.geometry, rank)
@@ -403,7 +409,7 @@ class Layout:
         return handle.sizes_of(self._sizes[0]).padding
 
     def _tokens_on(self, ranks: slice) -> int:
-        """Traceable by torch.compile."""
+        """torch.compile can trace this method: it reads the shapes of `_sizes`."""
         if not is_traced():
             return sum(self.tokens_per_rank[ranks])
         edges = (self._sizes[min(edge, self.ranks)] for edge in (ranks.start, ranks.stop))

@@ -1,4 +1,4 @@
-"""Pictures of layouts and masks: the ranks that hold tokens, the keys that queries attend to."""
+"""Draw layouts and masks: which rank holds each token, and which keys each query attends to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INK, _GREY, _LANE = "#333333", "#777777", "#f1f1f1"
 
 
 class DrawnLayout(Protocol):
-    """The part of `seqpar.Layout` that is drawn. layout.py and mask.py import this file."""
+    """The attributes of `seqpar.Layout` that are drawn. layout.py and mask.py import this file."""
 
     @property
     def geometry(self) -> Geometry: ...
@@ -60,7 +60,7 @@ def causal_work(layout: DrawnLayout) -> NDArray[np.int64]:
 
 
 def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
-    """Return (T, T): the rank that holds the query (row) of each visible key; −1 for others."""
+    """Return (T, T): the rank that holds the query (row) of each visible pair, otherwise −1."""
     geometry = layout.geometry
     owner = np.empty(geometry.tokens, dtype=np.int64)
     for rank in range(geometry.ranks):
@@ -72,9 +72,9 @@ def computing_ranks(mask: DrawnMask, layout: DrawnLayout) -> NDArray[np.int64]:
 def plot_layouts(layouts: Mapping[str, DrawnLayout], path: str | Path) -> None:
     """Draw layouts of one packed batch below each other, with their names, into the file `path`.
 
-    A layout has a strip per rank, with the rank's tokens coloured. Lines divide the documents. The
-    bars to the right are the ranks' shares of the work under a causal mask, and the number next to
-    them is the busiest rank's work divided by the mean.
+    A layout is drawn as one strip per rank, in which the rank's tokens are coloured. Lines divide
+    the documents. The bars to the right are the ranks' fractions of the work under a causal mask,
+    and the number next to them is the busiest rank's work divided by the mean.
     """
     _check_names("layouts", layouts)
     path = _checked(path, *layouts.values())

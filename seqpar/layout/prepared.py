@@ -1,6 +1,6 @@
 """Send the tables that are derived from a layout to another process.
 
-All arrays travel in one tensor, which processes can share, so unpickling does not copy them.
+All arrays are sent in one tensor, which processes can share, so unpickling does not copy them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from seqpar.layout.geometry import Geometry
 
 _ALIGNMENT = 64  # bytes
 _GEOMETRY = -1  # stands for the geometry itself
-_Place = tuple[bool, int, Any, tuple[int, ...]]  # tensor or array, first byte, dtype, shape
+_Place = tuple[bool, int, Any, tuple[int, ...]]  # is a tensor?, first byte, dtype, shape
 
 
 def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
-    """Return what is derived from a geometry: pickled objects, and (n,) uint8 with their arrays.
+    """Return the tables of a geometry: pickled objects, (n,) uint8 with their arrays, and a size.
 
-    Also returns how many bytes hold tensors, which come first. Return None if something cannot be
-    pickled, such as tables on a GPU.
+    The size is the number of bytes that hold tensors, which come before numpy arrays. Return None
+    if some table cannot be pickled, such as a table on a GPU.
     """
     file = io.BytesIO()
     packer = _Packer(file, geometry)
@@ -44,7 +44,7 @@ def pack(geometry: Geometry) -> tuple[bytes, Tensor, int] | None:
 
 
 def unpack(geometry: Geometry, data: bytes, memory: Tensor, size: int) -> None:
-    """Give a geometry what `pack` returned; what it has already stays."""
+    """Add the tables that `pack` returned to a geometry. Tables that it already has stay."""
     places, objects = pickle.loads(data)
     derived = _Unpacker(io.BytesIO(objects), geometry, places, memory, size).load()
     geometry.derived.update(cast(Memo, derived))
@@ -54,8 +54,8 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, geometry: Geometry) -> None:
         super().__init__(file, 5)
         self._geometry, self._numbers = geometry, dict[int, int]()
-        self.places, self.sizes = list[_Place](), [0, 0]  # bytes of arrays, and of tensors
-        self._packed = list[object]()  # alive, so that no other object gets the same id
+        self.places, self.sizes = list[_Place](), [0, 0]  # bytes of arrays, bytes of tensors
+        self._packed = list[object]()  # kept alive, so that no other object gets the same id
         self.arrays: list[NDArray[np.generic]] = []
 
     def persistent_id(self, obj: object) -> int | None:

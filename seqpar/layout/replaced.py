@@ -21,40 +21,45 @@ _LOADED = LOCAL, "tables were replaced"
 
 class _Call(NamedTuple):
     device: torch.device
-    tables: list[Tensor]  # on the CPU; while they are alive, so are their copies on the device
-    tables_of: Callable[[Geometry], list[Tensor]]  # for other documents
+    tables: list[Tensor]  # on the CPU; their copies on the device live as long as these
+    tables_of: Callable[[Geometry], list[Tensor]]  # the tables of this call for another layout
 
 
 def remember(
     layout: Geometry, device: torch.device, tables_of: Callable[[Geometry], list[Tensor]]
 ) -> None:
-    """Remember a call whose tables are on a device; `tables_of` returns them for any layout.
+    """Remember a call whose tables are on a device; `tables_of` returns its tables for any layout.
 
-    A kind of call that is new after `load_tables` would read tables of both layouts.
+    Raise a ValueError after `load_tables`: a call of a new kind would read tables of this layout,
+    while the calls before it read those of the loaded layout.
     """
     if _LOADED in layout.derived:
         raise ValueError(
-            "layout must have had such a call before load_tables, which replaces tables"
+            "layout must have had such a call before load_tables, which replaces the tables of "
+            "earlier calls only: make each kind of call once, then load tables"
         )
     _calls(layout).append(_Call(device, tables_of(layout), tables_of))
 
 
 def load_tables(layout: Geometry, other: Geometry) -> None:
-    """Copy another layout's tables over those that calls of a layout have on devices."""
+    """Copy another layout's tables over the tables on devices that a layout's calls read."""
     calls = _calls(layout)
     if not calls:
-        raise ValueError("layout must have had a call on a GPU, which copies its tables there")
+        raise ValueError(
+            "layout must have had a call on a GPU, whose tables load_tables replaces, got none"
+        )
     for device in {call.device for call in calls}:
         pairs = dict[int, tuple[Tensor, Tensor]]()  # calls share tables
         for call in (x for x in calls if x.device == device):
             for table, loaded in zip(call.tables, call.tables_of(other), strict=True):
                 if table.shape != loaded.shape:
                     shapes = tuple(table.shape), tuple(loaded.shape)
-                    raise ValueError("other must have tables of {}, got {}".format(*shapes))
+                    raise ValueError("other must have tables of shape {}, got {}".format(*shapes))
                 pairs[id(table)] = table, loaded
         layout.derived(_LOADED, lambda: True)
         tables, loaded_tables = zip(*pairs.values(), strict=True)
-        # Not copies that the other layout already has: these may have been replaced too.
+        # Copies that the other layout already has on the device are not used: `load_tables` may
+        # have replaced their contents.
         copies = new_copies(loaded_tables, device)
         for table, copy in zip(tables, copies, strict=True):
             on_device(table, device).copy_(copy)

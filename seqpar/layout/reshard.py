@@ -22,9 +22,10 @@ _CPU = torch.device("cpu")
 
 
 def shard(x: Tensor, indices: Tensor, dim: int, tokens: int, real: int, value: float) -> Tensor:
-    """Return a rank's part of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
+    """Return a rank's tokens of a packed tensor, (T, …) -> (T_local, …); see `Layout.shard`.
 
-    `indices` are the rank's among `tokens`; all but the first `real` of these are padding.
+    `indices` are the rank's indices among `tokens` tokens. All but the first `real` tokens are
+    padding.
     """
     dim = as_dim("dim", dim)
     length = x.shape[dim] if -x.dim() <= dim < x.dim() else -1
@@ -54,7 +55,7 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
 
 
 def _as_plain(value: float) -> float:
-    """Return any real number, such as a fraction, as torch takes it."""
+    """Convert any real number, such as a fraction, to a number that torch takes."""
     if isinstance(value, int | float):
         return value
     return int(value) if value % 1 == 0 else float(value)
@@ -67,7 +68,10 @@ def unshard(x_local: Tensor, geometry: Geometry, group: Group, dim: int = 0) -> 
 
 
 def check_part(x_local: Tensor, geometry: Geometry, group: Group, dim: int) -> tuple[int, Comm]:
-    """Return `dim` and the Comm of a new call; raise unless x_local is this rank's part."""
+    """Return `dim`, counted from 0, and the Comm of a new call.
+
+    Raise a ValueError unless x_local has this rank's number of tokens.
+    """
     check_tensor("x_local", x_local)
     dim, comm = as_dim("dim", dim), Comm.of(group)
     if geometry.ranks != comm.size:
@@ -115,7 +119,7 @@ class _Unshard(torch.autograd.Function):
 def _exchange(
     comm: Comm, parts: Sequence[Tensor], received: Sequence[Tensor], label: str, step: int = 0
 ) -> None:
-    """Send each rank its part, and receive one from each rank, the own one included."""
+    """Send one tensor to each rank and receive one from each rank, this rank included."""
     sends = [(peer, parts[peer]) for peer in comm.peers]
     recvs = [(peer, received[peer]) for peer in comm.peers]
     pending = comm.exchange(sends, recvs, label=label, step=step)
@@ -124,7 +128,7 @@ def _exchange(
 
 
 def _in_packed_order(geometry: Geometry, device: torch.device) -> Tensor:
-    """Return (T,): the index in the packed batch of all ranks' tokens, one rank after another."""
+    """Return (T,) the index in the packed batch of each token, ordered by rank, then row."""
 
     def build() -> Tensor:
         indices = [geometry.token_indices(rank) for rank in range(geometry.ranks)]
@@ -159,7 +163,7 @@ class _Remap(torch.autograd.Function):
 def move(
     x: Tensor, source: Geometry, target: Geometry, comm: Comm, label: str, step: int = 0
 ) -> Tensor:
-    """Send each rank the rows of x (T_local, …) that it holds in `target`."""
+    """Send each rank the rows of x (T_local, …) that the rank holds in `target`."""
     leaving, sent = share(comm.rank, source, target, x.device)
     places, arriving = share(comm.rank, target, source, x.device)
     parts = x.index_select(0, leaving).split(sent)
@@ -171,9 +175,10 @@ def move(
 def share(
     rank: int, own: Geometry, other: Geometry, device: torch.device = _CPU
 ) -> tuple[Tensor, list[int]]:
-    """Return a rank's rows in `own`, grouped by the rank that holds them in `other`, and counts.
+    """Return a rank's rows in `own`, sorted by the rank that holds them in `other`, and counts.
 
-    The rows (T_local,) are on `device`, one rank after another, in the pack's order within each.
+    The rows (T_local,) are on `device`. Rows for one rank are in the order of the pack. The counts
+    are the numbers of rows per rank.
     """
 
     def build() -> tuple[Tensor, list[int]]:
@@ -188,7 +193,7 @@ def share(
 
 
 def _owners(geometry: Geometry) -> tuple[Ints, Ints]:
-    """Return the start of each span in the pack, ascending, followed by T; and the spans' ranks."""
+    """Return the start of each span in the pack, ascending, then T; and each span's rank."""
 
     def build() -> tuple[Ints, Ints]:
         owners, documents, starts, _ = geometry.all_spans()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.core.arguments import Ints, as_ranks
+from seqpar.core.arguments import Ints, as_ranks, shown
 from seqpar.layout.cuts.cut import Spans
 
 
@@ -22,7 +22,10 @@ class Span(NamedTuple):
 
 
 def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: Ints) -> Spans:
-    """Return the cut of spans that are listed per rank; they must cover every token once."""
+    """Return the cut of spans that are listed per rank.
+
+    Raise a ValueError unless they cover every token once.
+    """
     expected = "(document, start, stop) triples of integers"
     try:
         per_rank = [[tuple(span) for span in spans] for spans in spans_per_rank]
@@ -30,11 +33,11 @@ def parse_spans(spans_per_rank: Sequence[Iterable[tuple[int, int, int]]], cu: In
         raise ValueError(f"spans_per_rank must hold {expected} for each rank") from None
     as_ranks("spans_per_rank: the number of ranks", len(per_rank))
     flat = [span for spans in per_rank for span in spans]
-    if any(len(span) != 3 for span in flat):
-        raise ValueError(f"spans_per_rank must hold {expected}")
+    if (wrong := next((span for span in flat if len(span) != 3), None)) is not None:
+        raise ValueError(f"spans_per_rank must hold {expected}, got {shown(wrong)}")
     try:
         table = np.array(flat).reshape(-1, 3)
-    except (TypeError, ValueError):  # an element has elements
+    except (TypeError, ValueError):  # an element of a triple is itself a sequence
         raise ValueError(f"spans_per_rank must hold {expected}") from None
     if table.size and table.dtype.kind not in "iu":
         raise ValueError(f"spans_per_rank must hold {expected}, got {table.dtype}")
@@ -53,7 +56,9 @@ def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
         i = int(np.argmin(inside))
         span = Span(int(documents[i]), int(starts[i]), int(stops[i]))
         documents_in_all = f"there are {lengths.size} documents"
-        raise ValueError(f"spans_per_rank: {span} lies outside its document; {documents_in_all}")
+        raise ValueError(
+            f"spans_per_rank must lie within the documents: {span} does not, {documents_in_all}"
+        )
     nonempty = np.flatnonzero(stops > starts)
     order = nonempty[np.lexsort((starts[nonempty], documents[nonempty]))]
     begin, end = cu[documents[order]] + starts[order], cu[documents[order]] + stops[order]
@@ -63,7 +68,7 @@ def _check_cover(cu: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
         what = "overlap" if found[i] < expected[i] else "leave a gap"
         low, high = sorted((int(expected[i]), int(found[i])))
         where = f"at tokens {low} to {high - 1} of the packed batch"
-        raise ValueError(f"spans_per_rank: the spans {what} {where}")
+        raise ValueError(f"spans_per_rank must cover every token once: spans {what} {where}")
 
 
 PositionIds = Sequence[int] | Sequence[Sequence[int]] | NDArray[np.generic] | Tensor

@@ -18,8 +18,8 @@ class Contiguous(TableCut):
 
     ranks: int
     most_documents: int = 0  # see `Geometry.worst_case`
-    # With `most_documents`, a random number: equal layouts then share no tables, as these may be
-    # replaced.
+    # With `most_documents`, a random number. `load_tables` may replace the tables of such a layout,
+    # so two equal layouts must not share tables.
     number: int = 0
     most_spans: ClassVar[int | None] = 1
 

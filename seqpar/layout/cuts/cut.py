@@ -1,9 +1,10 @@
 """The protocol of cuts: how a packed batch is divided into the spans that each rank holds.
 
-Also defines `Spans`, a cut that lists all spans, and `Merged`, which joins ranks of another cut.
+This file also defines `Spans`, a cut that lists all spans, and `Merged`, a cut that treats several
+consecutive ranks of another cut as one rank.
 
-A cut stores the number of ranks and a few options. Spans are derived from `cu_seqlens` for one rank
-at a time, so no array has the size of documents × ranks.
+A cut stores the number of ranks and a few options. It derives spans from `cu_seqlens` for one rank
+at a time, so no array has documents × ranks elements.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ Columns = tuple[Ints, Ints, Ints]  # spans: their documents, starts and stops
 
 
 class Counts(NamedTuple):
-    """(ranks,) numbers of tokens, spans, runs, and spans that do not begin their document."""
+    """(ranks,) arrays: how many tokens, spans and runs each rank holds.
+
+    `continued` counts the spans that do not begin at the start of their document.
+    """
 
     tokens: Ints
     spans: Ints
@@ -30,7 +34,10 @@ class Counts(NamedTuple):
 
 
 class HeldSpans(NamedTuple):
-    """Spans (spans,) and their ranks; `numbers` are indices into the caller's documents."""
+    """Spans and the ranks that hold them, as (spans,) arrays.
+
+    `numbers` are indices into the arrays of documents that the caller asked about.
+    """
 
     numbers: Ints
     owners: Ints
@@ -42,13 +49,18 @@ class HeldSpans(NamedTuple):
         return HeldSpans(*(column[kept] for column in self))
 
 
-# (documents, starts, stops), each (n,) -> the spans of all ranks that overlap these positions, and
-# possibly other spans of the same documents. No range of positions is empty.
+# (documents, starts, stops), each (n,) -> the spans of all ranks that overlap these ranges of
+# positions. The result may also contain other spans of the same documents. The caller passes no
+# empty range.
 HolderLookup = Callable[[Ints, Ints, Ints], HeldSpans]
 
 
 class Cut(Protocol):
-    """The interface of all cuts. `alike`: the cut of a document depends only on its length."""
+    """The interface of all cuts.
+
+    Attributes:
+        alike: whether the cut of a document depends only on the document's length.
+    """
 
     @property
     def ranks(self) -> int: ...
@@ -62,29 +74,30 @@ class Cut(Protocol):
 
     @property
     def most_spans(self) -> int | None:
-        """Largest number of spans of a document that a rank holds; None without a limit."""
+        """The largest number of spans of a document that a rank holds, or None without a limit."""
 
     def columns(self, cu_seqlens: Ints, rank: int) -> Columns:
-        """Return the nonempty spans that a rank holds, by document, then position."""
+        """Return the nonempty spans that a rank holds, sorted by document, then position."""
 
     def token_counts(self, cu_seqlens: Ints) -> Ints:
         """Return (ranks,) the number of tokens that each rank holds."""
 
     def most_spans_of(self, lengths: Ints) -> Ints:
-        """Return an upper limit on the spans of all ranks together, per document length."""
+        """Return, for each document length, the most spans that all ranks together can hold."""
 
     def holders(self, cu_seqlens: Ints) -> HolderLookup:
-        """Return a function that finds the ranks that hold given parts of documents."""
+        """Return a function that finds the ranks that hold given ranges of documents."""
 
     def mirrored_edges(self, lengths: Ints) -> Ints | None:
-        """Return (documents, 2P + 1) edges of chunks if each rank c holds chunks c and 2P − 1 − c.
+        """Return the edges of mirrored chunks, (documents, 2P + 1), or None for other cuts.
 
-        P is the number of ranks. Chunks may be empty. Returns None for all other cuts.
+        Chunks are mirrored if each of the P ranks c holds chunks c and 2P − 1 − c. Chunks may be
+        empty.
         """
 
 
 class CountedCut:
-    """The defaults of a cut that counts its tokens, and whose chunks are not mirrored."""
+    """Defaults for a cut that counts its tokens, and whose chunks are not mirrored."""
 
     alike: ClassVar[bool] = False
     most_documents = 0
@@ -103,7 +116,10 @@ class TableCut(CountedCut):
     """A cut that can list the spans of all ranks."""
 
     def table(self, cu_seqlens: Ints) -> tuple[Ints, Columns]:
-        """Return the index of each rank's first span, then the number of spans; and all spans."""
+        """Return (ranks + 1,) the index of each rank's first span, and the spans of all ranks.
+
+        The last index is the number of spans.
+        """
         raise NotImplementedError
 
     def counts(self, cu_seqlens: Ints) -> Counts:
@@ -116,7 +132,10 @@ class TableCut(CountedCut):
 
 @dataclass(frozen=True, eq=False)
 class Spans(TableCut):
-    """Rank c holds spans edges[c] … edges[c+1] − 1 of a table. Spans that touch are joined."""
+    """A cut that lists its spans: rank c holds spans edges[c] … edges[c + 1] − 1.
+
+    Spans of one rank that touch are joined.
+    """
 
     edges: Ints
     documents: Ints
@@ -152,7 +171,8 @@ class Spans(TableCut):
         spans_starts, spans_stops = self.starts[order], self.stops[order]
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
-            # Spans cover every document: the last span that begins at or before a position has it.
+            # Spans cover every document, so a position lies in the last span that begins at or
+            # before the position.
             edges = sort_keys(documents, starts), sort_keys(documents, stops - 1)
             first, last = (np.searchsorted(keys, x, side="right") - 1 for x in edges)
             index, spans = enumerated(first, last)
@@ -166,7 +186,10 @@ class Spans(TableCut):
 
 @dataclass(frozen=True)
 class Merged:
-    """Another cut with each `size` consecutive ranks merged into one that has all their tokens."""
+    """A cut in which each `size` consecutive ranks of another cut are one rank.
+
+    The merged rank holds all tokens of the ranks that it replaces.
+    """
 
     members: Cut
     size: int
@@ -213,16 +236,18 @@ class Merged:
 
 
 def merged(parts: Sequence[Columns]) -> Columns:
-    """Return the spans of several ranks, by document, then position."""
+    """Return the spans of several ranks as one table, sorted by document, then position."""
     documents, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(sort_keys(documents, starts))
     return documents[order], starts[order], stops[order]
 
 
 def joined(columns: Columns, ranks: Ints | None = None) -> tuple[Columns, Ints]:
-    """Join a rank's spans that touch; return them, and each one's first index.
+    """Join spans of a rank that touch.
 
-    Spans of several `ranks` follow one another.
+    Return the joined spans, and for each the index of the first span that it was made from. If the
+    table holds spans of several `ranks`, one rank after another, spans of different ranks stay
+    apart.
     """
     documents, starts, stops = columns
     apart = np.ones(documents.size, bool)

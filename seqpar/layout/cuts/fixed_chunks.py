@@ -32,9 +32,12 @@ def _chunks(cu_seqlens: Ints, size: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class FixedChunks(CountedCut):
-    """Another cut, with its documents cut into chunks of `size` tokens; ranks keep their tokens."""
+    """A cut whose documents are the chunks of `size` tokens of another cut's documents.
 
-    whole: Cut  # the cut of the whole documents
+    Every rank holds the same tokens as in the other cut.
+    """
+
+    whole: Cut  # the other cut, of the whole documents
     documents: Ints  # cu_seqlens of the whole documents
     size: int
 

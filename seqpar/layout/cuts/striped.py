@@ -1,6 +1,7 @@
-"""Stripes of tokens, which ranks hold in turn.
+"""Stripes of consecutive tokens, which ranks hold in turn.
 
-They are counted per document, or through the pack with the same number of tokens on each rank.
+`Striped` counts stripes from the start of each document. `EvenStripes` counts stripes from the
+start of the pack, so that each rank holds the same number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from seqpar.layout.cuts.dealing import Deal
 
 @dataclass(frozen=True)
 class Striped(CountedCut):
-    """Each document has stripes of `stripe` tokens; rank s mod P holds stripe s."""
+    """Each document is cut into stripes of `stripe` tokens; rank s mod P holds stripe s."""
 
     ranks: int
     stripe: int
@@ -54,24 +55,28 @@ class Striped(CountedCut):
         tokens = self.stripe * self._dealt(full)
         np.add.at(tokens, full % self.ranks, rest)
         runs = self._above(np.minimum(stripes, self.ranks))
-        spans = self._dealt(stripes) if self.ranks > 1 else runs  # one rank's stripes all touch
+        # If there is one rank, its stripes touch: they are one span per document.
+        spans = self._dealt(stripes) if self.ranks > 1 else runs
         begun = np.where(np.arange(self.ranks) == 0, runs, 0)
         return Counts(tokens, spans, runs, spans - begun)
 
     def _dealt(self, numbers: Ints) -> Ints:
-        """Return how many items each rank gets if each of `numbers` is dealt from rank 0 on."""
+        """Return (ranks,) how many items each rank gets.
+
+        Each of `numbers` is a number of items that is dealt out to ranks 0, 1, … in turn.
+        """
         return int((numbers // self.ranks).sum()) + self._above(numbers % self.ranks)
 
     def _above(self, numbers: Ints) -> Ints:
-        """Return how many of the numbers are larger than each rank."""
+        """Return (ranks,) how many of the numbers are larger than the rank's index."""
         return numbers.size - np.cumsum(np.bincount(numbers, minlength=self.ranks))[: self.ranks]
 
 
 @dataclass(frozen=True)
 class EvenStripes(CountedCut):
-    """Stripes that are counted through the pack, not per document; rank s mod P holds stripe s.
+    """The pack is cut into stripes, whatever its documents; rank s mod P holds stripe s.
 
-    The last round has smaller stripes, so that each rank holds the same number of tokens.
+    The stripes of the last round are smaller, so that each rank holds the same number of tokens.
     """
 
     ranks: int
@@ -111,7 +116,11 @@ class EvenStripes(CountedCut):
         return Counts(tokens, spans, runs, spans - begun)
 
     def _around(self, first: Ints, numbers: Ints) -> Ints:
-        """Return how many items each rank gets if each of `numbers` is dealt from `first` on."""
+        """Return (ranks,) how many items each rank gets.
+
+        Each of `numbers` is a number of items that is dealt out to ranks in turn, from rank `first`
+        on.
+        """
         rest, size = numbers % self.ranks, 2 * self.ranks
         steps = np.bincount(first, minlength=size) - np.bincount(first + rest, minlength=size)
         twice = np.cumsum(steps).reshape(2, -1).sum(0)
@@ -121,6 +130,6 @@ class EvenStripes(CountedCut):
         return Deal(int(cu_seqlens[-1]), self.ranks, self.stripe)
 
     def _numbers(self, deal: Deal, row: Ints) -> Ints:
-        """Return the numbers of the stripes that contain the given indices of the pack."""
+        """Return the number of the stripe that contains each index of the pack."""
         places = deal.place(row)
         return places.dealt // self.stripe * self.ranks + places.turn

@@ -1,6 +1,6 @@
 """Zigzag: each rank holds an early and a late chunk of each document.
 
-With causal masks all ranks then have about the same work. `EvenZigzag` also gives each rank the
+Under a causal mask all ranks then have about the same work. In `EvenZigzag` all ranks also hold the
 same number of tokens.
 """
 
@@ -16,12 +16,12 @@ from seqpar.core.ranges import enumerated
 from seqpar.layout.cuts.cut import Columns, CountedCut, Counts, HeldSpans, HolderLookup, nonempty
 from seqpar.layout.cuts.dealing import Deal, RowPlaces
 
-_BLOCK_ELEMENTS = 2**16  # in each block of a table of comparisons
+_BLOCK_ELEMENTS = 2**16  # `Zigzag.counts` compares at most this many chunks and remainders at once
 
 
 @dataclass(frozen=True)
 class Zigzag(CountedCut):
-    """Each document of L tokens has 2P chunks, cut at ⌊cL/2P⌋; rank c holds chunks c and 2P−1−c."""
+    """A document of L tokens is cut into 2P chunks at ⌊cL/2P⌋; rank c holds chunks c and 2P−1−c."""
 
     ranks: int
     alike: ClassVar[bool] = True
@@ -51,16 +51,17 @@ class Zigzag(CountedCut):
 
     def mirrored_edges(self, lengths: Ints) -> Ints:
         chunks = 2 * self.ranks
-        # 32-bit arithmetic takes half of the time.
+        # 32-bit arithmetic takes half as long as 64-bit.
         longest = int(lengths.max(initial=0))
         small = longest < 2**28 and longest * chunks < 2**31
         lengths = lengths.astype(np.int32 if small else np.int64)
         return lengths[:, None] * np.arange(chunks + 1, dtype=lengths.dtype) // chunks
 
     def counts(self, cu_seqlens: Ints) -> Counts:
-        # A document of L = a·2P + b tokens has a tokens in each chunk, and one more in the chunks
-        # in which a document of b tokens has one, so documents with the same b are counted
-        # together. Documents of fewer than 2P tokens, the short ones, have empty chunks.
+        # A document has L = a·2P + b tokens, with b < 2P. Each chunk has a tokens, or a + 1. The
+        # chunks of a + 1 tokens are those in which a document of b tokens would have one token.
+        # Documents with equal b are therefore counted together. Short documents, which have fewer
+        # than 2P tokens, have empty chunks.
         lengths, chunks = np.diff(cu_seqlens), 2 * self.ranks
         rest, is_long = lengths % chunks, lengths >= chunks
         short = lengths[~is_long & (lengths > 0)]
@@ -72,8 +73,9 @@ class Zigzag(CountedCut):
         for first in range(0, self.ranks, rows):
             c = np.arange(first, min(first + rows, self.ranks), dtype=b.dtype)[:, None]
             remainder = c * b % chunks
-            # Chunk c has a token if the next edge passes a multiple of 2P. Its mirror image has one
-            # if the edge starts at a multiple, or passes one.
+            # In a document of b tokens, chunk c has a token if c·b is a multiple of 2P, or if
+            # (c + 1)·b passes one. The mirrored chunk has a token if c·b is a multiple of 2P, or
+            # if (c + 1)·b passes a multiple without ending on it.
             leaves, passes = remainder == 0, remainder + b >= chunks
             both = passes.astype(np.float64) + (leaves | (remainder + b > chunks))
             some = (leaves | passes).astype(np.float64)
@@ -82,8 +84,8 @@ class Zigzag(CountedCut):
         longs = int(is_long.sum())
         tokens = of_all + 2 * int((lengths // chunks).sum())
         spans = of_short + 2 * longs
-        spans[-1] -= longs  # its chunks touch
-        # The chunks of a short document on both sides of its middle may touch.
+        spans[-1] -= longs  # the two chunks of the last rank touch in the middle
+        # The two tokens on both sides of a short document's middle may be on one rank.
         left, right = (self._owner(short, short // 2 + side) for side in (-1, 0))
         np.subtract.at(spans, left[(left == right) & (short > 1)], 1)
         begun = np.bincount(self._owner(short, np.zeros_like(short)), minlength=self.ranks)
@@ -101,7 +103,10 @@ def _chunk(lengths: Ints, positions: Ints, chunks: int) -> Ints:
 
 
 class _Shares(NamedTuple):
-    """Each rank's share of each document: n_c tokens on rank c, ⌊(n_c + up)/2⌋ in its low chunk."""
+    """The number of tokens of each document on each rank, and in the rank's low chunk.
+
+    Rank c has n_c tokens of a document, of which ⌊(n_c + up)/2⌋ are in its low chunk.
+    """
 
     lengths: Ints
     first: RowPlaces
@@ -119,12 +124,13 @@ class _Shares(NamedTuple):
         return _Shares(self.lengths[chosen], first, last, self.up[chosen])
 
     def equal_ranks(self, behind: int | Ints) -> tuple[Ints, Ints]:
-        """Return the borders (6, documents) and n_c (5, documents) of groups of equal ranks.
+        """Divide the ranks below `behind`, for each document, into five groups with equal n_c.
 
-        The groups divide the ranks below `behind`.
+        Return the first rank of each group and the end of the last, (6, documents), and n_c, (5,
+        documents).
         """
-        # Five suffice: in a round all ranks get the same number, except for the ranks whose turn it
-        # is when the document begins and ends.
+        # Five groups suffice. In a round all ranks get the same number of tokens of a document,
+        # except for two ranks: those whose turn it is when the document begins and when it ends.
         turns = self.first.turn, self.last.turn
         low = np.minimum(*turns)
         high = np.maximum(np.maximum(*turns), low + 1)
@@ -133,7 +139,7 @@ class _Shares(NamedTuple):
         return borders, self.tokens(borders[:-1])
 
     def chunks(self, rank: int | Ints) -> tuple[Ints, Ints]:
-        """Return (documents, 2) starts and stops of one rank's low and high chunks."""
+        """Return the starts, (documents, 2), and the stops of one rank's low and high chunks."""
         borders, tokens = self.equal_ranks(rank)
         low_start = (self.low(tokens) * np.diff(borders, axis=0)).sum(0)
         below = self.last.dealt_below(rank) - self.first.dealt_below(rank)
@@ -148,11 +154,12 @@ class _Shares(NamedTuple):
 class EvenZigzag(CountedCut):
     """Zigzag with the same number of tokens on each rank.
 
-    Tokens are dealt to ranks one by one, which determines n_c, the tokens of a document on rank c.
-    The document is then cut into the low chunks of ranks 0 … P − 1, of n_c/2 tokens, and the high
-    chunks of ranks P − 1 … 0. If n_c is odd, high and low chunks are longer in alternate documents.
-    A rank therefore has the same part of each document and of its causal work, except for one
-    token.
+    Tokens are dealt to ranks one by one. This determines n_c, the number of tokens of a document on
+    rank c. Each rank's n_c tokens are divided into a low and a high chunk of n_c/2 tokens each.
+    From its start to its end, a document consists of the low chunks of ranks 0 … P − 1, then the
+    high chunks of ranks P − 1 … 0. If n_c is odd, the high chunk is longer in every second
+    document, and the low chunk in the documents between. Up to one token, a rank therefore has the
+    same fraction of each document and of the document's causal work.
 
     Documents of fewer than 2P·min_chunk tokens are dealt after all others, longest first, in parts
     of 2·min_chunk tokens. Such a document is on few ranks, or whole on one, and the parts of a
@@ -178,8 +185,8 @@ class EvenZigzag(CountedCut):
 
         def lookup(documents: Ints, starts: Ints, stops: Ints) -> HeldSpans:
             first, last = every.first.take(documents), every.last.take(documents)
-            # A document goes to consecutive ranks, starting with the rank whose turn it is, for one
-            # round or more.
+            # A document is on consecutive ranks, starting with the rank whose turn it is. It may
+            # take several rounds.
             turns = np.full_like(documents, self.ranks)
             in_next = last.dealt == first.dealt + first.part
             turns[in_next] -= np.maximum(first.turn - last.turn - 1, 0)[in_next]
@@ -198,7 +205,7 @@ class EvenZigzag(CountedCut):
         tokens[borders[:-1] == borders[1:]] = 0  # groups without ranks
 
         def on_ranks(numbers: Ints) -> Ints:
-            """Return (ranks,) sums over documents of the numbers of each rank's group."""
+            """Return (ranks,) sums over documents. Each rank counts the number of its group."""
             begin, end = (
                 np.bincount(edges.ravel(), numbers.ravel(), self.ranks + 1)
                 for edges in (borders[:-1], borders[1:])
@@ -209,7 +216,8 @@ class EvenZigzag(CountedCut):
         last = len(tokens) - 1 - np.argmax(tokens[::-1] > 0, axis=0)[documents]
         highest, of_highest = borders[last + 1, documents] - 1, tokens[last, documents]
         spans = on_ranks(np.minimum(tokens, 2))
-        spans -= np.bincount(highest[of_highest > 1], minlength=self.ranks)  # its chunks touch
+        # The two chunks of the highest rank touch in the middle of the document.
+        spans -= np.bincount(highest[of_highest > 1], minlength=self.ranks)
         low = np.where(tokens > 0, shares.low(tokens), 0)[:, documents]
         begins = borders[np.argmax(low > 0, axis=0), documents]
         begins = np.where(low.any(0), begins, highest)  # the rank that holds position 0

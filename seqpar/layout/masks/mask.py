@@ -1,9 +1,10 @@
 """Mask and Slices: which query attends to which key, and the number of pairs.
 
-For a rank that holds queries and a rank that holds keys a mask compiles to *slices*: (q rows, k
-rows, band lo ≤ k_pos − q_pos ≤ hi), which never overlap. Since positions ascend within a run, the
-keys that a query attends to are one interval of rows, found by bisection. The size of tables is
-therefore linear in the number of (document or range, peer) pairs, however finely documents are cut.
+For a rank that holds queries and a rank that holds keys, a mask compiles to *slices*, which never
+overlap. A slice is a range of query rows, a range of key rows, and a *band* lo ≤ k_pos − q_pos ≤
+hi. Positions ascend within a run, so the keys that a query attends to are one interval of rows,
+which bisection finds. The size of the tables is therefore linear in the number of (document, peer)
+pairs, or (range, peer) pairs if the mask has ranges, however finely documents are cut.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Mask:
     """The rule for which keys of its document a query attends to.
 
     A query at position i attends to the keys at positions i − left … i + right, and to the first
-    `prefix` keys. `left` and `right` may be `UNLIMITED`; `prefix` is one number of keys per
-    document, or None. If a document has L_q queries and L_kv other keys (`kv_layout`), their ends
-    are aligned: query i counts as at position i + L_kv − L_q. If there are `ranges`, only they
-    determine the pairs.
+    `prefix` keys. `left` and `right` may be `UNLIMITED`. `prefix` is one number of keys per
+    document, or None. With a `kv_layout`, a document may have a different number of keys, L_kv,
+    than of queries, L_q. The ends of queries and keys are then aligned: query i counts as if at
+    position i + L_kv − L_q. If there are `ranges`, only they determine the pairs.
     """
 
     left: int
@@ -54,7 +55,8 @@ class Mask:
         return hash((self.left, self.right, self.prefix or (), self.ranges))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: x for name, x in vars(self).items() if name != "_hash"}  # not in others
+        # Hashes of texts differ between processes.
+        return {name: x for name, x in vars(self).items() if name != "_hash"}
 
     def __hash__(self) -> int:
         return self._hash  # cached: tables are looked up by it, and a prefix may be long
@@ -63,7 +65,7 @@ class Mask:
     def of(
         cls, causal: bool, window_size: WindowSize, prefix_lens: Ints | None, keys: Geometry
     ) -> Mask:
-        """Return the mask of a call's arguments; raise a ValueError that names a wrong one."""
+        """Return the mask of a call's arguments; raise a ValueError that names a wrong argument."""
         bounds = parse_window(window_size)
         left, right = (UNLIMITED if bound == -1 else bound for bound in bounds)
         if as_bool("causal", causal):
@@ -88,9 +90,9 @@ class Mask:
         In a range (document, q_start, q_stop, k_start, k_stop, low, high), the queries q_start …
         q_stop − 1 of a document attend to its keys k_start … k_stop − 1 for which low ≤ k_pos −
         q_pos ≤ high. None is unlimited. Positions of queries count among the document's queries,
-        positions of keys among its keys; with a `kv_layout` of other lengths the ends are not
-        aligned. Ranges are tuples in any order, or (n, 7) integers. Ranges without any pair are
-        dropped. A query that is in no range attends to no key: its out is 0.
+        and positions of keys among its keys. With a `kv_layout` of other lengths than the layout's,
+        the ends are not aligned. Ranges are tuples in any order, or (n, 7) integers. Ranges without
+        any pair are dropped. A query that is in no range attends to no key: its out is 0.
 
         Takes time n log n for n ranges; docs/guides/masks.md has the exception. Raises a ValueError
         that names a wrong range, or two ranges that both have the same pair, which would count
@@ -138,9 +140,10 @@ class Mask:
 class Slices:
     """The slices of a block of query rows over a block of key rows.
 
-    One of the two blocks has all rows that the computing rank holds. The other block travels to it,
-    and has only the rows of its owner with a visible pair. If one rank holds both, neither travels,
-    and both are complete.
+    If different ranks hold the queries and the keys, one of the two blocks is sent to the rank that
+    holds the other, and that rank computes. The block that stays has all rows of the computing
+    rank. The block that is sent has only the rows with a visible pair. If one rank holds both
+    blocks, nothing is sent, and both blocks are complete.
     """
 
     q_rows: Ints  # (n, 2) ranges of rows in the blocks, of n slices
@@ -148,11 +151,11 @@ class Slices:
     bands: Ints  # (n, 2), lo and hi of each slice
     q_positions: Positions  # (T_q,) the position of each row
     k_positions: Positions  # (T_k,) the position of each row
-    sent_rows: Ints  # (m, 2) the owner's local rows of the block that travels, or of keys
+    sent_rows: Ints  # (m, 2) local rows, on their owner, of the block that is sent; keys if none is
     derived: Memo = field(default_factory=Memo, repr=False)  # backends' tables
     q_aligned: Positions | None = None  # `aligned`, or None if that is `q_positions`
-    # 0, or the number of runs of rows for which kernels pad their tables, so that launches are the
-    # same for all documents.
+    # 0, or a limit on the number of runs of rows. Kernels pad their tables to this number, so that
+    # a launch is the same for all documents.
     most_runs: int = 0
 
     def __len__(self) -> int:
@@ -160,7 +163,10 @@ class Slices:
 
     @property
     def are_computed(self) -> bool:
-        """Whether kernels run for them. If tables are padded, they do even if there is no pair."""
+        """Whether kernels run for these slices.
+
+        With padded tables, they run even without any pair.
+        """
         return len(self) > 0 or (self.most_runs > 0 and self.key_rows > 0)
 
     @property
@@ -173,11 +179,11 @@ class Slices:
 
     @property
     def aligned(self) -> Positions:
-        """The position of each query row, counted among its document's keys."""
+        """The position of each query row, counted among the keys of the row's document."""
         return self.q_positions if self.q_aligned is None else self.q_aligned
 
     def key_intervals(self, i: int) -> tuple[Ints, Ints]:
-        """Return two (rows,) arrays: slice i's rows attend to its keys start … stop − 1."""
+        """Return (rows,) starts and stops: the keys of slice i to which each row attends."""
         q_positions = self.q_positions[slice(*self.q_rows[i])].astype(np.int64)
         k_positions = self.k_positions[slice(*self.k_rows[i])]
         low, high = self.bands[i]
@@ -199,7 +205,7 @@ class Slices:
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
-        """Numbers of visible pairs of each slice: all, and of rows that skip the first keys."""
+        """Count each slice's visible pairs: all, and those of rows that skip the first keys."""
         areas = (np.diff(self.q_rows) * np.diff(self.k_rows))[:, 0]
         pairs = [(area, 0) for area in areas.tolist()]
         for i in np.flatnonzero(~self.full).tolist():
@@ -209,7 +215,7 @@ class Slices:
         return pairs
 
     def mask(self, rows: slice, keys: slice, band: Sequence[int], device: torch.device) -> Tensor:
-        """Return (n, m) bool: whether a query row attends to a key row under a slice's band."""
+        """Return (n, m) bool: whether n query rows attend to m key rows under a slice's band."""
         q_positions, k_positions = self.positions_on(device)
         distance = k_positions[keys] - q_positions[rows, None]
         low, high = np.clip(band, -_MAX_DISTANCE, _MAX_DISTANCE).tolist()
@@ -234,7 +240,7 @@ class Slices:
         return np.flatnonzero(seeing[1:] != seeing[:-1]).reshape(-1, 2)
 
     def of_queries(self, rows: Ints) -> Slices:
-        """Return the same slices over only these query rows, including all that have a key."""
+        """Return these slices over some query rows only, among them all that have a visible key."""
         return replace(
             self,
             q_rows=rows_before(rows, self.q_rows),
@@ -245,7 +251,7 @@ class Slices:
         )
 
     def of_keys(self, rows: Ints) -> Slices:
-        """Return the same slices over only these key rows, which include all rows of slices."""
+        """Return these slices over some key rows only, among them all rows of slices."""
         k_rows, positions = rows_before(rows, self.k_rows), take_ranges(self.k_positions, rows)
         return replace(self, k_rows=k_rows, k_positions=positions, sent_rows=rows, derived=Memo())
 
@@ -253,7 +259,7 @@ class Slices:
     def of(cls, table: Ints, q: Holding, k: Holding, shift: Ints, sent_rows: Ints) -> Slices:
         """Return slices from (6, n): q start and stop, k start and stop, lo and hi of the band.
 
-        `shift` (documents of q,) aligns the ends of each document.
+        `shift` (documents of q,) aligns the ends of each document's queries and keys.
         """
         table = table[:, np.argsort(table[2], kind="stable")]
         q_rows, k_rows, bands = (np.stack([table[i], table[i + 1]], 1) for i in (0, 2, 4))
@@ -262,7 +268,7 @@ class Slices:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Slices]) -> Slices:
-        """Return the slices of the same query rows over several blocks of keys, as one block."""
+        """Join slices of the same query rows over several blocks of keys into one block of keys."""
         if not parts:
             pairs, positions = np.empty((0, 2), np.int64), np.empty(0, np.int32)
             return cls(pairs, pairs, pairs, positions, positions, pairs)
@@ -283,10 +289,11 @@ def slices_between(
     mask: Mask,
     queries_travel: bool = False,
 ) -> Slices:
-    """Return the slices of one rank's queries over another's keys, cached with both geometries.
+    """Return the slices of one rank's queries over another rank's keys.
 
-    By default the keys travel, so their block has only the keys within the queries' reach. With
-    `queries_travel` the queries travel, and their block has only queries that attend to any key.
+    They are cached with both geometries. By default the keys are sent, and their block has only the
+    keys that the queries attend to. With `queries_travel` the queries are sent, and their block has
+    only queries that attend to any key.
     """
     queries_travel = queries_travel and q_rank != k_rank
 
@@ -344,15 +351,16 @@ class Blocks:
 
 
 _TILE_ROWS = 128  # long slices are cut at multiples of this, so that kernels' tiles stay whole
-# Slices of at most this many rows stay whole. Libraries for matrix products add the terms of a
-# score in another order if there are few keys (8 for MKL on an AMD EPYC), so the halves in backward
-# would have other scores than the whole slice in forward.
+# Slices of at most this many rows stay whole. With few keys (8 for MKL on an AMD EPYC), libraries
+# for matrix products add the terms of a score in another order than with many keys. The halves in
+# backward would then have other scores than the whole slice in forward.
 _WHOLE_ROWS = 32
 
 
 def halves(slices: Slices) -> tuple[Slices, Slices]:
-    """Return two parts of the slices, in order, which together are all of them."""
-    # Each slice is cut at half of its area, so a document's bits do not depend on its neighbours.
+    """Cut each slice in half. Return the first halves and the second halves, in order."""
+    # Each slice is cut by itself, at half of its visible pairs. Cutting the whole list in half
+    # would make a document's result depend on the other documents of the batch.
     lengths = np.diff(slices.q_rows)[:, 0]
     queries, keys = (np.stack([x, x], axis=1) for x in (slices.q_rows, slices.k_rows))
     queries[:, 0, 1] = queries[:, 1, 0] = slices.q_rows[:, 0] + _middle(lengths)
@@ -372,7 +380,7 @@ def halves(slices: Slices) -> tuple[Slices, Slices]:
 
 
 def _middle(lengths: Ints) -> Ints:
-    """Return the result of `_row` for slices with these numbers of rows and all pairs visible."""
+    """Return what `_row` returns for slices of these lengths, if all their pairs are visible."""
     step = np.clip(lengths // 2, 1, _TILE_ROWS)
     below = lengths // (2 * step)
     above_is_closer = 2 * step * (below + 1) - lengths < lengths - 2 * step * below
@@ -380,7 +388,7 @@ def _middle(lengths: Ints) -> Ints:
 
 
 def _row(start: Ints, stop: Ints) -> int:
-    """Return the row before which to halve a slice's area, between tiles if it is long."""
+    """Return the row that divides a slice's visible pairs in half, between tiles if it is long."""
     step = min(_TILE_ROWS, start.size // 2)
     reached = np.cumsum(stop - start)[step - 1 : -1 : step]
     return (int(np.argmin(np.abs(reached - (stop - start).sum() / 2))) + 1) * step
@@ -389,7 +397,7 @@ def _row(start: Ints, stop: Ints) -> int:
 def _part(
     slices: Slices, i: int, start: Ints, stop: Ints, rows: tuple[int | None, int | None]
 ) -> tuple[Ints, Ints]:
-    """Return the query and key rows of some rows of slice i, trimmed to pairs that attend."""
+    """Return the query and key rows of some rows of slice i, trimmed to rows with visible pairs."""
     seeing = np.flatnonzero(stop[slice(*rows)] > start[slice(*rows)])[[0, -1]] + (rows[0] or 0)
     first, last = seeing
     return slices.q_rows[i, 0] + [first, last + 1], slices.k_rows[i, 0] + [start[first], stop[last]]

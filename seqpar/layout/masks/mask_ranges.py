@@ -48,7 +48,10 @@ class Ranges(NamedTuple):
         return Ranges(*(column[chosen] for column in self))
 
     def trimmed(self) -> tuple[Ranges, Ints]:
-        """Return the ranges trimmed to visible pairs, without needless bounds, and indices."""
+        """Trim ranges to visible pairs, and drop empty ranges and bounds that exclude nothing.
+
+        Return the remaining ranges, and the index of each in `self`.
+        """
         index, (q_starts, q_stops, k_starts, k_stops) = trim(*self[1:])
         lows, highs = self.lows[index], self.highs[index]
         lows = np.where(lows > k_starts - q_stops + 1, lows, -UNLIMITED)
@@ -57,7 +60,10 @@ class Ranges(NamedTuple):
         return Ranges(self.documents[index], *edges, lows, highs), index
 
     def of_queries(self, q: Holding) -> tuple[tuple[Ints, Ints], Ranges]:
-        """Return rows of a holding in clusters within one range each, and the range of each."""
+        """Cut a holding's query rows into clusters that lie in one range each.
+
+        Return the rows (starts, stops) of the clusters, and the range of each cluster.
+        """
         begins, ends = (sort_keys(self.documents, edges) for edges in self[1:3])
         own = self.take(np.flatnonzero(q.holds_some(begins, ends)))
         starts, stops = (q.rows_before(own.documents, edges) for edges in own[1:3])
@@ -100,7 +106,7 @@ class MaskRanges:
         return isinstance(other, MaskRanges) and self.key == other.key
 
     def __hash__(self) -> int:
-        return int.from_bytes(self.key[:7])  # the same in all processes, since masks cache it
+        return int.from_bytes(self.key[:7])
 
     def __len__(self) -> int:
         return self.columns.documents.size
@@ -113,7 +119,7 @@ class MaskRanges:
 
     @cached_property
     def _ends(self) -> tuple[int, Ints, Ints]:
-        """Number of documents needed, and (documents,) how many queries and keys of each."""
+        """The number of documents that the ranges need, and how many queries and keys of each."""
         documents = int(self.columns.documents.max(initial=-1)) + 1
         queries, keys = np.zeros(documents, np.int64), np.zeros(documents, np.int64)
         np.maximum.at(queries, self.columns.documents, self.columns.q_stops)
@@ -134,7 +140,7 @@ class MaskRanges:
 
 
 def described(handle: Tensor, canonical: bool) -> object:
-    """Return what names ranges when ranks compare their masks; in words if `canonical`."""
+    """Return a value that identifies ranges when ranks compare masks; in words if `canonical`."""
     digest = key_of_handle(handle).hex()[:16]
     if not canonical:
         return digest
@@ -203,9 +209,9 @@ def _columns(ranges: RangeList) -> list[Ints]:
 
 
 def find_overlap(ranges: Ranges) -> tuple[Ints, int, int] | None:
-    """Return two overlapping ranges (2,), and a query and a key that both have; or None.
+    """Return the indices (2,) of two overlapping ranges, and a query and a key in both; or None.
 
-    Ranges are in order of documents and `q_starts`. The search takes n log n comparisons. A range
+    Ranges are sorted by document, then `q_starts`. The search takes n log n comparisons. A range
     that begins also moves the present ranges with later keys.
     """
     pairs = _neighbours(ranges)

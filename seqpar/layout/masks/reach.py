@@ -1,8 +1,11 @@
 """Count the rows that ranks need of each other under a mask, for all ranks of a group together.
 
-The *reach* of rows is the set of positions on the other side with which they have a visible pair.
-Only documents of the asking rank are processed, in blocks, and in each only the ranks within its
-reach, so no array has the size of documents × ranks.
+One rank, the *asking* rank, counts rows: its own, which other ranks need, and those of other ranks,
+which it needs. One *side* of attention is the queries, and the other side is the keys. The *reach*
+of some rows is the set of positions on the other side with which they have a visible pair.
+
+Only documents of the asking rank are processed, in blocks of documents. In each document only the
+ranks within the asking rank's reach are processed, so no array has documents × ranks elements.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from seqpar.layout.cuts.cut import HeldSpans
 from seqpar.layout.geometry import Geometry, Holding
 from seqpar.layout.masks.mask import Mask
 
-_BLOCK_SPANS = 2**17  # of all ranks, per block of documents
+_BLOCK_SPANS = 2**17  # limit on the spans of all ranks in a block of documents
 _BLOCK_DOCUMENTS = 2**14
-_BLOCK_EDGES = 2**16  # of mirrored chunks; smaller blocks stay in a core's cache
-_MAX_MIRRORED_SPANS = 2  # per document on the asking rank
+_BLOCK_EDGES = 2**16  # limit on the edges of mirrored chunks in a block, to stay in a core's cache
+_MAX_MIRRORED_SPANS = 2  # limit on the asking rank's spans of a document, with mirrored chunks
 
 
 class Intervals(NamedTuple):
-    """Intervals of positions, as (n,) arrays, each with the number of the span that reaches it."""
+    """Intervals of positions, as (n,) arrays, each with the index of the span that reaches it."""
 
     spans: Ints
     starts: Ints
@@ -61,7 +64,8 @@ class Reach:
         index = np.arange(documents.size)
         if self.mask.prefix is not None:
             prefix = np.array(self.mask.prefix, dtype=np.int64)[documents]
-            # All queries attend to keys of the prefix, and these are attended to by all queries.
+            # Every query reaches the keys of the prefix. A span of keys that begins in the prefix
+            # reaches every query.
             more = index if self.to_keys else np.flatnonzero(starts < prefix)
             reached = prefix if self.to_keys else lengths
             index = np.concatenate([index, more])
@@ -95,8 +99,8 @@ class ReachedRows(NamedTuple):
     """Rows of one rank that rows of other ranks reach, as (ranks,) or (groups,) arrays."""
 
     counts: Ints  # number of rows
-    firsts: Ints  # the first row; arbitrary without rows
-    behind: Ints  # one more than the last row; arbitrary without rows
+    firsts: Ints  # the first row; undefined if the count is 0
+    behind: Ints  # one more than the last row; undefined if the count is 0
 
     @classmethod
     def none(cls, size: int) -> ReachedRows:
@@ -105,12 +109,12 @@ class ReachedRows(NamedTuple):
 
     @property
     def are_ranges(self) -> NDArray[np.bool_]:
-        """Whether each entry's rows are a single range."""
+        """Whether the rows of each entry are one range without gaps."""
         return (self.counts > 0) & (self.counts == self.behind - self.firsts)
 
 
 class AttentionSide(NamedTuple):
-    """One side of attention between ranks: the rows of other ranks, and the reach of both sides."""
+    """The rows of other ranks on one side of attention, and the reach in both directions."""
 
     others: Geometry  # the geometry of the other ranks' rows
     own_reach: Reach  # from the asking rank's rows to rows of other ranks
@@ -118,16 +122,20 @@ class AttentionSide(NamedTuple):
 
     @classmethod
     def of_queries(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the side of a rank that asks about its queries and other ranks' keys."""
+        """Describe the keys of other ranks, for a rank that asks about its queries."""
         return cls(keys, *Reach.both(queries, keys, mask))
 
     @classmethod
     def of_keys(cls, queries: Geometry, keys: Geometry, mask: Mask) -> AttentionSide:
-        """Return the side of a rank that asks about its keys and other ranks' queries."""
+        """Describe the queries of other ranks, for a rank that asks about its keys."""
         return cls(queries, *reversed(Reach.both(queries, keys, mask)))
 
     def own_rows(self, own: Holding, groups: Ints | None = None) -> ReachedRows:
-        """Return the own rows that rows of each rank, or of each of `groups` (ranks,), reach."""
+        """Return the asking rank's rows that rows of each rank reach.
+
+        With `groups` (ranks,), the group of each rank, return the rows that any rank of each group
+        reaches.
+        """
         if groups is None and self._is_mirrored(own):
             return self._mirrored_own_rows(own)
         size = self.others.ranks if groups is None else int(groups.max(initial=-1)) + 1
@@ -149,7 +157,7 @@ class AttentionSide(NamedTuple):
         return reached
 
     def their_rows(self, own: Holding) -> Ints:
-        """Count the rows of each rank that the own rows reach, (ranks,)."""
+        """Count, for each rank, the rows that the asking rank's rows reach, (ranks,)."""
         reached = self.own_reach.union_of(own)
         has_mirrored_chunks = self.others.cut.mirrored_edges(reached.offsets[:0]) is not None
         if has_mirrored_chunks and (np.diff(reached.documents) > 0).all():
@@ -161,7 +169,10 @@ class AttentionSide(NamedTuple):
         return counts
 
     def own_ranges(self, own: Holding, peers: Sequence[Holding]) -> Ints:
-        """Return the own rows that rows of some peers reach, as (m, 2) ranges that do not touch."""
+        """Return the asking rank's rows that rows of any of the peers reach.
+
+        They are (m, 2) ranges that do not touch.
+        """
         parts = []
         for peer in peers:
             reached = self.their_reach.of(*peer.columns)
@@ -173,7 +184,7 @@ class AttentionSide(NamedTuple):
         return union(starts[order], stops[order])
 
     def _spans_within(self, reached: Holding) -> Iterator[tuple[Ints, HeldSpans]]:
-        """Yield blocks of documents, and the spans of all ranks near the reached positions."""
+        """Yield blocks of documents, with the spans of all ranks near the reached positions."""
         documents, first, behind = reached.runs
         starts, stops = reached.starts[first], reached.stops[behind - 1]
         lookup = self.others.holders
@@ -191,14 +202,18 @@ class AttentionSide(NamedTuple):
         return int((behind - first).max(initial=0)) <= _MAX_MIRRORED_SPANS
 
     def _mirrored_own_rows(self, own: Holding) -> ReachedRows:
-        """Count own rows if others' two mirrored chunks reach everything on one side."""
+        """Count the asking rank's rows for other ranks whose chunks are mirrored.
+
+        Under a mask that is unlimited to the left, the reach of a rank's two chunks together is
+        everything on one side of one position, so no list of spans is needed.
+        """
         ranks, to_keys = self.others.ranks, self.their_reach.to_keys
         bounds = self.their_reach.highs if to_keys else self.their_reach.lows
         documents, first, behind = own.runs
         reached = ReachedRows.none(ranks)
         are_long = int(own.stops.max(initial=0)) >= 2**28
         for block, edges in self._mirrored(documents):
-            if are_long:  # the edges are only as large as the other side's documents
+            if are_long:  # the dtype of edges fits the other side's documents, which may be shorter
                 edges = edges.astype(np.int64)
             far = 2**30 if edges.dtype == np.int32 else 2**50
             limits = _reached_by_mirrored(edges, far, to_keys)
@@ -246,7 +261,11 @@ class AttentionSide(NamedTuple):
 
 
 def _reached_by_mirrored(edges: Ints, far: int, to_keys: bool) -> Ints:
-    """Return (documents, ranks) ends of last rows, or positions of first; ∓far: none."""
+    """Return (documents, ranks) the positions of mirrored chunks that bound their reach.
+
+    For queries, it is the end of a rank's last chunk of the document; for keys, the start of the
+    first. Ranks without tokens of a document have −far for queries, and far for keys.
+    """
     ranks = edges.shape[1] // 2
     low_starts, low_stops = edges[:, :ranks], edges[:, 1 : ranks + 1]
     high_starts, high_stops = edges[:, ranks : 2 * ranks][:, ::-1], edges[:, ranks + 1 :][:, ::-1]
@@ -270,14 +289,20 @@ def _union(documents: Ints, starts: Ints, stops: Ints) -> Holding:
 
 
 def _beyond_earlier(runs: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Return `starts` beyond the run's earlier intervals; intervals are sorted by run, start."""
+    """Move `starts` past the earlier intervals of the same run, so that no position counts twice.
+
+    Intervals are sorted by run, then start.
+    """
     reached = np.maximum.accumulate(sort_keys(runs, stops))
     earlier = np.r_[0, reached[:-1]][: reached.size] - sort_keys(runs, np.zeros_like(runs))
     return np.maximum(starts, earlier)
 
 
 def _blocks(limits: Ints) -> Iterator[slice]:
-    """Yield slices of documents with at most `_BLOCK_SPANS` spans in `limits`, or one document."""
+    """Yield slices of documents whose `limits` sum to at most `_BLOCK_SPANS`.
+
+    A document with a larger limit is a slice by itself.
+    """
     ends, first = np.cumsum(limits), 0
     while first < limits.size:
         done = int(ends[first - 1]) if first else 0

@@ -17,10 +17,11 @@ Bounds = tuple[Ints, Ints]
 
 
 def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
-    """Return the clusters of query rows: their runs, their first rows, and their ends.
+    """Return the clusters of query rows: their runs, their first rows, and the ends of their rows.
 
-    A cluster is a sequence of spans of a run with gaps no wider than `band` = hi − lo, so that they
-    attend to one range of positions. Keys between clusters need not travel.
+    A cluster is a sequence of spans of one run, in which no gap is wider than `band` = hi − lo. The
+    rows of a cluster therefore attend to one range of positions without gaps. Keys between the
+    ranges of two clusters need not be sent.
     """
     new_run = q.documents[1:] != q.documents[:-1]
     begins_cluster = new_run | (q.starts[1:] - q.stops[:-1] >= band + 1)
@@ -30,12 +31,13 @@ def clusters(q: Holding, band: int) -> tuple[Ints, Ints, Ints]:
 
 
 def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges of query rows, each within a run, where clusters of a band's width hi − lo begin.
+    """Cut ranges of query rows, each within a run, at the gaps between clusters (`clusters`).
 
-    Return the index of each piece's range, and the pieces' starts and stops; empty ranges have
-    none.
+    `widths` are hi − lo of each range's band. Return three arrays with an entry per cluster: the
+    index of its range, and its start and stop. Empty ranges have no cluster.
     """
-    # A range with a gap wider than its band is cut for the narrowest of such bands.
+    # Ranges that contain a gap wider than their band are cut together, at all gaps wider than the
+    # narrowest of their bands.
     gaps = q.starts[1:] - q.stops[:-1]
     widest = gaps[q.documents[1:] == q.documents[:-1]].max(initial=0)
     narrow = widths < widest
@@ -51,7 +53,10 @@ def cut_at_gaps(q: Holding, starts: Ints, stops: Ints, widths: Ints) -> tuple[In
 def trim(
     q_starts: Ints, q_stops: Ints, k_starts: Ints, k_stops: Ints, lows: Ints, highs: Ints
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
-    """Return the indices of rectangles with visible pairs under the bands, and these, trimmed."""
+    """Trim rectangles to visible pairs under their bands, and drop those that have none.
+
+    Return the indices of the rectangles that remain, and those rectangles.
+    """
     some = (q_stops > q_starts) & (k_stops > k_starts) & (lows <= highs)
     begins, ends = np.maximum(q_starts, k_starts - highs), np.minimum(q_stops, k_stops - lows)
     index = np.flatnonzero(some & (ends > begins))
@@ -65,10 +70,11 @@ def in_reach(
 ) -> Ints:
     """Return slices as (6, n): q start and stop, k start and stop, lo and hi of the band.
 
-    There is one slice per cluster of query rows `q_rows` (starts, stops) that attends to a key of
-    its run of keys, trimmed to pairs that attend. `runs` has each cluster's run of queries and of
-    keys, and the holdings' documents are such runs. `keys` are the first position and the one after
-    the last.
+    Each cluster of query rows, `q_rows` (starts, stops), is compared with one run of keys. There is
+    a slice for each cluster that attends to a key of that run, trimmed to rows with a visible pair.
+    `runs` are the run of queries and the run of keys of each cluster. The documents of both
+    holdings are the numbers of such runs. `keys` is the range of key positions that a cluster may
+    attend to.
     """
     (q_start, q_stop), (low, high), (first_key, key_limit) = q_rows, band, keys
     k_start = k.rows_before(runs[1], np.maximum(first_key, q.positions[q_start] + low))
@@ -88,7 +94,10 @@ def in_reach(
 def of_band(
     q: Holding, k: Holding, shift: Ints, left: int, right: int, prefix_lens: Sequence[int] | None
 ) -> Ints:
-    """Return the slices of a window and a prefix, as (6, n); `shift` aligns documents' ends."""
+    """Return the slices of a window and a prefix, as (6, n).
+
+    `shift` aligns the ends of each document's queries and keys.
+    """
     documents, q_start, q_stop = clusters(q, left + right)
     prefix = None if prefix_lens is None else np.array(prefix_lens, dtype=np.int64)
     first_key = np.zeros_like(documents) if prefix is None else prefix[documents]

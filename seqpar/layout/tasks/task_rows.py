@@ -1,9 +1,13 @@
-"""Decide which rows travel for tasks, between which ranks, and in which stage.
+"""Decide which rows are sent for tasks, between which ranks, and in which stage.
 
-The queries that a server needs are cut into stages, so that the results of one stage return while
-the next is computed. A key travels to a server once, no later than the first queries of other ranks
-that attend to it; its gradient can return after the last. The work of the server's own queries with
-keys of other ranks is spread over the stages.
+A task is a rectangle of query and key positions (`tasks.py`). The rank that computes a task is its
+*server*; the rank that holds a row is the row's *owner*. A server's *own* rows are those that it
+holds.
+
+The queries that a server needs from other ranks are divided into stages, so that the results of one
+stage return while the server computes the next. A key is sent to a server once, no later than the
+first queries of other ranks that attend to it. Its gradient can return after the last such queries.
+The work of the server's own queries with keys of other ranks is spread over the stages.
 """
 
 from __future__ import annotations
@@ -26,16 +30,17 @@ _MAX_STAGES = 4
 class Segments(NamedTuple):
     """Ranges of a packed batch that servers need for their tasks, and the stages that need them.
 
-    They are sorted by server, then position. The ranges of a server are disjoint.
+    Segments are sorted by server, then position. The ranges of one server are disjoint.
     """
 
     servers: Ints  # (n,) the server that needs the range
     starts: Ints  # (n,) positions
     stops: Ints
-    # (n,) stages, of which there are `count`. The server's own queries count after `staged` only.
-    owns: Ints  # −1 if own queries do not need the range, else `count`; after `staged`, a stage
-    firsts: Ints  # the first stage whose queries need it, or `count`
-    lasts: Ints  # the last such stage, or −1
+    # (n,) stages, of which there are `count`. `staged` assigns a stage to the server's own queries.
+    # Before it, `firsts` and `lasts` consider queries of other ranks only.
+    owns: Ints  # −1 if own queries do not need the range; else `count`, or after `staged` a stage
+    firsts: Ints  # the first stage whose queries need the range, or `count` if there is none
+    lasts: Ints  # the last stage whose queries need the range, or −1 if there is none
 
     @classmethod
     def covering(
@@ -43,7 +48,8 @@ class Segments(NamedTuple):
     ) -> Segments:
         """Return the segments that some ranges cover.
 
-        A range is needed in one of `count` stages, or by its server's own queries if that is −1.
+        `stages` has, for each range, one of `count` stages in which the range is needed, or −1 if
+        the server's own queries need it.
         """
         begins, ends = servers * tokens + starts, servers * tokens + stops
         edges = np.unique(np.r_[begins, ends])
@@ -77,7 +83,7 @@ class Segments(NamedTuple):
         return cls.covering(parts.servers, *ranges, stages, count, keys.tokens)
 
     def coming(self, geometry: Geometry) -> Ints:
-        """Return the number of rows of each segment that its server does not hold."""
+        """Return the number of rows of each segment that the server must receive."""
         coming = self.stops - self.starts
         for server in np.flatnonzero(np.bincount(self.servers)).tolist():
             own = self._slice(server)
@@ -86,9 +92,10 @@ class Segments(NamedTuple):
         return coming
 
     def stage_edges(self, coming: Ints, count: int, geometry: Geometry) -> Ints:
-        """Return (servers, count + 1): the positions that divide a server's stages."""
-        # The same number of rows is `coming` in each stage, except for half of that in the first,
-        # which has less work to hide under. They are assumed to be spread evenly within a segment.
+        """Return (servers, count + 1): the indices in the pack that divide a server's stages."""
+        # A server receives the same number of rows in each stage, and half as many in the first,
+        # which has less work to hide their transfer. The rows to receive are assumed to be spread
+        # evenly within a segment.
         edges = np.zeros((geometry.ranks, count + 1), np.int64)
         edges[:, 1:] = geometry.tokens
         for server in np.flatnonzero(np.bincount(self.servers)).tolist() if count > 1 else ():
@@ -109,10 +116,10 @@ class Segments(NamedTuple):
         return Segments(*(column[own] for column in self))
 
     def staged(self, count: int) -> Segments:
-        """Assign stages to one rank's rows, also to rows that servers' own queries need."""
-        # Each server uses the same number of the latter in every stage, except for half of that in
-        # the first. Keys then arrive early, gradients return early, and the queries of other ranks
-        # wait for only a part of the server's own work.
+        """Assign a stage to each of one rank's rows that its server's own queries need."""
+        # In each stage a server's own queries use the same number of these rows, and half as many
+        # in the first. Keys then arrive early, gradients return early, and the queries of other
+        # ranks wait for only a fraction of the server's own work.
         ready, some = self.take(self.owns < 0), self.take(self.owns >= 0)
         columns = np.stack([some.servers, some.firsts, some.lasts])
         alike = np.unique(columns, axis=1, return_inverse=True)[1].ravel()
@@ -137,14 +144,17 @@ class Segments(NamedTuple):
         return slice(*np.searchsorted(self.servers, (server, server + 1)).tolist())
 
     def rows(self, geometry: Geometry, rank: int) -> tuple[Ints, Ints]:
-        """Return the local rows [start, stop) of a rank in each segment."""
+        """Return the local rows of a rank in each segment, as starts and stops."""
         holding = geometry.holdings[rank]
         firsts = geometry.cu_seqlens[holding.documents] + holding.starts
         return _rows_before(holding, firsts, self.starts), _rows_before(holding, firsts, self.stops)
 
 
 def _edges(totals: Ints, count: int) -> Ints:
-    """Return (n, count + 1) stage edges; the first stage hides less work and is half as long."""
+    """Return (n, count + 1) edges of stages.
+
+    All have equal length, except that the first has half.
+    """
     reached = np.r_[0, 2 * np.arange(1, count + 1) - 1]
     return totals[:, None] * reached // (2 * count - 1)
 
@@ -160,17 +170,17 @@ def _rows_before(holding: Holding, firsts: Ints, positions: Ints) -> Ints:
 
 
 class Stages(NamedTuple):
-    """The stages in which a server needs rows that travel to it."""
+    """The stages in which a server needs rows of other ranks."""
 
-    own: int  # the stage in which its own queries need them; −1 if they do not
-    first: int  # the first stage in which any queries need them
-    last: int  # the last such stage
+    own: int  # the stage in which the server's own queries need the rows; −1 if they do not
+    first: int  # the first stage in which any queries need the rows
+    last: int  # the last stage in which any queries need the rows
 
 
 class ServerRows(NamedTuple):
-    """Rows of some ranks, one after another, as a server has them."""
+    """Rows of some ranks, one rank after another, in the order in which a server stores them."""
 
-    holding: Holding  # the rows' positions. Its documents are numbers of runs.
+    holding: Holding  # the rows' positions; its "documents" are the indices of runs
     documents: Ints  # (runs,) the document of each run
     ranks: list[int]  # (m,) the ranks that own the rows
     counts: list[int]  # (m,) the number of rows of each rank
@@ -182,7 +192,7 @@ class ServerRows(NamedTuple):
 
     @classmethod
     def of(cls, table: Ints) -> ServerRows:
-        """Return rows from a (4, spans) table of ranks, documents, starts and stops, in order."""
+        """Return rows from a (4, spans) table, in its order: ranks, documents, starts and stops."""
         ranks, documents, starts, stops = table
         begins = (np.diff(ranks, prepend=-1) != 0) | (np.diff(documents, prepend=-1) != 0)
         holding = Holding((np.cumsum(begins) - 1, starts, stops))
@@ -206,13 +216,13 @@ class ServerRows(NamedTuple):
 
 
 class TaskRows:
-    """The rows of a batch that travel for its tasks."""
+    """The rows of a batch that are sent for its tasks."""
 
     def __init__(
         self, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask, stage_rows: int
     ) -> None:
-        """Cut the work into stages in which about `stage_rows` rows come to a server."""
-        self.described = described(tasks, queries.ranks)  # for the comparison of ranks
+        """Divide the work into stages in which each server receives about `stage_rows` rows."""
+        self.described = described(tasks, queries.ranks)  # for errors if plans of ranks differ
         parts = Parts.of(tasks, queries, keys, mask)
         stage_zero = np.zeros_like(parts.servers)
         of_queries = Segments.of_queries(parts, queries, stage_zero, 1)
@@ -237,7 +247,7 @@ class TaskRows:
 
 
 def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Segments:
-    """Return the rows that a rank sends, as segments of its local rows with their servers."""
+    """Return the rows that a rank sends, as segments of its local rows, each with its server."""
     start, stop = needed.rows(geometry, rank)
     chosen = (stop > start) & (needed.servers != rank)
     return needed._replace(starts=start, stops=stop).take(chosen).staged(stages)
@@ -246,7 +256,7 @@ def sent_by(rank: int, geometry: Geometry, needed: Segments, stages: int) -> Seg
 def arriving_at(
     rank: int, geometry: Geometry, needed: Segments, stages: int
 ) -> dict[Stages, ServerRows]:
-    """Return the rows of other ranks that come to a server, the rank `rank`, by their stages."""
+    """Return the rows of other ranks that are sent to the server `rank`, by their stages."""
     needed, tables = needed.of(rank), [np.empty((7, 0), np.int64)]
     for home in range(geometry.ranks) if needed.starts.size else ():
         start, stop = needed.rows(geometry, home)
@@ -279,10 +289,10 @@ def _held(parts: Parts, queries: Geometry) -> Ints:
 
 
 def task_slices(parts: Parts, queries: ServerRows, keys: ServerRows, shift: Ints) -> Slices:
-    """Return the slices of the blocks' rows with visible pairs in these parts.
+    """Return the slices with visible pairs of these parts, between a server's query and key rows.
 
-    There is one for each part, cluster of query rows and run of key rows with any visible pair.
-    `shift` (documents,) aligns the ends of each document.
+    There is a slice for each part, cluster of query rows and run of key rows with any visible pair.
+    `shift` (documents,) aligns the ends of each document's queries and keys.
     """
     q, k = queries.holding, keys.holding
     part, q_runs = _runs_of(parts.documents, queries)

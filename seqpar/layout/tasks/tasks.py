@@ -1,4 +1,8 @@
-"""Attention as tasks, which any rank may compute, and their parts with one band each."""
+"""Attention as tasks, which any rank may compute.
+
+A *task* is a rectangle of query and key positions. Under a mask, a task consists of one or more
+*parts*: rectangles with one band each.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,10 @@ from seqpar.layout.masks.slices_of_band import trim
 class TaskRectangles(NamedTuple):
     """Rectangles of query and key positions, and the rank that computes each, as (n,) arrays.
 
-    A task is the visible pairs in its rectangle, or only those in a band. Together tasks have every
-    visible pair once; hidden pairs may be in several tasks or in none. Positions of queries count
-    among a document's queries, and positions of keys among its keys (`kv_layout` may have more).
+    A task is the visible pairs in its rectangle. If the task has a band, it is only the visible
+    pairs in that band. Every visible pair must be in exactly one task; hidden pairs may be in
+    several tasks or in none. Positions of queries count among a document's queries, and positions
+    of keys among its keys (`kv_layout` may have more).
 
     Attributes:
         documents: the document of the queries and keys.
@@ -49,7 +54,6 @@ class TaskRectangles(NamedTuple):
         return lows, unlimited if self.highs is None else self.highs
 
     def take(self, chosen: RowIndex) -> TaskRectangles:
-        """Return the tasks that an index, or a boolean mask, chooses."""
         lows = None if self.lows is None else self.lows[chosen]
         highs = None if self.highs is None else self.highs[chosen]
         others = TaskRectangles(*(column[chosen] for column in self[:6]))
@@ -58,7 +62,7 @@ class TaskRectangles(NamedTuple):
 
 def as_tasks(name: str, value: object) -> TaskRectangles:
     if not isinstance(value, TaskRectangles):
-        raise ValueError(f"{name} must be Tasks, got {shown(value)}")
+        raise ValueError(f"{name} must be TaskRectangles, got {shown(value)}")
     columns = []
     for field, column in zip(TaskRectangles._fields, (*value[:6], *value.bands), strict=True):
         found = np.asarray(column)
@@ -89,7 +93,7 @@ def check_rectangles(name: str, tasks: TaskRectangles, queries: Geometry, keys: 
 
 
 def described(tasks: TaskRectangles, ranks: int) -> dict[str, str]:
-    """Return tasks in words that errors show of plans that differ."""
+    """Return tasks in words, for errors that show how plans of ranks differ."""
     of_ranks = np.bincount(tasks.servers, minlength=ranks).tolist()
     return {
         "tasks": f"{len(tasks.documents)} tasks",
@@ -105,7 +109,7 @@ def digest_of(tasks: TaskRectangles) -> str:
 
 
 class Parts(NamedTuple):
-    """Rectangles of positions, each under a band, as (n,) arrays, trimmed to visible pairs.
+    """Rectangles of positions, each under one band, as (n,) arrays, trimmed to visible pairs.
 
     The ends of a document's queries and keys are aligned (`Mask`). Bands include that shift, so
     they apply to positions that count from the start of the document's queries and of its keys.
@@ -122,7 +126,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, tasks: TaskRectangles, queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-        """Return the parts of tasks: pairs in a prefix, and other pairs in the mask's band."""
+        """Cut tasks into parts: the pairs in a prefix, and the other pairs in the mask's band."""
         if mask.ranges is not None:
             return cls._of_ranges(tasks, mask.ranges.columns)
         shifts = (keys.lengths - queries.lengths)[tasks.documents]
@@ -175,9 +179,9 @@ class Parts(NamedTuple):
         return before(self.q_stops + c) - before(self.q_starts + c)
 
     def cut(self, starts: Ints, edges: Ints) -> tuple[Parts, Ints]:
-        """Return the parts cut at each server's edges, and the index of each piece's interval.
+        """Cut parts at the edges of their servers; return the cut parts, and the interval of each.
 
-        `edges` (servers, n + 1) count in the pack, where document d begins at `starts[d]`.
+        `edges` (servers, n + 1) are indices in the pack, where document d begins at `starts[d]`.
         """
         own_edges = edges[self.servers] - starts[self.documents][:, None]
         index, q_starts, q_stops, between = cut_ranges(self.q_starts, self.q_stops, own_edges)
@@ -186,16 +190,20 @@ class Parts(NamedTuple):
 
 
 def cut_ranges(starts: Ints, stops: Ints, edges: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut ranges at edges (ranges, n + 1); return each piece's range, start, stop, interval."""
+    """Cut ranges at edges (ranges, n + 1).
+
+    Return four arrays with an entry per nonempty result: its range, start, stop, and the index of
+    its interval between edges.
+    """
     first = (edges[:, 1:-1] <= starts[:, None]).sum(1)
     index, between = enumerated(first, (edges[:, 1:-1] < stops[:, None]).sum(1))
     starts = np.maximum(starts[index], edges[index, between])
     stops = np.minimum(stops[index], edges[index, between + 1])
-    kept = stops > starts  # edges may be equal
+    kept = stops > starts
     return index[kept], starts[kept], stops[kept], between[kept]
 
 
-_ROWS_PER_CHECK = 2**22  # bounds the memory of a check
+_ROWS_PER_CHECK = 2**22  # limit on the rows that a check hashes at a time, to bound its memory
 
 
 def check_tasks(
@@ -203,7 +211,7 @@ def check_tasks(
 ) -> None:
     """Raise a ValueError that names the argument unless every visible pair is in exactly one task.
 
-    It takes time linear in the number of the tasks' queries.
+    The check takes time linear in the number of the tasks' queries.
     """
     check_rectangles(name, tasks, queries, keys)
     documents = np.arange(queries.lengths.size)

@@ -112,7 +112,7 @@ def test_wrong_tasks_are_refused_by_name(changes, message):
 
 def test_what_are_no_tasks_is_refused():
     for value, message in [
-        (None, "plan must be Tasks, got None"),
+        (None, "plan must be TaskRectangles, got None"),
         (GOOD._replace(servers=GOOD.servers[1:]), "one integer a task in servers"),
         (GOOD._replace(q_starts=GOOD.q_starts / 2), "one integer a task in q_starts"),
         (GOOD._replace(documents=None), "one integer a task in documents"),
