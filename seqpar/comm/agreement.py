@@ -13,7 +13,7 @@ from torch import Tensor
 from seqpar.comm.messages.comm import Comm
 from seqpar.comm.messages.message_header import hint_at, in_words
 
-_MAX_LISTED = 16  # ranks in an error; of more, rank 0 and those that differ from it
+_MAX_LISTED = 16  # ranks listed in an error; of more ranks, rank 0 and those that differ from it
 C = TypeVar("C")
 Described = dict[str, object]  # a call's arguments as JSON, by the names that users know
 
@@ -26,12 +26,12 @@ class Fault(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Return the fault of an error. Unlike the error, it keeps no tensor alive."""
+        """Return the fault of an error. Unlike the error, the fault keeps no tensor alive."""
         return cls(isinstance(error, TypeError), str(error))
 
 
 def attempt(resolve: Callable[[], C]) -> tuple[C, Fault | None]:
-    """Return `resolve()` or the fault of its error; with a fault, the first element is None."""
+    """Return (`resolve()`, None), or (None, the fault of the error that it raised)."""
     try:
         return resolve(), None
     except (ValueError, TypeError) as error:
@@ -45,7 +45,7 @@ def check_on_all_ranks(
     shared: Callable[[bool], Described],
     hint: str = "",
 ) -> C:
-    """Return `resolve()` if all ranks make the same call; otherwise see `compare_calls`."""
+    """Return `resolve()` if all ranks make the same call; if not, raise as `compare_calls` does."""
     call, fault = attempt(resolve)
     compare_calls(comm, strategy, fault, shared, hint)
     return call
@@ -61,18 +61,18 @@ def compare_calls(
     """Raise the same error on all ranks unless they make the same call and none has a fault.
 
     `shared(True)` returns the arguments that must be the same everywhere, by the names that users
-    know. `shared(False)` costs less, and may differ for equal arguments. Ranks compare a digest of
-    `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If digests differ, all ranks also get all
-    `shared(True)` as text, in as many messages. If texts differ too, all ranks raise the same
-    ValueError, or the TypeError with which one of them refuses the call. `hint` ends the error of
-    arguments that differ.
+    know. `shared(False)` takes less time, and may differ for equal arguments. Ranks compare a
+    digest of `shared(False)`, in ⌈log₂ P⌉ messages of 64 bytes. If digests differ, all ranks also
+    receive the `shared(True)` of all ranks as text, in as many messages. If texts differ too, all
+    ranks raise the same ValueError, or the TypeError with which one of them refuses the call.
+    `hint` ends the text of an error about arguments that differ.
 
-    Every call must run this. If a rank skipped it, because it had checked the same call before, a
-    rank with another call would wait for it.
+    Every call must run this function. If a rank skipped it because it had checked the same call
+    before, a rank that makes another call would wait for it.
     """
     first: Described = {"fault": fault}  # in JSON a list, or null
     last: Described = {"strategy": str(strategy), "group size": comm.size}
-    label = "rank check"  # strategies may differ, so the label names none
+    label = "rank check"  # ranks may call different strategies, so the label names no strategy
     digest = list(hashlib.sha256(json.dumps(first | shared(False) | last).encode()).digest())
     tensor = torch.tensor([digest, [255 - x for x in digest]], dtype=torch.uint8, device="cpu")
     largest, negated = comm.maximum(tensor.to(comm.device), label=label)
@@ -90,10 +90,11 @@ def check_same_model(
     settings: Described,
     cause: str | None = None,
 ) -> None:
-    """Raise a ValueError that names the first setting or tensor in which ranks differ, on all.
+    """Raise a ValueError on all ranks, naming the first setting or tensor in which ranks differ.
 
-    Each rank reads its tensors once, and sends 64 bits per tensor and the settings as text. Tensors
-    that are on the meta device on one rank are not compared. `cause` ends the error.
+    Each rank reads its tensors once, and sends 64 bits per tensor and the settings as text. A
+    tensor that is on the meta device on some rank is not compared. `cause` ends the text of the
+    error.
     """
     if comm.size == 1:
         return
@@ -119,7 +120,7 @@ def check_same_model(
 
 @torch.no_grad()
 def digest(x: Tensor) -> Tensor:
-    """Return an int64 hash () of a tensor's bits, computed on the tensor's device."""
+    """Return an int64 hash of a tensor's bits, of shape (), computed on the tensor's device."""
     x = torch.view_as_real(x) if x.is_complex() else x
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.contiguous().view(-1).view(kind)
@@ -144,7 +145,7 @@ def _explain(ranks: list[Described], hint: str) -> None:
 
 def _check_equal(ranks: list[Described], hint: str = "") -> None:
     for name in ranks[0]:
-        values = [described.get(name) for described in ranks]  # other strategies have other names
+        values = [described.get(name) for described in ranks]  # None if its strategy lacks the name
         if any(value != values[0] for value in values):
             chosen: Sequence[int] = range(len(values))
             if len(values) > _MAX_LISTED:
@@ -157,7 +158,10 @@ def _check_equal(ranks: list[Described], hint: str = "") -> None:
 
 
 def _in_words(values: Sequence[object]) -> list[str]:
-    """Return the values as an error shows them; of values with parts, only parts that differ."""
+    """Return the values as an error shows them.
+
+    Of values with parts, show only the parts that differ.
+    """
     parts = [value for value in values if isinstance(value, dict)]
     if len(parts) < len(values):
         return [in_words(value) for value in values]

@@ -1,4 +1,4 @@
-"""Find the parameters whose gradients DDP or FSDP average over ranks."""
+"""Find the parameters whose gradients DDP or FSDP averages over ranks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from seqpar.core.torch_private import (
 
 _RULE = "must average gradients over all ranks of the group"
 _HOOKS = "torch.distributed.algorithms."
-_OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")  # do not average over all ranks
+_OTHER_HOOKS = ("noop_hook", "post_localSGD_hook")  # hooks that do not average over all ranks
 
 
 @dataclass
 class Averaging:
-    """The DDP and FSDP wrappers that average a model's gradients, as found in one call of it.
+    """The DDP and FSDP wrappers that average a model's gradients, found during a call of the model.
 
     Attributes:
         wrappers: the modules of DDP and FSDP1, and the parameter groups of FSDP2.
-        flattened: whether FSDP1 is among them, whose calls use parts of flat parameters.
-        in_no_sync: whether DDP's `no_sync` was active, so that DDP averages later.
+        flattened: whether FSDP1 is among them, so that a call uses views of flat parameters.
+        in_no_sync: whether DDP's `no_sync` was active, so that DDP averages in a later backward.
     """
 
     wrappers: list[object] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Averaging:
     _by_ddp: set[int] = field(default_factory=set)  # ids of parameters
     _in_fsdp1: set[int] = field(default_factory=set)  # ids of modules
     _ignored_by_fsdp1: set[int] = field(default_factory=set)  # ids of parameters
-    # Ids of modules with the names of parameters, which FSDP2 replaces in each call
+    # (id of a module, name of a parameter), since FSDP2 replaces the parameters in each call
     _by_fsdp2: set[tuple[int, str]] = field(default_factory=set)
 
     @property
@@ -60,7 +60,10 @@ class Averaging:
         return " and ".join(["DDP"] * ddp + ["FSDP"] * fsdp)
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """Return the names of trainable parameters that no wrapper averages, if there are any."""
+        """Return the names of trainable parameters that no wrapper averages.
+
+        Without a wrapper, return none.
+        """
         if not self.wrappers:
             return []
         return [
@@ -75,7 +78,7 @@ class Averaging:
         return in_fsdp1 or id(x) in self._by_ddp or (id(module), name) in self._by_fsdp2
 
     def leaves(self) -> set[int]:
-        """Return the ids of tensors whose gradients DDP or FSDP2 average, in whichever module."""
+        """Return the ids of all tensors whose gradients DDP or FSDP2 averages."""
         groups = [x for x in self.wrappers if not isinstance(x, nn.Module)]
         return self._by_ddp | {id(x) for group in groups for x in fsdp2_tensors(group)}
 
@@ -93,7 +96,8 @@ class Averaging:
         """Raise a ValueError if DDP has not averaged in the backward that ends now."""
         for ddp in self._ddps:
             try:
-                if not ddp.static_graph:  # a static graph averages later in its first backward
+                # With a static graph, DDP averages only after its first backward has ended.
+                if not ddp.static_graph:
                     check_averaged(ddp)
             except RuntimeError as fault:
                 way_out = "set find_unused_parameters=True, and give backward() no inputs"
@@ -102,11 +106,11 @@ class Averaging:
 
     @classmethod
     def of(cls, root: nn.Module, comm: Comm) -> Averaging:
-        """Return the averaging of the running call of a model.
+        """Return the averaging of the call of a model that is running.
 
-        Looks for DDP and FSDP around the model, at its root and at its parts. Raises a ValueError
-        if one of them averages over ranks that do not include the whole group or divides by another
-        number, or for a DeepSpeed engine.
+        Looks for DDP and FSDP around the model, at its root and at its submodules. Raises a
+        ValueError for a DeepSpeed engine, and if a wrapper averages over ranks that do not include
+        the whole group, or divides by a number other than that of its ranks.
         """
         averaging = cls()
         for x in dict.fromkeys([*calling_modules(), *root.modules()]):
@@ -159,7 +163,7 @@ class Averaging:
 
 
 def own_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of the parameters and saved buffers that each rank has whole."""
+    """Return (name, tensor) of the parameters and persistent buffers that each rank holds whole."""
     modules = list(model.modules())
     has_fsdp = any(isinstance(x, FullyShardedDataParallel | FSDPModule) for x in modules)
     names = set() if has_fsdp else set(model.state_dict(keep_vars=True))
@@ -180,7 +184,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def like(local: Tensor, x: Tensor) -> Tensor:
-    """Return a local tensor as a DTensor placed like `x`, or itself if `x` is not a DTensor."""
+    """Return a local tensor as a DTensor placed like `x`; unchanged if `x` is not a DTensor."""
     if not isinstance(x, DTensor):
         return local
     return DTensor.from_local(
@@ -189,7 +193,10 @@ def like(local: Tensor, x: Tensor) -> Tensor:
 
 
 def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient whose parts on a mesh are those of x; tensor parallelism may leave sums."""
+    """Return a gradient with the placements of x.
+
+    Tensor parallelism may leave gradients as partial sums.
+    """
     if not (isinstance(x, DTensor) and isinstance(gradient, DTensor)):
         return gradient
     if gradient.placements != x.placements:
@@ -198,7 +205,7 @@ def placed_as(x: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _check(name: str, hooks: Sequence[object | None], averaged: list[int], comm: Comm) -> None:
-    """Raise a ValueError unless gradients are averaged over the group, by hooks known to do so."""
+    """Raise a ValueError unless known hooks average gradients over the whole group."""
     own = comm.processes
     if not set(own) <= set(averaged):
         stated = f"it averages over ranks {averaged}, and the group has {own}"

@@ -1,6 +1,7 @@
-"""Bind strategies to groups, and find bound strategies by a string, which operators can carry.
+"""Bind strategies to groups, and find bound strategies by a string.
 
-An unpickled strategy finds its group by the group's name and ranks.
+Operators can carry a string but no Python object. An unpickled strategy finds its group by the
+group's name and ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Named(Protocol):
     """A strategy. It has a name, and str(strategy) contains all of its options."""
 
     name: ClassVar[str]
-    routable: ClassVar[bool]  # whether all ranks make the same exchanges; relays need that
+    routable: ClassVar[bool]  # whether all ranks make the same exchanges, as relays require
 
 
 S = TypeVar("S", bound=Named, covariant=True)
@@ -38,9 +39,10 @@ N = TypeVar("N", bound=Named)
 
 @dataclass(frozen=True, eq=False)
 class BoundStrategy(Generic[S]):
-    """A strategy on a group: the part of a module that its operators need.
+    """A strategy on a group: what the operators of a module need of the module.
 
-    Modules with the same options on the same group share one, and therefore a compiled graph.
+    Modules with the same options on the same group share one bound strategy, and therefore a
+    compiled graph.
 
     Attributes:
         key: the string that operators carry: strategy, options, group, rank check and routing.
@@ -61,7 +63,7 @@ class BoundStrategy(Generic[S]):
         if not self.strategy.routable:
             reason = "its ranks do not all make the same exchanges"
             raise ValueError(f"routing must be None for {self.strategy.name!r}: {reason}")
-        Relays.of(self.comm, self.routing)  # a ValueError: the group does not divide into the nodes
+        Relays.of(self.comm, self.routing)  # refuses a group that does not divide into the nodes
 
     @classmethod
     def make(
@@ -95,8 +97,8 @@ class BoundStrategy(Generic[S]):
     def of(key: str) -> BoundStrategy[Any]:
         """Return the bound strategy with this key. A module or a saved graph keeps it alive.
 
-        Raises a RuntimeError if this process has none, for example in an exported program that was
-        loaded before the module was made.
+        Raises a RuntimeError if this process has no such strategy, for example in an exported
+        program that was loaded before the module was made.
         """
         found = _by_key.get(key)
         if found is None:
@@ -107,8 +109,9 @@ class BoundStrategy(Generic[S]):
     def shared(self) -> BoundStrategy[S]:
         """Return the bound strategy that all modules of this configuration share.
 
-        torch gives the name of a destroyed group to a later one. A module that has outlived its
-        group keeps its key, and so never finds the later group, whose key gets a number.
+        torch may give the name of a destroyed group to a later group. A module that has outlived
+        its group keeps its key. The key of a module on the later group gets a number, so the two
+        modules never share a bound strategy.
         """
         name = f"{self.strategy}/{self.comm.name}/{self.check_ranks:d}/{self.routing}"
         for number in itertools.count(1):
@@ -120,7 +123,10 @@ class BoundStrategy(Generic[S]):
         return cast("BoundStrategy[S]", known)
 
     def keep(self) -> None:
-        """Keep this alive as long as its group: calls without a module hold only the key."""
+        """Keep this strategy alive as long as its group.
+
+        Calls without a module hold only the key.
+        """
         group = self.comm._group()
         if group is not None:
             _kept.setdefault(group, {})[self.key] = self
@@ -136,7 +142,7 @@ class BoundStrategy(Generic[S]):
         With `check_ranks`, all ranks raise the same error unless they make the same call and none
         refuses it. `shared(call, exact)` returns the arguments of the resolved call that must be
         the same on all ranks; see `compare_calls`. Without `check_ranks`, a call that this rank
-        refuses takes no number, since the other ranks may still wait for the correct call.
+        refuses is not counted, since the other ranks may still wait for the correct call.
         """
         if not self.check_ranks:
             call = resolve()
@@ -145,11 +151,11 @@ class BoundStrategy(Generic[S]):
             return call, comm
         call, fault = attempt(resolve)
         comm = self.comm.call()
-        if comm.sends_from(device):  # otherwise `fault` is set on this rank
+        if comm.sends_from(device):  # if not, `fault` is set, and nothing can be sent
             comm.join(device)
 
         def compared(exact: bool) -> Described:
-            if fault is not None:  # which all ranks raise
+            if fault is not None:  # all ranks raise the fault, so arguments need not be compared
                 return {}
             return shared(call, exact) | {"routing": str(self.routing)}
 
@@ -159,8 +165,8 @@ class BoundStrategy(Generic[S]):
     def routed(self, comm: Comm, device: torch.device, direction: str, shared: Described) -> Comm:
         """Return the Comm of one pass of a call, which relays messages as `routing` says.
 
-        The tensors are on `device`. `shared` is everything on which the messages depend, the same
-        on all ranks.
+        The tensors are on `device`. `shared` has everything that determines the messages, and is
+        the same on all ranks.
         """
         assert self.routing is not None
         relays = Relays.of(self.comm, self.routing)
@@ -182,10 +188,10 @@ def _rebind(
 class _Address(NamedTuple):
     """A description of a group that can be pickled instead of the group."""
 
-    name: str  # depends on the order in which groups were made
-    ranks: tuple[int, ...]  # the global rank of each of the process group's ranks
-    order: tuple[int, ...]  # the rank in the process group of each of the Comm's ranks
-    shape: tuple[int, ...]  # of the Comm: a mesh's shape, or (ranks,)
+    name: str  # torch's name, which depends on the order in which groups were made
+    ranks: tuple[int, ...]  # the global rank of each rank of the process group
+    order: tuple[int, ...]  # for each rank of the Comm, its rank in the process group
+    shape: tuple[int, ...]  # a mesh's shape, or (ranks,)
     world: bool  # whether the group is the default group
 
 
@@ -197,11 +203,12 @@ def _address_of(comm: Comm) -> _Address:
 
 
 def _reconnect(address: _Address) -> Comm:
-    """Return the Comm of this process's group that has this address.
+    """Return the Comm of the group of this process that has an address.
 
-    The address of the default group gives this process's default group, even of another size unless
-    it was a mesh. Other addresses give the group of this name and these ranks, or the first group
-    with these ranks. A RuntimeError names the missing group.
+    The address of a default group stands for this process's default group. That group may have a
+    different size, unless the address is of a mesh. Any other address stands for the group with the
+    same name and ranks, or else for the first group with the same ranks. A RuntimeError names the
+    missing group.
     """
     name, ranks, order, shape, world = address
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
-"""Take the local heads of DTensors (tensor parallelism), and return results as DTensors.
+"""Unwrap DTensors whose heads are sharded (tensor parallelism), and return results as DTensors.
 
 Attention computes each head by itself. A rank of a tensor-parallel mesh therefore calls attention
-with its own heads, on its own group of ranks that share the tokens.
+with the heads that it holds, on the group of ranks that share the tokens.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-_PLAIN = {Tensor, nn.Parameter, type(None), float}  # most arguments, none of which are DTensors
+_PLAIN = {Tensor, nn.Parameter, type(None), float}  # types of most arguments, and not DTensors
 
 
 class HeadPlacement:
-    """The dimensions of a tensor-parallel mesh that shard heads; without a mesh, no DTensors."""
+    """The dimensions of a tensor-parallel mesh that shard heads.
+
+    Without a mesh, there are no DTensors.
+    """
 
     def __init__(self, mesh: DeviceMesh | None = None, sharded: tuple[bool, ...] = ()) -> None:
         self.mesh, self._sharded = mesh, sharded
 
     @classmethod
     def of(cls, q: DTensor, heads_dim: int) -> HeadPlacement:
-        """Return the placement of q's heads; raise a ValueError if anything else is sharded."""
+        """Return the placement of q's heads; raise a ValueError if another dimension is sharded."""
         sharded = tuple(placement.is_shard() for placement in q.placements)
         found = cls(q.device_mesh, sharded)
         found.check("q", q, heads_dim)
         return found
 
     def check(self, name: str, x: Tensor, heads_dim: int) -> None:
-        """Raise a ValueError unless `x` is a DTensor whose heads are placed like this, evenly."""
+        """Raise a ValueError unless `x` is a DTensor whose heads are sharded evenly, like q's."""
         if x.dim() < max(1, -heads_dim):
             found = f"shape {tuple(x.shape)}"
             raise ValueError(f"{name} must have heads, since q is a DTensor, got {found}")
@@ -57,7 +60,7 @@ class HeadPlacement:
         return tuple(Shard(heads_dim % dims) if x else Replicate() for x in self._sharded)
 
     def restore(self, x: Tensor, heads_dim: int) -> Tensor:
-        """Return a result of the local call as a DTensor, if the operands were DTensors."""
+        """Return a result of the local call as a DTensor if the operands were DTensors."""
         if self.mesh is None:
             return x
         from torch.distributed.tensor import DTensor
@@ -67,11 +70,12 @@ class HeadPlacement:
 
 
 def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], HeadPlacement]:
-    """Return the local parts of a call's tensors, and the placement of their heads.
+    """Return the local tensors of a call, and the placement of their heads.
 
     `tensors` has each argument by name, "q" first, with the dimension of its heads. Values other
-    than tensors are returned unchanged. If one tensor is a DTensor, all must be. A ValueError names
-    a tensor whose heads are not placed like q's heads, or that is sharded in another dimension.
+    than tensors are returned unchanged. If one tensor is a DTensor, all tensors must be. A
+    ValueError names a tensor whose heads are not placed like q's heads, or that is sharded in
+    another dimension.
     """
     values = [x for x, _ in tensors.values()]
     if _PLAIN.issuperset(map(type, values)) or not any(map(is_dtensor, values)):
@@ -79,7 +83,10 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
     (q, heads_dim), *_ = tensors.values()
     if not is_dtensor(q):
         name = next(name for name, (x, _) in tensors.items() if is_dtensor(x))
-        raise ValueError(f"{name} must be no DTensor, since q is none")
+        raise ValueError(
+            f"{name} must be a plain tensor, like q, got a DTensor: pass {name}.to_local(), or "
+            "make q a DTensor too"
+        )
     placement = HeadPlacement.of(q, heads_dim)
     for name, (x, dim) in tensors.items():
         if isinstance(x, Tensor) and (x.dim() or x.requires_grad or is_dtensor(x)):
@@ -89,16 +96,17 @@ def local_heads(tensors: Mapping[str, tuple[Any, int]]) -> tuple[list[Any], Head
 
 def is_dtensor(x: object) -> bool:
     if type(x) in _PLAIN or not isinstance(x, Tensor):
-        return False  # importing DTensor takes long, and most calls do not need it
+        return False  # without importing DTensor, which takes long and is rarely needed
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
 
 
 def local_block(x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return this rank's part of a tensor, and the index of its first element in the whole tensor.
+    """Return this rank's block of a tensor, and the index of the block's first element.
 
-    None if the part of a DTensor is no block of it: a partial sum, or an interleaved shard.
+    Return None if what this rank holds of a DTensor is not a block: a partial sum, or an
+    interleaved shard.
     """
     if not is_dtensor(x):
         return x, (0,) * x.dim()

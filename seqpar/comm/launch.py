@@ -1,4 +1,4 @@
-"""Become a rank: read what a launcher set for this process, find its store, and join the group."""
+"""Join the group that a launcher started: find this process's rank, the store and the group."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import forget_failed_group
 
 FOREVER = timedelta(days=7)
-_START = timedelta(minutes=10)  # the longest time until all processes of a launcher have begun
+_START = timedelta(minutes=10)  # limit on the time until all processes of a launcher have begun
 
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """This process among the processes of a launcher, and the store where they meet."""
+    """This process among the processes of a launcher, and the store that they share."""
 
     rank: int
     size: int  # the number of processes
     local: int  # the number of this process among those on its host
-    host: str  # of the store
+    host: str  # the host of the store
     port: int
     serves: bool  # whether this process keeps the store; if no process does, the launcher does
 
 
 def place() -> LaunchedProcess | None:
-    """Return this process as torchrun or Slurm's srun describe it; None if neither started it."""
+    """Return this process as torchrun or Slurm's srun describes it; None without either."""
     environ = os.environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size, local = _int("RANK"), _int("WORLD_SIZE"), _int("LOCAL_RANK", 0)
@@ -43,7 +43,7 @@ def place() -> LaunchedProcess | None:
         address = environ.get("MASTER_ADDR", "127.0.0.1"), _int("MASTER_PORT", 29500)
         return LaunchedProcess(rank, size, local, *address, rank == 0 and not by_agent)
     if _int("SLURM_STEP_NUM_TASKS", 1) < 2 or "SLURM_PROCID" not in environ:
-        return None  # a batch script is one process, however many srun would start
+        return None  # a batch script is one process, although Slurm's variables name more tasks
     rank, size, local = _int("SLURM_PROCID"), _int("SLURM_STEP_NUM_TASKS"), _int("SLURM_LOCALID", 0)
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     port = _int("MASTER_PORT", 20000 + _int("SLURM_JOB_ID", 0) % 20000)
@@ -66,14 +66,14 @@ def _int(name: str, default: int | None = None) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as Slurm writes it, such as gpu[01-04,07]-a."""
+    """Return the first host of a list that Slurm writes, such as gpu[01-04,07]-a."""
     found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
     assert found is not None  # all three parts may be empty
     return "".join(part or "" for part in found.groups())
 
 
 def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
-    """Return a store that a launcher's processes share, or a new one, and its address."""
+    """Return a store and its address: the one that a launcher's processes share, or a new one."""
     if where is None:
         alone = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return alone, ("127.0.0.1", alone.port)
@@ -84,9 +84,9 @@ def store_of(where: LaunchedProcess | None) -> tuple[Store, tuple[str, int]]:
 
 
 def connect(host: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Store:
-    """Return the store at this address; reading a key waits until the key exists.
+    """Return the store at this address; reading a key of the store waits until the key exists.
 
-    The timeout is that of connecting.
+    `timeout` limits the time of connecting.
     """
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     store.set_timeout(FOREVER)
@@ -116,7 +116,10 @@ def join(
 
 
 def leave(failed: bool = False) -> None:
-    """Destroy the default group, if there is one; after a failure, end others' waits for it too."""
+    """Destroy the default group, if there is one.
+
+    After a failure, end other ranks' waits for this one.
+    """
     if dist.is_initialized():
         if failed:
             close_connections(dist.group.WORLD)

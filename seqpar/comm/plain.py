@@ -31,9 +31,10 @@ def rank_of_all() -> tuple[int, int]:
 
 
 def members_of(group: Group | None) -> tuple[int, list[int]]:
-    """Return this process's number, and the numbers of a group's processes in the group's order.
+    """Return this process's index in a group, and the global ranks of the group, in its order.
 
-    None is the group of all processes, or this process alone if there is no default group.
+    None stands for the group of all processes, or for this process alone if there is no default
+    group.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, [0]
@@ -61,14 +62,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(sent: Tensor) -> Tensor:
-    """Exchange equal parts of a contiguous tensor between all processes, also in backward."""
+    """Exchange equal blocks of a contiguous tensor between all processes, also in backward."""
     received: Tensor = _AllToAll.apply(sent)
     return received
 
 
 @contextmanager
 def context_parallel(buffer: Tensor) -> Iterator[None]:
-    """Run SDPA within torch's context parallel over all processes; `buffer` stays cut."""
+    """Run SDPA within torch's context parallel over all processes; `buffer` stays sharded."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh, kept = mesh_of_all(buffer.device, (dist.get_world_size(),)), {buffer}

@@ -1,8 +1,8 @@
 """A store for the processes of one user on one host.
 
-torch's TCPStore listens on all interfaces and takes writes from anyone who reaches its port. This
+torch's TCPStore listens on all interfaces and accepts writes from anyone who reaches its port. This
 store listens on a Unix socket in a folder that only this user can enter, and each connection proves
-that it knows the token in that folder. `multiprocessing.managers` has such sockets and tokens.
+that it knows the token in that folder. `multiprocessing.managers` provides such sockets and tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 
 from seqpar.core.file_owners import fault_of_folder
 
-_MAX_PATH = 100  # bytes of a Unix socket's path; Linux takes 107
+_MAX_PATH = 100  # bytes of a Unix socket's path; Linux accepts 107
 # A PrefixStore keeps only the C++ part of a store alive, so this list keeps the Python part.
 _stores: list[PrivateStore] = []
 
@@ -51,7 +51,7 @@ class _Values:
             return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a key to `desired` if it has the value `expected`, or if neither exists."""
+        """Set a key to `desired` if its value is `expected`. A missing key has the value b""."""
         with self._changed:
             if self._values.get(key, b"") == expected:
                 self.set(key, desired)
@@ -85,9 +85,9 @@ class PrivateStore(Store):
         """
         super().__init__()
         try:
-            # The open folder, not its path: when the process that keeps the store has ended,
-            # another user could make a folder at the path. What a store sends is unpickled, so it
-            # could run code.
+            # The folder is opened, and its path is not used again. When the process that keeps the
+            # store has ended, another user could make a folder at the path. What that user's store
+            # sends would be unpickled, and could run code.
             opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             status = os.fstat(opened)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:

@@ -1,7 +1,7 @@
 """Wait for one rank's long work at the group's store, instead of in a collective.
 
 A collective fails, or aborts the process, after the group's timeout. Here the waiting ranks read
-from the store that rank 0 is at work, with a separate time limit. They log the time that has
+from the store that rank 0 is at work, and have a separate time limit. They log the time that has
 passed, and raise a `PeerError` if rank 0 dies.
 """
 
@@ -28,11 +28,11 @@ from seqpar.comm.faults.store_connection import Connection, answer_of
 from seqpar.comm.messages.comm import Comm
 from seqpar.core.torch_private import timeout_of
 
-FIRST_LINE_SECONDS = 3.0  # until the log has its first line
-NEXT_LINE_SECONDS = 10.0  # between two lines
-ANSWER_SECONDS = 30.0  # for the store to answer, or the group's timeout if that is shorter
-_POLL_SECONDS = 0.1  # between two looks at the store
-_SLACK_SECONDS = 60.0  # added to rank 0's own limit while rank 0 lives
+FIRST_LINE_SECONDS = 3.0  # until the first line of the log
+NEXT_LINE_SECONDS = 10.0  # between two lines of the log
+ANSWER_SECONDS = 30.0  # in which the store must answer, or the group's timeout if that is shorter
+_POLL_SECONDS = 0.1  # between two reads of the store
+_SLACK_SECONDS = 60.0  # added to the limit of rank 0's work, while rank 0 lives
 _log = logging.getLogger("seqpar")
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
             if device is not None:
                 torch.cuda.set_device(device)
             results.append(work())
-        except BaseException as fault:  # of any kind: the caller raises it
+        except BaseException as fault:  # every kind, since the caller raises it
             faults.append(fault)
 
     thread, progress = threading.Thread(target=run, daemon=True), Progress(doing, limit)
@@ -86,11 +86,12 @@ def bounded(work: Callable[[], T], doing: str, limit: float) -> T:
 
 
 def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: float) -> T | None:
-    """Return `work()` on rank 0; on other ranks wait until rank 0 has finished, and return None.
+    """Return `work()` on rank 0. Other ranks wait until rank 0 has finished, and return None.
 
-    All ranks call it together. `work` must end within `limit` seconds. The group's timeout applies
-    until rank 0 begins. After `limit`, the ranks wait for another timeout, or a minute if that is
-    longer. If a rank dies meanwhile, the waiting ranks raise a `PeerError`.
+    All ranks call this function together. `work` must end within `limit` seconds. The group's
+    timeout applies until rank 0 begins. After `limit`, the waiting ranks wait for the group's
+    timeout again, or a minute if that is longer. If a rank dies meanwhile, the waiting ranks raise
+    a `PeerError`.
     """
     group = comm._group()
     if group is None or comm.size == 1:
@@ -100,12 +101,12 @@ def while_others_wait(comm: Comm, work: Callable[[], T], doing: str, limit: floa
     begun, done = (f"seqpar {x} {comm.name} {uses[comm.name]}" for x in ("begun", "done"))
     timeout = timeout_of(group, comm.device)
     store = _Store(group, min(ANSWER_SECONDS, timeout.total_seconds()))
-    # Messages on GPUs have no heartbeat.
+    # A group that sends from GPUs has no heartbeat.
     heartbeat = comm._heartbeat or heartbeat_for_a_while(group, done, comm.device)
     try:
         if comm.rank == 0:
             try:
-                with suppress(RuntimeError):  # without a store, the next message names the fault
+                with suppress(RuntimeError):  # if the store is gone, the next message reports it
                     store.set(begun, "1")
                 return work()
             finally:

@@ -1,7 +1,7 @@
-"""Heartbeats: find the rank that died, left or never joined a group, so that all others name it.
+"""Heartbeats: find the rank that died, left or never joined a group, so that all ranks name it.
 
 When a rank dies, gloo gives the ranks that wait for it only an address. Ranks that wait for those
-ranks learn nothing. Each rank of a group therefore has a thread that makes a round at least once a
+ranks learn nothing. Each rank of a group therefore has a thread that runs a *round* at least once a
 second (with more than 4,096 ranks less often), and communicates through the group's key-value
 store:
 
@@ -17,22 +17,24 @@ store:
                          that finds a rank
                          at fault
 
-In a round, a rank writes its beat. If it waits for messages, it also reads the verdict. If there is
-a verdict, the rank adopts it. Otherwise the rank reads the beats that it watches, which are all
-beats in a small group, and asks the operating systems whether silent ranks live, since a rank is
-also silent while a call holds the interpreter lock. Then it judges (`Witness.judge`). If it finds a
-rank at fault, it writes the verdict with compare_set, so the first of two simultaneous verdicts
-counts. All ranks then blame the same rank, although ranks that raise and exit fall silent later
-too.
+In a round, a rank does the following:
+
+1. It writes its beat.
+2. If it waits for messages, it reads the verdict. If there is a verdict, the rank adopts it.
+3. Otherwise the rank reads the beats that it watches, which are all beats in a small group. It asks
+the operating systems whether silent ranks live, since a rank is also silent while a call holds the
+interpreter lock.
+4. It decides whether a rank is at fault (`Witness.judge`). If so, it writes the verdict with
+compare_set, so that the first of two simultaneous verdicts counts. All ranks then blame the same
+rank, although ranks that raise and exit fall silent later too.
 
 A rank with a verdict interrupts its waits. gloo's waits also fail by themselves: when a peer closes
 its connection, or after the group's timeout. `Heartbeat.blame_on_failure` then requests a round
 immediately, waits for a verdict, and raises a `PeerError` that begins with the verdict. If no round
-ends in the time after which a silent rank would be found, the store is at fault.
+ends within the time after which a silent rank would be found, the store is at fault.
 
-Silence is counted in reads of an unchanged beat, and waiting for the store in waits of one
-interval. Neither is measured by a clock, so no rank is blamed after a machine or a rank was
-suspended.
+Silence is measured as the number of reads of an unchanged beat, and a wait for the store as a
+number of intervals. No clock is used, so no rank is blamed after a machine or a rank was suspended.
 """
 
 from __future__ import annotations
@@ -65,10 +67,10 @@ from seqpar.comm.faults.store_connection import Connection, answer_of
 from seqpar.comm.faults.witness import LEFT, MAX_SILENT_READS, RAISED, Witness, grace_seconds
 from seqpar.core.torch_private import timeout_of
 
-MIN_ROUNDS_PER_TIMEOUT = 40  # with at least one round each second
+MIN_ROUNDS_PER_TIMEOUT = 40  # and there is at least one round each second
 MAX_ROUNDS_PER_SECOND = 4096  # of all ranks together, which share the store
-MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer; then the store counts as lost
-_MAX_ERROR_LETTERS = 400  # of an error's text, in a beat
+MAX_STORE_INTERVALS = MAX_SILENT_READS + 5  # without an answer, before the store counts as lost
+_MAX_ERROR_LETTERS = 400  # of an error's text that a beat contains
 _TOLD = "_seqpar_told"  # attribute of errors: the ids of the heartbeats that reported them
 _UNUSED_TAG = 0x5E9  # no message has this tag, so receiving with it times out
 
@@ -81,7 +83,7 @@ class PeerError(RuntimeError):
 
 
 class Clock:
-    """The clock of heartbeats. Tests replace it by one whose time passes immediately."""
+    """The clock of heartbeats. Tests replace it by a clock whose time passes immediately."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -92,16 +94,19 @@ class Clock:
     def wait_for(
         self, changed: threading.Condition, done: Callable[[], object], seconds: float
     ) -> None:
-        """Wait until `done()`, which `changed` announces, for at most `seconds`."""
+        """Wait until `done()` is true, for at most `seconds`.
+
+        `changed` is notified when it may be.
+        """
         changed.wait_for(done, seconds)
 
 
 class Membership(NamedTuple):
-    """A rank's place in a group."""
+    """A rank's membership of a group."""
 
     rank: int
-    names: Sequence[str]  # the group's ranks, as errors name them
-    timeout: float  # the group's, in seconds
+    names: Sequence[str]  # the names of the group's ranks in errors
+    timeout: float  # the group's timeout in seconds
 
 
 @dataclass(eq=False)
@@ -114,8 +119,8 @@ class _Wait:
 class Heartbeat:
     """One rank's heartbeat in one group, which finds the rank at fault when a wait fails.
 
-    After the first beat, only its thread and, with a time limit, `accuse` use the store, since a
-    call of the store may hang together with the process that keeps it.
+    A call of the store may never return if the process that keeps the store hangs. After the first
+    beat, only the heartbeat's thread therefore uses the store, and `accuse`, which limits the time.
     """
 
     def __init__(
@@ -145,14 +150,14 @@ class Heartbeat:
         self._state_servers: dict[int, str] = {}
         self._count = 0
         self._round_ended = self._clock.now()
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the following attributes
         self._waits: list[_Wait] = []
         self._urgent = self._stopped = False
         self._verdict = ""
         self._error = ""  # the text of the error that this rank has raised since its last wait
-        self._errors = 0  # how many errors it has reported
+        self._errors = 0  # how many errors this rank has reported
         self._round_began: float | None = None  # None between rounds
-        # Not in the thread: this rank may die before the thread runs.
+        # Written here and not by the thread, since this rank may die before the thread runs.
         self._store.set(f"state server {rank}", state_server)
         self._write("")
         name = f"seqpar heartbeat, {self._name}"
@@ -165,7 +170,7 @@ class Heartbeat:
     def blame_on_failure(
         self, doing: str, peers: Iterable[int], speaker: str = "gloo"
     ) -> Iterator[None]:
-        """Turn errors of a wait into a `PeerError` that names the rank at fault.
+        """Replace an error of a wait in this context by a `PeerError` that names the rank at fault.
 
         The context waits for messages to or from `peers`. `doing` names the exchange, and `speaker`
         the source of the error, such as gloo.
@@ -176,14 +181,14 @@ class Heartbeat:
             self._error = ""
         try:
             yield
-        except PeerError:  # from `accuse`
+        except PeerError:  # raised after `accuse`, so it names the rank at fault
             raise
         except RuntimeError as error:
             if self._stopped:  # this rank destroyed the group
                 raise
             listed = self._witness.listed(wait.peers)
             cause = self._cause(wait)
-            # The others must read the verdict before this process, which may keep the store, ends.
+            # This process may keep the store. Other ranks must read the verdict before it ends.
             self._clock.sleep(2 * self._interval)
             message = f"{cause}. {self._name} was in {doing} and waited for {listed}"
             raise PeerError(f"{message}. {speaker} said: {error}") from error
@@ -193,24 +198,28 @@ class Heartbeat:
 
     @property
     def verdict(self) -> str:
-        """The cause that names the rank at fault, as far as this rank knows; otherwise ""."""
+        """The cause that names the rank at fault, if this rank knows it; otherwise ""."""
         return self._verdict
 
     def accuse(self, cause: str) -> str:
-        """Publish `cause` as the verdict; return the one that counts, which waiting ranks read."""
+        """Publish `cause` as the verdict, and return the verdict that counts.
+
+        Another rank may have published a verdict before. Ranks that wait read the verdict that
+        counts.
+        """
         publish = partial(self._store.compare_set, "verdict", "", cause)
         with suppress(RuntimeError):  # the store is gone or hangs: this rank raises its own cause
             cause = answer_of(publish, MAX_STORE_INTERVALS * self._interval).decode()
         self._adopt(cause)
-        self._clock.sleep(2 * self._interval)  # then all ranks that wait have read the verdict
+        self._clock.sleep(2 * self._interval)  # all ranks that wait read the verdict meanwhile
         return cause
 
     def report(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one of an error that keeps it from the next exchange.
+        """Tell the ranks that wait for this rank of an error that keeps it from the next exchange.
 
         The error counts until this rank waits again. Reporting an error again has no effect.
         """
-        told = vars(error).setdefault(_TOLD, [])  # an error cannot be a key of a weak dictionary
+        told = vars(error).setdefault(_TOLD, [])  # since an error cannot be a key of a weak dict
         if isinstance(error, PeerError) or id(self) in told:
             return
         told.append(id(self))
@@ -227,7 +236,7 @@ class Heartbeat:
             self._stopped = True
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(1 + self._interval)  # limited, since the store may hang
+            self._thread.join(1 + self._interval)  # not longer, since a call of the store may hang
 
     def round(self) -> bool:
         """Write this rank's beat and, if it waits, read others; return whether rounds follow."""
@@ -243,7 +252,7 @@ class Heartbeat:
             self._write(waits[-1].doing if waits else error)
             self._listen(waits, stood_still)
         except RuntimeError:  # the store is gone; it matters only if a wait fails
-            # The others may have left because this rank seemed dead.
+            # Other ranks may have left because this rank seemed dead.
             still = f"{self._name} was stopped, or could not run Python, for {late:.1f} s; "
             self._adopt((still if stood_still else "") + self._store_lost)
             return False
@@ -259,10 +268,11 @@ class Heartbeat:
                 )
 
     def _cause(self, wait: _Wait) -> str:
-        """Return the verdict when there is one; if no round ends meanwhile, the store is at fault.
+        """Return the verdict as soon as there is one.
 
-        A round in progress counts from its beginning. But this rank may have been stopped since, so
-        the store always has a few more intervals.
+        If no round ends meanwhile, the store is at fault. A round in progress counts from its
+        beginning. This rank may have been stopped since then, so the store always has a few more
+        intervals.
         """
         with self._changed:
             wait.failed = self._urgent = True
@@ -286,7 +296,7 @@ class Heartbeat:
         self._count += 1
 
     def _listen(self, waits: list[_Wait], stood_still: bool) -> None:
-        """Adopt the others' verdict, or reach one. With a verdict, interrupt the waits."""
+        """Adopt the verdict of another rank, or reach one. With a verdict, interrupt the waits."""
         if not self._verdict and (waits or stood_still) and self._store.check(["verdict"]):
             self._adopt(self._store.multi_get(["verdict"])[0].decode())
         if not waits and self._witness.watches_all:  # the waiting ranks read all beats
@@ -316,9 +326,10 @@ class Heartbeat:
         return {peer: text.decode() for peer, text in zip(peers, texts, strict=True)}
 
     def _words(self) -> dict[int, str]:
-        """Return the states of silent ranks, as their operating systems report them.
+        """Return the states of silent ranks, as the ranks' operating systems report them.
 
-        A rank without a state server counts as gone, unless the user has set a grace.
+        A rank without a state server counts as gone, unless the user has set a grace
+        (`grace_seconds`).
         """
         silent = self._witness.silent()
         servers = self._state_servers
@@ -339,7 +350,7 @@ def interval(timeout: float, ranks: int) -> float:
 
 
 def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
-    """Start and return this rank's heartbeat in a group on gloo; None for other groups.
+    """Start and return this rank's heartbeat in a group on gloo; return None for other groups.
 
     It stops when the group is freed or the process ends.
     """
@@ -348,7 +359,7 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
     alive = weakref.ref(group)
     interrupt = lambda: close_connections(alive())  # noqa: E731
     heartbeat = _started(group, group.get_group_store(), torch.device("cpu"), interrupt)
-    # With an exit priority it also runs at exit, which a running thread may abort.
+    # With an exit priority, this also runs at exit, which the thread might abort if it still ran.
     Finalize(group, heartbeat.stop, exitpriority=0)
     return heartbeat
 
@@ -356,8 +367,8 @@ def heartbeat_in(group: ProcessGroup) -> Heartbeat | None:
 def heartbeat_for_a_while(group: ProcessGroup, name: str, device: torch.device) -> Heartbeat:
     """Start and return a heartbeat for one wait in a group of any backend; the caller stops it.
 
-    All ranks start one of this name together. It interrupts no wait: the waiting code reads its
-    `verdict`.
+    All ranks start a heartbeat with this `name` together. It interrupts no wait: the waiting code
+    reads its `verdict`.
     """
     store = PrefixStore(f"{name}/", group.get_group_store())
     return _started(group, store, device, lambda: None)
@@ -387,10 +398,10 @@ def _started(
 
 
 def close_connections(group: ProcessGroup | None) -> None:
-    """Make all waits on a gloo group raise, here and on the ranks that wait for this one.
+    """Make all waits on a gloo group raise, on this rank and on the ranks that wait for this rank.
 
-    The group's abort() does not end waits, but a receive that times out closes all connections. A
-    receive from a peer whose connection is closed already fails without a timeout.
+    The group's abort() does not end waits, but a receive that times out closes all connections. If
+    the connection to a peer is closed already, a receive from that peer fails without a timeout.
     """
     if group is None:
         return

@@ -1,14 +1,14 @@
 """A program that reports whether a rank's process lives: `python -I -S process_state_server.py`.
 
-A thread of the rank cannot report it while another thread holds Python's interpreter lock, as the
+A thread of the rank cannot report it while another thread holds Python's interpreter lock, as a
 sort of a long list does. Each rank therefore starts this program (`process_states.py`). It asks the
 operating system, and answers every connection that sends the token. It has few imports, so it is
 small and starts quickly. It ends at most `PARENT_POLL_SECONDS` after the rank's process, whatever
 ended that process.
 
-A server thread in C++, such as torch's store, would not do. It cannot tell a stopped rank from a
-slow one, a client of a stopped one waits forever, and anyone may write to it. A connection to the
-rank shows deaths, but not stops.
+Two simpler ways do not work. A server thread in C++, such as torch's store, cannot tell a stopped
+rank from a slow rank; a client of a stopped rank waits forever; and anyone may write to the store.
+A connection to the rank shows that the rank has died, but not that it is stopped.
 """
 
 import os
@@ -20,13 +20,14 @@ from contextlib import suppress
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
 PARENT_POLL_SECONDS = 1.0
-MAX_SILENT_CONNECTIONS = 64  # one more closes the oldest
+MAX_SILENT_CONNECTIONS = 64  # connections without a token; one more closes the oldest
 
 
 def state(process: int) -> str:
     """Return whether a process is alive, is stopped by a signal, or is gone.
 
-    A process that a debugger or a profiler holds is alive: it may be held many times a second.
+    A process that a debugger or a profiler has stopped counts as alive, since a profiler may stop
+    it many times a second.
     """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
@@ -41,8 +42,8 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
     silent: list[socket.socket] = []  # oldest first
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    # A process that loses its parent gets another. A pipe would not end while forked children of
-    # the rank hold it.
+    # A process whose parent has ended gets another parent. A pipe from the rank would not do: it
+    # stays open while forked children of the rank hold it.
     while os.getppid() == parent:
         ready = [key.fileobj for key, _ in selector.select(PARENT_POLL_SECONDS)]
         ended = [connection for connection in silent if connection in ready]
@@ -65,7 +66,8 @@ def serve(listener: socket.socket, parent: int, token: bytes) -> None:
 
 if __name__ == "__main__":
     _, descriptor, parent = sys.argv
-    # Launchers signal whole jobs, even if a rank still has time, for example to save its model.
+    # Launchers send signals to all processes of a job, while a rank may still have time, for
+    # example to save its model. This process must live as long as the rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.setblocking(False)

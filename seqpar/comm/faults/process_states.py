@@ -1,8 +1,8 @@
 """Ask the operating system, rather than a rank's threads, whether the rank lives.
 
-Each process with a heartbeat has a process-state server (in this folder also: state server). This
-is a small separate process (`process_state_server.py`) that answers on a TCP port even while the
-rank's interpreter is locked. Its address is the text "HOST PORT TOKEN".
+Each process with a heartbeat has a process-state server, in this folder also called state server.
+It is a small separate process (`process_state_server.py`) that answers on a TCP port even while a
+call holds the rank's interpreter lock. Its address is the text "HOST PORT TOKEN".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqpar.comm.faults import process_state_server
 from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
 UNKNOWN = "unknown"  # the state of a rank whose state server does not answer
-MAX_UNANSWERED = 3  # questions in a row before the rank counts as gone
+MAX_UNANSWERED = 3  # unanswered questions in a row after which the rank counts as gone
 
 Ask = Callable[[Mapping[int, str], float], dict[int, str]]
 
@@ -34,7 +34,7 @@ class ProcessStates:
     def __init__(self, seconds: float, ask: Ask) -> None:
         """`ask` is a function like `ask_state_servers`; it waits `seconds` for answers."""
         self._seconds, self._ask = seconds, ask
-        self._unanswered: dict[int, int] = {}  # questions in a row
+        self._unanswered: dict[int, int] = {}  # by rank, the unanswered questions in a row
 
     def of(self, addresses: Mapping[int, str]) -> dict[int, str]:
         """Return ALIVE, STOPPED, GONE or UNKNOWN for each rank, by its state server's address.
@@ -53,10 +53,10 @@ class ProcessStates:
 
 
 def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int, str]:
-    """Ask all state servers together; return their answers, or UNKNOWN for those that are late."""
+    """Ask all state servers at once; return their answers, or UNKNOWN for those that are late."""
     answers = dict.fromkeys(addresses, UNKNOWN)
     end = time.monotonic() + seconds
-    # This process may be out of file descriptors.
+    # An OSError of the selector means that this process has no file descriptor left.
     with suppress(OSError), selectors.DefaultSelector() as selector, ExitStack() as stack:
         for rank, address in addresses.items():
             host, port, token = address.split()
@@ -74,7 +74,7 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
                             selector.modify(connection, selectors.EVENT_READ, key.data)
                             continue
                         answer = connection.recv(64)
-                    except ConnectionRefusedError:  # its machine lives, but no process listens
+                    except ConnectionRefusedError:  # the machine lives, but no process listens
                         answer = proof + GONE.encode()
                     for word in (ALIVE, STOPPED, GONE):
                         if answer == proof + word.encode():  # otherwise another process listens
@@ -86,8 +86,9 @@ def ask_state_servers(addresses: Mapping[int, str], seconds: float) -> dict[int,
 def start_state_server(host: str) -> str:
     """Return the address of this process's state server, which listens at this machine's `host`.
 
-    The first call starts it, and it ends with this process. Returns "" if it cannot be started:
-    outside Linux, in a frozen application, or if the machine has no process left.
+    The first call starts the state server, and it ends with this process. Returns "" if it cannot
+    be started: outside Linux, in a frozen application, or if the machine can start no more
+    processes.
     """
     return _start_state_server(host, os.getpid())  # a forked child is another process
 
@@ -99,13 +100,13 @@ def _start_state_server(host: str, process: int) -> str:
     token = os.urandom(16).hex()
     program = sys.executable, "-I", "-S", process_state_server.__file__
     try:
-        if os.readlink("/proc/self") != str(process):  # /proc is of another namespace
+        if os.readlink("/proc/self") != str(process):  # /proc shows another namespace
             return ""
         # The rank opens the socket, so it need not wait for the state server to start.
         with socket.create_server((host, 0), family=_family(host)) as listener:
             port, descriptor = listener.getsockname()[1], listener.fileno()
-            # It inherits no other files, which may be sockets that must close with this process. It
-            # has its own session, so that no terminal interrupts it.
+            # The state server inherits no other files, which may be sockets that must close with
+            # this process. It has its own session, so that no terminal interrupts it.
             child = subprocess.Popen(
                 [*program, str(descriptor), str(process)],
                 pass_fds=[descriptor],
@@ -119,8 +120,8 @@ def _start_state_server(host: str, process: int) -> str:
         return ""
     with suppress(BrokenPipeError), child.stdin as pipe:  # type: ignore[union-attr]
         pipe.write(token.encode())
-    child.returncode = 0  # `_end` waits for it, so `subprocess` need not wait or warn at exit
-    # A negative priority: after the last beats.
+    child.returncode = 0  # `_end` waits for the child, so `subprocess` need not do so at exit
+    # With a negative priority, this runs after the last beats.
     Finalize(None, _end, (child.pid,), exitpriority=-1)
     return f"{host} {port} {token}"
 

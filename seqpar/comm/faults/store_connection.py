@@ -1,13 +1,16 @@
 """A heartbeat's own connection to its group's store.
 
-torch's client has three habits that a heartbeat cannot afford. If the process that keeps the store
-has closed the connection, as it may at any normal exit, the client writes a stack trace to stderr.
-If that process is gone, connecting takes as long as the group's timeout. If it is stopped,
-connecting and every other call take for ever. Callers that cannot wait use `answer_of`.
+torch's client has three habits that a heartbeat cannot afford:
+
+* If the process that keeps the store has closed the connection, as it may at any normal exit, the
+  client writes a stack trace to stderr.
+* If that process is gone, connecting takes as long as the group's timeout.
+* If that process is stopped, connecting and every other call never return. Callers that cannot wait
+  use `answer_of`.
 
 Each connection therefore has an additional plain socket to the same port, without any traffic,
-which shows when the store is gone. A process shares one such socket per port among its groups,
-since the process that keeps the store may open only a limited number of files.
+which shows when the store is gone. The groups of a process share one such socket per port, since
+the process that keeps the store may open only a limited number of files.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
-_PARTS = 10  # in which the time of a call is counted
+_PARTS = 10  # `answer_of` waits in this many intervals
 
 
 class Connection:
@@ -35,7 +38,10 @@ class Connection:
     """
 
     def __init__(self, store: Store) -> None:
-        """Connect to the process that keeps `store`. It takes for ever if that one is stopped."""
+        """Connect to the process that keeps `store`.
+
+        This never returns if that process is stopped.
+        """
         self.host = "127.0.0.1"
         self._idle: _Idle | None = None
         plain = store
@@ -72,8 +78,8 @@ class Connection:
 def answer_of(call: Callable[[], T], seconds: float) -> T:
     """Return the result of a call of a store, or raise a RuntimeError after `seconds`.
 
-    The time is counted in parts, since this process may be stopped meanwhile. A late call continues
-    in its thread.
+    The time is waited for in several intervals, since this process may be stopped meanwhile. A late
+    call continues in its thread.
     """
     answers: list[T] = []
     errors: list[Exception] = []
@@ -87,7 +93,7 @@ def answer_of(call: Callable[[], T], seconds: float) -> T:
     thread = threading.Thread(target=run, name="seqpar store", daemon=True)
     thread.start()
     for _ in range(_PARTS):
-        thread.join(seconds / _PARTS)  # returns immediately if it has ended
+        thread.join(seconds / _PARTS)  # returns immediately if the thread has ended
     if answers:
         return answers[0]
     raise RuntimeError(errors[0] if errors else f"no answer in {seconds:.1f} s")
@@ -100,11 +106,11 @@ class _Idle:
         connection = socket.create_connection((host, port))
         self.host = connection.getsockname()[0]  # this end's address
         self.descriptor = connection.detach()
-        # Not at exit: the last beat comes later.
+        # The socket stays open at exit, since the last beat is written later.
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     def ended(self) -> bool:
-        poll = select.poll()  # one per thread
+        poll = select.poll()  # a new object, since threads must not share one
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))
 

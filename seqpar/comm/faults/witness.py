@@ -1,4 +1,4 @@
-"""Judge which rank of a group is at fault, from the beats that one rank has read."""
+"""Decide which rank of a group is at fault, from the beats that one rank has read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from seqpar.comm.faults.process_state_server import ALIVE, GONE, STOPPED
 
 MAX_SILENT_READS = 10  # reads of an unchanged beat before a rank counts as silent
-MAX_WATCHED = 16  # ranks whose beats a rank reads in any case, and per wait
+MAX_WATCHED = 16  # ranks whose beats a rank always reads, and limit on further ranks per wait
 CHECK_HINT = "check_ranks=True, if it is not set, finds out"
 GRACE = "SEQPAR_GRACE_SECONDS"
 LEFT = "left"  # the last beat of a rank that ended normally or dropped the group
@@ -19,22 +19,22 @@ MAX_ERROR_READS = 3  # reads of an error before its rank counts as one that send
 
 
 class Witness:
-    """The beats that one rank has read from the others, and its judgement of them."""
+    """The beats that one rank has read from other ranks, and its judgement of them."""
 
     def __init__(
         self, rank: int, names: Sequence[str], interval: float, grace: float = 0.0
     ) -> None:
         """Read beats for `rank`.
 
-        A rank watches the `MAX_WATCHED` next ranks of the group that have not left. A faulty rank
-        that follows a healthy one is found by it, so no rank needs to read all beats. `names` has
-        the ranks as errors name them, and `interval` is the seconds between two reads. A rank that
-        is silent but alive is at fault after `grace` seconds.
+        A rank watches the `MAX_WATCHED` next ranks of the group that have not left. Each faulty
+        rank is therefore watched by a healthy rank before it, so no rank needs to read all beats.
+        `names` has the names of the ranks in errors, and `interval` is the seconds between two
+        reads. A rank that is silent but alive is at fault after `grace` seconds.
         """
         self._names, self._interval, self._grace = names, interval, grace
         self._rank = rank
         self.watches_all = len(names) - 1 <= MAX_WATCHED
-        self.beats: dict[int, str] = {}  # the last beat read of each rank that has begun
+        self.beats: dict[int, str] = {}  # by rank, the last beat read; none before the rank begins
         self.watched = self.watch(())
         # The number of reads in a row in which a rank's beat has not changed.
         self._unchanged: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Witness:
         return self.watched
 
     def hear(self, beats: dict[int, str]) -> None:
-        """Note the current beats of the watched ranks that have written one."""
+        """Note the current beats of the watched ranks that have written a beat."""
         changed = {peer for peer, text in beats.items() if text != self.beats.get(peer)}
         self._unchanged = {
             peer: 0 if peer in changed else self._unchanged.get(peer, 0) + 1
@@ -89,20 +89,26 @@ class Witness:
         waited: Collection[int] = (),
         errors: int = 0,
     ) -> str:
-        """Return the rank at fault and the reason, to begin an error message; "" if there is none.
+        """Return the rank at fault and the reason, to begin an error message, or "".
 
         `words` has the states of silent ranks that their operating systems report. A rank that
         lives, or may live, is not dead. `failed` has the peers of each failed wait, and `waited`
         the peers of all waits. `errors` is the number of errors that this rank itself has raised.
 
-        Before a wait fails, a rank is at fault only if it has died, has been silent for longer
-        than the grace, or has raised an error that this rank, which waits for it, has not raised.
-        Other ranks may begin later, or may have left after their work. When a wait has failed, the
-        first of these ranks is at fault: one that has left, if all failed waits were for it; one
-        that never began; one that is alive but silent; one that is in no exchange.
+        Before a wait fails, other ranks may begin later, or may have left after their work. A rank
+        is then at fault in three cases only: it has died; it has been silent for longer than the
+        grace; or it has raised an error that this rank, which waits for it, has not raised.
+
+        When a wait has failed, the first rank in this list is at fault:
+
+        1. a rank that has left, if all failed waits were for it;
+        2. a rank that never began;
+        3. a rank that is alive but silent;
+        4. a rank that is in no exchange.
+
         If there is none, all ranks wait for each other. A rank is alive if its beat has changed
         since the failure, or if its operating system reports it. A rank that does not watch all
-        others gives them time: first to find a dead rank, then to find an idle one.
+        other ranks gives the others time: first to find a dead rank, then to find an idle rank.
         """
         silent = self.silent()
         left = {peer for peer, text in self.beats.items() if text == LEFT}
@@ -114,7 +120,8 @@ class Witness:
             return self._locked(late, silent)
         for peer in sorted(set(waited) & self._raised.keys()):
             number, _, error = self._doing(peer).removeprefix(RAISED).partition(" ")
-            # All ranks may have raised one error, and this rank has gone on sooner than the peer.
+            # All ranks may have raised the same error. This rank has then continued, and the peer
+            # has not continued yet.
             if self._raised[peer] >= MAX_ERROR_READS and int(number) > errors:
                 return f"{self._names[peer]} raised an error, and did not send: {error}"
         if not failed:
@@ -164,7 +171,7 @@ class Witness:
 
 
 def grace_seconds() -> float | None:
-    """Return the seconds that a living rank may be silent, if the user has set them."""
+    """Return the seconds that a living rank may be silent, or None if the user has not set them."""
     text = os.environ.get(GRACE)
     try:
         seconds = None if text is None else float(text)

@@ -1,10 +1,11 @@
-"""Communicators on NCCL: a group's own, and further ones over the same ranks.
+"""Communicators on NCCL: the one of a group, and further communicators over the same ranks.
 
 A communicator runs its exchanges one after another, in the order in which they are posted. Messages
 that must not wait for each other, such as messages in two directions, use separate communicators.
 
-NCCL's messages are small kernels. A kernel of attention fills the GPU, and whatever becomes ready
-with it would have to wait until it ends, so messages travel on streams of high priority.
+NCCL's messages are small kernels. A kernel of attention fills the GPU. A message that becomes ready
+at the same time would have to wait until that kernel ends, so messages run on streams of high
+priority.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ class Communicators:
     """The communicators of a process group on NCCL; all Comms of the group share them."""
 
     def __init__(self) -> None:
-        self._devices: dict[str, torch.device] = {}  # by type: those that have joined
-        self._urgent: ProcessGroup | None = None  # in the place of the group's own on a GPU
+        self._devices: dict[str, torch.device] = {}  # by type, the devices that have joined
+        self._urgent: ProcessGroup | None = None  # replaces the group's communicator on a GPU
         self._channels: dict[str, ProcessGroup | None] = {}
         self._coalesces: dict[str, bool] = {}  # by type of device
 
     def gpu(self, group: ProcessGroup) -> torch.device | None:
-        """Return the GPU that the group sends from: the first that joined, or the bound one."""
+        """Return the GPU that the group sends from: the first that joined, or the bound GPU."""
         return self._devices.get("cuda", group.bound_device_id)
 
     def expected(self, group: ProcessGroup, device: torch.device) -> str | None:
-        """Return a description of the right device if the group cannot send from this one."""
+        """Return a description of the right device, or None if the group can send from `device`."""
         if group.size() == 1 or device.type == "meta":
-            return None  # such calls send nothing
+            return None  # calls with this device send nothing
         if device.type not in self._devices:
             config = dist.get_backend_config(group)  # as in "cpu:gloo,cuda:nccl"
             backends = dict(pair.split(":") for pair in config.split(","))
-            if backends.get(device.type, "gloo") == "gloo":  # it sends only from the CPU
+            if backends.get(device.type, "gloo") == "gloo":  # gloo sends only from the CPU
                 return f"a device that the group's backend ({config}) sends from"
         gpu = self.gpu(group)
         if device.type == "cuda" and gpu not in (None, device):
@@ -55,9 +56,10 @@ class Communicators:
         return None
 
     def join(self, group: ProcessGroup, device: torch.device) -> None:
-        """Make the communicator of messages from a device, the first time, with all ranks.
+        """Make the communicator for messages from a device at the first call, with all ranks.
 
-        It is the group's own, or another one if the stream of the group's own has no high priority.
+        If the stream of the group's communicator has no high priority, another communicator is
+        made.
         """
         if device.type not in self._devices:
             self._devices[device.type] = device
@@ -79,10 +81,10 @@ class Communicators:
         return known
 
     def channel(self, group: ProcessGroup, name: str) -> ProcessGroup | None:
-        """Return the further communicator of this name, made the first time, with all ranks.
+        """Return the further communicator with this name, made at the first call, with all ranks.
 
-        None means the one that carries other messages: no GPU has joined, or the group is not on
-        NCCL.
+        None stands for the communicator of all other messages: no GPU has joined, or the group is
+        not on NCCL.
         """
         device = self._devices.get("cuda")
         if device is None or group.size() == 1:
@@ -93,7 +95,7 @@ class Communicators:
 
 
 def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup | None:
-    """Make a communicator over a group's ranks, which torch does not know.
+    """Make a communicator over a group's ranks that torch does not know.
 
     `dist.new_group` does not serve: if a device is bound, it splits the default group's
     communicator, and needs all ranks of the default group.
@@ -110,7 +112,7 @@ def _open(group: ProcessGroup, name: str, device: torch.device) -> ProcessGroup 
     backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     channel: ProcessGroup = group_of(backend, store, device)
     _use(channel, device)
-    # Not at exit: it may wait for messages that no peer will answer.
+    # It is not shut down at exit, where it might wait for messages that no peer will answer.
     weakref.finalize(group, channel.shutdown).atexit = False
     return channel
 
@@ -123,7 +125,7 @@ def _nccl_of(group: ProcessGroup, device: torch.device) -> dist.ProcessGroupNCCL
 
 
 def _use(group: ProcessGroup, device: torch.device) -> None:
-    """Make a group's communicator for a device, with all ranks, by its first use."""
+    """Make a group's communicator for a device, by its first use with all ranks."""
     group.allreduce([torch.zeros(1, device=device)]).wait()
 
 
@@ -137,8 +139,8 @@ def post(
 ) -> list[dist.Work]:
     """Post messages, receives first; `order` has the rank in the group of each peer.
 
-    If `coalesced`, they are one operation. This is `dist.batch_isend_irecv` in an eighth of its
-    time.
+    If `coalesced`, they are one operation. This does what `dist.batch_isend_irecv` does in an
+    eighth of the time.
     """
     if coalesced:
         start_coalescing(group, device)

@@ -52,11 +52,11 @@ class Pending:
     ) -> None:
         """`check()` raises if a peer's messages are not what this rank expects.
 
-        `error_of` returns the error to raise in place of a backend's.
+        `error_of` returns the error to raise in place of a backend's error.
         """
         self._works, self._messages, self._check = works, messages, check
         self._error_of = error_of
-        # Entered around waiting, to name the rank at fault and to trace.
+        # Contexts around waiting, which name the rank at fault and record traces.
         self.contexts: list[WaitContext] = []
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class Pending:
             if self._error_of is None:
                 raise
             raise self._error_of(error) from error
-        # Drop the tensors, so that each is freed when its owner drops it.
+        # Drop the tensors, so that each tensor is freed when its owner drops it.
         self._works, self._messages, self._check = [], [], None
 
 
@@ -85,7 +85,10 @@ class Arriving:
         self._tensors, self._pending = tensors, pending
 
     def wait(self) -> list[Tensor]:
-        """Wait for the tensors and return them. This object then keeps none of them alive."""
+        """Wait for the tensors and return them.
+
+        After that, this object keeps none of them alive.
+        """
         self._pending.wait()
         arrived, self._tensors = self._tensors, []
         return arrived
@@ -97,7 +100,7 @@ class Comm:
     Attributes:
         name: the group's name, the same on all of its ranks.
         rank, size: this process's rank, and the number of ranks. Ranks of a mesh count along its
-            rows, whatever their ranks in its process group.
+            rows, whatever their ranks in the process group are.
         shape: (size,), or the shape of a mesh.
         numbers: the numbers of the call to which this Comm's exchanges belong, if any.
         digest: the digest of the call's arguments, which headers carry.
@@ -107,18 +110,18 @@ class Comm:
     digest = NO_DIGEST
     _heartbeat: Heartbeat | None = None
     _channel: ProcessGroup | None = None  # carries the messages; None: `Communicators.carrier`
-    _router: Router | None = None  # relays messages (`relays.py`); None: they go straight
+    _router: Router | None = None  # relays messages (`relays.py`); None: they are sent directly
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.shape: tuple[int, ...] = (size,)
         self._order: Sequence[int] = range(size)  # the rank in the group of each rank
         self._communicators = Communicators()  # all Comms of a group share them
-        # Weak, since a group that outlives destroy_process_group is destroyed with the interpreter,
-        # which may abort.
+        # The reference is weak. A strong one would keep the group alive after
+        # destroy_process_group, and destroying a group together with the interpreter may abort.
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self._calls = [0] * size  # counts of calls, shared by all Comms of a group
-        self._turn = RLock()  # held by the thread whose call runs, and shared by them too
+        self._turn = RLock()  # held by the thread whose call runs; all Comms of a group share it
         # What was sent, shared with the Comms that `call` and `channel` return.
         self._sent: Counter[str] = Counter()
 
@@ -142,7 +145,7 @@ class Comm:
 
     @classmethod
     def _of(cls, group: ProcessGroup, order: tuple[int, ...], shape: tuple[int, ...]) -> Comm:
-        """Return the Comm whose ranks are these of the group, in this order."""
+        """Return the Comm whose ranks are these ranks of the group, in this order."""
         known, ascending = _comms.setdefault(group, {}), tuple(range(group.size()))
         if (order, shape) not in known:
             name = "x".join([group.group_name, *map(str, shape[1:])])
@@ -167,16 +170,16 @@ class Comm:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that this rank has sent so far, without the headers of `message_header.py`."""
+        """The bytes that this rank has sent so far, not counting headers (`message_header.py`)."""
         return self._sent["bytes"]
 
     @property
     def sent_messages(self) -> int:
-        """The number of messages that this rank has sent so far, without headers."""
+        """The number of messages that this rank has sent so far, not counting headers."""
         return self._sent["messages"]
 
     def call(self, numbers: Tensor | None = None) -> Comm:
-        """Return this Comm for a new call, or for a backward, with its forward's `numbers`."""
+        """Return this Comm for a new call or, with the `numbers` of a forward, for its backward."""
         of_call, own = copy(self), self._order[self.rank]
         of_call.numbers = CallNumbers(self._calls, own, numbers)
         return of_call
@@ -185,8 +188,8 @@ class Comm:
     def turn(self) -> Iterator[None]:
         """Raise a ValueError if a call of another thread runs on this group.
 
-        The calls would take each other's messages. Other ranks may have begun the refused call, so
-        all ranks that wait raise a PeerError with the reason.
+        Each of the two calls would receive messages of the other. Other ranks may have begun the
+        refused call, so all ranks that wait raise a PeerError with the reason.
         """
         if self.size == 1:
             yield
@@ -212,8 +215,8 @@ class Comm:
     def join(self, device: torch.device) -> None:
         """Make the group's communicator for this device, with all ranks, at the first call.
 
-        NCCL makes it at its first use and needs all ranks. In a call, some ranks may send and
-        receive nothing, so each call begins with this method.
+        NCCL makes a communicator at its first use and needs all ranks. In a call some ranks may
+        send and receive nothing, so each call begins with this method.
         """
         group = self._group()
         if group is not None and self._heartbeat_for(device) is None:
@@ -231,13 +234,13 @@ class Comm:
             raise ValueError(f"{name} must be on {expected}, got one on {device}")
 
     def channel(self, name: str) -> Comm:
-        """Return these ranks with a separate communicator, identified by `name`.
+        """Return a Comm of the same ranks with a separate communicator, identified by `name`.
 
         On NCCL, messages in two directions, or levels, wait for each other if they use one
-        communicator. All ranks make it together at its first use, so all must request the same
-        channels, in the same order, before they post a call's messages. On gloo, where links are
-        independent, this returns the Comm itself. Bytes count as the Comm's. A communicator takes
-        some hundred MB of each GPU, and is freed with the group.
+        communicator. All ranks make the communicator together at its first use, so all must request
+        the same channels, in the same order, before they post a call's messages. On gloo, where
+        links are independent, this returns the Comm itself. Bytes count as those of this Comm. A
+        communicator takes some hundred MB of each GPU, and is freed with the group.
         """
         group = self._group()
         through = None if group is None else self._communicators.channel(group, name)
@@ -256,12 +259,12 @@ class Comm:
         Empty messages are not sent. `label` names the strategy and its pass, such as "ring
         backward", and `step` the strategy's step that needs the messages. Errors and traces name
         the exchange by both. On gloo, waiting raises a PeerError if two ranks are in different
-        exchanges, or expect other sizes or dtypes. NCCL has no tags, so there only `check_ranks`
-        finds calls that differ.
+        exchanges, or expect different sizes or dtypes. NCCL has no tags, so on NCCL only
+        `check_ranks` finds calls that differ.
 
         On gloo an exchange posts its receives first, and fills a link in both directions
-        simultaneously. Two exchanges, one that sends to a peer and one that receives from it,
-        alternate instead: post them as one exchange.
+        simultaneously. If a rank sends to a peer in one exchange and receives from that peer in
+        another exchange, the two alternate instead: post them as one exchange.
         """
         if hooks().skip_messages:
             return Pending([], [])
@@ -286,9 +289,9 @@ class Comm:
         return pending
 
     def tell_error(self, error: BaseException) -> None:
-        """Let ranks that wait for this one raise a PeerError, which names this rank's error.
+        """Let ranks that wait for this rank raise a PeerError, which names this rank's error.
 
-        They learn of it within seconds, by the group's heartbeat, so only on gloo. Nothing is sent
+        They learn of it within seconds from the group's heartbeat, so only on gloo. Nothing is sent
         and this rank does not wait. If all ranks raise the error, the group remains usable.
         """
         if self._heartbeat is not None:
@@ -296,7 +299,7 @@ class Comm:
 
     @contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Tell errors of this context to ranks that wait for this one; see `tell_error`."""
+        """Report errors of this context to ranks that wait for this rank; see `tell_error`."""
         try:
             yield
         except BaseException as error:
@@ -334,7 +337,7 @@ class Comm:
         return pending
 
     def _check(self, headers: list[AwaitedHeader]) -> None:
-        """Wait for the peers' headers; raise a PeerError if one is in another exchange."""
+        """Wait for the peers' headers; raise a PeerError if a peer is in a different exchange."""
         assert self._heartbeat is not None
         names = self._heartbeat.names
         for awaited in headers:
@@ -345,7 +348,7 @@ class Comm:
                 raise PeerError(self._heartbeat.accuse(cause))
 
     def _watchdog_error(self, exchange: Exchange, error: Exception) -> PeerError:
-        """Return the error of a backend with its own watchdog, which does not name the rank."""
+        """Return the error of a backend whose watchdog does not name the rank."""
         doing = f"rank {self.rank} was in {exchange} of {self.size} ranks"
         return PeerError(f"a rank or its link failed. {doing}. The backend said: {error}")
 
@@ -358,7 +361,10 @@ class Comm:
         return device.type == "cuda"
 
     def _heartbeat_for(self, device: torch.device) -> Heartbeat | None:
-        """Return the heartbeat that watches messages from a device; NCCL has its own watchdog."""
+        """Return the heartbeat that watches messages from a device, or None on NCCL.
+
+        NCCL has its own watchdog.
+        """
         return self._heartbeat if self._heartbeat and device.type == "cpu" else None
 
     @property
@@ -370,7 +376,7 @@ class Comm:
 
     @property
     def processes(self) -> list[int]:
-        """The global ranks of the group's ranks, ascending by rank in the process group."""
+        """The global ranks of the group's members, in order of their ranks in the process group."""
         return dist.get_process_group_ranks(self.process_group)
 
     @property
@@ -379,7 +385,7 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """The device of digests and sizes: the CPU if the group sends from it, or the GPU."""
+        """The device of digests and sizes: the CPU if the group sends from it, or else the GPU."""
         group = self._group()
         if group is None or "cpu:" in dist.get_backend_config(group):
             return torch.device("cpu")
@@ -411,17 +417,17 @@ class Comm:
         if self.numbers is OUTSIDE:
             return self.call().all_gather(x, label=label)
         self.join(x.device)
-        gathered = x.new_empty((self.size, *x.shape))  # from this rank on
+        gathered = x.new_empty((self.size, *x.shape))  # in rank order, beginning with this rank
         gathered[0] = x.detach()
         for step, distance, to, source in self._doubling():
             sent = gathered[: self.size - distance][:distance]
             received = gathered[distance : 2 * distance]
             self._exchange([(to, sent)], [(source, received)], label, step).wait()
-        # Copies, since torch.set_rng_state fails with a view of an offset.
+        # The tensors are copies, since torch.set_rng_state fails with a view that has an offset.
         return [gathered[(peer - self.rank) % self.size].clone() for peer in range(self.size)]
 
     def maximum(self, x: Tensor, *, label: str) -> Tensor:
-        """Return the elementwise maximum of all ranks' `x` in ⌈log₂ P⌉ messages of its size."""
+        """Return the elementwise maximum of all ranks' `x`, in ⌈log₂ P⌉ messages of x's size."""
         if self.numbers is OUTSIDE:
             return self.call().maximum(x, label=label)
         self.join(x.device)
@@ -432,7 +438,10 @@ class Comm:
         return x
 
     def _doubling(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (step, distance, receiver, sender) of exchanges after which all ranks have met."""
+        """Yield (step, distance, receiver, sender) of exchanges that connect all ranks.
+
+        After the last exchange, each rank has data that depends on the data of all ranks.
+        """
         for step in range((self.size - 1).bit_length()):
             distance = 2**step
             to, source = self.rank - distance, self.rank + distance
@@ -442,7 +451,7 @@ class Comm:
 class SubComm(Comm):
     """Some ranks of a group as a group, numbered in the order of `ranks`.
 
-    Their messages go through the whole group's Comm and count in its `sent_bytes`. Errors and
+    Messages are sent through the Comm of the whole group and count in its `sent_bytes`. Errors and
     traces name every exchange by `label` and `name`, such as "usp forward, ring", and not by the
     label of `exchange`.
     """
@@ -471,7 +480,7 @@ class SubComm(Comm):
 
 
 def as_mesh(comm: Comm, *shape: int) -> Comm:
-    """Return the same ranks as a mesh, along its rows, with its own counts of sent bytes."""
+    """Return the same ranks as a mesh, along its rows, with a separate count of sent bytes."""
     group = comm._group()
     if group is not None:
         return Comm._of(group, tuple(comm._order), shape)
@@ -481,7 +490,10 @@ def as_mesh(comm: Comm, *shape: int) -> Comm:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> tuple[ProcessGroup, tuple[int, ...]]:
-    """Return a mesh's group, which torch sorts, and each rank's rank in it, along its rows."""
+    """Return the group of a mesh, and the rank in the group of each rank along the mesh's rows.
+
+    torch sorts the ranks of the group.
+    """
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh must have this process (global rank {dist.get_rank()}), got {mesh}")

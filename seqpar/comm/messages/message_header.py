@@ -1,7 +1,7 @@
 """Headers that identify messages, so that a rank never confuses the messages of two calls.
 
-The name of an exchange has the number of its call between the two ranks, its strategy and pass, and
-its step. On gloo, a rank sends a *header* to each peer of an exchange, even if it only receives
+An exchange is named by the number of its call between the two ranks, its strategy and pass, and its
+step. On gloo, a rank sends a *header* to each peer of an exchange, even if it only receives
 messages from the peer. The header has a digest of the call's arguments, the exchange's name, and
 the sizes and dtypes of the messages in both directions.
 
@@ -13,9 +13,10 @@ A digest is a table of 2 bytes per argument, of one size for all calls. Ranks ma
 description that `check_ranks` compares, once per layout and options.
 
 Headers between two ranks are matched by order, with one tag per hop. If two ranks are in different
-exchanges, or have different arguments, each receives a header that it does not expect. Tags of
-messages are computed from their sender's header, so a message never arrives in another one's
-buffer. Otherwise results would be wrong or, with other sizes, gloo would abort the process.
+exchanges, or have different arguments, each receives a header that it does not expect. The tags of
+messages are computed from their sender's header, so a message is never received into the buffer of
+another message. Without headers, results would be wrong or, if sizes differ, gloo would abort the
+process.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ from seqpar.core.arguments import shown
 
 Message = tuple[int, Tensor]  # (peer, tensor)
 DIGEST_BYTES, _ENTRY_BYTES = 64, 2
-_MAX_PARTS = 3  # of a value in words
+_MAX_PARTS = 3  # parts of a value that an error shows
 _MAX_VALUE_CHARACTERS = 201  # of a value in an error
-_MAX_COMPARED_BYTES = 2**16  # of a tensor's values
+_MAX_COMPARED_BYTES = 2**16  # values of larger tensors are not compared
 _HEADER_BYTES = 256  # longer text is cut; the checksum covers all of it
 _CHECKSUM_BYTES = 8  # hexadecimal digits; the digest's table and text follow
 _TEXT = _CHECKSUM_BYTES + DIGEST_BYTES  # where the text begins
 _CHECK = "rank check"  # the label of an exchange in which ranks compare a call
-# For a pass's first hop. Later hops use the following tags, because the relaying thread's hops and
-# the main thread's first hops overtake each other.
+# The tag of headers in the first hop of a pass. Later hops use the following tags, because the
+# thread that relays posts them, and the main thread may post later first hops before.
 _FIRST_HEADER_TAG = 0x5EA
-_FIRST_MESSAGE_TAG = 1 << 30  # high, since users' own tags are usually small
+_FIRST_MESSAGE_TAG = 1 << 30  # large, since tags of users' messages are usually small
 
 
 class CallNumbers:
-    """The numbers of one call, one between this rank and each peer."""
+    """The numbers of one call: one number between this rank and each peer."""
 
     def __init__(self, calls: list[int], rank: int, numbers: Tensor | None = None) -> None:
         """Number a new call, or use the `numbers` that `as_tensor` returned.
 
-        `calls` counts this rank's calls, at `rank`, and its calls with each peer. A new call
-        changes `calls`.
+        `calls[rank]` counts the calls of this rank, and `calls[peer]` its calls with a peer. A new
+        call changes `calls`.
         """
         self._calls = calls
         if numbers is None:
@@ -66,7 +67,7 @@ class CallNumbers:
             self._numbers[rank] = calls[rank]
         else:
             self._numbers = numbers.view(torch.int64).tolist()
-        self.own = self._numbers[rank]  # calls of this rank, with this one; 0 outside calls
+        self.own = self._numbers[rank]  # calls of this rank so far, with this one; 0 outside calls
 
     def between(self, peer: int) -> int:
         """Return the call's number between this rank and a peer, from their first message on."""
@@ -78,17 +79,17 @@ class CallNumbers:
         return self._numbers[peer]
 
     def as_tensor(self) -> Tensor:
-        """Return the numbers, (ranks,) on the CPU: the bits of a float64 tensor.
+        """Return the numbers as the bits of a float64 tensor, (ranks,) on the CPU.
 
         A forward returns them to its backward. As floats, the numbers are below 1e-300. Results of
         two equal calls are therefore equal within every tolerance, as `torch.library.opcheck`
         requires, although each call has its own numbers.
         """
-        # Integers would differ between two equal calls, and so would the shape of an empty tensor.
-        # A table in Python could not tell apart two calls whose backwards run in any order.
-        # As a result of the operator, the tensor outlives copies by hooks, selective checkpoints
-        # keep it, and compiled graphs need nothing new.
-        # torch.tensor would take four times as long.
+        # The numbers cannot be integers, or the shape of an empty tensor, since these would differ
+        # between two equal calls. A table in Python could not tell apart two calls whose backwards
+        # run in any order. Since the tensor is a result of the operator, copies that hooks make
+        # keep the numbers, selective checkpoints save it, and compiled graphs need nothing new.
+        # `torch.tensor` would take four times as long as `from_numpy`.
         return torch.from_numpy(np.array(self._numbers, dtype=np.int64).view(np.float64))
 
 
@@ -104,20 +105,19 @@ class CallDigest(NamedTuple):
     """The digest of a call's arguments."""
 
     table: bytes  # DIGEST_BYTES: an entry for the names, and one for each argument
-    arguments: Mapping[str, object]  # by the names that users know, as this rank has them
+    arguments: Mapping[str, object]  # this rank's arguments, by the names that users know
 
     @classmethod
     def of(cls, arguments: Mapping[str, object]) -> CallDigest:
-        """Return the digest of arguments that JSON can hold."""
         entries = [list(arguments), *arguments.values()]
         table = b"".join([_entry(json.dumps(value)) for value in entries])
         assert len(table) <= DIGEST_BYTES, f"{len(arguments)} arguments are too many"
         return cls(table.ljust(DIGEST_BYTES, b"\0"), arguments)
 
     def extended(self, **values: Tensor | None) -> CallDigest:
-        """Return the digest with the values of small tensors, by their arguments' names.
+        """Return the digest with the values of small tensors, by the names of their arguments.
 
-        Reads only tensors on the CPU, since reading others would wait for their device.
+        Only tensors on the CPU are read, since reading others would wait for their device.
         """
         contents = [None if x is None else _content_of(x) for x in values.values()]
         if not any(contents):
@@ -127,7 +127,10 @@ class CallDigest(NamedTuple):
         return self._replace(table=_extended(self.table, entries))
 
     def differing(self, table: bytes) -> list[str]:
-        """Return the arguments with other entries in a peer's table; none if names differ."""
+        """Return the arguments whose entries differ in a peer's table.
+
+        Return none if the peer's arguments have different names.
+        """
         if _at(table, 0) != _at(self.table, 0):
             return []
         return [
@@ -149,7 +152,7 @@ def _content_of(x: Tensor) -> tuple[int, torch.dtype] | None:
 def _extended(table: bytes, entries: tuple[tuple[int, int, torch.dtype], ...]) -> bytes:
     """Return a table in which the entries of some arguments also depend on their contents.
 
-    `entries` has the number, checksum and dtype of each of these arguments.
+    `entries` has the number, checksum and dtype of each such argument.
     """
     changed = bytearray(table)
     for number, checksum, dtype in entries:
@@ -177,7 +180,7 @@ class Exchange(NamedTuple):
     call: int  # the number of its call; 0 outside calls
     label: str  # the strategy and its pass, such as "ring backward"
     step: int  # the strategy's step that needs the messages
-    hop: int = 0  # the number of the hop of relayed messages (`relays.py`)
+    hop: int = 0  # for relayed messages, the number of the hop (`relays.py`)
 
     def __str__(self) -> str:
         hop = f", hop {self.hop}" if self.hop else ""
@@ -190,7 +193,7 @@ class Header:
     def __init__(
         self, exchange: Exchange, sends: str, recvs: str, table: bytes = NO_DIGEST.table
     ) -> None:
-        """`sends` and `recvs` are the texts of `listed`, and `table` is the digest's table."""
+        """`sends` and `recvs` are texts of `listed`, and `table` is the table of the digest."""
         text = table + f"{exchange}|{sends}|{recvs}".encode()
         self._checksum = crc32(text)
         self.data = bytearray(
@@ -198,7 +201,7 @@ class Header:
         )
 
     def tag(self, index: int) -> int:
-        """Return the tag of the message number `index` of the header's sender."""
+        """Return the tag of message number `index` that the header's sender sends."""
         return _FIRST_MESSAGE_TAG + (self._checksum + index) % _FIRST_MESSAGE_TAG
 
 
@@ -229,8 +232,8 @@ def post(
     the group. `numbers` has the number of the exchange's call with each peer, and `table` is the
     table of the digest of the call's arguments.
     """
-    # Headers go both ways even if messages do not: two ranks that only send would wait for each
-    # other without seeing the other's call.
+    # Headers are sent in both directions even if messages are not. Without them, two ranks that
+    # only send would wait for each other, and neither would learn which call the other makes.
     by_peer: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     for direction, messages in enumerate((sends, recvs)):
         for peer, tensor in messages:
@@ -288,7 +291,8 @@ def disagreement(
 def in_words(value: object) -> str:
     """Return an argument's value as errors show it.
 
-    A dict has the value's parts in words, and under "digest" a digest of all of them.
+    A value with parts becomes a dict of its parts in words, with a digest of all parts under
+    "digest".
     """
     if isinstance(value, dict):
         parts = [str(text) for name, text in value.items() if name != "digest"]
@@ -298,14 +302,17 @@ def in_words(value: object) -> str:
 
 
 def hint_at(arguments: Collection[str]) -> str:
-    """Return the usual cause if ranks differ in these arguments, to end an error's text."""
+    """Return the usual cause of a difference in these arguments, to end an error's text."""
     if "layout" not in arguments:
         return ""
     return ". All ranks of a group need one batch: does each rank's sampler draw another one?"
 
 
 def _fields(header: bytearray) -> list[str]:
-    """Return the exchange's name and the lists of sent and received messages, unless cut off."""
+    """Return the exchange's name and the lists of sent and received messages.
+
+    Return nothing if the header was cut off.
+    """
     text = header[_TEXT:].decode(errors="replace").replace("torch.", "").rstrip()
     fields = [*text.split("|"), "…", "…"]
     return [fields[0], *(f"({x})" if x else "nothing" for x in fields[1:3])]

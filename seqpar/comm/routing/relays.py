@@ -1,15 +1,16 @@
-"""Relay messages between nodes through other ranks; `routing.py` decides through which.
+"""Relay messages between nodes through other ranks; `routing.py` decides through which ranks.
 
-A rank knows the sizes of the messages that it sends or receives, but not those that it relays for
-other ranks of its node. In the first pass of a kind (forward or backward of calls that differ only
-in their tensors), the ranks of a node therefore describe to each other, exchange by exchange, their
-messages to and from other nodes. All ranks make the same exchanges in the same order, even those in
-which they have no messages, so an exchange's number in its pass identifies it. The group keeps each
-rank's part, and later passes exchange no descriptions.
+A rank knows the sizes of the messages that it sends or receives, but not of those that it relays
+for other ranks of its node. Passes are of the same *kind* if they are all forwards, or all
+backwards, of calls that differ only in their tensors. In the first pass of a kind, the ranks of a
+node describe to each other, exchange by exchange, their messages to and from other nodes. All ranks
+make the same exchanges in the same order, even exchanges in which they have no messages, so the
+number of an exchange in its pass identifies it. The group keeps what each rank has to relay, and
+later passes of the kind exchange no descriptions.
 
 NCCL runs exchanges in the order in which they are posted, so there a rank posts all hops together.
 On gloo a thread posts a hop when the hop before it has arrived. The thread processes exchanges in
-order, which is the same on all ranks, so no exchange waits for a later one.
+order. The order is the same on all ranks, so no exchange waits for a later exchange.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from seqpar.comm.messages.message_header import Exchange, Message
 from seqpar.comm.routing.routing import Described, Ends, Nodes, PieceLocation, Relaying, Routing
 from seqpar.core.background import Worker, in_this_mode
 
-_MAX_KEPT_PASSES = 128  # kinds of passes; a model's layers share them
+_MAX_KEPT_PASSES = 128  # kinds of passes, which the layers of a model share
 
 
 class Relays:
-    """A rank's part in a group's routing.
+    """What one rank relays in a group.
 
-    All ranks make the same calls, so they drop kept passes in the same order. Otherwise a rank that
-    dropped a pass would wait for descriptions from ranks that still know the pass. Passes are not
-    kept with the layout, which each rank frees at another time.
+    All ranks make the same calls, so they drop kept passes in the same order. If one rank dropped a
+    pass that other ranks still know, it would wait for descriptions that they do not send. Passes
+    are therefore not kept with the layout, which each rank frees at a different time.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -61,8 +62,12 @@ class Relays:
         return of_group[routing]
 
     def in_pass(self, comm: Comm, device: torch.device, kind: str) -> Comm:
-        """Return the Comm of one pass of a call; passes of a `kind` send the same, on all ranks."""
-        for peer in range(comm.size):  # now, since a thread would do it while the next call begins
+        """Return the Comm of one pass of a call.
+
+        In all passes of one `kind`, each rank sends messages of the same sizes to the same peers.
+        """
+        # The numbers of the call are set now. The thread might set them after the next call begins.
+        for peer in range(comm.size):
             comm.numbers.between(comm._order[peer])
         known = self._known.setdefault(kind, [])
         self._known.move_to_end(kind)
@@ -79,7 +84,7 @@ class Relays:
 
 
 class _Pass:
-    """A pass. This rank knows what to relay in its first exchanges, or in all of them."""
+    """A pass. This rank knows what to relay in the pass's first exchanges, or in all of them."""
 
     def __init__(self, relays: Relays, device: torch.device, known: list[Relaying]) -> None:
         self._relays, self._device, self._known = relays, device, known
@@ -88,7 +93,7 @@ class _Pass:
     def post(
         self, comm: Comm, outgoing: list[Message], incoming: list[Message], exchange: Exchange
     ) -> Pending:
-        """Post an exchange: straight messages and, hop by hop, relayed messages."""
+        """Post an exchange: direct messages and, hop by hop, relayed messages."""
         comm = copy(comm)
         comm._router = None
         sent, straight_out = self._divided(comm.rank, outgoing)
@@ -123,7 +128,8 @@ class _Pass:
                 last = each()
             arriving.append(last)
 
-        def wait() -> None:  # also on ranks that only relay, so the call ends with all its messages
+        # Ranks that only relay wait too, so that a call ends when all of its messages have arrived.
+        def wait() -> None:
             relayed.result()
             arriving.pop().wait()
 
@@ -142,8 +148,8 @@ class _Pass:
 
     def _agree(self, comm: Comm, own: Ends, exchange: Exchange) -> Relaying:
         """Exchange descriptions of messages to and from other nodes with the ranks of this node."""
-        # No other node is asked: this node knows the messages that leave, and the receiver's node
-        # knows those that arrive. A strategy's `traffic` has sizes too, but not by exchange.
+        # No other node is asked, since the node of the sender and the node of the receiver both
+        # know a message. A strategy's `traffic` has sizes too, but not for each exchange.
         text, mates = json.dumps(own).encode(), self._relays.nodes.mates(comm.rank)
         others = [mate for mate in mates if mate != comm.rank]
 

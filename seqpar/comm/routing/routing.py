@@ -2,23 +2,26 @@
 
 From "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
 the routing layer of its attention engine. A message of n bytes to a rank of another node takes
-n·b_between seconds over the sender's NIC, while the NICs of the node's other ranks are idle. Over x
-NICs, it travels in x pieces: to a proxy in the sender's node, to a proxy in the receiver's node,
-and to the receiver. The pieces take
+n·b_between seconds over the sender's NIC, while the NICs of the node's other ranks are idle. With x
+NICs, the message is cut into x pieces. Each piece is sent to a proxy in the sender's node, from
+there to a proxy in the receiver's node, and from there to the receiver. The pieces take
 
     n·b_inside·(x − 1)/x + n·b_between/x + n·b_inside·(x − 1)/x
 
-seconds, with b in seconds per byte. This is less if b_between > 2·b_inside. Sender and receiver are
-the proxies for their NICs, so a straight piece skips both hops inside nodes.
+seconds, with b in seconds per byte. This is less than n·b_between if b_between > 2·b_inside. Sender
+and receiver are the proxies for their own NICs, so a piece over these NICs is sent directly,
+without hops inside nodes.
 
 The paper divides each message. Here all messages of an exchange between two nodes are divided
-together. If they load all NICs about equally, they go straight, as without routing. Otherwise each
-NIC carries at most an equal share, and first the messages that it would carry anyway. Pieces leave
-and arrive by NICs of the same number, which suits networks with one switch per number.
+together. If they load all NICs about equally, they are sent directly, as without routing. Otherwise
+each NIC carries at most an equal fraction of the bytes, and first of all bytes of the messages that
+it would carry without routing. Pieces leave and arrive by NICs of the same number, which suits
+networks with one switch per number.
 
-Long pieces are cut into c chunks. Proxies send one chunk on while they receive the next: the first
-hop of the second chunk is posted together with the second hop of the first. NICs therefore work
-nearly all the time, and only 1/c of the formula's hops inside nodes remains.
+Long pieces are cut into c chunks. Proxies send a chunk on while they receive the next chunk: the
+first hop of the second chunk is posted together with the second hop of the first chunk. NICs
+therefore work nearly all the time, and only 1/c of the time that the formula has for hops inside
+nodes remains.
 """
 
 from __future__ import annotations
@@ -33,27 +36,28 @@ import torch
 
 from seqpar.core.arguments import as_int, as_int_array, shown
 
-_EVEN_RATIO = 17 / 16  # busiest NIC / its share, below which messages are not routed
+_EVEN_RATIO = 17 / 16  # bytes of the busiest NIC / mean, below which messages are not routed
 _ALIGNMENT_BYTES = 16  # of each piece's start
-_MAX_CHUNKS = 8  # per piece; each costs an exchange's latency
+_MAX_CHUNKS = 8  # per piece, since each chunk costs an exchange's latency
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The way of messages between nodes, for a module's `routing`.
+    """How messages between nodes are sent, for a module's `routing`.
 
-    All nodes have the same number of ranks, and ranks of a node reach each other faster than other
-    nodes. Each rank uses one NIC, which it may share with its neighbours. The group's backend
-    chooses the NIC: NCCL the nearest, gloo the one of `GLOO_SOCKET_IFNAME`. Ranks relay messages
-    of other ranks, so all ranks must make each call, with layouts made in the same way.
+    All nodes have the same number of ranks, and the ranks of a node reach each other faster than
+    they reach other nodes. Each rank uses one NIC, which it may share with its neighbours. The
+    group's backend chooses the NIC: NCCL the nearest, gloo the one of `GLOO_SOCKET_IFNAME`. Ranks
+    relay messages of other ranks, so all ranks must make each call, with layouts made in the same
+    way.
 
     Args:
         node_size: the number of consecutive ranks per node (of a mesh, along its rows).
         nodes: instead of `node_size`, the number of each rank's node, if ranks of a node are not
             consecutive.
         nics: the number of NICs per node. Each serves the same number of consecutive ranks.
-            Default: one per rank. 1: messages go straight.
-        least_bytes: messages with fewer bytes go straight, since two more hops take two more
+            Default: one per rank. 1: messages are sent directly.
+        least_bytes: messages with fewer bytes are sent directly, since two more hops take two more
             latencies.
         chunk_bytes: the least number of bytes per chunk.
     """
@@ -67,7 +71,7 @@ class Routing:
     def __post_init__(self) -> None:
         if (self.node_size is None) == (self.nodes is None):
             found = f"node_size={shown(self.node_size)} and nodes={shown(self.nodes)}"
-            raise ValueError(f"routing needs either node_size or nodes, got {found}")
+            raise ValueError(f"routing must have either node_size or nodes, got {found}")
         for name in ("node_size", "nics", "least_bytes", "chunk_bytes"):
             value = getattr(self, name)
             if value is not None or name.endswith("bytes"):
@@ -104,7 +108,7 @@ class Nodes:
             raise ValueError(f"nics must {expected}, got {self.nics}")
 
     def mates(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's node, itself included."""
+        """Return the ranks of a rank's node, with that rank."""
         return self.members[self.of[rank]]
 
     def nic(self, rank: int) -> int:
@@ -115,7 +119,8 @@ class Nodes:
     def proxy(self, rank: int, nic: int) -> int:
         """Return the rank of its node through which a rank reaches a NIC; itself for its own NIC.
 
-        Of several ranks that share the NIC, it is the one in the rank's position.
+        If several ranks share the NIC, it is the one at the same position among the ranks of its
+        NIC.
         """
         mates = self.mates(rank)
         sharing = len(mates) // self.nics
@@ -127,10 +132,11 @@ def divided(
 ) -> list[tuple[int, tuple[int, int], int]]:
     """Divide the messages from one node to another among the nodes' NICs, evenly.
 
-    `sizes` are the messages' sizes, and `used` the NICs of both nodes that each message would use
-    straight. Returns pieces (message, its NICs, its size), in order within each message. If the
-    messages load NICs nearly evenly, they go whole and straight. Otherwise no NIC carries more than
-    its share. A piece uses NICs of one number, preferably those of its sender or receiver.
+    `sizes` are the messages' sizes. `used` are the NICs of the two nodes that each message would
+    use if it were sent directly. Returns pieces (message, its NICs, its size), in order within each
+    message. If the messages load NICs nearly evenly, they are sent whole and directly. Otherwise no
+    NIC carries more than an equal fraction. A piece uses NICs of one number in both nodes,
+    preferably the NIC number of its sender or receiver.
     """
     straight = [Counter[int](), Counter[int]()]
     for size, ends in zip(sizes, used, strict=True):
@@ -139,8 +145,9 @@ def divided(
     share = -(-sum(sizes) // nics)
     if max(max(loads.values()) for loads in straight) <= share * _EVEN_RATIO:
         return [(i, ends, size) for i, (size, ends) in enumerate(zip(sizes, used, strict=True))]
-    # Pairs of NICs with different numbers would save no byte of a single message, add a hop, and
-    # cross the spine of a network with one switch for each number.
+    # Pairs of NICs with different numbers would not reduce the bytes of any NIC for a single
+    # message. They would add a hop, and in a network with one switch for each number such a piece
+    # would cross the spine.
     left, room, pieces = list(sizes), [share] * nics, []
     choices = [(i, nic) for i in range(len(sizes)) for nic in range(nics)]
     for i, nic in sorted(choices, key=lambda x: sum(nic != x[1] for nic in used[x[0]])):
@@ -152,7 +159,7 @@ def divided(
 
 
 class Described(NamedTuple):
-    """A message as its two ends know it: (peer, elements, dtype), in the order of its sender."""
+    """A message as its two ends know it: (peer, elements, dtype), in the sender's order."""
 
     peer: int
     elements: int
@@ -165,7 +172,7 @@ Ends = tuple[list[Described], list[Described]]  # the messages that a rank sends
 class PieceLocation(NamedTuple):
     """Elements start … stop − 1 of a tensor, from or into which a piece is sent or received."""
 
-    table: int  # of SENT messages of this rank, RECEIVED ones, or pieces HELD for other ranks
+    table: int  # SENT or RECEIVED messages of this rank, or pieces HELD for other ranks
     number: int  # the tensor's index in the table
     start: int
     stop: int
@@ -175,26 +182,27 @@ SENT, RECEIVED, HELD = range(3)
 
 
 class RelayHop(NamedTuple):
-    """The pieces that a rank posts together, (peer, location) of each: sent and received."""
+    """The pieces that a rank posts together, sent and received, each as (peer, location)."""
 
     sends: list[tuple[int, PieceLocation]]
     recvs: list[tuple[int, PieceLocation]]
 
 
 class Relaying(NamedTuple):
-    """A rank's part in routing the messages of one exchange."""
+    """What one rank sends and receives to route the messages of one exchange."""
 
-    own: Ends  # in its own order
-    # The pieces that it posts first, those that it posts when these have arrived, and so on: first
-    # hops of first chunks, then their second hops and first hops of second chunks.
+    own: Ends  # the rank's own messages, in the rank's order
+    # The pieces of each hop; a hop is posted when the hop before it has arrived. The first hop has
+    # the first chunks, the next hop the second hops of first chunks and the first hops of second
+    # chunks, and so on.
     hops: list[RelayHop]
     held: list[tuple[int, torch.dtype]]  # (elements, dtype) of pieces that it receives and sends on
-    messages: int  # that it sends in all hops, for itself and for others
-    bytes: int  # of these messages
+    messages: int  # number of messages that it sends in all hops, for itself and for other ranks
+    bytes: int  # bytes of these messages
 
     @classmethod
     def of(cls, nodes: Nodes, rank: int, known: dict[int, Ends]) -> Relaying:
-        """Return this rank's part in an exchange.
+        """Return what a rank sends and receives in an exchange.
 
         `known` has the messages that each rank of this node sends to and receives from other nodes.
         The two nodes of a message know the same about it, and process its pieces in the same order.
@@ -226,10 +234,10 @@ class _Message(NamedTuple):
 
     sender: int
     receiver: int
-    number: int  # among the messages between the two ranks, in their order
+    number: int  # its index among the messages between the two ranks
     elements: int
     dtype: torch.dtype
-    position: int  # among the messages of that end which is in this rank's node
+    position: int  # its index among the messages of the rank that is in this node
 
 
 def _pieces(
@@ -237,7 +245,7 @@ def _pieces(
 ) -> Iterator[tuple[_Message, tuple[int, int], int, int, int]]:
     """Yield the chunks of pieces, in an order on which the two nodes of a message agree.
 
-    Each chunk is (message, NICs of the sender's and the receiver's node, the chunk's number in the
+    Each chunk is (message, NICs of the sender's and the receiver's node, index of the chunk in the
     piece, start, stop), with a range of elements.
     """
     by_nodes: dict[tuple[int, int], list[_Message]] = {}

@@ -30,7 +30,7 @@ REFUSALS = [
     ("q", lambda mesh: placed(mesh, "q", Shard(0)), r"q must have placements \(Shard\(dim=1\),\)"),
     ("q", lambda mesh: placed(mesh, "q", Shard(2)), "q must have placements .*its heads, dim -2"),
     ("q", lambda mesh: placed(mesh, "q", Partial()), "q must have placements"),
-    ("q", lambda mesh: torch.ones(12, 2, 8), "k must be no DTensor, since q is none"),
+    ("q", lambda mesh: torch.ones(12, 2, 8), "k must be a plain tensor, like q, got a DTensor"),
     ("k", lambda mesh: torch.ones(12, 2, 8), "k must be a DTensor like q"),
     ("k", lambda mesh: placed(mesh, "k", Replicate()), "k must have placements"),
     ("v", lambda mesh: placed(mesh, "v", Shard(0)), "v must have placements"),
