@@ -1,4 +1,4 @@
-"""Choose the backend: the code with which a rank computes attention over the tokens it has."""
+"""Choose the backend: the code with which a rank computes attention over the tokens it holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOLDERS = {
     "recurrent": "seqpar.linear.maps.backends",
 }
 MAX_HEAD_DIM = 256  # of our Triton kernels
-DEFAULT = "default"  # then softmax/attend.py or linear/linear_strategy.py chooses
+DEFAULT = "default"  # softmax/attend.py or linear/linear_strategy.py chooses the backend
 
 
 class _Forced(threading.local):
@@ -37,7 +37,7 @@ class _Forced(threading.local):
 
 
 _forced = _Forced()
-_KEY = "seqpar backend"  # the same name for uncompiled calls, which autograd's threads inherit
+_KEY = "seqpar backend"  # for uncompiled calls, the value that autograd's threads inherit
 
 
 @contextmanager
@@ -47,11 +47,11 @@ def use_backend(name: str) -> Iterator[None]:
     The backends are "aten" (ATen's fused kernels, with plain PyTorch where they are not exact),
     "triton" (our kernels, on CUDA), "flash_attn" (the best package of FlashAttention, on CUDA),
     "reference" (plain PyTorch), and "fla" (the package fla-core, on CUDA), which applies only to
-    recurrent attention. Without a context, the backend is "aten". On CUDA it is "triton" for linear
-    attention, "fla" for recurrent attention if it is installed, and for softmax attention the first
-    of an order that depends on the GPU. A call's backward uses the backend of its forward, even
-    outside the context. The choice holds for calls of this thread, and for checkpoints that are
-    computed again in backwards that this thread runs.
+    recurrent attention. Without a context, the backend on a CPU is "aten". On CUDA it is "triton"
+    for linear attention, "fla" for recurrent attention if fla-core is installed, and for softmax
+    attention the first of an order that depends on the GPU. A call's backward uses the backend of
+    its forward, even outside the context. The choice holds for calls of this thread, and for
+    checkpoints that are recomputed in backwards that this thread runs.
 
     Raises a ValueError for an unknown name. A call that the backend cannot compute exactly raises
     one too.
@@ -121,7 +121,7 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
     if device != "cuda" and not interpreted:
         return f'q must be on a CUDA device for the backend "triton", got {q.device}'
     if interpreted and device != "meta" and q.dtype == torch.bfloat16:
-        # The interpreter keeps bf16 as integers of the same bits, and multiplies the integers.
+        # The interpreter stores bf16 as integers with the same bits, and would multiply integers.
         place = 'for the backend "triton" in Triton\'s interpreter (TRITON_INTERPRET=1)'
         remedy = "cast q, k and v, or use another backend"
         return f"q must be fp16 or fp32 {place}, got torch.bfloat16: {remedy}"
@@ -129,7 +129,7 @@ def triton_refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def rank_invariant_refusal(name: str, q: Tensor, v: Tensor) -> str | None:
-    """Return why a backend's bits may depend on the number of heads on a rank, or None."""
+    """Return why a backend's results may depend on the number of heads on a rank, or None."""
     if q.device.type != "cuda":
         return None
     if name not in (DEFAULT, "triton"):

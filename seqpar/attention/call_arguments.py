@@ -16,7 +16,7 @@ from torch import Tensor
 
 A = TypeVar("A", bound=tuple[Any, ...])  # a NamedTuple of arguments
 
-Count = Annotated[int, "SymInt"]  # torch.compile does not specialise on it
+Count = Annotated[int, "SymInt"]  # an integer on which torch.compile does not specialise
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -35,7 +35,7 @@ class Option(NamedTuple):
 
     parse: Callable[[str, Any], Any]  # takes the name and the user's value; raises a ValueError
     default: Any
-    name: str = ""  # the name that users know, if it is not the name of the field
+    name: str = ""  # the name that users know, if it differs from the name of the field
 
 
 class Field(NamedTuple):
@@ -88,7 +88,7 @@ class Carried(Generic[A]):
         carried, own = fields_of(arguments), list(get_type_hints(arguments).values())
         self._class = arguments
         self._options: Any = own[-1] if _is_options(own[-1]) else None
-        self._own = len(own) - (self._options is not None)  # the number of fields but options
+        self._own = len(own) - (self._options is not None)  # the number of fields without options
         self._names = [x.name for x in carried]
         self.schema = ", ".join(x.schema for x in carried)
         self.tensors = sum(x.kind in (Tensor, Tensor | None) for x in carried)
@@ -106,7 +106,7 @@ class Carried(Generic[A]):
         return (*arguments[:-1], *arguments[-1][: len(self._names) - self._own])
 
     def restored(self, flat: Sequence[Any]) -> A:
-        """Return the arguments from which `flat` made this sequence."""
+        """Return the arguments from which `flat` made a sequence."""
         if self._options is None:
             return self._class(*flat)
         return self._class(*flat[: self._own], self._options(*flat[self._own :]))

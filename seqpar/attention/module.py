@@ -35,7 +35,7 @@ class Moving(Named, Protocol):
 S = TypeVar("S", bound=Moving)
 
 _MADE_OUTSIDE = "seqpar: attention modules are made outside of the graph, once, and called inside"
-NO_OPTION = {"option": False}  # metadata of a strategy's field that users cannot set
+NO_OPTION = {"option": False}  # metadata of a field of a strategy that users cannot set
 
 
 def make_strategy(
@@ -46,8 +46,9 @@ def make_strategy(
 ) -> S:
     """Return a strategy with these options, or raise a TypeError for an unknown option.
 
-    The error lists the known options, and `others`, the further options of the module. If the call
-    of the module, `forward`, has an argument that does the work of the option, the error names it.
+    The error lists the known options, and `others`, the further options of the module. If
+    `forward`, the call of the module, has an argument that does the work of the option, the error
+    names that argument.
     """
     known = [f.name for f in fields(kind) if f.metadata.get("option", True)]  # type: ignore[arg-type]
     for name in options:
@@ -83,7 +84,7 @@ class BoundModule(nn.Module, Generic[S]):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._key = self._bound.key  # this process may have another name for the group
+        self._key = self._bound.key  # the group may have another name in this process
 
     @property
     def rank(self) -> int:
@@ -230,7 +231,7 @@ class BoundModule(nn.Module, Generic[S]):
 
     def _refuse(self, fault: Exception, *operands: object) -> NoReturn:
         if is_traced():
-            raise fault  # the frame then runs uncompiled and reaches this line again
+            raise fault  # the frame then runs uncompiled, and all ranks raise the error
         raise_fault(self._bound, fault, *operands)
 
     @contextmanager
@@ -263,7 +264,7 @@ def _check_names(
 
 
 def raise_fault(bound: BoundStrategy[Named], fault: Exception, *operands: object) -> NoReturn:
-    """Let all ranks raise this error; only this rank without `check_ranks`, or for meta tensors."""
+    """Let all ranks raise an error; without `check_ranks`, or for meta tensors, only this rank."""
 
     def resolve() -> NoReturn:
         with naming_rank(bound.comm):

@@ -54,7 +54,7 @@ class OperandShape(NamedTuple):
 def prepare_operands(
     q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as (B, T, H, D). Under autocast they are cast as SDPA's are.
+    """Return q, k and v as (B, T, H, D). Under autocast they are cast as SDPA casts its operands.
 
     Raises a ValueError for arguments that would mislead the operator's dispatch: values that are
     not tensors, a wrong number of dimensions, no heads, operands (or `others`) on different
@@ -87,7 +87,7 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | float]:
-    """Multiply q by a scale that is a tensor; return q and the scale that is left for q·k.
+    """Multiply q by a scale that is a tensor; return q, and the scale that is left for q·k.
 
     Only two kinds of tensors multiply q here, so that autograd computes their gradient: a tensor
     that requires a gradient, and a tensor (Hq,) with one scale per head. The product is rounded
@@ -103,7 +103,8 @@ def fold_scale(name: str, q: Tensor, scale: Scale) -> tuple[Tensor, Scale | floa
         expected = f"a number, or a float tensor () or {heads}, one per query head, on {q.device}"
         found = f"{shape} of {scale.dtype} on {scale.device}"
         raise ValueError(f"{name} must be {expected}, got {found}")
-    # A scale without dimensions would be cast to q's dtype, and its gradient summed in this dtype.
+    # A scale without dimensions would be cast to q's dtype, and its gradient would be summed in
+    # q's dtype.
     return (q * scale.reshape(-1, 1)).to(q.dtype), 1.0
 
 

@@ -1,8 +1,9 @@
-"""The operators that calls lower to: one forward and one backward, registered with torch.
+"""The operators to which calls lower: one forward and one backward, registered with torch.
 
-Communication is part of them, so torch.compile and checkpointing treat a call as a single operator.
-A layout enters as a handle (`seqpar.layout.handle`), and a module as a string that is determined by
-its configuration (`seqpar.comm.binding`). Neither specialises a compiled graph on a batch.
+Communication is inside these operators, so torch.compile and checkpointing treat a call as a single
+operator. A layout enters as a handle (`seqpar.layout.handle`), and a module as a string that is
+determined by its configuration (`seqpar.comm.binding`). Neither specialises a compiled graph on a
+batch.
 
 `CallOperator` has everything that all kinds of calls share. `softmax/softmax_operator.py`,
 `linear/linear_operator.py` and `halo/halo_operator.py` have what differs.
@@ -38,11 +39,11 @@ from seqpar.core.torch_private import (
 from seqpar.layout.geometry import Geometry
 
 _LIBRARY = torch.library.Library("seqpar", "FRAGMENT")
-# An operator -> the function of its arguments that counts its FLOPs.
+# By operator, the function of its arguments that counts its FLOPs.
 FLOP_FORMULAS: dict[object, Callable[..., int]] = {}
 
 
-# An operator -> its implementation, which simulations call with meta tensors.
+# By operator, its implementation, which simulations call with meta tensors.
 IMPLEMENTATIONS: dict[object, Callable[..., list[Tensor]]] = {}
 
 F = TypeVar("F", bound=Callable[..., list[Tensor]])
@@ -65,7 +66,7 @@ def implementation(operator: str) -> Callable[[F], F]:
 
         has_strategy = "strategy" in names
         place = names.index("strategy") if has_strategy else 0
-        # If a graph breaks here, torch.compile would trace this function like any other.
+        # After a graph break here, torch.compile would trace this function like any other.
         called = never_compiled(in_turn if has_strategy else function)
         torch.library.impl(operator, ("cpu", "cuda"))(called)
         IMPLEMENTATIONS[overload] = function
@@ -76,7 +77,7 @@ def implementation(operator: str) -> Callable[[F], F]:
 
 @cache
 def register_flop_formulas() -> None:
-    """Register FLOP formulas with torch's counter, whose import takes long, on first use."""
+    """Register FLOP formulas with torch's counter at its first use, since its import takes long."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for operator, formula in FLOP_FORMULAS.items():
@@ -101,9 +102,10 @@ def _after_fake(x: Tensor, earlier: Tensor) -> Tensor:
 def in_order(x: Any, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
     """Return `call(x)`, the results of an operator that communicates; x is a small tensor.
 
-    Compilers may order operators that do not depend on each other by the sizes on their own rank.
-    Ranks that choose different orders would exchange messages of different calls. While a graph is
-    traced, x is therefore replaced by a copy that depends on the results of the previous call.
+    A compiler may order operators that do not depend on each other by their sizes, which differ
+    between ranks. Ranks with different orders would exchange messages of different calls. While a
+    graph is traced, x is therefore replaced by a copy that depends on the results of the previous
+    call.
     """
     traced = None if torch.compiler.is_dynamo_compiling() else trace()
     if traced is None:
@@ -139,10 +141,11 @@ def register_autograd(
 
     The first `inputs` arguments may have gradients, and are tensors or None. `backward(ctx,
     *gradients)` returns the gradient of each of them. `save(ctx, arguments, results)` keeps the
-    tensors and options that `backward` needs. Argument number `handle`, by default the first
-    after the inputs, is the tensor for `in_order`.
+    tensors and options that `backward` needs. Argument number `handle`, by default the first after
+    the inputs, is the tensor for `in_order`.
 
-    `torch.library.register_autograd` does the same for any schema, in three times the time.
+    `torch.library.register_autograd` does the same for any schema, but its calls take three times
+    as long.
     """
     name = operator.removeprefix("seqpar::")
     overload = getattr(torch.ops.seqpar, name).default
@@ -186,11 +189,14 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def refuse_double_backward(ctx: object, *_: object) -> None:
-    raise RuntimeError("seqpar attention cannot be differentiated twice (create_graph=True)")
+    raise RuntimeError(
+        "seqpar attention cannot be differentiated twice: call backward or grad without "
+        "create_graph=True"
+    )
 
 
 def refuse_transforms(operator: str) -> None:
-    """Make an operator raise under torch.func's transforms, instead of returning zeros."""
+    """Let an operator raise under torch.func's transforms, where it would return zeros."""
     set_transform_refusal(operator, _refuse_transform)
 
 
@@ -225,7 +231,7 @@ _MAX_COMPARED_RANKS = 64  # comparing a layout span by span takes 0.1 ms per ran
 
 
 class Results(NamedTuple):
-    """The results of a forward: `outs` may have gradients, and `kept` is kept for backward."""
+    """The results of a forward: `outs` may have gradients, and `kept` is saved for backward."""
 
     outs: Sequence[Tensor]
     kept: Sequence[Tensor]
@@ -242,7 +248,7 @@ class CallContext(FunctionCtx):
     """The attributes that a forward leaves for its backward."""
 
     saved_tensors: tuple[Tensor | None, ...]
-    save_for_backward: Callable[..., None]  # torch types it without None
+    save_for_backward: Callable[..., None]  # torch's type does not allow None
     settings: Sequence[object]
     given: list[bool]  # which of the saved tensors are not None
     sizes: Sequence[int]
@@ -319,7 +325,7 @@ class CallOperator(ABC, Generic[T, A, C]):
         gradients: Sequence[Tensor | None],
         saved: Saved,
     ) -> list[Tensor]:
-        """Return the gradients of the tensors that have one, given those of the results."""
+        """Return the gradients of the tensors that have one, given the gradients of the results."""
 
     @abstractmethod
     def empty_gradients(self, arguments: A, saved: Saved) -> list[Tensor]:
@@ -345,8 +351,8 @@ class CallOperator(ABC, Generic[T, A, C]):
         forward, backward = f"seqpar::{self.name}", f"seqpar::{self.name}_backward"
         operands = ", ".join(x.schema for x in fields_of(self.tensors))
         gradients = ", ".join(f"Tensor? gradient_{i}" for i in range(self.outs))
-        # `saved` has only the tensors that are not None, and `given` says which these are, because
-        # torch would not see that gradients in a list with None may be differentiated.
+        # `saved` has only the tensors that are not None, and `given` says which these are. In a
+        # list with None, torch would not notice tensors that require a gradient.
         saved = "Tensor[] saved, bool[] given, SymInt[] sizes, Tensor numbers"
         schema = self.arguments.schema
         torch.library.define(forward, f"({operands}, {schema}) -> Tensor[] results")
@@ -404,7 +410,7 @@ class CallOperator(ABC, Generic[T, A, C]):
 
         def build() -> CallDigest:
             described = self.agreed(bound, call, arguments, exact)
-            if not exact:  # many ranks compare documents only
+            if not exact:  # if there are many ranks, only documents are compared
                 described["layout"] = call.layout.cu_seqlens.tolist()
                 described.pop("kv_layout", None)
             names = {"strategy": str(bound.strategy), "routing": str(bound.routing)}
@@ -439,7 +445,7 @@ class CallOperator(ABC, Generic[T, A, C]):
         device: torch.device,
         direction: str,
     ) -> Comm:
-        """Return the Comm of one pass of a call, with messages relayed as in `comm/routing/`."""
+        """Return the Comm of one pass of a call, which relays messages as in `comm/routing/`."""
         return bound.routed(comm, device, direction, self.agreed(bound, call, arguments, False))
 
     def _fake(self, *flat: Any) -> list[Tensor]:
@@ -449,7 +455,7 @@ class CallOperator(ABC, Generic[T, A, C]):
         return [*outs, empty_numbers(bound.comm.size), *kept]
 
     def _restored(self, flat: Sequence[Any]) -> tuple[Saved, Tensor, A]:
-        """Return what the backward operator was given after the gradients of the results."""
+        """Return what the backward operator receives after the gradients of the results."""
         tensors, given, sizes, numbers, *carried = flat[self.outs :]
         found = iter(tensors)
         saved = Saved([next(found) if some else None for some in given], sizes)
@@ -480,11 +486,11 @@ class CallOperator(ABC, Generic[T, A, C]):
         count = self.arguments.tensors
         ctx.set_materialize_grads(False)
         ctx.bound = bound  # kept alive until backward, with its key
-        ctx.handles, ctx.settings = flat[:count], flat[count:]  # hooks may copy what is saved
+        ctx.handles, ctx.settings = flat[:count], flat[count:]  # not saved, as hooks may copy that
         return ctx.handles
 
     def kept_call(self, ctx: CallContext) -> tuple[Sequence[Any], list[Any]]:
-        """Return the arguments that `keep_call` kept, and the tensors saved after their tensors."""
+        """Return the arguments that `keep_call` kept, and the tensors saved after theirs."""
         count, saved = self.arguments.tensors, list(ctx.saved_tensors)
         return (*saved[:count], *ctx.settings), saved[count:]
 
@@ -499,7 +505,7 @@ class CallOperator(ABC, Generic[T, A, C]):
         saved = self.save(bound, tensors, arguments, outs, kept)
         ctx.sizes, ctx.has_gradient = saved.sizes, self.has_gradient(tensors)
         ctx.given = [x is not None for x in saved.tensors]
-        mark = getattr(handles[0], "mark", None)  # a checkpoint compares it with that of its rerun
+        mark = getattr(handles[0], "mark", None)  # a checkpoint compares it with its rerun's mark
         ctx.save_for_backward(*handles, mark, numbers, *[x for x in saved.tensors if x is not None])
 
     def _differentiate(

@@ -33,7 +33,7 @@ from seqpar.layout.replaced import remember
 
 
 class SilentComm(Comm):
-    """Stands for a group's Comm in a rehearsal: it has the ranks, and sends no messages."""
+    """Stands for a group's Comm in a rehearsal: it has the group's ranks, and sends no messages."""
 
     def __init__(self, rank: int, size: int, is_routed: bool) -> None:
         super().__init__("silent", rank, size)
@@ -70,7 +70,7 @@ class RehearsableCall(Protocol):
 
     @property
     def variant(self) -> tuple[Hashable, ...]:
-        """All other values on which tables depend, apart from the strategy and the layout."""
+        """All values except the strategy and the layout on which tables depend."""
 
 
 class Rehearsing(Protocol):
@@ -136,7 +136,7 @@ def _remember(
     strategy: Rehearsing, comm: Comm, call: Any, device: torch.device, backward: bool
 ) -> None:
     """Keep what `Layout.load_tables` needs to replace this call's tables for other documents."""
-    without_documents = call.without_documents()  # else the layout would hold itself in its cache
+    without_documents = call.without_documents()  # or the layout's cache would refer to the layout
     silent = SilentComm(comm.rank, comm.size, comm.is_routed)
 
     def tables(layout: Geometry) -> list[Tensor]:

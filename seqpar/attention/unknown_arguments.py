@@ -12,7 +12,7 @@ from typing import Any
 
 from seqpar.core.arguments import shown
 
-# A name in another library -> our names of this argument, of which each call has at most one.
+# By a name in another library, our names of the argument. Each call has at most one of these names.
 _OURS = {
     **dict.fromkeys(("is_causal", "causal_mask"), ("causal",)),
     **dict.fromkeys(("scale", "softmax_scale", "scaling"), ("softmax_scale", "scale")),
@@ -49,13 +49,12 @@ _MASKS = "attn_mask", "attention_mask", "block_mask", "key_padding_mask", "attn_
 
 
 def call_arguments(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of a call's arguments."""
     parameters = inspect.signature(forward).parameters.values()
     return [x.name for x in parameters if x.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 def advice(name: str, known: list[str]) -> str:
-    """Return what to pass in place of this argument, or ""; `known` are the call's arguments."""
+    """Return what to pass in place of an argument, or ""; `known` are the call's arguments."""
     for ours in _OURS.get(name, ()):
         if ours in known and ours != name:
             return f"pass {ours}{_HOW.get(name, '')}"
