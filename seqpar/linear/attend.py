@@ -1,9 +1,9 @@
 """The primitive of linear attention: (inputs, spans) -> out and what leaves spans; its backward.
 
-All that later tokens of its document need of a span is a state, or a map
-(`states/state_options.py` and `maps/map_options.py` have the formulas). How they move between ranks
-is a strategy's business. Every strategy computes only with `begin_forward` and `begin_backward`.
-`inputs.py` has the legend of shapes.
+Later tokens of a document need only one thing of a span: a state, or a map
+(`states/state_options.py` and `maps/map_options.py` have the formulas). Strategies decide how
+states and maps are sent between ranks. Every strategy computes only with `begin_forward` and
+`begin_backward`. `inputs.py` defines the letters of shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seqpar.core.hooks import hooks
 from seqpar.linear.inputs import Gradients, Inputs
 from seqpar.linear.routes import SpanStates
 
-NOMINAL_CHUNK = 64  # rows that a trace assumes are computed together, all with each other
+NOMINAL_CHUNK = 64  # rows of a chunk, in which a trace assumes that all pairs of rows are computed
 
 StepName = Literal["begin", "local", "finish"]
 T = TypeVar("T")
@@ -32,13 +32,13 @@ O_co = TypeVar("O_co", covariant=True)
 
 
 class LinearWork(NamedTuple):
-    """The work of one or more steps of a forward or backward."""
+    """The work of one or more steps of a forward or a backward."""
 
-    area: int  # the number of pairs of query and key that would cost softmax attention the same
-    share: float  # the fraction of the whole pass's area
-    tokens: int  # rows, over the whole batch
-    heads: int  # the number of states
-    dims: tuple[int, int]  # of a state
+    area: int  # number of (query, key) pairs that would take softmax attention as long
+    share: float  # the fraction of the area of the whole pass
+    tokens: int  # number of rows, over the whole batch
+    heads: int  # number of states
+    dims: tuple[int, int]  # (K, V) of a state
     backward: bool
 
 
@@ -49,12 +49,12 @@ class Options(ABC, Generic[O]):
     backend: str
 
     def on_meta(self) -> Self:
-        """Return the options of a rehearsal, whose operands are on the meta device."""
+        """Return these options for a rehearsal, in which all operands are on the meta device."""
         return self
 
     @abstractmethod
     def empty(self, inputs: Inputs, count: int) -> O:
-        """Return what leaves `count` spans, all 0, in fp32 (fp64 for fp64)."""
+        """Return what leaves `count` spans, all zeros, in fp32 (fp64 for fp64)."""
 
     @abstractmethod
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
@@ -64,13 +64,17 @@ class Options(ABC, Generic[O]):
 class Steps(Protocol[O_co, R_co]):
     """A backend's forward or backward in three steps, so that an exchange fits between them.
 
-    The first is the constructor, which computes `outgoing`, for each span that anything leaves. In
-    forward that is the state or the map of only the span's rows, by the index in `state_out`. In
-    backward it belongs to the spans that a state enters, by the index in `state_in`: the gradient
-    of the entering state as far as it comes through the span's own rows; or a map from the gradient
-    of the state that leaves to the gradient of the state that enters, whose transition is the
-    transpose of forward's. `local` is optional: it gives a rank work while states travel, which
-    `finish` does otherwise.
+    1. The constructor computes `outgoing`: what other spans need of each span.
+    2. `local` is optional. It gives a rank work while states are sent. If it is not called,
+    `finish` does this work.
+    3. `finish` returns the results.
+
+    In forward, `outgoing` has the state or the map of only the span's rows, at the index in
+    `state_out`. In backward, it belongs to spans that a state enters, at the index in `state_in`.
+    It is then one of two things. With states, it is the gradient of the entering state, as far as
+    the gradient comes from the span's rows. With maps, it is the map from the gradient of the state
+    that leaves to the gradient of the state that enters, whose transition is the transpose of
+    forward's transition.
     """
 
     @property
@@ -80,18 +84,18 @@ class Steps(Protocol[O_co, R_co]):
         """Compute all that does not depend on other spans."""
 
     def finish(self, states: Tensor | None) -> R_co:
-        """Return the results, given the states that enter spans; None: they are 0.
+        """Return the results, given the states that enter spans; None stands for zeros.
 
         In forward the result is out (B, T, max(Hq, H), V) in q's dtype, and states are (states_in,
-        B, H, K, V). Without causality the sum of all states of the document, including the run's
-        own, enters a run. In backward the results are the inputs' gradients, in fp32 or in the
-        inputs' dtypes, and `states` (states_out, B, H, K, V) has the gradients of the states that
-        leave spans.
+        B, H, K, V). Without causality, the state that enters a run is the sum of all states of the
+        document, including the state of the run. In backward the results are the gradients of the
+        inputs, in fp32 or in the inputs' dtypes, and `states` (states_out, B, H, K, V) has the
+        gradients of the states that leave spans.
         """
 
 
 def begin_forward(inputs: Inputs, spans: SpanStates, options: Options[O]) -> HookedSteps[O, Tensor]:
-    """Begin the forward; its `outgoing` is then computed."""
+    """Begin the forward: compute its `outgoing`."""
     make = load_backend(options.family, options.backend).Forward
     return HookedSteps(
         lambda: make(inputs, spans, options),
@@ -107,7 +111,7 @@ def begin_backward(
 ) -> HookedSteps[O, Any]:
     """Begin the backward, given dout, like out, and the states that entered in forward.
 
-    Its `outgoing` is then computed. `finish` returns at least dq, dk and dv.
+    This computes its `outgoing`. `finish` returns at least dq, dk and dv.
     """
     make = load_backend(options.family, options.backend).Backward
     return HookedSteps(
@@ -120,7 +124,7 @@ def begin_backward(
 
 
 def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backward: bool) -> None:
-    """Request the backend's tables of a pass; a rehearsal collects them."""
+    """Request a backend's tables for a pass; a rehearsal collects the requests."""
     backend = load_backend(options.family, options.backend)
     request = getattr(backend, "request_tables", None)  # some backends have no tables
     if request is not None:
@@ -128,7 +132,10 @@ def request_tables(inputs: Inputs, spans: SpanStates, options: Options[O], backw
 
 
 class HookedSteps(Generic[O, R]):
-    """`Steps` that run through hooks, which can trace them or replace them by arbitrary results."""
+    """`Steps` that run through hooks.
+
+    Hooks can trace steps, or replace them by arbitrary results.
+    """
 
     def __init__(
         self,
@@ -158,5 +165,5 @@ class HookedSteps(Generic[O, R]):
 
     @property
     def _made(self) -> Steps[O, R]:
-        assert self._steps is not None  # no hook replaced it
+        assert self._steps is not None  # no hook replaced the constructor
         return self._steps

@@ -1,6 +1,11 @@
-"""Chain a document's spans, so that states can be passed on from each to the next.
+"""Chain a document's spans, so that each span can pass a state on to the next.
 
-A document's chain goes through the ranks that hold its spans, in the document's order.
+The *chain* of a document is its spans in the document's order, with the ranks that hold them. A
+*link* of a chain is a state that one span (or run) sends to the next. A *hop* is the links that one
+rank sends to another rank, or to itself, in one message.
+
+States are kept in tensors by *slot*, the index along the first dimension. `routes.py` defines the
+*stations*, which need sums of states.
 """
 
 from __future__ import annotations
@@ -16,30 +21,32 @@ from seqpar.linear.routes import StateRoutes
 
 
 class Hop(NamedTuple):
-    """Links of documents' chains that go from one rank to another, or to the same, as arrays.
+    """Links of documents' chains that one rank sends to another rank, or to itself, as arrays.
 
-    A link is a state that one span (or run) sends to the next: λ^rows · (the sum that has arrived
-    at `carries_from`) + (the state of `own_states`). It may also go to or from a document's end.
-    The links of a hop have one depth, which ascends along each chain, and their states go in one
-    message, for any number of documents: one by one, 5,000 short documents on 64 ranks took 40,000
-    messages per rank. Links that carry a sum come first. All ranks take the hops that concern them
-    in one order, by depth first (with blocks, `scanning.py`), so no two ranks wait for each other.
+    The state of a link is λ^rows · (the sum that has arrived at `carries_from`) + (the state of
+    `own_states`). A link may also begin or end at a document's end instead of a span.
+
+    The *depth* of a link ascends along each chain. The links of a hop have one depth, and their
+    states are sent in one message, for any number of documents: sent one by one, 5,000 short
+    documents on 64 ranks took 40,000 messages per rank. Links that pass on a sum come first. All
+    ranks process their hops in one order, by depth first (with blocks, `scanning.py`), so no two
+    ranks wait for each other.
     """
 
     depth: int
-    source: int  # rank
-    target: int  # rank
+    source: int  # the rank that sends
+    target: int  # the rank that receives
     own_states: Ints  # (links,) slot of the source's state that is added, or −1
     carries_from: Ints  # (links,) slot of the source's station whose sum is passed on, or −1
-    rows: Ints  # (links,) over which that sum decays
+    rows: Ints  # (links,) number of rows over which that sum decays
     target_slots: Ints  # (links,) a station of the target; higher slots are sums between runs
 
 
 def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -> list[Hop]:
-    """Return the hops to and from a rank, by depth, source, target; they are kept with the routes.
+    """Return the hops to and from a rank, by depth, source, target, cached with the routes.
 
-    Both ends have a hop's links in the same order. Without `ends` there are just those between
-    spans: none goes to a document's end, or comes from there.
+    The two ranks of a hop have its links in the same order. With `ends` False, links that begin or
+    end at a document's end are left out.
     """
 
     def build() -> list[Hop]:
@@ -58,15 +65,16 @@ def hops_of(routes: StateRoutes, rank: int, backward: bool, ends: bool = True) -
 
 
 class Chain(NamedTuple):
-    """All ranks' spans in the order of a pass, document by document, as arrays (spans,).
+    """The spans of all ranks in the order of a pass, document by document, as (spans,) arrays.
 
-    Without causality they are runs. In forward a document's last span has its last token, and runs
-    are otherwise in the order of the ranks; backward reverses the order.
+    Without causality, the elements are runs. In forward the last span of a document has the
+    document's last token, and runs are otherwise in the order of the ranks. In backward the order
+    is reversed.
     """
 
-    holder: Ints  # the rank that has the span
-    number: Ints  # the number of the document's spans that come before it in this pass
-    behind: Ints  # the number of the document's spans that come after it in this pass
+    holder: Ints  # the rank that holds the span
+    number: Ints  # how many spans of the document come before it in this pass
+    behind: Ints  # how many spans of the document come after it in this pass
     maps: Ints  # the slot of its map, or state, on its holder, or −1
     stations: Ints  # the slot of the state that enters it in this pass, or −1
     documents: Ints
@@ -94,13 +102,13 @@ class Chain(NamedTuple):
 
     @property
     def heads(self) -> Ints:
-        """(spans,) the index of the first span of each span's document."""
+        """(spans,) for each span, the index of the first span of its document."""
         return np.arange(self.number.size) - self.number
 
     def of_rank(self, rank: int) -> tuple[Ints, Ints]:
-        """Return the spans that pass a state on, to or from a rank, and the last ones on the rank.
+        """Return the spans whose links begin or end on a rank, and the documents' last spans there.
 
-        Both are indices in the chain. A span passes its state on to the next index.
+        Both are indices in the chain. A span passes its state on to the span with the next index.
         """
         here, last = self.holder == rank, self.behind == 0
         to_here = np.r_[here[1:], False]
@@ -118,8 +126,9 @@ class Chain(NamedTuple):
     ) -> Ints:
         """Return (8, links): depth, source, target, document, then the last four fields of `Hop`.
 
-        `source` and `target` are each link's spans, as indices in the chain; `slots` has its slot
-        on the target. The other arguments have a value per span, read at the link's source.
+        `source` and `target` are the spans of each link, as indices in the chain. `slots` is the
+        slot of each link on its target. The other arguments have a value per span, which is read at
+        the source of the link.
         """
         columns = np.broadcast_arrays(depth, self.holder, self.documents, states, carries, rows)
         depth, holder, document, *others = np.stack(columns)[:, source]
@@ -143,15 +152,15 @@ def _causal_links(routes: StateRoutes, rank: int, backward: bool, ends: bool) ->
 def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterator[Ints]:
     """Yield a rank's links without causality.
 
-    Sums are passed from run to run of a document, and the sum of all is passed back from the last.
-    Nothing decays.
+    Sums are passed from run to run of a document. The last run then passes the sum of all runs back
+    to the others. Nothing decays.
     """
     runs = Chain.of(routes, backward=False)
     current, last = runs.of_rank(rank)
     following = current + 1
-    state = runs.stations  # the slot both of a run's state and of its station
+    state = runs.stations  # a run's state and its station have the same slot
     stations = [routes.stations(rank, backward).slots.size for rank in range(routes.ranks)]
-    passed_on = state + np.array(stations)[runs.holder]  # slots after the stations
+    passed_on = state + np.array(stations)[runs.holder]  # sums between runs follow the stations
     carries = np.where(runs.number > 0, passed_on, -1)
     yield runs.links(current, following, passed_on[following], runs.number, state, carries, 0)
     from_end = (runs.number > 0) | (backward and routes.returns_final_state)
@@ -167,7 +176,7 @@ def _round_trip_links(routes: StateRoutes, rank: int, backward: bool) -> Iterato
 
 
 def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *columns: Any) -> Ints:
-    """Return the links of forward from the last spans on a rank to their documents' ends."""
+    """Return links of forward from the last spans on a rank to the ends of their documents."""
     ended = last[: last.size * routes.returns_final_state]
     slots = routes.held(rank).states.states_in + np.arange(ended.size)
     return chain.links(ended, ended, slots, *columns)
@@ -176,9 +185,10 @@ def _links_to_ends(routes: StateRoutes, chain: Chain, rank: int, last: Ints, *co
 def _links_from_ends(
     routes: StateRoutes, chain: Chain, rank: int, last: Ints, depth: int, slots: Ints
 ) -> Iterator[Ints]:
-    """Yield a rank's links of backward from documents' ends, which all ranks have.
+    """Yield a rank's links of backward from documents' ends, which are on all ranks.
 
-    They go to the `last` spans of documents; `slots` (spans,) has every span's slot there.
+    They lead to the `last` spans of documents. `slots` (spans,) is the slot of each span on its
+    rank.
     """
     for source in range(routes.ranks) if routes.returns_final_state else ():
         reached = last if source == rank else last[chain.holder[last] == rank]

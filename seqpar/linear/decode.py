@@ -22,16 +22,16 @@ def decode_step(
 ) -> tuple[Tensor, Tensor]:
     """Continue each of N documents by t tokens; return out and the next state.
 
-    q is (N, Hq, K), one token per document, or (N, t, Hq, K), in fp64, fp32, bf16 or fp16. So are k
-    (…, Hk, K) and v (…, Hv, V). Heads are shared as in a call, and H = max(Hk, Hv). The state (N,
-    H, K, V), fp32 (fp64 for fp64), is from a call or an earlier step. `log_decay` has the shape
-    that the kind needs: None, (H,), (…, H) or (…, H, K). Its values are not checked, because that
-    would synchronise on a GPU. `beta` is (…, H) for the delta rule, otherwise None. `scale` is the
-    factor of q·k.
+    q is (N, Hq, K), one token per document, or (N, t, Hq, K), in fp64, fp32, bf16 or fp16. k (…,
+    Hk, K) and v (…, Hv, V) have the same number of dimensions and the same dtype. Heads are shared
+    as in a call, and H = max(Hk, Hv). The state (N, H, K, V), fp32 (fp64 for fp64), is from a call
+    or an earlier step. `log_decay` has the shape that the kind needs: None, (H,), (…, H) or (…, H,
+    K). Its values are not checked, because that would synchronise on a GPU. `beta` is (…, H) for
+    the delta rule, otherwise None. `scale` is the factor of q·k.
 
     out is (…, max(Hq, H), V) in q's dtype, and the next state is like `state`. Autograd
-    differentiates it. Autocast does not change it. A ValueError names the argument whose shape,
-    dtype or device is wrong.
+    differentiates the step. Autocast does not change it. A ValueError names the argument whose
+    shape, dtype or device is wrong.
     """
     this, (q, k, v, log_decay, beta) = kind_of(kind), inputs
     gates = {"log_decay": log_decay, "beta": beta}
@@ -47,7 +47,8 @@ def decode_step(
             raise ValueError(f"{name} must be (N, H, D) or (N, t, H, D), got {tuple(x.shape)}")
     if single:
         q, k, v = (x[:, None] for x in (q, k, v))
-        beta = None if beta is None else beta.unsqueeze(min(1, beta.dim()))  # checked below
+        # The shape of beta is checked below.
+        beta = None if beta is None else beta.unsqueeze(min(1, beta.dim()))
         if log_decay is not None and this.decay != "constant":
             log_decay = log_decay.unsqueeze(min(1, log_decay.dim()))
     inputs = Inputs(q, k, v, log_decay, beta)
@@ -71,7 +72,7 @@ def decode_linear_step(
 ) -> tuple[Tensor, Tensor]:
     """Attend to one token of each of N documents; return out and the next state.
 
-    It is plain PyTorch and sends nothing. Autocast does not change it.
+    The step is plain PyTorch and sends nothing. Autocast does not change it.
 
     Args:
         q: (N, Hq, D), fp64, fp32, bf16 or fp16.

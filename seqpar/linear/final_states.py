@@ -1,6 +1,7 @@
 """Send each document's final state from the rank that has it to all others, and gradients back.
 
-Ranks that decode from replicas of a state must not differ in its last bits, so one rank sums it.
+Ranks that decode from copies of a state must not differ in its last bits. One rank therefore
+computes the state and sends it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from seqpar.linear.linear_call import LinearCall
 from seqpar.linear.routes import StateRoutes
 from seqpar.linear.scanning import as_table
 
-STEP = 1  # after that of the states which enter spans, whatever the transport
+STEP = 1  # the step of these exchanges; whatever the transport, states that enter spans have step 0
 
 
 class FinalStates:
-    """The final states of all documents, while ranks send each other theirs.
+    """The final states of all documents, while ranks send each other the states that they have.
 
     `own` (ended, B, H, K, V) has a state for each document whose last token this rank holds.
     """
@@ -59,10 +60,10 @@ class ArrivalOrder(TableHolder):
         self.states = routes.lengths.size
         empty = np.flatnonzero(routes.lengths == 0)  # the documents without tokens
         self.empty = as_table(empty) if empty.size else None
-        # Where their states are.
+        # The slots of the states of documents without tokens.
         self.at_end = slice(self.states - empty.size, self.states)
         order = np.argsort(np.concatenate([*ended, empty]), kind="stable")
-        # Where each document's state is; None: they are in the order of the documents.
+        # The slot of each document's state; None: the states are in the order of the documents.
         in_order = np.array_equal(order, np.arange(order.size))
         self.order = None if in_order else as_table(order)
 
@@ -80,7 +81,7 @@ def ended_documents(call: LinearCall, device: torch.device) -> list[Tensor]:
 
 
 def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[Traffic]:
-    """Return the messages of a rank for the final states, and for their gradients if sent."""
+    """Return a rank's messages for the final states and, if `gradients`, for their gradients."""
     ended = [call.routes.ended(peer).size * call.state_bytes for peer in range(call.routes.ranks)]
     peers = [peer for peer in range(call.routes.ranks) if peer != rank]
     rows = [Traffic("forward", STEP, peer, 1, ended[rank]) for peer in peers]
@@ -90,7 +91,7 @@ def final_states_traffic(call: LinearCall, rank: int, gradients: bool) -> list[T
 
 
 class FinalGradients:
-    """The sums of the gradients of final states that this rank needs, while they arrive.
+    """The sums of the final states' gradients that this rank needs, while they arrive.
 
     `own` (documents, B, H, K, V) are this rank's gradients.
     """
@@ -111,6 +112,6 @@ class FinalGradients:
         parts = [*self._arriving]
         parts.insert(self._rank, self._own)
         total = parts[0].clone()
-        for part in parts[1:]:  # in the order of the ranks
+        for part in parts[1:]:  # in rank order
             total += part
         return total

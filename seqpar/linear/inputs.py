@@ -1,12 +1,12 @@
 """The tensors of a call, their checks, and the sharing of heads.
 
-There are H = max(Hk, Hv) states. Each of Hk and Hv divides H, and Hq divides H or is a multiple of
-it. Where there are fewer heads of one than of another, each serves the same number of consecutive
-ones, as in `repeat_interleave`: the queries that share a key under GQA, and the values that share a
-key in Qwen3-Next.
+B is the batch, T the number of rows, H the number of states, Hq, Hk and Hv the numbers of heads of
+queries, keys and values, K the head dim of queries and keys, and V the head dim of values.
 
-Legend: B batch, T rows, H heads of states (Hq of queries, Hk of keys, Hv of values), K head dim of
-queries and keys, V of values.
+H = max(Hk, Hv). Each of Hk and Hv divides H, and Hq divides H or is a multiple of H. If one tensor
+has fewer heads than another, each of its heads serves the same number of consecutive heads of the
+other tensor, as in `repeat_interleave`. Examples are the queries that share a key under GQA, and
+the values that share a key in Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Inputs(NamedTuple):
     q: Tensor  # (B, T, Hq, K)
     k: Tensor  # (B, T, Hk, K)
     v: Tensor  # (B, T, Hv, V)
-    # at most 0, −∞ is allowed: (H,), (B, T, H) or (B, T, H, K), as the kind has it
+    # (H,), (B, T, H) or (B, T, H, K), as the kind needs. Values are at most 0; −∞ is allowed.
     log_decay: Tensor | None = None
     beta: Tensor | None = None  # (B, T, H)
 
     @property
     def heads(self) -> int:
-        """H, how many states there are."""
+        """H, the number of states."""
         return max(self.k.shape[2], self.v.shape[2])
 
     @property
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
 
 class CallTensors(NamedTuple):
-    """The tensors that the operator takes: the inputs, and the initial states, if there are any."""
+    """The tensors that the operator takes: the inputs, and the initial states or None."""
 
     q: Tensor
     k: Tensor
@@ -66,7 +66,7 @@ class CallTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of `Inputs`, in their dtypes; None for those that the kind does not have."""
+    """The gradients of `Inputs`, in the inputs' dtypes; None for inputs that the kind lacks."""
 
     q: Tensor
     k: Tensor
@@ -93,7 +93,7 @@ def empty_inputs(shape: OperandShape, tokens: int, device: torch.device) -> Inpu
 
 
 def expand(inputs: Inputs) -> Inputs:
-    """Return the inputs in their accumulator, with a head for each state.
+    """Return the inputs in the accumulator's dtype, with one head for each state.
 
     q becomes (B, T, max(Hq, H), K), k (B, T, H, K), v (B, T, H, V), log_decay (B, T, H, 1 or K) and
     beta (B, T, H, 1). Without decay log_decay is None.
@@ -111,9 +111,10 @@ def expand(inputs: Inputs) -> Inputs:
 
 
 def expanded_gradients(inputs: Inputs) -> Gradients:
-    """Return empty gradients for `fold`: of q, k and v with the shapes and dtypes of `inputs`.
+    """Return uninitialized gradients for `fold`.
 
-    Gradients of log_decay and beta are in the accumulator, shaped like the results of `expand`.
+    Those of q, k and v have the shapes and dtypes of `inputs`. Those of log_decay and beta are in
+    the accumulator's dtype, with the shapes that `expand` returns.
     """
     dtype, rows = accumulator_dtype(inputs.q.dtype), inputs.q.shape[:2]
 
@@ -162,9 +163,9 @@ def check_heads(inputs: Inputs) -> None:
 
 
 def check_gates(kind: Kind, inputs: Inputs, rows: str) -> None:
-    """Raise unless there are the decays and β that the kind has, of the right shape and dtype.
+    """Raise unless the decays and β that the kind needs are given, with the right shape and dtype.
 
-    `rows` are the dimensions of rows by the names that the user knows, as in "B, T_local".
+    `rows` are the dimensions of rows by the names that the user knows, such as "B, T_local".
     """
     sizes, heads, dim = tuple(inputs.q.shape[:2]), inputs.heads, inputs.q.shape[3]
     shapes: dict[str | None, tuple[str, tuple[int, ...]]] = {

@@ -6,7 +6,7 @@ A head has a state S (K, V). A token's step is
     Sₜ = S̄ₜ + kₜ vₜᵀ, or by the delta rule S̄ₜ + βₜ kₜ (vₜ − S̄ₜᵀ kₜ)ᵀ
     oₜ = scale · Sₜᵀ qₜ
 
-Keys are used as they are. Models whose keys have length 1 normalise them first.
+Keys are used without normalisation. Models whose keys have length 1 must normalise keys first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kind:
 
     @property
     def transition(self) -> Literal["head", "key", "matrix"]:
-        """The form of a span's factor of a state: a number per head or key channel, or a matrix."""
+        """The form of a span's transition: a number per head or key channel, or a matrix."""
         if self.uses_beta:
             return "matrix"
         return "key" if self.decay == "key" else "head"

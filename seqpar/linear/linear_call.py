@@ -26,17 +26,19 @@ from seqpar.linear.routes import StateRoutes
 
 T = TypeVar("T")
 
-_MANY_SPANS = 4  # of a document on a rank; if there are more, states must not outweigh tokens
+# If a rank holds more spans of a document than this, the spans' states must not have more bytes
+# than their keys and values.
+_MANY_SPANS = 4
 
 
 class LinearArguments(NamedTuple):
     """The arguments of a call that are not tensors of numbers, as the operator carries them.
 
-    The module checks types, since the operator takes no others; a strategy's `resolve` checks
-    values.
+    The module checks types, since the operator accepts no other types. A strategy's `resolve`
+    checks values.
     """
 
-    layout: Tensor  # the handle of a geometry; the others can be hashed
+    layout: Tensor  # the handle of a geometry; all other arguments can be hashed
     states_in: Count  # the number of states that enter this rank's spans
     documents: Count
     strategy: str  # the key of a BoundStrategy
@@ -50,7 +52,7 @@ CARRIED: Carried[LinearArguments] = Carried(LinearArguments)
 
 
 class InputForm(NamedTuple):
-    """What all ranks share of the tensors of a call."""
+    """What is the same on all ranks about the tensors of a call."""
 
     shape: OperandShape
     value_heads: int
@@ -75,7 +77,10 @@ class InputForm(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A call as exchanges read it. In `shape`, kv_heads is H, dim K and value_dim V."""
+    """A resolved call, as exchanges read it.
+
+    In `shape`, kv_heads is H, dim is K and value_dim is V.
+    """
 
     rank: int  # this process's rank in the group that the layout is for
     layout: Geometry
@@ -90,7 +95,7 @@ class LinearCall:
 
     @property
     def kept(self) -> Memo:
-        """Keeps what calls with the same routes derive, with the layout."""
+        """The memo, kept with the layout, of what calls with the same routes derive."""
         return self.routes.derived
 
     @property
@@ -99,10 +104,10 @@ class LinearCall:
         return self.rank, self.shape, self.options.backend
 
     def once_on(self, device: torch.device, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
-        """Return `build()`, called once for all calls that differ only in their tensors.
+        """Return `build()`, which runs once for all calls that differ only in their tensors.
 
-        Its tables are on the device. The layout keeps it, so it must not refer to the layout or to
-        the call.
+        Its tables are on the device. The layout keeps the result, so the result must not refer to
+        the layout or to the call.
         """
         return kept_on(device, self.kept, (*key, self.rank, self.shape), build)
 
@@ -119,7 +124,10 @@ def shape_of(inputs: Inputs) -> OperandShape:
 
 
 def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
-    """Return initial states as (documents, B, …), or raise; `dims` follow, as "Hkv, D, Dv"."""
+    """Return initial states as (documents, B, …), or raise.
+
+    `dims` are the further dimensions in errors, such as "Hkv, D, Dv".
+    """
     if initial_state.dim() != 4 + batched:
         expected = f"({'B, ' * batched}documents, {dims})"
         raise ValueError(f"initial_state must be {expected}, got {tuple(initial_state.shape)}")
@@ -129,7 +137,7 @@ def batch_second(initial_state: Tensor, batched: bool, dims: str) -> Tensor:
 def returned(
     out: Tensor, states: Tensor | None, batched: bool, heads: HeadPlacement
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out, and final states if any, as the operands came: the inverse of `batch_second`."""
+    """Return out and any final states in the operands' form: the inverse of `batch_second`."""
     out = heads.restore(out if batched else out[0], -2)
     if states is None:
         return out
@@ -139,7 +147,7 @@ def returned(
 def check_initial_state(
     layout: Geometry, shape: OperandShape, initial: Tensor | None, dims: str
 ) -> None:
-    """Raise unless initial states, if there are any, fit the call; `dims` is as above."""
+    """Raise unless the initial states fit the call; `dims` is as in `batch_second`."""
     if initial is None:
         return
     documents, dtype = layout.lengths.size, accumulator_dtype(shape.dtype)
@@ -161,9 +169,9 @@ def check_settings(comm: Comm, layout: Geometry, scale: float, dtype: torch.dtyp
 
 
 def check_spans(layout: Geometry, shape: OperandShape, elements: int, what: str) -> None:
-    """Raise if spans are so short that what they send outweighs their tokens, for all ranks alike.
+    """Raise on all ranks if spans are so short that they send more bytes than their tokens have.
 
-    That is `elements` of the accumulator for each head, called `what`.
+    A span sends `elements` elements of the accumulator for each head; errors call them `what`.
     """
     sizes = shape.dim, shape.value_dim, shape.dtype, elements
     why = layout.derived(("short spans", sizes), lambda: _short(layout, shape, elements, what))
@@ -187,7 +195,7 @@ def _short(layout: Geometry, shape: OperandShape, elements: int, what: str) -> s
 
 
 def _runs_of_many_spans(layout: Geometry) -> Ints:
-    """Return (4, n): rank, document, number of spans and tokens of the runs of many spans."""
+    """Return (4, n): rank, document, number of spans, and tokens of each run with many spans."""
     most, tables = layout.cut.most_spans, [np.empty((4, 0), np.int64)]
     for rank, held in enumerate(layout.holdings if most is None or most > _MANY_SPANS else ()):
         documents, first, stop = held.runs

@@ -19,8 +19,8 @@ from seqpar.linear.final_states import final_states_traffic
 from seqpar.linear.inputs import Gradients, Inputs, empty_inputs
 from seqpar.linear.linear_call import LinearArguments, LinearCall, check_initial_state
 
-# On CUDA. Our Triton kernels compute every kind of "linear" attention: its decays are constant, or
-# absent.
+# The backends that are preferred on CUDA. Our Triton kernels compute every call of the family
+# "linear", in which decays are constant or absent.
 PREFERRED = {"linear": "triton", "recurrent": "fla"}
 
 C = TypeVar("C", bound=LinearCall)
@@ -37,25 +37,25 @@ class ForwardResult(NamedTuple):
 
 class BackwardResult(NamedTuple):
     gradients: Gradients  # of the inputs
-    # (documents, B, H, K, V), whose sum over ranks is the gradient of the initial states; None if
-    # there were none
+    # (documents, B, H, K, V), whose sum over ranks is the gradient of the initial states; None
+    # without initial states
     dinitial: Tensor | None
 
 
 class Exchange(Protocol[O_contra]):
     """An exchange of states or maps in one pass. It returns states at the stations of a rank.
 
-    The same exchange passes gradients of states back, with the maps of backward. It is made, with
-    its weights, before the states are known, so that sending does not wait for weights. `travels`
-    is whether it sends or receives anything that computation should hide.
+    The same exchange passes gradients of states back, with the maps of backward. An exchange and
+    its weights are made before the states are known, so that sending does not wait for weights.
+    `travels` is whether the exchange sends or receives anything, which computation should hide.
     """
 
     travels: bool
 
     def post(self, outgoing: O_contra) -> None:
-        """Begin to send this rank's states by slot of its sources, or its maps.
+        """Begin to send this rank's states, by slot of its sources, or its maps.
 
-        Of the maps of heads (`maps/ends.py`) only the states are read.
+        Of the maps of heads (`maps/ends.py`), only the states are read.
         """
 
     def wait(self) -> Tensor:
@@ -66,7 +66,7 @@ class Exchange(Protocol[O_contra]):
 
 
 def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) -> Tensor:
-    """Return the states of an exchange, during which work without other spans' states runs."""
+    """Return the states of an exchange. Work that needs no states of other spans runs meanwhile."""
     exchange.post(outgoing)
     if exchange.travels:
         steps.local()
@@ -75,18 +75,19 @@ def exchanged(exchange: Exchange[O], outgoing: O, steps: HookedSteps[O, Any]) ->
 
 @dataclass(frozen=True)
 class LinearStrategy(Generic[C]):
-    """An exchange plan: it brings states to the spans that they enter, forward and backward.
+    """An exchange plan: it brings states to the spans that they enter, in forward and backward.
 
-    The fields are the options, and `str()` must show all of them: modules of the same string on one
-    group share a BoundStrategy. States are (n, B, H, K, V), in fp32 (fp64 for fp64).
+    The fields are the options, and `str()` must show all of them: modules whose strategies have the
+    same string share a BoundStrategy on a group. States are (n, B, H, K, V), in fp32 (fp64 for
+    fp64).
     """
 
     name: ClassVar[str]
     routable: ClassVar[bool] = True
     rehearses: ClassVar[bool] = True
     transport: ClassVar[str]  # the name of the exchange, as users pass it
-    # the family of backends: "linear" for those that exchange states, "recurrent" for those that
-    # exchange maps
+    # the family of backends: "linear" for strategies that exchange states, "recurrent" for
+    # strategies that exchange maps
     family: ClassVar[Literal["linear", "recurrent"]]
     state_dims: ClassVar[str]  # the dimensions of a state in errors
 
@@ -97,7 +98,7 @@ class LinearStrategy(Generic[C]):
     def resolve(
         self, comm: Comm, arguments: LinearArguments, inputs: Inputs, initial: Tensor | None
     ) -> C:
-        """Return the resolved call, if it is right and can be computed exactly.
+        """Return the resolved call if it is valid and can be computed exactly.
 
         Otherwise raise a ValueError that names the argument, its value, what was expected and the
         rank.
@@ -122,9 +123,10 @@ class LinearStrategy(Generic[C]):
         return arguments._replace(backend=self.default_backend(inputs))
 
     def default_backend(self, inputs: Inputs) -> str:
-        """Return the backend that is chosen by default.
+        """Return the backend that is used by default.
 
-        CPUs use "aten". On CUDA it is many small operators, so its choice there warns once.
+        On CPUs it is "aten". On CUDA, "aten" is many small operators, so its use there logs one
+        warning.
         """
         chosen, preferred = "aten", PREFERRED[self.family]
         if inputs.q.is_cuda:
@@ -140,7 +142,7 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def check_gates(self, inputs: Inputs) -> None:
-        """Raise if q, k and v fit the layout, but other inputs or numbers of heads are wrong."""
+        """Raise if gates or numbers of heads are wrong; q, k and v are known to fit the layout."""
         raise NotImplementedError
 
     def to_call(
@@ -148,7 +150,7 @@ class LinearStrategy(Generic[C]):
     ) -> C:
         """Return the resolved call; raise a ValueError if the layout or a number is wrong.
 
-        The layout keeps what is the same in all calls of these settings.
+        What is the same in all calls with these settings is kept with the layout.
         """
         raise NotImplementedError
 
@@ -162,18 +164,21 @@ class LinearStrategy(Generic[C]):
         """Return the gradients of this rank's inputs and of the initial states.
 
         `states_in` is from the forward's result. `dfinal` has the gradients of the final states,
-        (documents, B, H, K, V), or (0, …) if they were not returned.
+        (documents, B, H, K, V), or (0, …) if final states were not returned.
         """
         raise NotImplementedError
 
     def request_tables(self, comm: Comm, call: C, inputs: Inputs, backward: bool) -> None:
-        """Request all tables of a pass; a rehearsal collects them. The inputs may be empty."""
+        """Request all tables of a pass; a rehearsal collects the requests.
+
+        The inputs may be empty.
+        """
         spans = call.routes.held(comm.rank).states
         self.exchange(comm, call, inputs.q.device, backward)
         request_tables(inputs, spans, call.options, backward)
 
     def rehearse(self, comm: Comm, call: C, backward: bool) -> None:
-        """Request the tables of forward, and with `backward` of backward, for meta tensors."""
+        """Request the tables of forward, and with `backward` also of backward, for meta tensors."""
         call = replace(call, options=call.options.on_meta())
         tokens = call.layout.holdings[call.rank].tokens
         inputs = empty_inputs(call.shape, tokens, torch.device("meta"))
@@ -185,7 +190,7 @@ class LinearStrategy(Generic[C]):
         raise NotImplementedError
 
     def exchange_traffic(self, call: C, rank: int) -> list[Traffic]:
-        """Return a rank's messages in both passes' exchanges; only geometry decides them."""
+        """Return a rank's messages in the exchanges of both passes; only geometry decides them."""
         raise NotImplementedError
 
     def traffic(self, call: C, rank: int) -> list[Traffic]:

@@ -1,4 +1,4 @@
-"""The base of `LASP2Attention` and `RecurrentAttention`: arguments in, operator, results out."""
+"""The base of `LASP2Attention` and `RecurrentAttention`: it turns arguments into operator calls."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ from seqpar.linear.linear_strategy import LinearStrategy
 @dataclass(frozen=True, kw_only=True)
 class LinearPreparation(Preparation):
     strategy: LinearStrategy[Any]
-    # initial_state: whether the calls begin with states
-    initial_state: bool
-    options: dict[str, Any]  # the scalars of the calls
+    initial_state: bool  # whether the calls have initial states
+    options: dict[str, Any]  # the arguments of the calls that are not tensors
 
     def _call(self, comm: Comm, layout: Layout) -> LinearCall:
         arguments = CARRIED.of(
@@ -67,7 +66,7 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
             expected = f"a multiple {'or a divisor ' * recurrent}of kv_heads, {shape.kv_heads}"
             raise ValueError(f"heads must be {expected}, got {shape.heads}")
         initial_state = as_bool("initial_state", options.pop("initial_state", False))
-        known = [x for x in CARRIED.options if x != "scale"]  # on which no table depends
+        known = [x for x in CARRIED.options if x != "scale"]  # no table depends on scale
         others = {name: x for name, x in options.items() if name not in known}
         if others:
             raise unknown_argument(others, ["value_dim", "batch", "initial_state", *known])
@@ -118,10 +117,13 @@ class LinearModule(BoundModule[LinearStrategy[Any]]):
             backend=current_backend(strategy.family),
         )
         if log_decay is not None and self._decay == "constant":
-            if of_states:  # another device would mislead the operator's dispatch
+            if of_states:  # an input on another device would mislead the operator's dispatch
                 check_tensor("log_decay", log_decay, q.device, or_cpu=True)
             if log_decay.requires_grad and torch.is_grad_enabled():
-                raise ValueError("log_decay must not require a gradient: a constant one has none")
+                raise ValueError(
+                    "log_decay must not require a gradient, since a constant decay has none: pass "
+                    "log_decay.detach()"
+                )
             refuse_tangents(log_decay=log_decay)
         elif log_decay is not None and not batched:
             log_decay = log_decay[None]

@@ -1,14 +1,15 @@
 """Route states: the sources on each rank, and the stations that need sums of them.
 
-A *source* is a state and the position after its last row; a *station* is a position that needs the
-sum of all states of its document before it, each decayed over the rows in between. In forward the
-sources are the states of spans, at their ends, and the stations are the starts of spans. In
-backward the sources are gradients of states at the starts of spans, and the stations are the ends,
-with positions counted from the documents' ends.
+A *source* is a state and the position after its last row. A *station* is a position that needs the
+sum of all states of its document before that position, each decayed over the rows in between. In
+forward the sources are the states of spans, at the spans' ends, and the stations are the starts of
+spans. In backward the sources are gradients of states at the starts of spans, and the stations are
+the ends of spans, with positions counted from the documents' ends. The *slot* of a source or
+station is the index of its state in a tensor of states.
 
-Where final states are returned, the end of each document is also a station in forward, on the rank
-that holds its last token and then sends the sum to all (`final_states.py`), so that all ranks have
-the same bits. In backward it is a source on every rank.
+If final states are returned, the end of each document is also a station in forward, on the rank
+that holds the document's last token. That rank then sends the sum to all ranks (`final_states.py`),
+so that all ranks have the same bits. In backward the end of a document is a source on every rank.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from seqpar.layout.geometry import Geometry
 class SpanStates:
     """A rank's spans, and which states enter and leave them.
 
-    Tensors of states have only those that are needed, so each span has indices into them. Without
-    causality runs take the place of spans.
+    Tensors of states have only the states that are needed, so each span has indices into these
+    tensors. Without causality the elements are runs instead of spans.
     """
 
     edges: Ints  # (spans + 1,) span i is rows edges[i] … edges[i + 1] − 1
-    # (spans,) the index of the state that enters the span, among all that enter spans; −1: none
+    # (spans,) the index, among all states that enter spans, of the state that enters the span; −1
+    # for a span that no state enters
     state_in: Ints
-    # (spans,) the index of the state that leaves the span, among all that leave spans; −1: no rank
-    # needs it
+    # (spans,) the index, among all states that leave spans, of the state that leaves the span; −1
+    # if no rank needs that state
     state_out: Ints
     derived: Memo = field(default_factory=Memo, repr=False)  # what backends derive from the spans
 
@@ -52,10 +54,10 @@ class SpanStates:
 
 
 class StatePoints(NamedTuple):
-    """A rank's sources or stations, in the order of documents, then positions.
+    """A rank's sources or stations, sorted by document, then position.
 
-    `slots` has the index of each in a tensor of states (n, B, Hkv, D, Dv): there come those of
-    spans, in the order of the spans, then those of documents' ends.
+    `slots` has the index of each in a tensor of states (n, B, Hkv, D, Dv). In such a tensor the
+    states of spans come first, in the order of the spans, then the states of documents' ends.
     """
 
     documents: Ints
@@ -75,42 +77,42 @@ class HeldSpans(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """The states that travel from one rank's sources to another's stations.
+    """The states that one rank's sources send to another rank's stations.
 
-    The sources that reach the same station first are a group: they are composed into one state,
-    which is sent.
+    Sources that reach the same station first are a *group*: they are composed into one state, which
+    is sent.
     """
 
     members: Ints  # slots of the sources that are sent
-    groups: Ints  # (members,) ascending: the number of the group that each belongs to
-    ages: Ints  # (members,) rows between a source and the last one of its group
+    groups: Ints  # (members,) the index of each member's group, ascending
+    ages: Ints  # (members,) rows between a source and the last source of its group
     stations: Ints  # (groups,) the slot of the station that each group reaches
-    rest: Ints  # (groups,) rows between the last source of a group and its station
+    rest: Ints  # (groups,) rows between the last source of a group and the group's station
 
 
 class StateSums(NamedTuple):
-    counts: Ints  # (groups,) how many members each group has; the sum of none is 0
-    members: Ints  # (n,) slots of states, one group after another. They are added in this order.
-    rows: Ints  # (n,) over which each decays
+    counts: Ints  # (groups,) number of members of each group; a sum without members is 0
+    members: Ints  # (n,) slots of states, one group after another, added in this order
+    rows: Ints  # (n,) number of rows over which each state decays
 
     @classmethod
     def of(cls, groups: Ints, members: Ints, rows: Ints, count: int) -> StateSums:
-        """Return those of `count` groups, given the group of each member, in any order."""
+        """Return the sums of `count` groups, given the group of each member, in any order."""
         order = np.argsort(groups, kind="stable")
         return cls(np.bincount(groups, minlength=count), members[order], rows[order])
 
 
 class StateRoutes:
-    """Sources and stations of all ranks under a layout; made once, and kept with it.
+    """Sources and stations of all ranks under a layout; made once, and kept with the layout.
 
-    Without `causal` all states of a document go to all of its stations: all positions count as 0.
-    The methods take the pass as `backward`.
+    Without `causal`, all states of a document are sent to all of its stations, and all positions
+    count as 0. Methods take `backward` to choose the pass.
     """
 
     def __init__(
         self, geometry: Geometry, causal: bool, returns_final_state: bool, has_initial_state: bool
     ) -> None:
-        # The geometry itself owns this, so a reference to it would be a cycle.
+        # The geometry owns this object, so a reference to the geometry would be a cycle.
         self.lengths, self.holdings = geometry.lengths, geometry.holdings
         self.causal, self.ranks = causal, geometry.ranks
         self.returns_final_state, self.has_initial_state = returns_final_state, has_initial_state
@@ -127,7 +129,7 @@ class StateRoutes:
         return self.derived(("held", rank), lambda: self._held(rank))
 
     def ended(self, rank: int) -> Ints:
-        """Return the documents whose final states a rank sends to all, ascending."""
+        """Return the documents whose final states a rank sends to all ranks, ascending."""
 
         held = self.held(rank)
         return self.derived(
@@ -145,14 +147,14 @@ class StateRoutes:
         return self.derived(key, lambda: self._route(source, target, backward))
 
     def of_initial(self, rank: int) -> StateSums:
-        """Return the shares of initial states in the sums at a rank's stations, by slot."""
+        """Return the sums of initial states, which are added to a rank's stations, by slot."""
         documents, positions, slots = self.stations(rank, backward=False)
         return StateSums.of(slots, documents, positions, slots.size)
 
     def of_dinitial(self, rank: int) -> StateSums:
         """Return the initial states' gradients as sums over a rank's sources in backward."""
         documents, positions, slots = self.sources(rank, backward=True)
-        # Over the rows before it the initial state decayed.
+        # The initial state decays over the rows before the source's position.
         before = self.lengths[documents] * self.causal - positions
         return StateSums.of(documents, slots, before, self.lengths.size)
 
@@ -171,7 +173,7 @@ class StateRoutes:
 
     def _route(self, source: int, target: int, backward: bool) -> Route:
         sources, stations = self.sources(source, backward), self.stations(target, backward)
-        # The first station that is not before each source, if it is of the same document.
+        # For each source, the first station of the document that is not before the source.
         at_stations, at_sources = (sort_keys(x.documents, x.positions) for x in (stations, sources))
         reached = np.searchsorted(at_stations, at_sources)
         inside = np.flatnonzero(reached < stations.slots.size)

@@ -1,9 +1,9 @@
 """Pass states on from span to span, round by round, while the rank computes.
 
-A block of a state takes a hop of depth d in round d + the block's number, and a rank's sends and
-receives of a round are one exchange. A round can send only sums that arrived in earlier rounds. All
-ranks go through the rounds in the same order, so no two ranks wait for each other, even where NCCL
-runs the exchanges of a communicator one after another.
+States are cut into blocks. Block b of a hop of depth d (`chains.py`) is sent in *round* d + b, and
+what a rank sends and receives in a round is one exchange. A round can send only sums that arrived
+in earlier rounds. All ranks process the rounds in the same order, so no two ranks wait for each
+other, even where NCCL runs the exchanges of a communicator one after another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def as_table(numbers: Ints) -> Tensor:
 
 
 def index_of(numbers: Ints) -> Index:
-    """Return consecutive numbers as a slice, and others as a table."""
+    """Return consecutive numbers as a slice, and other numbers as a table."""
     if (np.diff(numbers) == 1).all():
         first = int(numbers[0]) if numbers.size else 0
         return slice(first, first + numbers.size)
@@ -38,35 +38,35 @@ def index_of(numbers: Ints) -> Index:
 
 
 class Carrying(NamedTuple):
-    """Arrived sums that a message passes on; they are added to its links."""
+    """Sums that have arrived and that a message passes on, added to the message's links."""
 
     message: int
-    carriers: int | None  # how many of its first links carry a sum; None: all
+    carriers: int | None  # number of the message's first links that pass on a sum; None: all
     carried: Index  # the arrivals with these sums
 
 
 class Round(NamedTuple):
-    """The steps of a rank in one round, in this order.
+    """What a rank does in one round, in this order.
 
-    Messages and places (of arriving messages) are numbered: first all of the first block, then all
-    of the second, …
+    Outgoing messages are numbered: first all messages of the first block, then all of the second
+    block, and so on. The *place* of an incoming message is its number in the same sense.
     """
 
     number: int
     carrying: list[Carrying]  # the sums that the round's messages pass on
     kept: list[tuple[int, int]]  # (message, place) of hops from this rank to itself
-    sends: list[tuple[int, int]]  # (rank, message) of all other hops
-    recvs: list[tuple[int, int]]  # (rank, place)
-    # (first, later): pairs of arrivals at the same station; the later one is added to the first
+    sends: list[tuple[int, int]]  # (rank, message) of hops to other ranks
+    recvs: list[tuple[int, int]]  # (rank, place) of hops from other ranks
+    # (first, later): arrivals at the same station; the later arrivals are added to the first
     added: list[tuple[Index, Index]]
 
 
 class Rounds(TableHolder):
-    """One rank's rounds in one pass.
+    """The rounds of one rank in one pass.
 
     A state has `rows` rows, which are cut into blocks of equal size. Links and arrivals are
-    numbered block by block. `hops`, `sources` and `stations` belong to the rank; the last two are
-    counts.
+    numbered block by block. `hops` are the rank's hops; `sources` and `stations` are the numbers of
+    the rank's sources and stations.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Rounds(TableHolder):
         blocks: int,
     ) -> None:
         self.blocks, self.rows, self.stations = blocks, rows // blocks, stations
-        # The number of links in each message, and of arrivals in each place. If some station gets
-        # no arrival, the last place has one arrival of zeros.
+        # The number of links of each outgoing message, and of arrivals of each incoming message. If
+        # nothing arrives at some station, a last place has one arrival of zeros.
         leaving = [hop for hop in hops if hop.source == rank]
         self.leaving = [hop.rows.size for hop in leaving] * blocks
         reaching = [hop for hop in hops if hop.target == rank]
@@ -98,7 +98,7 @@ class Rounds(TableHolder):
         reached = joined([hop.target_slots for hop in reaching])
         slots, first = np.unique(reached, return_index=True)
         at_station = slots < stations
-        sums = np.full((stations, blocks), blocks * reached.size)  # where nothing arrives
+        sums = np.full((stations, blocks), blocks * reached.size)  # the zeros, until set below
         self.reaching.append(int(at_station.sum() < stations))
         self.arrivals = sum(self.reaching)
         sums[slots[at_station]] = first[at_station, None] + np.arange(blocks) * reached.size
@@ -136,7 +136,7 @@ class Rounds(TableHolder):
                     to, what = (index_of(before + x[again]) for x in (earlier, numbers))
                     now.added.append((to, what))
         self.rounds = list(rounds.values())  # in which the rank does anything
-        # Of each message that carries sums, how many of its links do; None: all.
+        # For each message that passes on sums, the number of its links that do so; None: all.
         self.carriers = {x.message: x.carriers for each in self.rounds for x in each.carrying}
 
 
@@ -146,7 +146,10 @@ def joined(parts: list[Ints]) -> Ints:
 
 
 def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], None]:
-    """Run a function that uses some tensors, perhaps aside; return one that waits for its end."""
+    """Run a function that uses some tensors; return a function that waits for its end.
+
+    If `aside`, it runs in a thread, or on a GPU in a stream.
+    """
     if aside:
         return run_async(run, *used)
     run()
@@ -156,9 +159,9 @@ def start(aside: bool, run: Callable[[], None], *used: Tensor) -> Callable[[], N
 class ScannedStates:
     """The sums of states at a rank's stations, while states are passed on.
 
-    A thread passes them on, or on a GPU a stream, so that the rank computes while states that it
-    must pass on have not arrived yet; gloo's receives report their end only to a waiting thread. A
-    subclass decides how a sum changes on its way.
+    A thread, or on a GPU a stream, passes states on. The rank can then compute while it waits for
+    states that it must pass on; gloo reports the end of a receive only to a thread that waits for
+    it. A subclass decides how a sum changes between stations.
     """
 
     def __init__(self, comm: Comm, plan: Rounds, label: str) -> None:
@@ -166,11 +169,11 @@ class ScannedStates:
         self.travels = plan.travels
 
     def _carry(self, number: int, message: Tensor, carried: Tensor) -> None:
-        """Add to the links of a message what they carry on, given what has arrived for them."""
+        """Add to the links of a message the sums that they pass on, from what has arrived."""
         raise NotImplementedError
 
     def _begin(self, states: Tensor, used: Sequence[Tensor]) -> None:
-        """Begin to pass on states. Their second-to-last dimension has the rows that blocks cut.
+        """Begin to pass on states. Blocks cut their second-to-last dimension.
 
         `used` are the tensors that `_carry` reads.
         """
@@ -188,7 +191,7 @@ class ScannedStates:
         shape = plan.rows, self._states.shape[-1]
         states = self._states.reshape(len(self._states) * plan.blocks, *shape)
         if plan.pads:
-            states = pad(states, (0, 0, 0, 0, 0, 1))  # by a block of zeros
+            states = pad(states, (0, 0, 0, 0, 0, 1))  # appends a block of zeros
         messages = states.index_select(0, plan.states).split_with_sizes(plan.leaving)
         arrivals = states.new_empty((plan.arrivals, *shape))
         *places, zeros = arrivals.split_with_sizes(plan.reaching)
@@ -219,7 +222,7 @@ class ScannedStates:
 
 
 def _arrive(arriving: list[tuple[Pending, Round]], arrivals: Tensor) -> None:
-    """Wait for arrivals, and add those of a station to its first one."""
+    """Wait for arrivals, and add all arrivals at a station to the first."""
     for pending, reached in arriving:
         pending.wait()
         for to, what in reached.added:

@@ -1,10 +1,10 @@
 """The ends of documents' chains of spans (`chains.py`).
 
-The first span of a pass is the chain's *head*: only the initial state enters it, or in backward the
-final state's gradient. The rank that holds the head therefore knows the state that leaves it, and
-sends this state instead of a map: for the delta rule K·V numbers instead of K·(K + V). On two
-ranks, or for many short documents, nearly all maps are of heads. The last span is the chain's
-*tail*.
+The first span of a pass is the chain's *head*, and the last span is the chain's *tail*. Only the
+initial state enters the head, or in backward the final state's gradient. The rank that holds the
+head therefore knows the state that leaves the head, and sends this state instead of a map: for the
+delta rule K·V numbers instead of K·(K + V). On two ranks, or for many short documents, nearly all
+maps are those of heads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Ends(TableHolder):
         entered = np.flatnonzero(chain.maps[heads] >= 0)
         carried = np.flatnonzero(chain.number[tails] > 0)
 
-        self.documents = as_table(chain.documents[tails])  # of tails that have a map
-        self.of_heads = as_table(chain.documents[heads])  # of heads that a state enters
+        self.documents = as_table(chain.documents[tails])  # documents of tails that have a map
+        self.of_heads = as_table(chain.documents[heads])  # documents of heads that a state enters
         empty = np.flatnonzero(routes.lengths == 0)
         self.without_tokens = as_table(empty) if empty.size else None
         self._head_stations = as_table(chain.stations[heads])
@@ -42,7 +42,7 @@ class Ends(TableHolder):
         self._tail_stations = as_table(chain.stations[tails[carried]])
 
     def enter(self, kind: Kind, maps: Maps, entering: Tensor) -> Maps:
-        """Return the maps with, as the heads' states, those that leave them.
+        """Return the maps, with the state that leaves each head as the state of the head's map.
 
         `entering` (heads, B, H, K, V) are the states that enter heads.
         """

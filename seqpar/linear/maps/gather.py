@@ -1,12 +1,12 @@
-"""All-gather: a rank sends each map to every rank that needs it, which folds the maps it gets.
+"""All-gather: a rank sends each map to every rank that needs it, and folds what it receives.
 
-Sun et al., "LASP-2" (2025), algorithm 2, with maps in place of states; context parallelism for
-Gated DeltaNet and KDA does the same. Each pass has one exchange, posted before the work within
-spans.
+To *fold* maps is to apply them to a state one after another. The algorithm is that of Sun et al.,
+"LASP-2" (2025), algorithm 2, with maps in place of states; context parallelism for Gated DeltaNet
+and KDA does the same. Each pass has one exchange, posted before the work within spans.
 
-The maps of a document compose only in its order. A rank therefore gets the maps of all spans of
-other ranks before its own last span, and folds them one after another. For heads (`ends.py`) it
-gets only a state.
+The maps of a document compose only in the document's order. A rank therefore receives the maps of
+all spans of other ranks before its own last span of the document. Of heads (`ends.py`) it receives
+only a state.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from seqpar.linear.scanning import Index, as_table, index_of
 
 
 class Fold(NamedTuple):
-    """One step of a fold: the spans with one number in all documents whose spans the rank needs.
+    """One step of a fold: the spans with one number, one of each document that the rank needs.
 
     `running` has a state for each document, longest chains first.
     """
 
     stations: Tensor | None  # slots of the states that enter spans of this number
-    reached: Index  # the running states that go to these slots
+    reached: Index  # the running states to write to these slots
     # (documents,) the spans' maps among all full maps, for the first `documents` documents
     maps: Index | None
     documents: int
 
 
 class Gathering(TableHolder):
-    """One rank's part in the exchange of one pass.
+    """What one rank sends, receives and folds in one pass.
 
-    The rank folds states of heads, and full maps. In both tensors its own entries come first.
+    The rank folds states of heads, and full maps. In both tensors the rank's own entries come
+    first.
     """
 
     def __init__(self, routes: StateRoutes, rank: int, backward: bool) -> None:
@@ -56,9 +57,9 @@ class Gathering(TableHolder):
         mine = chain.holder == rank
         used = np.flatnonzero(mine & (chain.behind > 0))
         parts = [used[chain.number[used] == 0], used[chain.number[used] > 0]]
-        # The slots of its maps that other spans need: of heads, and full maps.
+        # The slots of its maps that other spans need: those of heads, and those of full maps.
         self.own = [as_table(chain.maps[part]) for part in parts]
-        place = np.full(chain.number.size, -1)  # of each span that the rank needs, in its tensor
+        place = np.full(chain.number.size, -1)  # by span, the index of its entry in its tensor
         for part in parts:
             place[part] = np.arange(part.size)
 
@@ -70,11 +71,11 @@ class Gathering(TableHolder):
 
         reach = _reach(chain)
         ours = np.flatnonzero((chain.holder[reach] == rank) & (chain.number[reach] > 0))
-        last = reach[ours]  # of each document of which the rank needs anything
+        last = reach[ours]  # the last span that the rank needs, of each document
         heads = last - chain.number[last]
         needed = ranges(heads, last)
         self.recvs = []  # (peer, heads, full maps), the slices for arriving entries
-        self.counts = counts = [part.size for part in parts]  # own and arriving
+        self.counts = counts = [part.size for part in parts]  # own and arriving entries
         holders = chain.holder[needed]
         for peer in np.unique(holders[holders != rank]).tolist():
             spans, places = needed[holders == peer], []
@@ -88,7 +89,7 @@ class Gathering(TableHolder):
 
         order = np.argsort(-chain.number[last], kind="stable")
         heads, lasts = heads[order], chain.number[last][order]
-        self.first = index_of(place[heads])  # where running states begin, among heads
+        self.first = index_of(place[heads])  # the states of heads with which folds begin
         self.folds = []
         rows = np.repeat(np.arange(heads.size), lasts + 1)
         spans = ranges(heads, heads + lasts + 1)
@@ -106,7 +107,7 @@ class Gathering(TableHolder):
 
 
 def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
-    """Return (peer, spans in the chain, ascending) of the maps that a rank sends, by peer."""
+    """Return (peer, spans in the chain, ascending) of the maps that a rank sends, for each peer."""
     used = np.flatnonzero((chain.holder == rank) & (chain.behind > 0))
     last = _reach(chain)
     heads, of_last = chain.heads[used], chain.heads[last]
@@ -124,7 +125,7 @@ def sent_spans(chain: Chain, rank: int) -> list[tuple[int, Ints]]:
 
 
 def _reach(chain: Chain) -> Ints:
-    """Return the last span that each rank has of each document."""
+    """Return the last span of each document on each rank."""
     heads = chain.heads
     order = np.lexsort((chain.number, heads, chain.holder))
     holder, head = chain.holder[order], heads[order]

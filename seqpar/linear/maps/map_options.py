@@ -1,13 +1,13 @@
-"""The options of calls that exchange maps, and why maps are all that travels.
+"""The options of calls that exchange maps, and why exchanging maps suffices.
 
-Each token's step is affine in the state (`kinds`), so a span collapses to one map (`maps`): that is
-all that later tokens of its document need of it. Maps of consecutive spans compose, in any
-grouping.
+Each token's step is affine in the state (`kinds.py`). A span therefore collapses to one map
+(`maps.py`), which is all that later tokens of its document need of the span. Maps of consecutive
+spans compose, in any grouping.
 
-A span without an entering state (`state_in` −1) gets a transition of 0, and so does in backward a
-span whose leaving state has no gradient (`state_out` −1): for the delta rule a transition is a
-matrix, and computing it costs as much as the state. So on two ranks with one document no rank
-computes one.
+For the delta rule a transition is a matrix, and computing it costs as much as computing the state.
+It is therefore left out, and 0, where nothing multiplies it: in forward for a span without an
+entering state (`state_in` −1), and in backward for a span whose leaving state has no gradient
+(`state_out` −1). On two ranks with one document, no rank computes a transition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seqpar.linear.maps.maps import Maps, transition_shape
 class MapOptions(Options[Maps]):
     family = "recurrent"
     kind: Kind
-    scale: float  # what q·k is multiplied by
+    scale: float  # the factor of q·k
     backend: str
 
     def empty(self, inputs: Inputs, count: int) -> Maps:
@@ -38,11 +38,11 @@ class MapOptions(Options[Maps]):
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
         """Return the work of steps.
 
-        Each computation counts as a third of the pass, since their shares depend on the backend.
+        Each step counts as a third of the pass, since the actual fractions depend on the backend.
         """
         batch, heads, dim, value_dim = inputs.state_shape
         rows = batch * inputs.q.shape[1]
-        # A row's products with the state, and with the rows of its chunk, in three equal steps.
+        # The products of a row with the state, and with the rows of its chunk.
         with_state = dim * value_dim // (dim + value_dim) * (2 if self.kind.uses_beta else 1)
         each = (with_state + NOMINAL_CHUNK) * (2 if backward else 1)
         return LinearWork(

@@ -1,4 +1,4 @@
-"""The base class of strategies that exchange maps: how states get to the spans that they enter."""
+"""The base class of strategies that exchange maps to compute the states that enter spans."""
 
 from __future__ import annotations
 
@@ -160,7 +160,10 @@ def _pass(
     steps: HookedSteps[Maps, Any],
     entering: Tensor | None,
 ) -> tuple[Maps, Tensor]:
-    """Return a pass's maps, and the states that enter all spans, given those of heads."""
+    """Return a pass's maps, and the states that enter all spans.
+
+    `entering` are the states that enter heads.
+    """
     maps = steps.outgoing
     if entering is not None:
         maps = ends.enter(kind, maps, entering)

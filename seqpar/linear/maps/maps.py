@@ -1,8 +1,8 @@
-"""Maps of spans: how they act on states, compose, and travel.
+"""Maps of spans: how maps act on states, how they compose, and how they are packed into messages.
 
-The state that leaves a span is T S + N, where S is the state that enters, T the transition and N
-the state of only the span's rows. A transition multiplies from the left: it is a number for each
-head, (n, B, H), or one for each key channel too, (n, B, H, K), or a matrix (n, B, H, K, K).
+The state that leaves a span is T S + N, where S is the state that enters, T the transition, and N
+the state of only the span's rows. A transition multiplies from the left. It is a number for each
+head, (n, B, H), or a number for each key channel, (n, B, H, K), or a matrix, (n, B, H, K, K).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Maps(NamedTuple):
 
 
 def apply(kind: Kind, transition: Tensor, states: Tensor) -> Tensor:
-    """Return transition · states, (n, B, H, K, V), without a span's own part."""
+    """Return transition · states, (n, B, H, K, V), without adding the spans' states."""
     if kind.transition == "matrix":
         return transition @ states
     return states * transition[(..., *[None] * (states.dim() - transition.dim()))]
 
 
 def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
-    """Return the maps of spans that are each two: of `earlier` and then of `later`."""
+    """Return the maps of joined spans: first those of `earlier`, then those of `later`."""
     if kind.transition == "matrix":
         transition = later.transition @ earlier.transition
     else:
@@ -39,7 +39,7 @@ def compose(kind: Kind, later: Maps, earlier: Maps) -> Maps:
 
 
 def transposed(kind: Kind, transition: Tensor) -> Tensor:
-    """Return the transition by which the gradients of states go back."""
+    """Return the transition of gradients of states, which pass through a span in reverse."""
     return transition.mT if kind.transition == "matrix" else transition
 
 
@@ -48,7 +48,7 @@ def transition_shape(kind: Kind, dim: int) -> tuple[int, ...]:
 
 
 def elements(kind: Kind, dim: int, value_dim: int) -> int:
-    """Return how many elements a head's packed map has."""
+    """Return the number of elements of a head's packed map."""
     return math.prod(transition_shape(kind, dim)) + dim * value_dim
 
 
@@ -60,7 +60,7 @@ def pack(maps: Maps, packed: Tensor) -> None:
 
 
 def unpack(kind: Kind, packed: Tensor, dim: int) -> Maps:
-    """Return the maps that `packed` (n, B, H, e) has, as views of it."""
+    """Return the maps in `packed` (n, B, H, e), as views of it."""
     shape = transition_shape(kind, dim)
     size = math.prod(shape)
     transition, state = packed.split([size, packed.shape[3] - size], 3)

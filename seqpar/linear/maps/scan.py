@@ -1,9 +1,9 @@
-"""Scan of states: they pass from span to span, each rank applying its own map, in blocks.
+"""Scan of states: states pass from span to span in blocks, and each rank applies its maps.
 
-"ZeCO" (2025), section 3, with a map in the place of a decay: a rank sends on A · (what it received)
-+ N, where (A, N) is the map of its span. So only states travel. A acts on each column of a state
-separately, so a block is some heads of a state, or some columns of one head, and a rank sends one
-block while it receives the next.
+"ZeCO" (2025), section 3, with a map in the place of a decay: a rank sends A · (what it received) +
+N, where (A, N) is the map of its span. Only states are sent. A acts on each column of a state
+separately, so a block is some heads of a state, or some columns of one head. A rank sends one block
+while it receives the next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from seqpar.linear.scanning import Index, Rounds, ScannedStates, index_of
 class Scan(MapStrategy):
     routable = False  # a rank skips the rounds in which it has nothing to do
     transport = "scan"
-    blocks: int = 4  # into which a state is cut
+    blocks: int = 4  # number of blocks into which a state is cut
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", as_int("blocks", self.blocks, 1, 2**20))
@@ -48,9 +48,9 @@ class Scan(MapStrategy):
 
 
 class _Scanned(ScannedStates):
-    """The states that enter a rank's spans, while they are passed on.
+    """The states that enter a rank's spans, while states are passed on.
 
-    They are transposed meanwhile, (n, B, H, V, K), so that a block is some rows of K elements.
+    States are transposed meanwhile, (n, B, H, V, K), so that a block is some rows of K elements.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class _Scanned(ScannedStates):
 def blocks_of(shape: OperandShape, blocks: int) -> int:
     """Return the largest number of equal blocks, up to `blocks`, into which a state can be cut.
 
-    They are of whole heads, or of a head's columns.
+    A block consists of whole heads, or of columns of one head.
     """
     heads = shape.batch * shape.kv_heads
     fits = (

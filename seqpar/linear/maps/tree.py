@@ -4,15 +4,16 @@ Hillis and Steele, "Data parallel algorithms" (1986), the parallel prefix by rec
 the exclusive form of MPI_Exscan; Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over
 Sequence Length" (2018), section 2, apply such a scan to affine recurrences.
 
-Span number i of a document has a *window* that ends with it: at first its own map, and in step d
-the composition of the 2ᵈ spans up to it. Its rank sends the window to span i + 2ᵈ, whose window
-then covers twice the number of spans. A window that reaches back to the head (`ends.py`) is
-complete: it is only a state. A document of n spans takes ⌈log₂ n⌉ exchanges, and a rank holds the
-window of each of its spans twice, on any number of ranks.
+The *window* of span i of a document is a range of spans that ends with span i. At first the window
+has the map of span i only. In step d its map is the composition of the maps of 2ᵈ spans. The rank
+of span i sends the window to span i + 2ᵈ, whose window then covers twice as many spans. A window
+that reaches back to the head (`ends.py`) is *complete*: it is only a state. A document of n spans
+takes ⌈log₂ n⌉ exchanges, and a rank holds the window of each of its spans twice, on any number of
+ranks.
 
-The exclusive form saves one exchange for a second composition per step. A work-efficient tree would
-send two maps per rank instead of log₂ n, but with twice the number of exchanges, and short spans
-would not hide their waits.
+The exclusive form needs one exchange less than the inclusive form, and one more composition per
+step. A work-efficient tree would send two maps per rank instead of log₂ n maps, but in twice as
+many exchanges, and short spans would not hide the waits for these.
 """
 
 from __future__ import annotations
@@ -35,31 +36,33 @@ from seqpar.linear.scanning import Index, as_table, index_of, start
 
 
 class Arrivals(NamedTuple):
-    """Windows that arrive at a rank in a step, of one kind: complete, or not."""
+    """Windows of one kind, complete or not, that arrive at a rank in a step."""
 
-    stations: Tensor  # (arrivals,) the slots of the spans that they arrive at
-    # (rank, slice) of those that come from each rank, ascending, itself included
+    stations: Tensor  # (arrivals,) the slots of the spans at which they arrive
+    # (rank, slice) of the windows from each rank, ascending, this rank included
     parts: list[tuple[int, slice]]
     onward: Index  # the arrivals at spans that send a window in a later step
     maps: Tensor  # (onward,) the slots of these spans' maps
 
 
 class Step(NamedTuple):
-    """One step of a rank in which it does anything."""
+    """A step of a rank in which the rank does anything."""
 
-    number: int  # d, of the step
-    # (rank, complete, others) slots of maps whose windows each rank gets, itself included
+    number: int  # d, the step's number
+    # (rank, complete, others): slots of the maps whose windows are sent to each rank, this rank
+    # included
     sends: list[tuple[int, Index, Index]]
-    # complete and others: what arrives
+    # the complete windows that arrive, and the others
     complete: Arrivals
     others: Arrivals
-    travels: bool  # whether anything is sent to another rank, or comes from one
+    travels: bool  # whether anything is sent to or received from another rank
 
 
 def sent_windows(chain: Chain, rank: int) -> Iterator[tuple[int, Ints]]:
-    """Yield each step's number with the spans of the rank whose windows are sent in it.
+    """Yield the number of each step, and the spans of the rank whose windows are sent in it.
 
-    The spans are indices in the chain, ascending; those before the 2ᵈ-th are complete.
+    The spans are indices in the chain, ascending. The windows of a document's first 2ᵈ spans are
+    complete.
     """
     mine = np.flatnonzero(chain.holder == rank)
     for step in range(int(chain.number.max(initial=0)).bit_length()):
@@ -87,7 +90,7 @@ def _steps(chain: Chain, rank: int) -> Iterator[Step]:
 
 
 def _arrivals(chain: Chain, reached: Ints, apart: int) -> Arrivals:
-    """Return the windows that arrive at spans, from spans `apart` before them."""
+    """Return the windows that arrive at spans, from the spans `apart` before them in the chain."""
     sources = chain.holder[reached - apart]
     order = np.argsort(sources, kind="stable")
     reached, sources = reached[order], sources[order]
@@ -132,7 +135,7 @@ class Tree(MapStrategy):
 class _Doubled:
     """The states that enter a rank's spans, while maps are composed.
 
-    A thread, or on a GPU a stream, composes them while the rank computes.
+    A thread, or on a GPU a stream, composes maps while the rank computes.
     """
 
     def __init__(self, comm: Comm, call: MapCall, device: torch.device, backward: bool) -> None:
@@ -149,7 +152,8 @@ class _Doubled:
         self.travels = any(step.travels for step in self._steps)
 
     def post(self, maps: Maps) -> None:
-        # By station: the window that ends before its span. Once complete, only its state is valid.
+        # For each station, the window that ends before the station's span. Once a window is
+        # complete, only its state is valid.
         transition, state = maps
         self._before = Maps(
             transition.new_empty((self._stations, *transition.shape[1:])),
@@ -166,7 +170,7 @@ class _Doubled:
         if not self._steps:
             return
         maps, call = self._maps, self._call
-        left = maps.state.clone()  # the states that leave spans, valid once the window is complete
+        left = maps.state.clone()  # states that leave spans, valid once their window is complete
         packed = maps.state.new_empty((len(left), *call.packed_shape))
         pack(maps, packed)
         for step in self._steps:
@@ -197,7 +201,7 @@ class _Doubled:
         return arriving[0], arriving[1]
 
     def _complete(self, step: Step, states: Tensor, left: Tensor) -> None:
-        """Write the states that enter spans; compute those that leave, if they are sent later."""
+        """Write the states that enter spans; compute the states that leave, if they are sent on."""
         arrivals, kind, maps = step.complete, self._call.options.kind, self._maps
         if not len(arrivals.stations):
             return
@@ -211,7 +215,7 @@ class _Doubled:
             left.index_copy_(0, arrivals.maps, passed)
 
     def _widen(self, step: Step, windows: Maps, packed: Tensor) -> None:
-        """Compose windows with those before them."""
+        """Compose windows with the windows that arrive, which end before them."""
         arrivals, kind = step.others, self._call.options.kind
         if not len(arrivals.stations):
             return

@@ -1,6 +1,5 @@
 """Linear attention whose spans exchange states: LASP-2, ZeCO, and calls without causality.
 
-Here every rank knows each span's transition from the layout and a constant decay, so a state is all
-that travels. Start with `state_strategy.py`, which both exchanges share, then read
-`state_options.py`.
+Here every rank knows each span's transition from the layout and a constant decay, so only states
+are sent. Start with `state_strategy.py`, which both exchanges share, then read `state_options.py`.
 """

@@ -1,13 +1,14 @@
-"""The options of calls that exchange states, such as the decay, and the powers they determine.
+"""The options of calls that exchange states, such as the decay, and powers of the decay.
 
     out_i = scale · q_i · (Σ_{j≤i} λ^{i−j} k_jᵀ v_j + λ^{i+1} S)
 
-is the output of row i of a span, whose first row is i = 0 and which the state S enters; λ =
-exp(log_decay), one for each KV head. Later tokens of the document need only the state of a span's L
-rows, Σ_j λ^{L−1−j} k_jᵀ v_j. States of consecutive spans compose as λ^{L₂} S₁ + S₂, in any
-grouping.
+is the output of row i of a span. The first row is i = 0, S is the state that enters the span, and λ
+= exp(log_decay), one number for each KV head. Later tokens of the document need only the state of
+the span's L rows, Σ_j λ^{L−1−j} k_jᵀ v_j. States of consecutive spans compose as λ^{L₂} S₁ + S₂, in
+any grouping.
 
-Legend: B batch, T rows, H heads (Hq of queries, Hkv of keys and values), D head dim (Dv of values).
+B is the batch, T the number of rows, Hq and Hkv the heads of queries and of keys and values, D the
+head dim, Dv that of values.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from seqpar.linear.inputs import Inputs
 
 T = TypeVar("T")
 
-MAX_KEPT_DECAYS = 1024  # each layer of a model may have its own decays
-_right = WeakTensorKeyDictionary()  # the version in which `check_values` read a tensor on a GPU
+MAX_KEPT_DECAYS = 1024  # each layer of a model may have different decays
+_right = WeakTensorKeyDictionary()  # by tensor on a GPU, its version when `check_values` read it
 
 
 @dataclass(frozen=True)
 class StateOptions(Options[Tensor]):
     family = "linear"
-    scale: float  # what q·k is multiplied by
-    # if False, nothing decays and each row attends to its whole document: out_i = scale · q_i · M,
-    # where M is the sum of the states of all its runs
+    scale: float  # the factor of q·k
+    # If False, nothing decays and each row attends to its whole document: out_i = scale · q_i · M,
+    # where M is the sum of the states of all runs of the document.
     causal: bool
     backend: str
     # (Hkv,) fp64 on the operands' device, log λ of each KV head; None: λ = 1
     log_decay: Tensor | None
-    # the weights of states that have been computed. Calls with constant decays, which came from the
-    # CPU, share their options; with others, these are a call's own.
+    # The weights of states that have been computed. Calls whose decays came from the CPU share
+    # their options if the values are equal; other calls have separate options.
     derived: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def once(self, device: torch.device, plan: object, compute: Callable[[StateOptions], T]) -> T:
@@ -73,8 +74,8 @@ class StateOptions(Options[Tensor]):
     def work(self, inputs: Inputs, backward: bool, *steps: StepName) -> LinearWork:
         """Return the work of steps, which follows from their numbers of matrix products.
 
-        Each step has products of rows with states, and `local` also products of a chunk's rows with
-        each other.
+        Each step has products of rows with states, and `local` also products of the rows of a chunk
+        with each other.
         """
         batch, rows, heads, dim = inputs.q.shape
         value_dim = inputs.v.shape[3]
@@ -93,11 +94,11 @@ class StateOptions(Options[Tensor]):
 def check_values(log_decay: Tensor) -> None:
     """Raise unless all values are finite and at most 0.
 
-    On a GPU that makes the host wait, so it is done once for a tensor, until it is written to.
+    On a GPU the host must wait to read them, so a tensor is read once, until it is written to.
     """
     if log_decay.device.type == "cpu":
         _check(*log_decay.tolist())
-    elif log_decay.is_inference():  # which has no version
+    elif log_decay.is_inference():  # an inference tensor has no version
         _check(*_read(log_decay))
     elif _right.get(log_decay) != (version := version_of(log_decay)):
         _check(*_read(log_decay))
@@ -105,7 +106,7 @@ def check_values(log_decay: Tensor) -> None:
 
 
 def constant_on(log_decay: Tensor, device: torch.device) -> Tensor:
-    """Return log_decay in fp64 on the device; the same values are copied there once."""
+    """Return log_decay in fp64 on the device; equal values are copied there once."""
     if log_decay.device.type == "cpu":
         return _copy(device, *log_decay.tolist())
     return log_decay.to(torch.float64).contiguous()

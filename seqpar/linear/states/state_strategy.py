@@ -1,7 +1,7 @@
-"""The base class of strategies that exchange states, each in its own way.
+"""The base class of strategies that exchange states, each in a different way.
 
-*Sources* are a rank's states, and *stations* the places that need sums of states; `routes.py`
-defines both, and the slots of tensors in which they are kept.
+`routes.py` defines the *sources* of states, the *stations* that need sums of states, and the
+*slots* of tensors in which states are kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StateCall(LinearCall):
     options: StateOptions
 
     def weigh(self, name: str, sums: Callable[[int], StateSums], device: torch.device) -> Sum:
-        """Return `sums(rank)`, whose name tells them from others, as a function of states."""
+        """Return `sums(rank)` as a function of states, cached under `name`."""
         tables = self.once_on(device, (name,), lambda: WeightedSums([sums(self.rank)], self.shape))
         return self.options.once(device, tables, tables.weigh)[0]
 
@@ -66,7 +66,7 @@ class StateStrategy(LinearStrategy[StateCall]):
     ) -> StateCall:
         layout, shape = from_handle(arguments.layout), shape_of(inputs)
         device, log_decay = inputs.q.device, inputs.log_decay
-        # Values on a GPU are not known to the host, and may be others in the next call.
+        # The host does not know values on a GPU, and they may be different in the next call.
         known = log_decay is None or log_decay.device.type == "cpu"
         values = None if log_decay is None else tuple(log_decay.tolist()) if known else "unknown"
 
@@ -124,7 +124,7 @@ class StateStrategy(LinearStrategy[StateCall]):
         states_in = sums[: spans.states_in]
         final_states = FinalStates(comm, call, sums[spans.states_in :], self.name)
         out = steps.finish(states_in if spans.states_in else None)
-        # A copy does not keep the others alive.
+        # `states_in` is a view of a larger tensor, which a copy does not keep alive.
         return ForwardResult(out, final_states.wait(initial), states_in.clone())
 
     def backward(

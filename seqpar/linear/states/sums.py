@@ -1,11 +1,13 @@
-"""Sums of states that decay, the arithmetic of all exchanges of states; and LASP-2's exchange.
+"""Weighted sums of states, the arithmetic of all exchanges of states; and LASP-2's exchange.
 
-    sums[g] = Σ λ^rows · states[member],
+    sums[g] = Σ λ^rows · states[member]
 
-over the members of group g, each with its own number of rows. Both are (n, B, Hkv, D, Dv).
+is over the members of group g, each of which has a number of rows. Sums and states are (n, B, Hkv,
+D, Dv).
 
 All groups are one embedding bag, a weighted sum of rows without atomic additions: 32 documents in
-zigzag on 8 ranks take 38 operators in forward, not the 389 of one sum per source and station.
+zigzag on 8 ranks take 38 operators in forward, not the 389 of a separate sum per source and
+station.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class WeightedSums(TableHolder):
     """Several sums, whose weights are computed together."""
 
     def __init__(self, sums: Sequence[StateSums], shape: OperandShape) -> None:
-        # A bag is a sum for one sequence of the batch and one head: of rows of D·Dv elements.
+        # A bag is the sum of a group for one sequence of the batch and one head. A row of the bag
+        # is the D·Dv elements of a state.
         self._dtype, lanes = accumulator_dtype(shape.dtype), shape.batch * shape.kv_heads
         self._sums: list[tuple[int, Tensor, Tensor]] = []  # (groups, members, edges of groups)
         rows, lanes_of = [], []
@@ -51,7 +54,7 @@ class WeightedSums(TableHolder):
         self._rows, self._heads = map(torch.from_numpy, columns)
 
     def weigh(self, options: StateOptions) -> list[Sum]:
-        """Return the sums, as functions of states; what they need besides is computed here."""
+        """Compute the weights of the sums; return the sums as functions of states."""
         weights: Sequence[Tensor | None] = [None] * len(self._sums)
         if options.log_decay is not None:
             powers = torch.exp(self._rows * options.log_decay[self._heads])
@@ -63,7 +66,7 @@ def _sum(
     groups: int, members: Tensor, edges: Tensor, weights: Tensor | None, states: Tensor
 ) -> Tensor:
     matrix = states.reshape(-1, states.shape[-2] * states.shape[-1])
-    # An embedding bag is a weighted sum of rows, for any number of bags in one pass (mode 0: sum).
+    # One call computes the weighted sums of any number of bags (mode 0: sum).
     sums = torch.embedding_bag(
         matrix, members, edges, mode=0, per_sample_weights=weights, include_last_offset=True
     )[0]
@@ -71,10 +74,10 @@ def _sum(
 
 
 class Gathering(TableHolder):
-    """One rank's part in LASP-2's exchange of one pass.
+    """What one rank does in LASP-2's exchange of one pass.
 
-    It composes states, sends parts of these, and adds up what arrives from all ranks, itself
-    included.
+    It composes states, sends some of them to each rank, and adds up what arrives from all ranks,
+    this rank included.
     """
 
     def __init__(
@@ -90,16 +93,17 @@ class Gathering(TableHolder):
         stations, rest = (
             np.concatenate(x) for x in zip(*((r.stations, r.rest) for r in incoming), strict=True)
         )
-        # The number of states in each part of the composed states, and the part of each rank.
+        # The composed states consist of parts. The number of states of each part, and the index of
+        # the part that is sent to each rank.
         self._compose, self.sizes, parts = _composed(
             outgoing, routes.sources(rank, backward).slots.size
         )
-        # The other ranks that get a part, with its number.
+        # The other ranks to which a part is sent, with the index of the part.
         self.sent = [(p, parts[p]) for p in ranks if p != rank and self.sizes[parts[p]]]
-        self.own = parts[rank]  # which it keeps
+        self.own = parts[rank]  # the index of the part that this rank keeps
         self.arriving = [route.stations.size for route in incoming]  # states from each rank
         self.arrivals = sum(self.arriving)
-        # The other ranks from which states come.
+        # The other ranks from which states arrive.
         self.senders = [p for p in ranks if p != rank and self.arriving[p]]
         self.travels = bool(self.sent or self.senders)
         slots = routes.stations(rank, backward).slots.size
@@ -112,8 +116,8 @@ class Gathering(TableHolder):
     def weigh(self, options: StateOptions) -> list[Sum]:
         """Return the functions of the sums that this rank computes, in order.
 
-        The first composes states, and the second adds arriving states at each station, by slot.
-        After all others, a station also has the sums of the earlier stations of its document.
+        The first composes states, and the second adds arriving states at each station, by slot. The
+        further functions add to each station the sums of the document's earlier stations.
         """
         unchanged: list[Sum] = [lambda states: states] if self._compose is None else []
         return unchanged + self._sums.weigh(options)
@@ -122,8 +126,8 @@ class Gathering(TableHolder):
 def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, list[int], list[int]]:
     """Return the sums of states to send, the sizes of their parts, and each route's part.
 
-    Routes that take the same states share a part. If the sums are None, the states are sent
-    themselves.
+    Routes that send the same states share a part. If the sums are None, the states are sent as they
+    are.
     """
     numbers: dict[bytes, int] = {}
     sizes: list[int] = []
@@ -145,7 +149,7 @@ def _composed(outgoing: list[Route], states: int) -> tuple[StateSums | None, lis
 def _added_up(routes: StateRoutes, rank: int, backward: bool) -> list[StateSums]:
     """Return the steps of a scan over a rank's stations.
 
-    In each step a station gets the sum of the station 1, then 2, then 4, … before it.
+    In each step, the sum of the station 1, then 2, then 4, … before it is added to each station.
     """
     documents, positions, slots = routes.stations(rank, backward)
     steps, apart = [], 1

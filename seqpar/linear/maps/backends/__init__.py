@@ -1,4 +1,4 @@
-"""Backends of the recurrent primitive, each in its file.
+"""Backends of the recurrent primitive, one per file.
 
 Start with `reference.py`, against which every other backend is tested.
 """

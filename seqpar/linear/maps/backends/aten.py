@@ -1,23 +1,24 @@
 """The recurrence over spans in batched matrix products, chunk by chunk: fast on CPUs.
 
-It runs on every device that torch has. Of a chunk of C rows, which the state S enters, the rows
-write Y to the state:
+It runs on every device that torch supports. If the state S enters a chunk of C rows, the rows write
+Y to the state:
 
     Y = U − W S, where (I + L) [W U] = diag β [K̂ V]   (delta rule; otherwise Y = V)
 
-L is the part of diag β (K Kᵀ ⊙ Λ) below the diagonal: the WY form of Yang et al., "Parallelizing
-Linear Transformers with the Delta Rule" (2024), section 3.2, with the decays of "Gated Delta
-Networks" (2025), section 3.3. Λ has the decays between rows, K̂ and Q̂ = scale · Q those since the
-chunk's start, and K̃ those until its end. So
+L is the lower triangle, without the diagonal, of diag β (K Kᵀ ⊙ Λ). This is the WY form of Yang et
+al., "Parallelizing Linear Transformers with the Delta Rule" (2024), section 3.2, with the decays of
+"Gated Delta Networks" (2025), section 3.3. Λ has the decays between rows. K̂ and Q̂ = scale · Q
+include the decays since the chunk's start, and K̃ the decays until the chunk's end. Then
 
     out = Q̂ S + (scale · Q Kᵀ ⊙ Λ) Y,    next S = D S + K̃ᵀ Y
 
-and only the states go chunk by chunk. In backward they do so in reverse, in steps of the same form:
+and only the states are computed chunk by chunk. In backward, gradients of states are computed chunk
+by chunk in reverse, in steps of the same form:
 
     dY = (scale · Q Kᵀ ⊙ Λ)ᵀ dout + K̃ dS,    next dS = D dS + Q̂ᵀ dout − Wᵀ dY
 
-`grid` has the shapes of chunks. Half precision is computed in fp32. No product has rows of two
-spans, nor of two chunks, as in linear attention's backend.
+`chunk_grid.py` has the shapes of chunks. Half precision is computed in fp32. No product has rows of
+two spans or of two chunks, as in the backend `states/backends/aten.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from seqpar.linear.maps.backends.chunks import ChunkGradients, Chunks, sweep
 from seqpar.linear.maps.map_options import MapOptions
 from seqpar.linear.routes import SpanStates
 
-CHUNK = 64  # rows of a chunk at most, a power of two
+CHUNK = 64  # the most rows of a chunk, a power of two
 
 
 def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
@@ -38,7 +39,7 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class Forward:
-    """Spans without an entering state finish in the first step, except for reading."""
+    """Forward. For spans without an entering state, the first step does all but read states."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.inputs = inputs
@@ -70,7 +71,9 @@ class Forward:
 
 
 class Backward:
-    """If the states that leave a span have no gradients, the first step does all of the span's work
+    """Backward.
+
+    If no gradient reaches the state that leaves a span, the first step does all work of the span
     that depends on states.
     """
 

@@ -1,11 +1,11 @@
 """Cut spans into chunks of C rows, so that all chunks of all spans are computed together.
 
-Chunks come step by step: the first ones of all spans, then the second ones of those that have two,
-and so on, spans with the most chunks first. So what is done step by step, since states pass from
-chunk to chunk, is done for all spans at once, on neighbouring rows of tensors.
+Chunks are ordered by step: first the first chunks of all spans, then the second chunks of the spans
+that have two, and so on. Spans with the most chunks come first. States pass from chunk to chunk
+step by step. A step is done for all spans at once, and its chunks are neighbours in memory.
 
 A tensor of chunks is (M, N, G, C, D): M chunks, N = B · H, G heads that share a state, or without
-G. Rows that fill a span's last chunk up are 0.
+G. The last chunk of a span is padded with rows of 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seqpar.linear.routes import SpanStates
 
 
 class Places(NamedTuple):
-    """Of some spans, the indices of those with a state, and the states' indices in the call's."""
+    """Which of some spans have a state, and the indices of these states among the call's states."""
 
     spans: Tensor
     states: Tensor
@@ -46,7 +46,7 @@ class Places(NamedTuple):
         return spans
 
     def put(self, states: Tensor, spans: Tensor) -> None:
-        """Set the call's `states` to those that leave the spans."""
+        """Set the call's `states` to the states that leave the spans."""
         found = spans.index_select(0, self.spans)
         states.index_copy_(0, self.states, found.view(len(found), *states.shape[1:]))
 
@@ -54,24 +54,25 @@ class Places(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Grid(TableHolder):
     size: int  # C, a power of two
-    spans: int  # how many spans there are, those with the most chunks first
+    spans: int  # number of spans, which are sorted by their number of chunks, most first
     # the chunks of each step; step n has a chunk of each span with more than n chunks
     steps: list[slice]
     rows: Tensor  # (rows,) the spans' rows, as indices in the operands
-    slots: Tensor  # (rows,) the place of each of these among the rows of all chunks
-    plain: slice | None  # the rows, where they are one slice and fill all chunks
-    entering: Places  # where the states are that enter its spans
-    leaving: Places  # where the states are that leave its spans
+    slots: Tensor  # (rows,) the index of each row among the rows of all chunks
+    plain: slice | None  # the rows as a slice, if they are consecutive and fill all chunks
+    entering: Places  # the states that enter its spans
+    leaving: Places  # the states that leave its spans
 
     @property
     def chunks(self) -> int:
-        """M, how many chunks there are."""
+        """M, the number of chunks."""
         return self.steps[-1].stop if self.steps else 0
 
     def cut(self, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         """Return the chunks of x (B, T, h, D), (M, B·H, G, C, D), as a copy.
 
-        If h < H, heads are repeated, and G is 1. If h > H, each of H has G = h / H heads.
+        If h < H, heads are repeated, and G is 1. If h > H, each of the H states has G = h / H
+        heads.
         """
         if self.plain is not None:
             x = x[:, self.plain]
@@ -88,9 +89,9 @@ class Grid(TableHolder):
         return chunks.view(self.chunks, batch * heads, group, self.size, dim)
 
     def join(self, chunks: Tensor, target: Tensor, heads: int) -> None:
-        """Set the rows of `target` (B, T, h, D) that the chunks (M, B·H, G, C, D) have.
+        """Write the chunks (M, B·H, G, C, D) to their rows of `target` (B, T, h, D).
 
-        Where it has fewer heads than H, those that were repeated are summed.
+        If h < H, heads that were repeated are summed.
         """
         batch, _, found, dim = target.shape
         group, states = chunks.shape[2], found // chunks.shape[2]
@@ -107,10 +108,10 @@ class Grid(TableHolder):
 
 
 def grids(spans: SpanStates, states: str, most: int, device: torch.device) -> list[Grid]:
-    """Return the grid of spans that have no state, and that of those that have one.
+    """Return the grid of the spans that have no state, and the grid of those that have a state.
 
-    `states` is "state_in" or "state_out". `most` is how many rows a chunk has at most. A
-    grid without spans is left out. They are kept with the spans.
+    `states` is "state_in" or "state_out". `most` is the most rows of a chunk. A grid without spans
+    is left out. Grids are kept with the spans.
     """
 
     def build() -> list[Grid]:
@@ -127,7 +128,7 @@ def _grid(spans: SpanStates, chosen: Ints, most: int) -> Grid:
     chunks = -(-lengths // size)
     order = np.argsort(-chunks, kind="stable")
     chosen, lengths, chunks = chosen[order], lengths[order], chunks[order]
-    # How many spans have more chunks than each step's number.
+    # For each step, the number of spans that have a chunk in it.
     counts = np.searchsorted(-chunks, -np.arange(chunks.max()), side="left")
     ends = np.cumsum(counts)
     steps = [slice(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)]

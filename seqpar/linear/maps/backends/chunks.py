@@ -1,8 +1,9 @@
-"""The chunks of spans, as states pass through them, in the notation of `aten`.
+"""The chunks of spans, as states pass through them, in the notation of `aten.py`.
 
-States pass from chunk to chunk for all spans at once: the only sequential part. Between chunks they
-are in fp64, since a decay near 1 rounds a state the same way in each chunk, which would add up: to
-6e-6 over 100,000 tokens at a log decay of 1e-7, and in fp64 to less than 2.4e-7.
+States pass from chunk to chunk for all spans at once, which is the only sequential work. Between
+chunks states are in fp64. In fp32, a decay near 1 would round a state in the same direction in each
+chunk, and the errors would add up to 6e-6 over 100,000 tokens at a log decay of 1e-7. In fp64 they
+stay below 2.4e-7.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from seqpar.linear.maps.map_options import MapOptions
 
 
 class ChunkStep(NamedTuple):
-    """Each chunk's step on a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
+    """What a chunk does with a state S: rows Y = rows + reads S, next S = D S + added + writes Y.
 
-    None omits the term.
+    A term whose tensor is None is omitted.
     """
 
     decay: Tensor | None  # log D (M, N, K or 1), in fp64
@@ -47,7 +48,7 @@ def sweep(
     keep: bool = True,
     least: float = 0.0,
 ) -> Swept:
-    """Pass states (spans, N, K, V) through the chunks; with `reverse` the last chunks are first.
+    """Pass states (spans, N, K, V) through the chunks; with `reverse`, from last to first.
 
     Without `keep` only the last states are returned. After each chunk, elements of at most `least`
     in absolute value become 0.
@@ -77,7 +78,7 @@ def sweep(
 def _read(
     reads: Tensor, state: Tensor, rows: Tensor | None, chunks: slice, into: Tensor | None
 ) -> Tensor:
-    """Return rows + reads S of some chunks, where it is given in the memory `into`."""
+    """Return rows + reads S of some chunks, written to the memory `into` if it is given."""
     if rows is None:
         return reads @ state
     if into is None:
@@ -90,13 +91,13 @@ def _read(
 class Chunks:
     """The chunks of a grid's spans, and the rows that they write to states."""
 
-    # By the delta rule:
+    # Only with the delta rule:
     beta: Tensor  # (M, N, C, 1)
     overlaps: Tensor  # K Kᵀ ⊙ Λ (M, N, 1, C, C)
     readers: Tensor  # K̂ (M, N, C, K)
     solved: Tensor  # W and U, side by side
     erases: Tensor  # −W (M, N, C, K)
-    _added: Tensor | None  # to states, between the sweep for maps and that of `forward`
+    _added: Tensor | None  # what rows add to states, from the sweep for maps until `forward`
 
     def __init__(self, inputs: Inputs, grid: Grid, options: MapOptions) -> None:
         self.kind, self.inputs, self.grid, self.options = options.kind, inputs, grid, options
@@ -132,13 +133,16 @@ class Chunks:
         self.erases, self.rows = self.solved[..., :dim].neg(), self.solved[..., dim:]
 
     def solve(self, x: Tensor, transposed: bool = False) -> Tensor:
-        """Return (I + L)⁻¹ x, or with the transpose."""
+        """Return (I + L)⁻¹ x; if `transposed`, (I + L)⁻ᵀ x."""
         lower = self.overlaps[:, :, 0] * self.beta  # its diagonal is not read
         lower = lower.mT if transposed else lower
         return torch.linalg.solve_triangular(lower, x, upper=transposed, unitriangular=True)
 
     def read(self) -> None:
-        """Compute once the scores of rows with each other, and the rows that read states."""
+        """Compute the scores of rows with each other, and the rows that read states.
+
+        Later calls do nothing.
+        """
         if not self._has_read:
             self._has_read = True
             self.q = self.cut(self.inputs.q).mul_(self.options.scale)  # (M, N, G, C, K)
@@ -147,7 +151,7 @@ class Chunks:
             self.queries = self.powers.read(self.q).flatten(2, 3)
 
     def starts(self, states: Tensor | None, places: Places) -> Tensor:
-        """Return `states` (n, B, H, K, V) at the grid's spans, and otherwise 0."""
+        """Return `states` (n, B, H, K, V) at the grid's spans, and 0 at spans without a state."""
         return places.fill(self.k.new_zeros((self.grid.spans, *self.shape)), states)
 
     def step(self) -> ChunkStep:
@@ -160,8 +164,8 @@ class Chunks:
     def forward(self, states: Tensor | None) -> None:
         """Pass the states that enter spans through the chunks.
 
-        It sets `states` (before each chunk), `written` (Y, each chunk's rows), and `last` (the
-        states that leave spans).
+        This sets three attributes: `states` (before each chunk), `written` (Y, each chunk's rows),
+        and `last` (the states that leave spans).
         """
         swept = sweep(self.grid, self.step(), self.starts(states, self.grid.entering))
         self._added = None
@@ -183,7 +187,8 @@ class Chunks:
         states = eye.expand(self.grid.spans, count, dim, dim)
         maps = (self.writers, self.erases.mT) if reverse else (self.erases, self.writers.mT)
         step = ChunkStep(self.powers.total, None, None, *maps)
-        # Decays soon make numbers or their products subnormal, and cores are slow with those.
+        # Decays soon make numbers or their products subnormal, and CPUs compute slowly with
+        # subnormal numbers.
         least = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
         return sweep(self.grid, step, states, reverse, keep=False, least=least).last
 
@@ -200,8 +205,8 @@ class Chunks:
 class ChunkGradients(Chunks):
     """Chunks through which states have passed, with the gradient of out.
 
-    Gradients of states pass through them in reverse. They are written out because an operator's
-    implementation runs below autograd.
+    Gradients of states pass through the chunks in reverse. They are computed explicitly because the
+    implementation of an operator runs below autograd.
     """
 
     def __init__(
@@ -234,7 +239,7 @@ class ChunkGradients(Chunks):
     def backward(self, dstates: Tensor | None) -> None:
         """Pass the gradients of the states that leave spans back through the chunks.
 
-        It sets `dstates` (of the state that leaves each chunk), `dwritten`, and `dlast` (of the
+        This sets `dstates` (of the state that leaves each chunk), `dwritten`, and `dlast` (of the
         states that enter spans).
         """
         starts = self.starts(dstates, self.grid.leaving)
@@ -245,7 +250,10 @@ class ChunkGradients(Chunks):
         )
 
     def local(self) -> None:
-        """Compute once the gradients of q, and the part of dk from the rows that read k."""
+        """Compute the gradients of q, and the summand of dk that comes from rows that read k.
+
+        Later calls do nothing.
+        """
         if not self._has_local:
             self._has_local = True
             dscores = (self.dout @ self.written.mT).view(self.scores.shape)
@@ -254,7 +262,7 @@ class ChunkGradients(Chunks):
             self.dq = dq.add_(self.gradients.read(self.q, dqueries)).mul_(self.options.scale)
 
     def finish(self, target: Gradients) -> None:
-        """Set the rows of the gradients `target`, shaped as for `inputs.fold`."""
+        """Write the rows of the gradients to `target`, shaped as for `inputs.fold`."""
         self.local()
         found, dk, dv = self.gradients, self.dk, self.dwritten
         dk = dk + found.write(self.k, self.written @ self.dstates.mT)
@@ -272,7 +280,7 @@ class ChunkGradients(Chunks):
             self._join(wide, target.log_decay)
 
     def _erased(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of k, v and β through W and U."""
+        """Return the gradients of k, v and β that come through W and U."""
         dim, keys = self.k.shape[-1], self.k[:, :, None]
         derases = self.dwritten @ self.states.mT
         dsolved = self.solve(torch.cat([derases.neg_(), self.dwritten], -1), transposed=True)

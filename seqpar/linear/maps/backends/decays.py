@@ -1,7 +1,7 @@
-"""The decays within chunks, of each row and head, or of each key channel too; and their gradients.
+"""The decays within chunks, per row and head or also per key channel, and their gradients.
 
-Chunks are (M, N, C, K), and readers (M, N, X, C, K): several rows in each row's place that read
-what earlier rows wrote.
+A *power* is the product of the decays between two rows. Chunks are (M, N, C, K). Rows that read are
+(M, N, X, C, K): X rows at each of the C positions read what rows at earlier positions wrote.
 """
 
 from __future__ import annotations
@@ -12,44 +12,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 16  # elements of a tensor of the chunks that are computed at once
+BLOCK = 1 << 16  # chunks are computed in blocks, whose tensors have about this many elements
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return exp x for x ≤ 0, flushed."""
+    """Return exp x for x ≤ 0, with tiny results set to 0 (`flush_`)."""
     return flush_(torch.exp(x))
 
 
 def flush_(powers: Tensor) -> Tensor:
-    """Set powers to 0 where products with them might be subnormal, which is slow."""
+    """Set powers to 0 if products with them might be subnormal, which is slow."""
     limits = torch.finfo(powers.dtype)
     return torch.threshold_(powers, limits.tiny / limits.eps, 0.0)
 
 
 def lower_ones(size: int, like: Tensor) -> Tensor:
-    """Return a (size, size) lower triangle of ones. From the left, it sums rows up to each row."""
+    """Return a (size, size) lower triangle of ones.
+
+    A product with it from the left sums rows up to each.
+    """
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril_()
 
 
 class _Powers:
-    decays = True  # if not, there are no tensors
-    head: Tensor  # (M, N, C, K or 1), of the entering state at each row
-    tail: Tensor  # (M, N, C, K or 1), of each row at the chunk's end
+    decays = True  # whether anything decays; if not, there are no tensors
+    head: Tensor  # (M, N, C, K or 1), powers from the chunk's start to each row
+    tail: Tensor  # (M, N, C, K or 1), powers from each row to the chunk's end
 
     def read(self, x: Tensor) -> Tensor:
-        """Return the rows x (M, N, X, C, K) as they read the state that enters the chunk."""
+        """Return rows x (M, N, X, C, K), decayed as they read the state that enters the chunk."""
         return x * self.head[:, :, None] if self.decays else x
 
     def write(self, k: Tensor) -> Tensor:
-        """Return the keys (M, N, C, K) as they write to the state that leaves the chunk."""
+        """Return the keys (M, N, C, K), decayed as they are in the state that leaves the chunk."""
         return k * self.tail if self.decays else k
 
 
 class PerHead(_Powers):
     """The powers of g (M, N, C); g is None if nothing decays.
 
-    Σ gₘ over the rows m between two is summed for each pair, not taken as a difference of sums from
-    the start: no digits cancel, and g may be −∞.
+    The sum of gₘ over the rows m between two rows is computed for each pair of rows, and not as a
+    difference of two sums from the start. No digits cancel then, and g may be −∞.
     """
 
     def __init__(self, log_decay: Tensor | None, size: int) -> None:
@@ -66,7 +69,7 @@ class PerHead(_Powers):
         self.total = log_decay.sum(-1, dtype=torch.float64)[..., None]
 
     def scores(self, x: Tensor, k: Tensor) -> Tensor:
-        """Return (M, N, X, C, C): what each row of x reads from each row of k, 0 from later."""
+        """Return (M, N, X, C, C): what rows of x read from rows of k, and 0 from later rows."""
         scores = (x.flatten(2, 3) @ k.mT).unflatten(2, x.shape[2:4])
         return scores.tril_() if self.log_decay is None else scores.mul_(self.weights[:, :, None])
 
@@ -100,7 +103,7 @@ class PerHeadGradients:
     def scores(
         self, x: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return dx and dk, given the gradient of `scores(x, k)`, whose memory is reused."""
+        """Return dx and dk, given the gradient of `scores(x, k)`, whose memory is overwritten."""
         if self.powers.log_decay is None:
             products = dscores.tril_()
         else:
@@ -110,7 +113,7 @@ class PerHeadGradients:
         return (products @ k).view(x.shape), products.mT @ x.flatten(2, 3)
 
     def state(self, products: Tensor) -> None:
-        """Add the gradient of `total`: `products` (M, N, K) are of states and their gradients."""
+        """Add the gradient of `total`. `products` (M, N, K) are of states and their gradients."""
         total = self.powers.total
         if total is not None:
             self.total += products.sum(-1, keepdim=True) * exp(total).to(products.dtype)
@@ -120,7 +123,7 @@ class PerHeadGradients:
         if self.powers.log_decay is None:
             return None
         inclusive = lower_ones(self.powers.size, self.head)
-        # A weight of row i and row j has all gₘ with j < m ≤ i.
+        # The weight of row j for row i includes gₘ for all m with j < m ≤ i.
         rows = self.between @ inclusive.tril(-1).mT
         through = (rows.tril_()).sum(-2)
         return through + self.head @ inclusive + self.tail @ inclusive.tril(-1).mT + self.total
@@ -130,8 +133,8 @@ class _Level(NamedTuple):
     """The pairs of neighbouring blocks of s rows: (M, N, C / 2s, s, K)."""
 
     size: int
-    since: Tensor  # powers of the later block: from its start until each row
-    left: Tensor  # powers of the earlier block: from after each row to its end
+    since: Tensor  # powers in the later block, from the block's start to each row
+    left: Tensor  # powers in the earlier block, from after each row to the block's end
 
     def later(self, x: Tensor) -> Tensor:
         """Return the later blocks of x (…, C, D): (…, C / 2s, s, D)."""
@@ -141,16 +144,16 @@ class _Level(NamedTuple):
         return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :]
 
     def readers(self, x: Tensor) -> Tensor:
-        """Return x (M, N, X, C, K) as it reads: (M, N, C / 2s, X · s, K)."""
+        """Return x (M, N, X, C, K), decayed as it reads: (M, N, C / 2s, X · s, K)."""
         blocks = self.later(x).movedim(2, 3)
         return (blocks * self.since[:, :, :, None]).flatten(3, 4)
 
     def writers(self, k: Tensor) -> Tensor:
-        """Return k (M, N, C, K) as it is read: (M, N, C / 2s, s, K)."""
+        """Return k (M, N, C, K), decayed as it is read: (M, N, C / 2s, s, K)."""
         return self.earlier(k) * self.left
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Return the scores that are the level's, of (M, N, X, C, C): (M, N, C / 2s, X, s, s)."""
+        """Return the scores of this level, of (M, N, X, C, C): (M, N, C / 2s, X, s, s)."""
         blocks = scores.unflatten(-1, (-1, 2, self.size)).unflatten(-4, (-1, 2, self.size))
         # (M, N, X, b, 2, s, b, 2, s): later rows read from earlier ones
         return blocks[:, :, :, :, 1, :, :, 0].diagonal(0, 3, 5).permute(0, 1, 5, 2, 3, 4)
@@ -159,13 +162,15 @@ class _Level(NamedTuple):
 class PerKey(_Powers):
     """The powers of g (M, N, C, K).
 
-    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i), which is not a matrix product, and exp of
-    differences from one row would overflow. Yang et al., "Gated Linear Attention" (2024), section
-    4.3, cut a chunk into blocks and refer to the first row of the block of i. Here blocks are
-    halves of halves. In two neighbouring blocks of s rows, rows of the later block refer to its
-    start and rows of the earlier block to its end, and their scores are a product of two matrices.
-    Blocks of s = 1, 2, 4 … C/2 rows cover all pairs. Powers are products of exp g, at most 1,
-    without any subtraction.
+    A score is Σ_c x_ic k_jc exp(Σ g_mc over j < m ≤ i). This is not a matrix product. Writing the
+    power as a quotient of powers from one row would make it one, but exp would overflow. Yang et
+    al., "Gated Linear Attention" (2024), section 4.3, cut a chunk into blocks and refer to the
+    first row of the block of i.
+
+    Here blocks are halves of halves. In two neighbouring blocks of s rows, rows of the later block
+    refer to that block's start, and rows of the earlier block to that block's end. Their scores are
+    then a product of two matrices. Blocks of s = 1, 2, 4 … C/2 rows cover all pairs. Powers are
+    products of exp g, at most 1, without any subtraction.
     """
 
     def __init__(self, log_decay: Tensor, size: int) -> None:
@@ -187,7 +192,7 @@ class PerKey(_Powers):
         return scores
 
     def blocks(self) -> Iterator[slice]:
-        """Yield the chunks, some at a time, whose tensors stay in a core's cache."""
+        """Yield slices of chunks whose tensors stay in a core's cache."""
         chunks = self.log_decay.shape[0]
         step = max(1, BLOCK // max(1, self.log_decay[:1].numel()))
         for start in range(0, chunks, step):
@@ -196,10 +201,10 @@ class PerKey(_Powers):
     def levels(self, chunks: slice) -> Iterator[_Level]:
         """Yield the levels of some chunks, from single rows to halves of a chunk.
 
-        After the last one `head` and `tail` of these chunks are set: the powers of whole chunks.
+        After the last level, `head` and `tail` of these chunks are set: the powers of whole chunks.
         """
-        since = exp(self.log_decay[chunks])  # from the start of each row's block until the row
-        left, size = torch.ones_like(since), 1  # from after each row to its block's end
+        since = exp(self.log_decay[chunks])  # powers from the start of each row's block to the row
+        left, size = torch.ones_like(since), 1  # powers from after each row to its block's end
         while size < self.size:
             sinces, lefts = (x.unflatten(2, (-1, 2, size)) for x in (since, left))
             yield _Level(size, sinces[:, :, :, 1], lefts[:, :, :, 0])

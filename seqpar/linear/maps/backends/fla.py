@@ -1,13 +1,14 @@
 """The recurrence over spans with the kernels of fla-core, through its public functions, on CUDA.
 
-They compute bf16 and fp16, with states in fp32. A span is one of their sequences. They return its
-last state, not its map. A span that has an entering state and passes a state on therefore gets K
-more columns of v: zeros, with the identity as their initial state. Their last state is the span's
-transition, and their out is what multiplies the entering state, so the out of such a span is
-rounded twice. Backward first makes this call without gradients, to get the map.
+fla's functions compute bf16 and fp16, with states in fp32. A span is one of their sequences. They
+return a sequence's last state, but not its map. A span that has an entering state and passes a
+state on therefore gets K more columns of v: zeros, with the identity as their initial state. The
+last state of these columns is the span's transition, and their out is the factor of the entering
+state. The out of such a span is therefore rounded twice. Backward first makes this call without
+gradients, to compute the map.
 
-Log decays below −30 count as −30, which is 1e-13: their sums over a chunk are in fp32, and keep
-digits for other rows.
+Log decays below −30 count as −30, a factor of 1e-13: fla sums log decays over a chunk in fp32, and
+larger sums would lose digits of other rows.
 """
 
 from __future__ import annotations
@@ -96,13 +97,13 @@ class _OnHost:
 
 
 class _Group(NamedTuple):
-    """Spans with rows, as the sequences of one call: those of one batch entry after another."""
+    """Spans with rows, as the sequences of one call. Those of one batch entry follow another's."""
 
-    rows: Tensor | None  # (rows,) which rows of an entry they are; None: all
-    edges: Ints  # (spans + 1,) of the spans among these rows
+    rows: Tensor | None  # (rows,) the indices of the rows in a batch entry; None: all rows
+    edges: Ints  # (spans + 1,) the edges of the spans among these rows
     cu_seqlens: Tensor  # (B · spans + 1,)
     on_host: _OnHost
-    # entering and leaving: where the states are that enter and leave them
+    # The states that enter and leave the spans.
     entering: Places
     leaving: Places
 
@@ -120,7 +121,7 @@ class _Group(NamedTuple):
         return cls(rows, edges, cu_seqlens, _OnHost(cu_seqlens), *places)
 
     def each(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield each span's rows of x (1, B · rows, h, D), as (B, h, span's rows, D)."""
+        """Yield each span's rows of x (1, B · rows, h, D), as (B, h, rows of the span, D)."""
         by_entry = x.view(-1, int(self.edges[-1]), *x.shape[2:]).transpose(1, 2)
         for start, stop in zip(self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True):
             yield by_entry[:, :, start:stop]
@@ -130,10 +131,10 @@ _Groups = tuple[list[_Group], tuple[Places, Places]]
 
 
 def _groups(spans: SpanStates, first: str, batch: int, device: torch.device) -> _Groups:
-    """Return the groups of spans with rows, and where states leave and enter spans without rows.
+    """Return the groups of spans with rows, and the states that leave and enter spans without rows.
 
-    The groups are spans without the state `first`, "state_in" or "state_out"; spans with both
-    states; and spans with only `first`. Empty groups are left out.
+    There are up to three groups: spans without the state `first`, "state_in" or "state_out"; spans
+    with both states; and spans with only `first`. Empty groups are left out.
     """
 
     def build() -> _Groups:
@@ -154,19 +155,19 @@ def request_tables(inputs: Inputs, spans: SpanStates, backward: bool) -> None:
 
 
 class _Mapped(NamedTuple):
-    """A group's sequences without entering states, and how these act on them."""
+    """A group's results without entering states, and the factors of entering states."""
 
     out: Tensor
-    readers: Tensor  # (1, B · rows, heads, K), times an entering state adds to `out`
+    readers: Tensor  # (1, B · rows, heads, K): an entering state times this is added to `out`
     last: Tensor
-    transition: Tensor  # (B · spans, heads, K, K), times an entering state adds to `last`
+    transition: Tensor  # (B · spans, heads, K, K): an entering state times this is added to `last`
 
 
 class _Work:
-    """Shared by forward and backward: the inputs as fla takes them, with max(Hq, H) heads."""
+    """What forward and backward share: the inputs as fla takes them, with max(Hq, H) heads."""
 
-    first: str  # the state without which a group waits for nothing
-    end: int  # 0 if maps belong to the states that leave spans, 1 if to those that enter
+    first: str  # "state_in" or "state_out": groups without this state need not wait
+    end: int  # 0 if maps belong to the states that leave spans, 1 if to the states that enter
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.options = options.kind, inputs, options
@@ -227,19 +228,22 @@ class _Work:
         return _Mapped(*out.split([dims, dim], -1), *last.split([dims, dim], -1))
 
     def starts(self, group: _Group, states: Tensor | None, places: Places) -> Tensor:
-        """Return each sequence's state (B · spans, heads, K, V) of the call's, 0 if it has none."""
+        """Return each sequence's state (B · spans, heads, K, V), or 0 if it has none."""
         shape = group.edges.size - 1, *self.inputs.state_shape
         zeros = self.inputs.k.new_zeros(shape, dtype=torch.float32)
         filled = places.fill(zeros, states).transpose(0, 1)
         return repeated(filled, self.heads).flatten(0, 1).contiguous()
 
     def by_span(self, group: _Group, states: Tensor) -> Tensor:
-        """Return (spans, B, H, queries of a state, …) of states of sequences."""
+        """Return states of sequences as (spans, B, H, queries of a state, …)."""
         entries = states.unflatten(0, (self.batch, group.edges.size - 1)).transpose(0, 1)
         return entries.unflatten(2, (-1, self.group))
 
     def set_map(self, group: _Group, state: Tensor, transition: Tensor | None) -> None:
-        """Set the maps of a group's spans: states (spans, B, H, K, V), transitions of sequences."""
+        """Set the maps of a group's spans.
+
+        `state` is (spans, B, H, K, V), and `transition` is per sequence.
+        """
         places = (group.leaving, group.entering)[self.end]
         places.put(self.outgoing.state, state)
         if transition is not None:
@@ -259,7 +263,7 @@ class Forward(_Work):
         self.outs: list[Callable[[Tensor | None], Tensor]] = [self._begin(x) for x in self.groups]
 
     def _begin(self, group: _Group) -> Callable[[Tensor | None], Tensor]:
-        """Return a function from entering states to a group's out."""
+        """Return a function that computes a group's out from the states that enter."""
         operands = self.of(group)
         if not group.leaving and group.entering:
             return lambda states: self.call(
@@ -310,7 +314,7 @@ class Backward(_Work):
                 self._set_map(group)
 
     def _set_map(self, group: _Group) -> None:
-        """Set the maps of a group's spans: what out's gradient passes to the entering states."""
+        """Set the maps of a group's spans, which act on gradients of leaving states."""
         mapped = self.call_with_map(group, self.of(group), 0)
         rows = zip(group.each(mapped.readers), group.each(self.rows(group, self.dout)), strict=True)
         states = torch.stack([readers.float().mT @ dout.float() for readers, dout in rows], 1)
@@ -318,13 +322,12 @@ class Backward(_Work):
         self.set_map(group, states, mapped.transition)
 
     def _differentiate(self, group: _Group, dstates_out: Tensor | None) -> None:
-        """Set a group's gradients, given the gradients of the states that leave."""
         with torch.enable_grad():
             leaves = {n: x.detach().requires_grad_() for n, x in self.of(group).items()}
             initial = self.starts(group, self.states_in, group.entering).requires_grad_()
             outputs = self.call(group, initial, leaves)
         dlast = self.starts(group, dstates_out, group.leaving)
-        # Only one of the queries that share a state passes its gradient on.
+        # Queries that share a state each have a copy of it. Its gradient enters at one copy only.
         dlast.unflatten(1, (-1, self.group))[:, :, 1:] = 0
         doutputs = self.rows(group, self.dout), dlast
         *found, dinitial = torch.autograd.grad(outputs, [*leaves.values(), initial], doutputs)

@@ -1,7 +1,8 @@
-"""The plain recurrence, token by token: every other backend is tested against this one.
+"""The plain recurrence, token by token: every other backend is tested against this backend.
 
-A span's tensors have a token's rows in front: q (L, B, H, G, K), where G queries share a state, k
-(L, B, H, K), v (L, B, H, V), decay (L, B, H, K or 1), beta (L, B, H, 1). A state is (B, H, K, V).
+Tensors of a span have the tokens as their first dimension: q (L, B, H, G, K), where G queries share
+a state, k (L, B, H, K), v (L, B, H, V), decay (L, B, H, K or 1), beta (L, B, H, 1). A state is (B,
+H, K, V).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from seqpar.linear.routes import SpanStates
 
 
 class _Span(NamedTuple):
-    """A span: which rows it has, the indices of its states, and its tensors."""
+    """A span: its rows, the indices of its states, and its tensors."""
 
     rows: slice
     state_in: int
@@ -33,7 +34,7 @@ class _Span(NamedTuple):
 
 
 class _Work:
-    """Shared by forward and backward: the inputs as states need them, and spans."""
+    """What forward and backward share: the inputs with one head per state, and the spans."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: MapOptions) -> None:
         self.kind, self.inputs, self.spans, self.options = options.kind, inputs, spans, options
@@ -60,7 +61,7 @@ class _Work:
         return self.expanded.k.new_zeros(self.inputs.state_shape)
 
     def transition(self, span: _Span) -> Tensor:
-        """Return the span's transition: what becomes of states that say v = e₁ … e_K of k."""
+        """Return the span's transition: the result of passing an identity through the span."""
         if span.beta is not None:
             dim = span.k.shape[-1]
             states = torch.eye(dim, dtype=span.k.dtype, device=span.k.device)
@@ -94,7 +95,7 @@ class Forward(_Work):
         return out
 
     def states(self, span: _Span, states_in: Tensor | None) -> Iterator[Tensor]:
-        """Yield the state that enters the span, and then the one after each of its tokens."""
+        """Yield the state that enters the span, and then the state after each of its tokens."""
         state = self.entering(states_in, span.state_in)
         yield state
         for row, (k, v, decay) in enumerate(zip(span.k, span.v, span.decay, strict=True)):
@@ -128,9 +129,9 @@ class Backward(Forward):
         return fold(self.inputs, gradients)
 
     def back(self, span: _Span, dstates_out: Tensor | None, gradients: Gradients | None) -> Tensor:
-        """Return the gradient of the state that enters a span; add those of the span's rows.
+        """Return the gradient of the state that enters a span; add the gradients of its rows.
 
-        Each state's gradient is taken from the last token to the first.
+        Gradients of states are computed from the last token to the first.
         """
         dstate, dstates = self.entering(dstates_out, span.state_out), []
         dout = self.dout[:, span.rows].transpose(0, 1).unflatten(2, (span.k.shape[2], -1))
@@ -151,11 +152,11 @@ class Backward(Forward):
     def add(
         self, span: _Span, states: Tensor, dstates: Tensor, dout: Tensor, gradients: Gradients
     ) -> None:
-        """Add the gradients of a span's rows, given the gradient of the state after each."""
+        """Add the gradients of a span's rows, given the gradient of the state after each row."""
         k, v, decay, beta = span.k, span.v, span.decay, span.beta
         dq = self.options.scale * dout @ states[1:].mT
         decayed = decay[..., None] * states[:-1]
-        dv = read(dstates, k)  # of the value that k added to the state
+        dv = read(dstates, k)  # the gradient of the value that k added to the state
         dbeta, ddecayed = None, dstates
         if beta is None:
             dk = (dstates * v[..., None, :]).sum(-1)

@@ -1,20 +1,21 @@
 """Linear attention over spans in batched matrix products, chunk by chunk: fast on CPUs.
 
-It runs on every device that torch has. Qin et al., "Lightning Attention-2" (2024), section 3: spans
-are cut into chunks of C rows. A chunk's rows add (QKᵀ ⊙ Λ) V to each other's outputs; earlier rows
-add to them through the state that enters the chunk. A product is over all heads of
-one chunk, read in place. States pass from chunk to chunk in fp64, since the rounding of λ^C would
-add up. Half precision is computed in fp32.
+It runs on every device that torch supports. Qin et al., "Lightning Attention-2" (2024), section 3:
+spans are cut into chunks of C rows. The rows of a chunk add (QKᵀ ⊙ Λ) V to each other's outputs,
+and earlier rows of the span add to the outputs through the state that enters the chunk. A product
+is over all heads of one chunk, and reads the chunk in place. States pass from chunk to chunk in
+fp64, since the rounding errors of λ^C would add up. Half precision is computed in fp32.
 
-No product has rows of two documents, nor of two chunks: a NaN or an infinity of one token reaches
-the rows that attend to the token, and the earlier rows of its chunk (0 · NaN is NaN), but no other
-rows. (One product for each chunk takes no longer than one for 16.) In the reference it reaches the
-earlier rows of its span. Exact earlier rows would need a product for each; softmax's kernels make
-the same choice for the earlier rows of a tile.
+No product has rows of two documents or of two chunks. A NaN or an infinity of a token therefore
+reaches the rows that attend to the token, and the earlier rows of the token's chunk (0 · NaN is
+NaN), but no other rows. (A product for each chunk takes no longer than a product for 16 chunks.) In
+the reference it reaches the earlier rows of the token's span. To keep all earlier rows exact, each
+row would need a separate product; softmax's kernels make the same choice for the earlier rows of a
+tile.
 
-A chunk's tensors are (N, G·C, D), with N = B·Hkv (B batch, Hkv KV heads): the rows of the G query
-heads that share a KV head come one head after another, so a product over rows also sums over these
-heads. States are (n, B, Hkv, D, Dv) outside, and (N, D, Dv) within.
+A chunk's tensors are (N, G·C, D), with N = B·Hkv (B batch, Hkv KV heads). The G query heads that
+share a KV head follow one another, with C rows each, so a product over rows also sums over these
+heads. States are (n, B, Hkv, D, Dv) as arguments and results, and (N, D, Dv) in this file.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from seqpar.linear.inputs import Inputs
 from seqpar.linear.routes import SpanStates
 from seqpar.linear.states.state_options import StateOptions
 
-CHUNK = 128  # rows of a chunk at most; 64 are faster for head dims up to 64
+CHUNK = 128  # the most rows of a chunk; 64 are faster for head dims up to 64
 
 
 class Chunk(NamedTuple):
@@ -43,15 +44,15 @@ class Chunk(NamedTuple):
 
     rows: slice
     span: int
-    first: bool  # of its span
+    first: bool  # whether it is the first chunk of its span
     last: bool
     since: int  # rows between the span's start and the chunk
     until: int  # rows between the chunk and the span's end
-    length: int  # C, how many rows it has
+    length: int  # C, its number of rows
 
 
 def chunks_of(spans: SpanStates, size: int) -> list[Chunk]:
-    """Return the spans' chunks of `size` rows; they are kept with the spans."""
+    """Return the spans' chunks of `size` rows, cached with the spans."""
     return spans.derived(("aten chunks", size), lambda: _chunks(spans, size))
 
 
@@ -85,7 +86,7 @@ def _chunks(spans: SpanStates, size: int) -> list[Chunk]:
 
 
 class _Work:
-    """Shared by forward and backward: chunks of tensors, powers of λ, states that enter chunks."""
+    """What forward and backward share: chunks of tensors, powers of λ, states that enter chunks."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.q, self.k, self.v = inputs[:3]
@@ -109,8 +110,8 @@ class _Work:
     def power(self, exponents: Tensor) -> Tensor:
         """Return (N, …): λ^exponents, and 0 where an exponent is negative.
 
-        Powers below about 1e-31 are 0 too: products with them would be subnormal, which makes a
-        matrix product on a CPU twenty times as slow.
+        Powers below about 1e-31 are 0 too. Products with them would be subnormal, which makes a
+        matrix product on a CPU take twenty times as long.
         """
         powers = self.options.power(exponents, self.heads).movedim(-1, 0).to(self.accumulator)
         limits = torch.finfo(self.accumulator)
@@ -141,22 +142,23 @@ class _Work:
         return self._derived(("mask", length), build)
 
     def part(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return a chunk of x (B, T, H, D) as (N, G·C, D), a view where that is possible."""
+        """Return a chunk of x (B, T, H, D) as (N, G·C, D), as a view if possible."""
         heads_first = x[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         return heads_first.flatten(0, 1).flatten(1, 2).to(self.accumulator)
 
     def put(self, target: Tensor, part: Tensor, chunk: Chunk, add: bool = False) -> None:
-        """Set a chunk's rows of `target` (B, T, H, D), or add to them."""
+        """Write a chunk to its rows of `target` (B, T, H, D), or add it to them."""
         view = target[:, chunk.rows].unflatten(2, (self.heads, -1)).permute(0, 2, 3, 1, 4)
         rows = part.view(view.shape)
         view.add_(rows) if add else view.copy_(rows)
 
     def sweep(self, x: Tensor, y: Tensor, wanted: Ints, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Return Σ xᵀy, with decay, over the rows of a span before each of its chunks, and states.
+        """Return sums and states of Σ xᵀy, with decay.
 
-        The sums are (chunks, N, D, Dv). The states are Σ xᵀy over whole spans, at the indices
-        `wanted` (spans,); −1: not returned. With `reverse` the sums are over the rows after each
-        chunk, and a state is what its span's rows add to the gradient of the state that enters it.
+        The sums (chunks, N, D, Dv) are over the rows of a span before each of its chunks. The
+        states are over whole spans, at the indices `wanted` (spans,); a state with index −1 is not
+        returned. With `reverse` the sums are over the rows after each chunk, and a state is what
+        its span's rows add to the gradient of the state that enters the span.
         """
         shape = self.batch, self.heads, x.shape[3], y.shape[3]
         states = x.new_zeros((int((wanted >= 0).sum()), *shape), dtype=self.accumulator)
@@ -183,8 +185,8 @@ class _Work:
     ) -> Tensor:
         """Return the state that enters a chunk, (N, D, Dv).
 
-        It is the sum of `inner`, from the span's rows, and of `outer`, decayed: the state that
-        enters the span (with `reverse`, the gradient of the state that leaves it).
+        It is the sum of `inner`, from the span's rows, and of the decayed `outer`: the state that
+        enters the span or, with `reverse`, the gradient of the state that leaves it.
         """
         index = int((self.spans.state_out if reverse else self.spans.state_in)[chunk.span])
         if outer is None or index < 0:
@@ -223,7 +225,7 @@ class Forward(_Work):
         return out.to(self.q.dtype)
 
     def within(self, chunk: Chunk) -> Tensor:
-        """Return (N, G·C, Dv): the outputs of a chunk's rows from each other."""
+        """Return (N, G·C, Dv): what the rows of a chunk add to each other's outputs."""
         q, k, v = (self.part(x, chunk) for x in (self.q, self.k, self.v))
         return (q @ k.mT).mul_(self.mask(chunk.length)) @ v
 
@@ -264,7 +266,7 @@ class Backward(_Work):
         return dq, dk, dv
 
     def within(self, number: int, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq of a chunk, and the part of dk and dv that comes from the chunk's own rows."""
+        """Return dq of a chunk, and the summands of dk and dv that come from the chunk's rows."""
         q, k, v, dout = (self.part(x, chunk) for x in (self.q, self.k, self.v, self.dout))
         state = self.entering(number, chunk, self.before, self.initial, reverse=False)
         dq = (dout * self.head(chunk.length)) @ state.mT
@@ -276,9 +278,9 @@ class Backward(_Work):
 
     @cached_property
     def before(self) -> Tensor:
-        """The states that entered each chunk from its span's rows in forward, (…, N, D, Dv)."""
+        """The states that a span's rows had added before each chunk in forward, (…, N, D, Dv)."""
         if not self.causal:
-            return self.inner[:0]  # since sums of documents entered
+            return self.inner[:0]  # without causality, the sums of whole documents entered
         no_states = np.full_like(self.spans.state_out, -1)
         return self.sweep(self.k, self.v, no_states, reverse=False)[0]
 

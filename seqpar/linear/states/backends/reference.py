@@ -1,7 +1,7 @@
-"""Linear attention over spans in plain PyTorch, each in the parallel form (QKᵀ ⊙ Λ) V.
+"""Linear attention over spans in plain PyTorch, each span in the parallel form (QKᵀ ⊙ Λ) V.
 
-Every other backend is tested against this one. Tensors of a span have heads first, grouped by KV
-head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D), v (B, Hkv, 1, L, Dv), with B batch, G query heads
+Every other backend is tested against this backend. Tensors of a span have heads first, grouped by
+KV head: q (B, Hkv, G, L, D), k (B, Hkv, 1, L, D), v (B, Hkv, 1, L, Dv), with B batch, G query heads
 that share a KV head, L rows. States are (n, B, Hkv, D, Dv).
 """
 
@@ -20,7 +20,7 @@ from seqpar.linear.states.state_options import StateOptions
 
 
 class _Work:
-    """Shared by forward and backward: the parts of spans and powers of λ."""
+    """What forward and backward share: the tensors of spans, and powers of λ."""
 
     def __init__(self, inputs: Inputs, spans: SpanStates, options: StateOptions) -> None:
         self.operands, self.spans, self.options = inputs[:3], spans, options
@@ -31,9 +31,10 @@ class _Work:
         """Do nothing: `finish` computes everything."""
 
     def each(self, *tensors: Tensor) -> Iterator[tuple[slice, int, int, list[Tensor]]]:
-        """Yield each span: its rows, the states that enter and leave it, its parts of `tensors`.
+        """Yield each span: its rows, the states that enter and leave it, and its rows of `tensors`.
 
-        A state is its index or −1. Tensors are (B, T, H, D), parts (B, Hkv, G or 1, L, D).
+        A state is given as its index or −1. Tensors are (B, T, H, D), and the rows of a span (B,
+        Hkv, G or 1, L, D).
         """
         spans = self.spans
         columns = spans.edges[:-1], spans.edges[1:], spans.state_in, spans.state_out
@@ -46,7 +47,7 @@ class _Work:
     def powers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return λ^{i−j} (Hkv, 1, L, L), 0 for j > i; λ^{i+1} and λ^{L−1−i} (Hkv, 1, L, 1).
 
-        Without causality all are 1.
+        Without causality all powers are 1.
         """
         i = torch.arange(length, device=device)
         between, head, tail = i[:, None] - i, i + 1, length - 1 - i

@@ -1,9 +1,9 @@
 """Linear attention over spans with our Triton kernels, `seqpar.kernels.lightning_attention`.
 
-On CUDA, for bf16, fp16 and fp32; on a CPU only under Triton's interpreter (TRITON_INTERPRET=1),
-which is for tests. What launches need besides tensors is decided once for each layout, and kept
-with the spans. B batch, T rows, Hq and Hkv heads, D and Dv their dims; states are (n, B, Hkv, D,
-Dv) fp32.
+It runs on CUDA, for bf16, fp16 and fp32, and in tests on a CPU under Triton's interpreter
+(TRITON_INTERPRET=1). What launches need besides tensors is computed once for each layout, and kept
+with the spans. Letters of shapes: B batch, T rows, Hq and Hkv heads, D and Dv their dims. States
+are (n, B, Hkv, D, Dv) fp32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Forward:
         if self._options.causal and self._local is None:
             return self._out(initial, dtype)
         if initial is None:
-            # Without causality a state enters each run, so here the rank has no rows.
+            # Without causality a state enters each run. Without entering states, there are no rows.
             return self._empty(dtype) if self._local is None else self._local
         before = self._local
         out = before if before is not None and before.dtype == dtype else self._empty(dtype)
@@ -79,7 +79,7 @@ class Backward:
         self._initial = None if initial is None else initial.contiguous()
         self._log_decay = _log_decay(options, spans, inputs.k)
         operands = *self._operands, self._log_decay
-        # For dk and dv, from the end, and for dq.
+        # A walk from the end for dk and dv, and a forward walk for dq.
         self._walk, self._along = _walks(("backward", "queries"), spans, *operands)
         common = self._log_decay, options.scale
         self._between, self.outgoing = self._walk.states(inputs.q, dout, *common)
@@ -127,7 +127,7 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
-    """Return log λ, (Hkv,) fp64; zeros, kept with the spans, where nothing decays."""
+    """Return log λ, (Hkv,) fp64. Without decay, return zeros that are kept with the spans."""
     if options.log_decay is None or not options.causal:
         heads, device = k.shape[2], k.device
         make = lambda: torch.zeros(heads, dtype=torch.float64, device=device)  # noqa: E731
@@ -136,9 +136,10 @@ def _log_decay(options: StateOptions, spans: SpanStates, k: Tensor) -> Tensor:
 
 
 class _Walk:
-    """A walk over spans, for operands of one signature: its tables, and how kernels are launched.
+    """The launches of kernels that go over spans in one direction, for operands of one signature.
 
-    What kernels are given is known to them by the walk and the name of the result.
+    A walk has the tables of the spans' segments. What kernels are launched with is cached by the
+    walk and the name of the result.
     """
 
     def __init__(self, tables: kernels.SegmentTables, reverse: bool, k: Tensor, v: Tensor) -> None:
@@ -146,7 +147,7 @@ class _Walk:
         self._configs = [
             kernels.choose(kind, k, v.shape[-1]) for kind in ("states", "recurrence", "carry")
         ]
-        self._known_by = object()  # the tables keep it, so it must not be the walk
+        self._known_by = object()  # a key that the tables keep; keeping the walk would be a cycle
         self.some_enter = tables.carried.numel() > 0
 
     def states(
@@ -168,7 +169,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write the result of this name to out, given the states that `states` returned."""
+        """Write the result with this name to out, given the states that `states` returned."""
         kernels.recurrence(
             *operands, self._tables, self._configs[1], out=out, between=between, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -185,7 +186,7 @@ class _Walk:
         log_decay: Tensor,
         scale: float,
     ) -> None:
-        """Write to out the sum of `before` and of the outputs of entering states."""
+        """Write to out the sum of `before` and of what the entering states add."""
         kernels.carry(
             x, self._tables, self._configs[2], before=before, out=out, initial=initial,
             log_decay=log_decay, scale=scale, reverse=self._reverse,
@@ -194,7 +195,7 @@ class _Walk:
 
 
 def _walks(kinds: tuple[str, ...], spans: SpanStates, *operands: Tensor) -> list[_Walk]:
-    """Return walks over the spans: k and v are the second and third operand.
+    """Return walks over the spans for each kind; k and v are the second and third operand.
 
     A kind is "forward", for out; "queries", for dq, a forward walk that no state leaves; or
     "backward", for dk and dv, a walk from the end.
@@ -230,7 +231,7 @@ def _tables(spans: SpanStates, kind: str, k: Tensor, v: Tensor) -> kernels.Segme
 
 
 def _segment_rows(k: Tensor, v: Tensor) -> int:
-    """Return how many rows a segment has: two programs for each multiprocessor fill a device."""
+    """Return the rows of a segment, such that two programs per multiprocessor fill the device."""
     if not is_on_cuda(k):
         return kernels.segment_length(k.shape[1], 1)
     config = kernels.choose("recurrence", k, v.shape[-1], device_of(k))
