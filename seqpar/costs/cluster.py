@@ -21,7 +21,7 @@ from seqpar.costs.profile.harness import Profile, environment
 
 FORMAT, VERSION = "seqpar.cluster", 1
 LINKS = ("inside", "between", "host")
-_MAX_LOCK_SECONDS = 300.0  # after this wait, both processes measure
+_MAX_LOCK_SECONDS = 300.0  # a process that has waited so long for another measures itself
 _log = logging.getLogger("seqpar")
 
 
@@ -67,12 +67,14 @@ class Cluster:
         for name, kind in kinds.items():
             check_type(name, getattr(self, name), kind)
         if self.nodes > 1 and self.nics == 0:
-            raise ValueError(f"nics must be at least 1 where there are {self.nodes} nodes")
+            raise ValueError(f"nics must be at least 1 for {self.nodes} nodes, got 0")
         if not isinstance(self.fabric, Fabric | None):
             raise TypeError(f"fabric must be a FatTree, a Torus or None, got {self.fabric!r}")
         if isinstance(self.fabric, Torus) and self.fabric.nodes != self.nodes:
             shape = self.fabric.shape
-            raise ValueError(f"fabric.shape must have the {self.nodes} nodes, got {shape}")
+            raise ValueError(
+                f"fabric.shape must have {self.nodes} nodes, as nodes says, got {shape}"
+            )
         if self.measured is not None:
             check_type("measured", self.measured, dict)
 
@@ -109,11 +111,11 @@ class Cluster:
         which the machine should be otherwise idle. Ranks that plan together should read the same
         file.
 
-        If two processes need the same folder, one measures while the other waits and then reads the
-        result. A default file that is damaged or describes another device is replaced by a new
-        measurement. If the default folder is not writable, the profile is not saved. Both cases log
-        a warning. A damaged file at your own `path` raises a ValueError, an unwritable one an
-        OSError.
+        If two processes need the same folder, one process measures, and the other waits and then
+        reads the result. A default file that is damaged or describes another device is replaced by
+        a new measurement. If the default folder is not writable, the profile is not saved. Both
+        cases log a warning. With your own `path`, a damaged file raises a ValueError, and a file
+        that cannot be written an OSError.
         """
         from seqpar.costs.profile import machine  # imports kernels, which presets do not need
 
@@ -145,7 +147,10 @@ class Cluster:
 
     @classmethod
     def _kept(cls, path: Path, is_default: bool, quiet: bool = False) -> Cluster | None:
-        """Return the cluster in a file; None if there is none, or a default file does not fit."""
+        """Return the cluster in a file, or None if there is no file.
+
+        A default file that is damaged or describes another device is ignored.
+        """
         if not path.exists():
             return None
         try:
@@ -171,10 +176,10 @@ class Cluster:
 
     @classmethod
     def assumed(cls) -> Cluster:
-        """Return this machine as one node without measuring it, by figures of similar devices.
+        """Return this machine as one node without measuring it, with figures of similar devices.
 
-        A GPU has the figures of the preset whose device appears in its name, otherwise of an H100.
-        A core has the figures of `devices.core`.
+        A GPU has the figures of the preset whose device appears in the GPU's name, otherwise those
+        of an H100. A core has the figures of `devices.core`.
         """
         import torch
 
@@ -214,8 +219,8 @@ class Cluster:
     def from_json(cls, path: str | Path) -> Cluster:
         """Return the cluster that a file describes, as `to_json` writes it.
 
-        Raise a ValueError that names the field which is missing, wrong or inconsistent with another
-        one, or an unknown version.
+        Raise a ValueError for an unknown version, or one that names a field which is missing, wrong
+        or inconsistent with another field.
         """
         try:
             return cls.from_text(Path(path).read_text())
@@ -224,15 +229,15 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str) -> Cluster:
-        """Return the cluster described by text of `to_json`; errors are as in `from_json`."""
+        """Return the cluster that a text of `to_json` describes; errors are as in `from_json`."""
         try:
             return _from_fields(json.loads(text))
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"this is not JSON: {error}") from None
+            raise ValueError(f"text must be JSON, as to_json writes it: {error}") from None
 
 
 def as_cluster(value: Cluster | str) -> Cluster:
-    """Return a Cluster, or the preset of this name; raise an error that names `cluster`."""
+    """Return a Cluster, or the preset with the given name; raise an error that names `cluster`."""
     if isinstance(value, str):
         try:
             return Cluster.preset(value)
@@ -272,13 +277,13 @@ def _measuring_alone(folder: Path) -> Iterator[None]:
 
 def _from_fields(values: object) -> Cluster:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"format must be {FORMAT!r}: this does not describe a cluster")
+        raise ValueError(f"format must be {FORMAT!r}, as Cluster.to_json writes it")
     if values.get("version") != VERSION:
         raise ValueError(f"version must be {VERSION}, got {values.get('version')!r}")
     fields = {name: x for name, x in values.items() if name not in ("format", "version", "ranks")}
     for name in ("nodes", "devices_per_node", "device", "nics"):
         if isinstance(fields.get(name), list):
-            raise ValueError(f"{name} must be the same for all nodes, got a list")
+            raise ValueError(f"{name} must be one value, the same for all nodes, got a list")
     for name in LINKS:
         fields[name] = build(Link, name, fields.get(name))
     fields["device"] = Device.from_dict(fields.get("device"))

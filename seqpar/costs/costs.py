@@ -23,9 +23,9 @@ CHECKPOINTING = ("none", "attention", "full")
 class Costs:
     """The cost of work and messages of a `model` on a `cluster`.
 
-    Each may be given by the name of its preset, as in `Costs("1x8-h100", "llama-8b")`.
-    Softmax attention is looked up in the device's measured grid (see `Grid`). Other costs are
-    amounts divided by rates.
+    The cluster and the model may be given by the names of presets, as in `Costs("1x8-h100",
+    "llama-8b")`. Softmax attention is looked up in the device's measured grid (see `Grid`). Other
+    costs are amounts divided by rates.
     """
 
     def __init__(self, cluster: Cluster | str, model: Model | str) -> None:
@@ -42,7 +42,7 @@ class Costs:
         return accumulator_itemsize(self.itemsize)
 
     def attention(self, tasks: Tasks, backward: bool = False, heads: int | None = None) -> Floats:
-        """Return (n,) seconds of one softmax layer's attention, with each task in a separate call.
+        """Return (n,) seconds of one softmax layer's attention, with a separate call for each task.
 
         `heads` is the number of query heads on the device, by default all.
         """
@@ -59,7 +59,7 @@ class Costs:
         backward: bool = False,
         heads: int | None = None,
     ) -> Floats:
-        """Return (owners,) seconds of one softmax layer's call for all tasks of each owner.
+        """Return (owners,) seconds of one softmax layer, with one call for all tasks of each owner.
 
         `owner` is (n,), the owner of each task, for example a rank or a step of a rank; by default
         all tasks have one owner.
@@ -135,8 +135,8 @@ class Costs:
     def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
         """Return the seconds of all linear modules: projections, feed-forward parts and the head.
 
-        This is their FLOPs (doubled in backward) over the rate that the device reaches, and at
-        least the time to read their weights from memory.
+        It is the FLOPs of the modules (doubled in backward) over the rate that the device reaches,
+        and at least the time to read their weights from memory.
         """
         device, tokens = self.cluster.device, as_amounts("tokens", tokens)
         ways = 2 if as_bool("backward", backward) else 1
@@ -151,24 +151,31 @@ class Costs:
         """Return the seconds of messages over a class of links; a message of 0 bytes takes 0.
 
         Args:
-            nbytes: the bytes of each message.
+            nbytes: the bytes of each message, b.
             link: "inside" a node, "between" nodes, or "host" (to or from host memory).
             senders: the number of devices of the node that send such a message between nodes
                 simultaneously. They share the NICs.
-            nics: the number of NICs that each message uses. With x > 1 NICs, x − 1 proxies in each
-                of the two nodes forward 1/x of the message each (Zeppelin's routing), which takes
-                b_inside·n(x − 1)/x before and after b_between·n/x.
+            nics: x, the number of NICs that each message uses. With x > 1, x − 1 other devices in
+                each of the two nodes forward 1/x of the message each (Zeppelin's routing). This
+                takes the time of b·(x − 1)/x bytes inside the sender's node, b/x bytes between
+                nodes, and b·(x − 1)/x bytes inside the receiver's node.
         """
         as_choice("link", link, LINKS)
         cluster, nbytes = self.cluster, as_amounts("nbytes", nbytes)
         if link != "between":
             return getattr(cluster, link).seconds(nbytes)
         if cluster.nodes == 1:
-            raise ValueError('link "between": the cluster has one node')
+            raise ValueError(
+                'link must be "inside" or "host" on a cluster of one node, got "between"'
+            )
         senders, nics = as_int("senders", senders, 1), as_int("nics", nics, 1)
         if nics > min(cluster.nics, cluster.devices_per_node):
-            raise ValueError(f"nics must be at most those of a node, and its devices, got {nics}")
-        # The part of n on each NIC: 1/x, or the messages of all senders over all NICs if more.
+            most = min(cluster.nics, cluster.devices_per_node)
+            raise ValueError(
+                f"nics must be at most {most}, the NICs and the devices of a node, got {nics}"
+            )
+        # The fraction of a message on each NIC: 1/x, or if more, the messages of all senders
+        # divided by the number of NICs.
         part = max(1 / nics, senders / cluster.nics)
         passed_on = cluster.inside.seconds(nbytes * (nics - 1) / nics)
         return cluster.between.seconds(nbytes * part) + 2 * passed_on
@@ -189,10 +196,11 @@ class Costs:
     def activation_bytes_per_token(self, checkpointing: str = "none") -> tuple[int, int]:
         """Return (each, once): the bytes per token that backward needs, over all layers.
 
-        `each` is kept from forward to backward, `once` needed while backward recomputes a layer; 0
-        without `checkpointing`. That is "none"; "full", which keeps only each layer's input; or
-        "attention", which also keeps the results of attention, as `seqpar.checkpoint` does. Neither
-        logits, which are computed in pieces, nor copies of tokens for several experts are included.
+        `each` is kept from forward to backward. `once` is needed while backward recomputes a layer,
+        and is 0 without checkpointing. `checkpointing` is "none"; "full", which keeps only each
+        layer's input; or "attention", which also keeps the results of attention, as
+        `seqpar.checkpoint` does. Neither logits, which are computed in blocks, nor copies of tokens
+        for several experts are included.
         """
         as_choice("checkpointing", checkpointing, CHECKPOINTING)
         counts = self.model.counts
@@ -220,9 +228,12 @@ class Costs:
         """Return the bytes of parameters, gradients and Adam's state on each rank.
 
         They are sharded over `ranks` ranks, by default all. Parameters and gradients have
-        `itemsize` bytes each, Adam's two moments 4 each (8 in fp64), and a copy of parameters of
-        less than 4 bytes 4. ZeRO's stage 0 shards none of these, stage 1 Adam's state and the copy,
-        stage 2 also gradients, and stage 3 (FSDP) all; it adds two layers' gathered parameters.
+        `itemsize` bytes each. Adam's two moments have 4 bytes each, or 8 in fp64. Parameters of
+        less than 4 bytes have a copy of 4 bytes.
+
+        ZeRO's stage 0 shards none of these, stage 1 shards Adam's state and the copy, stage 2 also
+        gradients, and stage 3 (FSDP) everything. Stage 3 also needs memory for the gathered
+        parameters of two layers.
         """
         ranks, stage = self._sharding(ranks, stage)
         model, itemsize = self.model, self.itemsize
@@ -238,9 +249,10 @@ class Costs:
     def optimizer_seconds(self, ranks: int | None = None, stage: int = 3) -> float:
         """Return the seconds of Adam's update on a rank: its bytes over the memory bandwidth.
 
-        For each parameter of its shard (stage 0: of all), a rank reads the gradient, reads and
-        writes two moments of 4 bytes (8 in fp64), and writes the parameter, which it reads itself
-        or as a copy in fp32. `ranks` and `stage` are as in `parameter_bytes`.
+        A rank updates the parameters of its shard; at stage 0 it updates all of them. For each
+        parameter it reads the gradient, reads and writes two moments of 4 bytes (8 in fp64), and
+        writes the parameter. It also reads the parameter, or the copy of the parameter in fp32.
+        `ranks` and `stage` are as in `parameter_bytes`.
         """
         ranks, stage = self._sharding(ranks, stage)
         parameters, itemsize = self.model.parameters, self.itemsize
@@ -271,7 +283,9 @@ class Costs:
     def _recurrent_work(self, tokens: Floats, backward: bool) -> Floats:
         r = self.model.recurrence
         if r is None:
-            raise ValueError(f"{self.model.name} has no linear layers")
+            raise ValueError(
+                f"model must have linear layers, got {self.model.name}, which has none"
+            )
         heads = r.value_heads, r.key_dim, r.value_dim
         return self.cluster.device.recurrent.work(tokens, *heads, backward)
 
@@ -292,8 +306,8 @@ class Costs:
         """Return the bytes per token that a layer keeps in plain PyTorch with fused norms.
 
         They are the inputs of two norms and of the projections after them, attention's operands and
-        results, and the feed-forward part's input and result, if gated also the gate and the
-        product.
+        results, and the input and the result of the feed-forward part. A gated feed-forward part
+        also keeps the gate and the product.
         """
         model = self.model
         if layer.kind == "linear":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqpar.core.arguments import as_bool, as_float, as_int, check_type
+from seqpar.core.arguments import as_bool, as_float, as_int, check_type, shown
 from seqpar.costs.grid import Floats, Grid
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class FatTree:
         nodes_per_leaf: the number of consecutive nodes of a leaf switch.
         oversubscription: the rate of all NICs of a leaf switch over the rate of its uplinks, at
             least 1.
-        rails: whether these nodes have one leaf switch for each of a node's NICs. A device sends
-            through the NIC of its place in the node; between different places messages take the
-            uplinks.
+        rails: whether these nodes have one leaf switch for each of a node's NICs. The device with
+            index i in its node then sends through NIC i, and messages between devices with
+            different indices use the uplinks.
     """
 
     nodes_per_leaf: int
@@ -84,10 +84,11 @@ class Torus:
     """Nodes in a grid whose rows, columns, … are rings of links, as TPUs have.
 
     Each link carries one message at full rate in each direction. A message takes the shortest way,
-    one dimension after another, and a link's latency on each link.
+    along one dimension after another, and needs the latency of a link on each link.
 
     Attributes:
-        shape: the number of nodes in each dimension. Node 1 follows node 0 in the last one.
+        shape: the number of nodes in each dimension. Nodes are numbered along the last dimension
+            first.
     """
 
     shape: tuple[int, ...]
@@ -102,7 +103,7 @@ class Torus:
         return prod(self.shape)
 
     def links(self, source: int, target: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the links from node to node as (node, dimension, direction)."""
+        """Yield the links on the way between two nodes as (node, dimension, direction)."""
         place, end = (np.unravel_index(node, self.shape) for node in (source, target))
         here = [int(x) for x in place]
         for dimension, size in enumerate(self.shape):
@@ -130,7 +131,7 @@ def fabric_from_dict(values: Any) -> Fabric | None:
         return None
     kinds = [*_FABRICS]  # a list, since a damaged file's kind may have no hash
     if not isinstance(values, Mapping) or values.get("kind") not in kinds:
-        raise ValueError(f"fabric.kind must be one of {kinds}")
+        raise ValueError(f"fabric.kind must be one of {kinds}, got {shown(values)}")
     others = {name: x for name, x in values.items() if name != "kind"}
     try:
         made: Fabric = _FABRICS[values["kind"]](**others)
@@ -143,9 +144,10 @@ def fabric_from_dict(values: Any) -> Fabric | None:
 class Recurrent:
     """The seconds of causal linear attention, forward and backward."""
 
-    call: tuple[float, float]  # (2,) seconds per call, regardless of its size
-    row: tuple[float, float]  # (2,) seconds per token, regardless of the number of heads
-    token: tuple[float, float]  # (2,) seconds per token and KV head, with dims of `head_dim`
+    # Each pair is (forward, backward).
+    call: tuple[float, float]  # seconds per call, regardless of its size
+    row: tuple[float, float]  # seconds per token, regardless of the number of heads
+    token: tuple[float, float]  # seconds per token and KV head, with dims of `head_dim`
     head_dim: int  # the measured head dim; costs are proportional to it
 
     def __post_init__(self) -> None:
@@ -175,7 +177,7 @@ class Device:
         name: its name.
         memory: bytes.
         matmul_rate: peak FLOP/s of dense matrix products in `dtype`.
-        matmul_share: the share of that rate that linear modules reach, between 0 and 1.
+        matmul_share: the fraction of that rate that linear modules reach, between 0 and 1.
         memory_bandwidth: bytes per second.
         dtype: of weights and activations.
         attention: the measured seconds of softmax attention.
@@ -239,9 +241,9 @@ def build(cls: type[T], where: str, values: object) -> T:
     known = {field.name for field in fields(cls)}
     required = {field.name for field in fields(cls) if field.default is MISSING}
     if missing := sorted(required - {*values}):
-        raise ValueError(f"{where} lacks field {missing[0]!r}")
+        raise ValueError(f"{where} must have the field {missing[0]!r}, got {sorted(values)}")
     if unknown := sorted({*values} - known):
-        raise ValueError(f"{where} has an unknown field {unknown[0]!r}")
+        raise ValueError(f"{where} must have the fields {sorted(known)} only, got {unknown[0]!r}")
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 Rates of devices, memories and links come from NVIDIA's data sheets: "H100 Tensor Core GPU", "H200
 Tensor Core GPU", "A100 Tensor Core GPU" (80 GB SXM). An A800 is an A100, and an H800 an H100, with
-NVLink at 400 GB/s in both directions together. The shares of these rates that programs reach are
+NVLink at 400 GB/s in both directions together. The fractions of these rates that programs reach are
 assumed:
 
 * 65% of NVLink, 90% of InfiniBand, and latencies of 10 and 20 µs per message: calculon-ai/calculon,
@@ -31,7 +31,7 @@ MEMORY_EFFICIENCY = 0.9
 H100_CAUSAL = {128: 0.030e-3, 1024: 0.133e-3, 8192: 3.71e-3, 65536: 206e-3}
 HEADS, HEAD_DIM, TILE_ROWS = 64, 128, 128
 MULTIPROCESSORS = 132
-H100_FLOPS_PER_SECOND = 341e12  # at 65,536 tokens
+H100_FLOPS_PER_SECOND = 341e12  # of that forward with 65,536 tokens
 # FlashAttention-2, abstract: 50 to 73% of an A100's 312 TFLOP/s; 0.615 is the middle.
 A100_FLOPS_PER_SECOND = 0.615 * 312e12
 # A backward has 2.5 times the FLOPs. FlashAttention-3's paper measures FlashAttention-2 on an H100
@@ -42,11 +42,11 @@ BACKWARD_TO_FORWARD_SECONDS = 2.5 * (298 + 335) / (291 + 322)
 def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
     """Return the published seconds of an H100 as a grid, scaled to another saturated FLOP/s.
 
-    The four published times are nodes of the grid. The other nodes follow from three constants,
-    seconds per call, per row and per pair, that are fitted to the four times within 0.5%. With
-    fewer tiles of rows × heads than multiprocessors, pairs take the time of one full set of tiles.
-    The times include the cut tiles of a causal call, so `edge` is 0; a window adds half a tile of
-    keys per row.
+    The four published times are nodes of the grid. The other nodes follow from three constants:
+    seconds per call, per row and per pair. The constants are fitted to the four times within 0.5%.
+    If a call has fewer tiles of rows × heads than the GPU has multiprocessors, its pairs take the
+    time of one full set of tiles. The times include the cut tiles of a causal call, so `edge` is 0.
+    A window adds half a tile of keys per row.
     """
     rows, times = np.array([*H100_CAUSAL], np.float64), np.array([*H100_CAUSAL.values()])
     seen = (rows + 1) / 2  # average keys per row
@@ -67,10 +67,10 @@ def published_grid(rate: float = H100_FLOPS_PER_SECOND) -> Grid:
 
 
 def memory_bound(bandwidth: float) -> Recurrent:
-    """Return linear attention limited only by memory, as lightning attention's kernels are.
+    """Return linear attention whose time is that of its memory traffic, as for lightning attention.
 
-    In bf16 with D = 128, a forward in two passes (keys and values, then all operands) moves 1,536
-    bytes per token and head, a backward in four passes 3,584.
+    In bf16 with D = 128, a forward reads operands in two passes (keys and values, then all
+    operands) and moves 1,536 bytes per token and head. A backward in four passes moves 3,584 bytes.
     """
     call, rate = published_grid().call, MEMORY_EFFICIENCY * bandwidth
     return Recurrent(call, (0.0, 0.0), (1536 / rate, 3584 / rate), 128)
@@ -133,6 +133,6 @@ NODES = {
 
 
 def node_like(device: object) -> NodeKind:
-    """Return the node whose device appears in a GPU's name, otherwise that of an H100."""
+    """Return the node whose device appears in a GPU's name, otherwise a node of H100s."""
     named = [kind for kind in NODES if kind in str(device).lower()]
     return NODES[named[0] if named else "h100"]

@@ -34,8 +34,8 @@ def seconds(sample: Sample) -> Floats:
 def fit_grid(profile: Profile) -> Grid:
     """Return the grid of a profile's samples.
 
-    `call` is the time that each further equal task in a call saves. `edge` is the multiple of 16
-    keys with the smallest squared errors of the causal samples.
+    `call` is the time that each further task of equal size saves if it shares a call. `edge` is the
+    multiple of 16 keys with the smallest squared errors of the causal samples.
     """
     samples = [sample for sample in profile["samples"] if "keys" in sample]
     full = [sample for sample in samples if sample["kind"] == "full"]
@@ -74,7 +74,7 @@ def errors(grid: Grid, sample: Sample) -> Floats:
 
 
 def ascending(tables: Floats) -> Floats:
-    """Return tables in which no call takes less than a call with fewer rows or keys."""
+    """Raise the values of tables so that no call takes less time than a smaller call."""
     return np.maximum.accumulate(np.maximum.accumulate(tables, -1), -2)
 
 

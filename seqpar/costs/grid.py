@@ -1,8 +1,8 @@
 """Grid: measured seconds of softmax attention, with interpolation between the measurements.
 
 A *task* is a slice of a mask, or a span of a document with the keys it attends to. Its time depends
-on the number of query rows and on the average number of keys per row, and is nearly bilinear in
-both between measured points, as in DistCA's profiler.
+on two numbers: the query rows, and the average number of keys per row. Between measured points, the
+time is nearly bilinear in these numbers, as in DistCA's profiler.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Tasks:
             expected = "arrays that broadcast to one shape"
             raise ValueError(f"{', '.join(named)} must be {expected}, got {shapes}") from None
         if (p > q * k).any():
-            raise ValueError("pairs must be at most rows · keys")
+            raise ValueError("pairs must be at most rows · keys, the pairs of the whole rectangle")
         if not ((fraction >= 0) & (fraction <= 1)).all():
             raise ValueError("windowed must be fractions between 0 and 1")
         return cls(q, k, p, fraction)
 
     @property
     def cut_rows(self) -> Floats:
-        """Rows that attend to only some keys, if each row attends to one more than the last."""
+        """The number of rows that attend to only some keys, if each row attends to one more key."""
         unseen = self.rows * self.keys - self.pairs
         cut = np.minimum((1 + np.sqrt(1 + 8 * unseen)) / 2, self.rows)
         return np.where(unseen > 0, cut, 0.0)
@@ -81,19 +81,19 @@ def causal_pairs(starts: ArrayLike, stops: ArrayLike, window: int | None = None)
     """Return the pairs of the queries start … stop − 1 with the last `window` keys, or all."""
     starts, stops = as_amounts("starts", starts), as_amounts("stops", stops)
     if (stops < starts).any():
-        raise ValueError("stops must not be before starts")
+        raise ValueError("stops must be at least starts, the first positions of the spans")
 
     def before(position: Floats) -> Floats:
         if window is None:
             return position * (position + 1) / 2
-        growing = np.minimum(position, window)  # rows before the window is full
+        growing = np.minimum(position, window)  # rows whose window starts before the document
         return growing * (growing + 1) / 2 + (position - growing) * window
 
     return before(stops) - before(starts)
 
 
 def span_tasks(starts: ArrayLike, stops: ArrayLike, window: int | None = None) -> Tasks:
-    """Return spans of documents as tasks, each with all its keys in one block."""
+    """Return spans of documents as tasks, each with all keys that the span attends to."""
     starts, stops = (np.asarray(x, np.float64) for x in (starts, stops))
     pairs, rows = causal_pairs(starts, stops, window), stops - starts
     if window is None:
@@ -116,8 +116,9 @@ def slice_tasks(slices: Slices) -> Tasks:
 class Grid:
     """Seconds of calls of softmax attention, by query rows and average keys per row.
 
-    Between the nodes, a time is bilinear in both. Above the last node, time grows in proportion,
-    with that node's pairs per second; below the first, it is constant.
+    A *node* is a measured point. Between nodes, a time is bilinear in both numbers. Above the last
+    node, time grows in proportion, with that node's pairs per second. Below the first node, it is
+    constant.
     """
 
     rows: Floats  # (n,) nodes: query rows of a call
@@ -126,9 +127,9 @@ class Grid:
     backward: Floats
     window_forward: Floats  # (n, m) seconds with a causal window; `keys` is the average per row
     window_backward: Floats
-    heads: int  # of the measured shape; costs of others are proportional
+    heads: int  # query heads of the measured calls; costs are proportional to heads
     head_dim: int
-    call: tuple[float, float]  # (2,) seconds of an empty forward and backward, shared by all tasks
+    call: tuple[float, float]  # seconds of an empty forward and backward, once for all tasks
     edge: float  # additional keys that each row of a causal task costs in cut tiles
     tile: int  # query rows that a kernel computes together; a task's rows are rounded up to it
     fused: bool  # whether a call computes all of its tasks together, as kernels on GPUs do
@@ -174,7 +175,10 @@ class Grid:
         return np.where(tasks.pairs > 0, seconds, 0.0)
 
     def work(self, tasks: Tasks, heads: int, head_dim: int, backward: bool = False) -> Floats:
-        """Return (n,) seconds that each task adds to a call; if fused, on a saturated device."""
+        """Return (n,) seconds that each task adds to a call.
+
+        If the grid is `fused`, they are seconds on a device that many tasks saturate.
+        """
         call = self.call[backward]
         if not self.fused:
             return np.maximum(self.alone(tasks, heads, head_dim, backward) - call, 0.0)
@@ -194,19 +198,19 @@ class Grid:
     ) -> Floats:
         """Return (owners,) seconds of one call with all tasks of each owner, in order of owners.
 
-        `owner` (n,) is each task's, by default one for all. A call takes the sum of its tasks'
-        work, and at least the time of its longest task in a separate call.
+        `owner` (n,) is the owner of each task, by default one owner for all. A call takes the sum
+        of its tasks' work, and at least the time of its longest task in a separate call.
         """
         index = owners_of(owner, tasks.rows, owners)
         work = self.work(tasks, heads, head_dim, backward).ravel()
         is_called = np.bincount(index, tasks.pairs.ravel(), owners) > 0
         seconds = np.where(is_called, self.call[backward] + np.bincount(index, work, owners), 0.0)
-        if self.fused:  # otherwise the sum is never below the longest task
+        if self.fused:  # if not fused, the sum is never below the longest task
             np.maximum.at(seconds, index, self.alone(tasks, heads, head_dim, backward).ravel())
         return seconds
 
     def _scaled(self, tasks: Tasks, heads: int, head_dim: int) -> tuple[Floats, float]:
-        """Return the rows of tasks as the kernel has them, and a factor for their time."""
+        """Return rows of tasks, adapted to the number of heads, and a factor for their time."""
         rows = np.ceil(tasks.rows / self.tile) * self.tile
         scale = head_dim / self.head_dim
         if self.fused:  # the kernel spreads rows × heads, so fewer heads are like fewer rows
@@ -238,7 +242,10 @@ def owners_of(owner: ArrayLike | None, like: Floats, owners: int) -> Ints:
 
 
 def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floats) -> Floats:
-    """Return a table's values at points (x, y): constant below it, proportional above it."""
+    """Interpolate a table at points (x, y).
+
+    Values are constant below the first node, and proportional above the last node.
+    """
     x_in, y_in = (np.clip(v, nodes[0], nodes[-1]) for v, nodes in ((x, x_nodes), (y, y_nodes)))
     (i, u), (j, v) = _cell(x_nodes, x_in), _cell(y_nodes, y_in)
     low = table[i, j] * (1 - v) + table[i, j + 1] * v
@@ -248,6 +255,6 @@ def bilinear(x_nodes: Floats, y_nodes: Floats, table: Floats, x: Floats, y: Floa
 
 
 def _cell(nodes: Floats, x: Floats) -> tuple[NDArray[np.intp], Floats]:
-    """Return the index of the node before each x, and the position of x up to the next node."""
+    """Return the index of the node before each x, and how far x is on the way to the next node."""
     i = np.minimum(np.searchsorted(nodes, x, side="right") - 1, nodes.size - 2)
     return i, (x - nodes[i]) / (nodes[i + 1] - nodes[i])

@@ -70,7 +70,10 @@ class Layer:
         if self.kind not in KINDS:
             raise ValueError(f"layer.kind must be one of {KINDS}, got {self.kind!r}")
         if (self.window is not None) != (self.kind == "window"):
-            raise ValueError(f"layer.window: a {self.kind} layer has window {self.window!r}")
+            wanted = "a number of keys" if self.kind == "window" else "None"
+            raise ValueError(
+                f"layer.window must be {wanted} for kind {self.kind!r}, got {self.window!r}"
+            )
         if self.window is not None:
             as_int("layer.window", self.window, 1)
         as_int("layer.ffn", self.ffn, 0)
@@ -148,11 +151,14 @@ class Model:
             found = f"{self.heads} and {self.kv_heads}"
             raise ValueError(f"model.heads must be a multiple of kv_heads, got {found}")
         if self.recurrence is None and any(layer.kind == "linear" for layer in self.layers):
-            raise ValueError("model.recurrence must be given where there are linear layers")
+            raise ValueError("model.recurrence must be a Recurrence if layers are linear, got None")
 
     @classmethod
     def preset(cls, name: str) -> Model:
-        """Return a published model by name, as "llama-8b"; an unknown name's error lists all."""
+        """Return a published model by name, such as "llama-8b".
+
+        The error for an unknown name lists all names.
+        """
         as_choice("preset", name, tuple(PUBLISHED_CONFIGS))
         return replace(cls.from_config(PUBLISHED_CONFIGS[name]), name=name)
 
@@ -203,7 +209,8 @@ class Model:
     def flops_per_token(self) -> int:
         """FLOPs of a token's forward through all matrices, including the head.
 
-        This is 2 for each weight that the token uses, without attention itself.
+        They are 2 for each weight that the token uses. Attention's products of queries, keys and
+        values are not included.
         """
         weights = sum(
             n * (self.attention_weights(layer) + self.ffn_weights(layer))
@@ -235,14 +242,14 @@ class _Config:
         self._config = config
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these attributes, or a mapping's entries, that is not None."""
+        """Return the first of these attributes, or of a mapping's entries, that is not None."""
         for name in names:
             if isinstance(self._config, Mapping):
                 value = self._config.get(name)
             else:
                 try:
                     value = getattr(self._config, name, None)
-                except RuntimeError as error:  # transformers: layers have different values
+                except RuntimeError as error:  # from transformers, if layers have different values
                     found = "a value that differs between layers"
                     raise ValueError(f"config.{name}: {found} is not described") from error
             if value is not None:
@@ -250,10 +257,14 @@ class _Config:
         return default
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Raise a ValueError for no number, or one below 1 (below 0 if the default is 0)."""
+        """Return the first of these attributes, or the default.
+
+        Raise a ValueError unless it is a number of at least 1, or of at least 0 if the default is
+        0.
+        """
         value = self.get(*names, default=default)
         if value is None:
-            raise ValueError(f"config has no {' or '.join(names)}")
+            raise ValueError(f"config must have {' or '.join(names)}")
         return as_int(f"config.{names[0]}", value, 0 if default == 0 else 1)
 
 
@@ -280,20 +291,26 @@ def read_config(config: object) -> dict[str, Any]:
     if attributes.get("hidden_size") is None and attributes.get("text_config") is not None:
         attributes = _Config(attributes.get("text_config"))  # the text part of a multimodal model
     if attributes.get("is_encoder_decoder"):
-        raise ValueError("config.is_encoder_decoder: only decoders are described")
+        raise ValueError("config.is_encoder_decoder must be false: only decoders are supported")
     for name, feature in UNKNOWN.items():
         if attributes.get(name):
-            raise ValueError(f"config.{name}: {feature} is not described")
-    if isinstance(attributes.get("per_layer_config"), Mapping):  # objects have a view here, always
-        raise ValueError("config.per_layer_config: layers that differ in size are not described")
+            raise ValueError(f"config.{name} must be unset: {feature} is not supported")
+    # An object always has a view as this attribute, which is not a Mapping.
+    if isinstance(attributes.get("per_layer_config"), Mapping):
+        raise ValueError(
+            "config.per_layer_config must be unset: layers of different sizes are not supported"
+        )
     hidden, heads = attributes.number("hidden_size"), attributes.number("num_attention_heads")
     head_dim = attributes.get("head_dim")
     if head_dim is None:
         if hidden % heads:
-            raise ValueError(f"config has no head_dim, and {heads} heads do not divide {hidden}")
+            raise ValueError(
+                f"config must have head_dim, since {heads} heads do not divide the hidden size "
+                f"{hidden}"
+            )
         head_dim = hidden // heads
     if attributes.get("v_head_dim", default=head_dim) not in (None, head_dim):
-        raise ValueError("config.v_head_dim: values with another head dim are not described")
+        raise ValueError(f"config.v_head_dim must equal head_dim, {head_dim}, or be unset")
     kinds = _kinds(attributes)
     model_type = str(attributes.get("model_type", default="model"))
     return {
@@ -325,7 +342,7 @@ def _kinds(config: _Config) -> list[tuple[str, int | None]]:
     unknown = {*types} - {*LAYER_KINDS}
     if unknown:
         found = f"{min(unknown, key=str)!r} is not described"
-        raise ValueError(f"config.layer_types: {found}, only {[*LAYER_KINDS]}")
+        raise ValueError(f"config.layer_types must be of {[*LAYER_KINDS]}: {found}")
     kinds = [LAYER_KINDS[name] for name in types]
     window = config.number("sliding_window") if "window" in kinds else None
     return [(kind, window if kind == "window" else None) for kind in kinds]
@@ -371,7 +388,9 @@ def _feed_forward(config: _Config, layer: int) -> tuple[int, int, int]:
     shared += width * config.number("n_shared_experts", default=0)
     chosen = config.number("num_experts_per_tok")
     if chosen > experts:
-        raise ValueError(f"config.num_experts_per_tok is {chosen}, of {experts} experts")
+        raise ValueError(
+            f"config.num_experts_per_tok must be at most the {experts} experts, got {chosen}"
+        )
     return width * chosen + shared, width * experts + shared, experts
 
 

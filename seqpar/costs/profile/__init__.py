@@ -1,4 +1,4 @@
-"""Measure this machine; costs are fitted to the result.
+"""Measure this machine; `seqpar.costs.fit` turns the measurements into costs.
 
 `machine.py` measures, `calls.py` has the calls that are timed, and `harness.py` is shared with
 benchmarks.

@@ -24,7 +24,7 @@ from seqpar.softmax.compute.partial import OutputGradient, PartialGradients
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, dtype, heads and backend that attention is timed with."""
+    """The device, dtype, heads and backend with which attention is timed."""
 
     device: str
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls) -> Setting:
-        """Return 4 heads of 64 in fp32 on a CPU, and 16 of 128 in bf16 on a GPU."""
+        """Return 4 heads of dim 64 in fp32 on a CPU, and 16 heads of dim 128 in bf16 on a GPU."""
         if torch.cuda.is_available():
             return cls("cuda", torch.bfloat16, 16, 128, "triton")
         return cls("cpu", torch.float32, 4, 64, "aten")
@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        # On a CPU, windows are cut into other tiles somewhere between 1,024 and 4,096 keys.
+        # On a CPU, tiles of windows change their size somewhere between 1,024 and 4,096 keys.
         return self.rows if self.device == "cuda" else (64, 256, 1024, 2048, 4096)
 
     @property

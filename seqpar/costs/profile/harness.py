@@ -46,7 +46,8 @@ class ExposedCommunication(TypedDict):
     communication: float
     fraction: float
     spread: tuple[float, float]
-    samples: tuple[tuple[float, float, float], ...]  # of each round, in the order of the totals
+    # The seconds of each round, in the order of the fields above.
+    samples: tuple[tuple[float, float, float], ...]
 
 
 def exposed(step: Callable[[], object], group: Group, rounds: int) -> ExposedCommunication:
@@ -129,7 +130,7 @@ def environment() -> Environment:
 
 
 def _commit() -> str:
-    """Return seqpar's commit, or "" if it was installed without one."""
+    """Return the commit of seqpar's source, or "" if it was installed without one."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
@@ -148,7 +149,7 @@ def _commit() -> str:
     listed = git("ls-files", "--full-name", "-o", "--exclude-standard", "--", *code)
     changes = git("diff", "HEAD", "--", *code).encode()
     changes += b"".join((root / name).read_bytes() for name in listed.splitlines())
-    # Results of one state of the code must not continue those of another one.
+    # A benchmark must not add results of changed code to results of the commit without the changes.
     return f"{commit}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
 
 
@@ -167,7 +168,7 @@ def pyplot() -> ModuleType:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar, or lines, for `total` points; yield the function that begins a point."""
+    """Show a progress bar, or lines, for `total` points; yield a function that begins a point."""
     from rich import progress as bars
     from rich.console import Console
 

@@ -1,7 +1,7 @@
 """Time one rank's work on this machine: attention, matrix products, copies.
 
-On a CPU a rank is one thread and times are CPU times of its core, so other processes do not count.
-On a GPU they are wall-clock times. `seqpar.costs.fit` turns them into a description.
+On a CPU a rank is one thread and times are CPU times of the thread's core, so other processes do
+not count. On a GPU they are wall-clock times. `seqpar.costs.fit` turns them into a description.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from seqpar.costs.profile.harness import PASSES, Profile, Sample, environment, s
 
 ROUNDS = 3
 SHORT_CALL_SECONDS = 0.005  # shorter calls are repeated in each round
-_end = ContextVar("end", default=math.inf)  # when to stop, by the monotonic clock
+_end = ContextVar("end", default=math.inf)  # when profiles must end, by the monotonic clock
 
 
 def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shape]:
     """Return the shapes to time: every pair of nodes, full and with a window, and causal calls."""
     pairs = [(rows, keys) for rows in row_nodes for keys in key_nodes]
     full = [Shape("full", rows, keys) for rows, keys in pairs]
-    # Even the first row attends to a whole window.
+    # Documents begin before the timed rows, so even the first row attends to a whole window.
     window = [Shape("window", rows, rows + keys - 1, 1, keys) for rows, keys in pairs]
     causal = [Shape("causal", tokens, tokens) for tokens in row_nodes]
     packed = [Shape("causal", few, few, row_nodes[-1] // few) for few in row_nodes[:2]]
@@ -40,7 +40,10 @@ def grid_shapes(row_nodes: Sequence[int], key_nodes: Sequence[int]) -> list[Shap
 def contenders(
     shapes: Sequence[Shape], tokens: Sequence[int], setting: Setting
 ) -> list[tuple[Sample, Calls]]:
-    """Return softmax attention's shapes to time, then linear attention and modules of `tokens`."""
+    """Return the calls to time: softmax attention's shapes, then linear attention and modules.
+
+    Linear attention and modules are timed with the numbers of `tokens`.
+    """
     calls: list[tuple[Sample, Calls]] = [
         (shape.as_sample(), SoftmaxCalls(shape.slices(), setting)) for shape in shapes
     ]
@@ -57,7 +60,7 @@ def take_turns(
 ) -> list[Sample]:
     """Return each record with the raw seconds of its calls, forward and backward.
 
-    Rounds interleave all calls. A short call is run twice, for its caches, and timed then.
+    Rounds interleave all calls. A short call is run twice to fill caches, and is timed after that.
     """
     samples: list[Sample] = [{**record, "forward": [], "backward": []} for record, _ in calls]
     for done in range(rounds):
@@ -89,7 +92,7 @@ def core_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def rates(setting: Setting, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Return raw rates: FLOP/s of a large product, and bytes/s of a copy, reads and writes counted.
+    """Return raw rates: FLOP/s of a large matrix product, and bytes/s of a copy, read and written.
 
     On a CPU also the bytes/s of filling new and existing memory, and operators per second.
     """
@@ -119,7 +122,8 @@ def _host_calls(dtype: torch.dtype) -> dict[str, tuple[float, Callable[[], objec
     size = tensors * rows * dtype.itemsize
 
     def new() -> list[torch.Tensor]:
-        # Earlier results stay in use, as in a training step. Freed memory would be reused for free.
+        # Earlier results stay in use, as in a training step. If they were freed, the allocator
+        # would reuse their memory, which costs nothing.
         return [torch.empty(rows, dtype=dtype).fill_(1.0) for _ in range(tensors)]
 
     def operators() -> None:
@@ -151,7 +155,7 @@ def machine() -> str:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit this thread's profiles to these seconds; a first round that does not fit raises."""
+    """Limit the time of this thread's profiles; raise if even the first round takes longer."""
     token = _end.set(time.monotonic() + seconds)
     try:
         yield
@@ -165,13 +169,13 @@ def seconds_left() -> float:
 
 def _check_time() -> None:
     if seconds_left() < 0:
-        raise TimeoutError("this machine could not be measured in the time allowed")
+        raise TimeoutError("the first round of measuring this machine took longer than allowed")
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    set_own_threads(1)  # not those of the process: other threads compute, or measure too
+    set_own_threads(1)  # of this thread only, since other threads of the process may compute
     try:
         yield
     finally:
@@ -179,7 +183,7 @@ def one_thread() -> Iterator[None]:
 
 
 def profile(rounds: int = ROUNDS, held_out: Sequence[tuple[Sample, Calls]] = ()) -> Profile:
-    """Return a description of this machine, raw samples, and those of `held_out` calls."""
+    """Return a profile of this machine: its description, raw samples, and samples of `held_out`."""
     setting = Setting.of_this_machine()
     here = environment()
     with one_thread():

@@ -54,7 +54,7 @@ def test_linear_attention_by_hand():
     assert costs.span_seconds(0, 4096) == pytest.approx(once + 2 * 4096 * each)
     back = costs.span_work(0, 4096, backward=True) / costs.span_work(0, 4096)
     assert back == pytest.approx(3584 / 1536)
-    with pytest.raises(ValueError, match="no linear layers"):
+    with pytest.raises(ValueError, match="model must have linear layers"):
         Costs(H100, LLAMA).recurrent_call(10)
 
 
