@@ -28,7 +28,7 @@ T = TypeVar("T", covariant=True)
 
 
 class LocalStep(NamedTuple):
-    """A step for one rank: the plan, and the rank's micro-batches as `collate` returned them."""
+    """A step on one rank: the plan, and the rank's micro-batches as `collate` returned them."""
 
     plan: Plan
     micro_batches: list[LocalBatch]
@@ -38,7 +38,8 @@ class Batches:
     """The global batches of a training run, each planned for the current number of ranks.
 
     The documents of a step do not depend on the number of ranks or on the planner. A training run
-    can therefore resume from a saved state with others, without losing or repeating a document.
+    can therefore resume from a saved state with another number of ranks or another planner, without
+    losing or repeating a document.
 
     Iterating yields the plans of the steps that remain in the epoch and leaves the state at the
     start of the next epoch, also if no step remains. `read` also reads the documents. Both prepare
@@ -60,7 +61,8 @@ class Batches:
             is requested.
         ahead: number of steps that each worker prepares ahead.
         prepare: function that builds the tables of each micro-batch's layout for this rank, for
-            example `attn.preparation(…)`. The workers call it, and layouts take the tables along.
+            example `attn.preparation(…)`. The workers call it, and send the tables to the training
+            process together with the layouts.
 
     Attributes:
         epoch, step: position of the next plan.
@@ -96,7 +98,9 @@ class Batches:
         self._workers = as_int("workers", workers, 0, 2**10)
         self._ahead = as_int("ahead", ahead, 1, 2**10)
         self.epoch = self.step = 0
-        self._steps: tuple[int, list[Ints]] | None = None  # an epoch, and its steps
+        self._steps: tuple[int, list[Ints]] | None = (
+            None  # an epoch, and the documents of its steps
+        )
 
     def __len__(self) -> int:
         """Return the number of steps in the epoch, including those before `step`."""
@@ -120,12 +124,12 @@ class Batches:
     ) -> Iterator[LocalStep]:
         """Yield the steps that remain in this epoch, each with this rank's micro-batches.
 
-        `dataset[i]` is the document of `lengths[i]`. Only documents that the rank needs are read.
-        `collate` makes the micro-batches, and `per_token` is its argument.
+        `dataset[i]` is the document whose length is `lengths[i]`. Only documents that the rank
+        needs are read. `collate` makes the micro-batches, and gets `per_token`.
 
         `label_tokens` is (documents,), the number of labels of each document. A document's first
-        label does not count, because no token comes before it. `collate` gets each step's sum.
-        Required if documents have labels of −100.
+        label does not count, because no token comes before it. `collate` gets the sum over each
+        step's documents. Required if documents have labels of −100.
         """
         counts = None if label_tokens is None else self._label_counts(label_tokens)
         prepared = getattr(self._planner.prepare, "rank", rank)
@@ -142,17 +146,19 @@ class Batches:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at the position of another object's `state_dict`, on any number of ranks.
 
-        Raise a ValueError that names an entry which is missing, or which differs from this
-        object's: the steps would then have other documents.
+        Raise a ValueError that names a missing entry, or an entry that differs from this object's
+        and would give the steps other documents.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be a dict, as state_dict returns it, got {shown(state)}")
         for name, value in self.state_dict().items():
             if name not in state:
-                raise ValueError(f"state lacks {name}")
+                raise ValueError(f"state must have {name!r}, as state_dict returns it")
             if name not in _PLACE and state[name] != value:
                 found = shown(state[name])
-                raise ValueError(f"state: {name} must be {value!r}, as it is here, got {found}")
+                raise ValueError(
+                    f"state: {name} must be {value!r}, as in the object that loads it, got {found}"
+                )
         before = self._seed, self.epoch, self.step
         self._steps = None
         self._seed, self.epoch, self.step = (
@@ -160,11 +166,13 @@ class Batches:
         )
         if (step := self.step) > (most := len(self)):
             (self._seed, self.epoch, self.step), self._steps = before, None
-            raise ValueError(f"state: step must be at most {most}, the epoch's, got {step}")
+            raise ValueError(
+                f"state: step must be at most {most}, the number of steps in the epoch, got {step}"
+            )
 
     def _label_counts(self, label_tokens: CuSeqlens) -> Ints:
         if isinstance(label_tokens, int | np.integer):
-            wanted = "(documents,), since steps differ in their numbers of labels"
+            wanted = "(documents,), one number of labels per document"
             raise ValueError(f"label_tokens must be {wanted}, got {shown(label_tokens)}")
         counts = as_lengths("label_tokens", label_tokens)
         if counts.shape != self._lengths.shape:
@@ -185,7 +193,8 @@ class Batches:
     def _ahead_of(self, make: Callable[[Ints], T]) -> Iterator[T]:
         """Yield `make(documents)` for each remaining step; workers, if any, compute it ahead."""
         epoch, steps = self.epoch, self._of_epoch()
-        if self.step >= len(steps):  # no documents, or a loaded state at the end of its epoch
+        # No step remains without documents, or if the loaded state is at the end of its epoch.
+        if self.step >= len(steps):
             self.epoch, self.step = epoch + 1, 0
             return
         loader: DataLoader[T] = DataLoader(
@@ -204,7 +213,7 @@ class Batches:
             found = f"planner and dataset must be picklable, to work in other processes: {error}"
             raise ValueError(f"{found}; with workers=0 they need not be") from None
         for step, made in enumerate(_of_workers(made_ahead), start=self.step + 1):
-            # While a step is yielded, the state already points at the next step or epoch.
+            # The state points at the next step or epoch before this step is yielded.
             self.epoch, self.step = (epoch, step) if step < len(steps) else (epoch + 1, 0)
             place = self._place()
             yield made
@@ -221,7 +230,7 @@ class _StepPlanner:
     prepare: Callable[[Layout], object] | None
 
     def plan(self, documents: Ints) -> Plan:
-        """The plan's document indices refer to the whole dataset."""
+        """Plan a step. The plan's document indices refer to the whole dataset."""
         try:
             plan = self.planner(self.lengths[documents])
         except Exception as error:
@@ -232,8 +241,9 @@ class _StepPlanner:
         parts = [replace(x, documents=documents[x.documents]) for x in plan.micro_batches]
         if self.micro_batches is not None:
             if len(parts) > self.micro_batches:
-                wanted = f"micro_batches must be at least {len(parts)}, a step's"
-                raise ValueError(f"{wanted}, got {self.micro_batches}: or lower tokens")
+                wanted = f"micro_batches must be at least {len(parts)}, as a step's plan has"
+                got = f"got {self.micro_batches}: raise it, or lower tokens"
+                raise ValueError(f"{wanted}, {got}")
             parts += [MicroBatch.empty(plan.ranks)] * (self.micro_batches - len(parts))
         if self.prepare is not None:
             for part in parts:
@@ -265,12 +275,12 @@ class _Made(Dataset[T]):
 
 
 def _of_workers(made: Iterator[T]) -> Iterator[T]:
-    """Yield the workers' results; raise their errors without the traceback of this process."""
+    """Yield the results of workers; raise their errors without the traceback of this process."""
     try:
         yield from made
     except Exception as error:
-        # The traceback is in a reference cycle with the workers, and workers freed by garbage
-        # collection take 5 seconds to end.
+        # The traceback refers to the workers in a cycle. Only garbage collection would then free
+        # them, and workers that are freed in this way take 5 seconds to end.
         raise error.with_traceback(None) from None
 
 

@@ -1,4 +1,4 @@
-"""Read one rank's part of a step: its tokens, their labels, and the other values of documents."""
+"""Read the tokens of a step that one rank holds, their labels, and the documents' other values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from seqpar.core.arguments import as_int, shown
 from seqpar.core.compiling import outside_graphs
 from seqpar.layout.labels import shift_labels
 
-LocalBatch = dict[str, Any]  # a rank's part of a micro-batch: values of any type, by key
-MADE = ("position_ids", "layout", "documents", "loss_weight")  # keys that documents must not have
+LocalBatch = dict[str, Any]  # what a rank holds of a micro-batch: values of any type, by key
+MADE = ("position_ids", "layout", "documents", "loss_weight")  # made here; documents must lack them
 
 
 class Documents(Protocol):
@@ -35,7 +35,7 @@ def collate(
     label_tokens: int | None = None,
     per_token: Collection[str] | None = None,
 ) -> list[LocalBatch]:
-    """Read this rank's part of each micro-batch of a plan, as one dict per micro-batch.
+    """Read what this rank holds of each micro-batch of a plan, as one dict per micro-batch.
 
     Tensors are on the CPU, in the layout's local order. The keys are:
 
@@ -60,7 +60,7 @@ def collate(
         label_tokens: number of labels in the step, on all ranks. Required if documents have labels
             of −100. Default: all tokens but the last of each document.
         per_token: the other keys with one entry per token. Default: keys whose values are as long
-            as their documents. By default a vector that happens to be as long as its document is
+            as their documents. By default, a vector that happens to be as long as its document is
             therefore cut too.
 
     Raise a ValueError that names a document which is not as planned.
@@ -79,7 +79,7 @@ def collate(
         made = {"loss_weight": weight, "layout": batch.layout}
         if batch.documents.size or not found:
             made |= _read(batch, dataset, rank, masked, per_token)
-        else:  # added to reach the requested number; it takes its keys from the first one
+        else:  # a micro-batch that was added to reach `micro_batches` takes its keys from the first
             made |= {name: x[:0] for name, x in found[0].items() if name not in made}
         found.append(made)
     return found
@@ -99,7 +99,9 @@ def _read(
         if item.keys() != items[0].keys():
             names = sorted(item.keys() ^ items[0].keys())
             pair = f"{numbers[0]} and {number}"
-            raise ValueError(f"dataset: documents {pair} differ in keys: {names}")
+            raise ValueError(
+                f"dataset must give all documents the same keys: {pair} differ in {names}"
+            )
     made: LocalBatch = {name: torch.zeros(0, dtype=torch.int64) for name in ("input_ids", "labels")}
     for name in items[0] if items else ():
         values = [item[name] for item in items]
@@ -123,14 +125,16 @@ def _per_token(value: object, length: int) -> bool:
 def _document(
     dataset: Documents, index: int, length: int, masked: bool, per_token: Collection[str] | None
 ) -> LocalBatch:
-    """Return a document's values by key: numeric values as tensors, labels shifted."""
+    """Return a document's values by key. Numeric values become tensors; labels are shifted."""
     found = dataset[index]
     item: LocalBatch = dict(found) if isinstance(found, Mapping) else {"input_ids": found}
     if "input_ids" not in item:
-        raise ValueError(f"dataset: document {index} lacks input_ids")
+        raise ValueError(f"dataset: document {index} must have input_ids, got {sorted(item)}")
     for name in MADE:
         if name in item:
-            raise ValueError(f"dataset: document {index} has {name}, which collate makes")
+            raise ValueError(
+                f"dataset: document {index} must not have {name}, which collate makes: rename it"
+            )
     item = {name: _as_tensor(value) for name, value in item.items()}
     for name in per_token or ():
         if not _per_token(item.get(name), length):

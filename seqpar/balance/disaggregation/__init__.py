@@ -1,5 +1,5 @@
-"""Tasks for attention on any rank or server, so that all of them finish at about the same time.
+"""Assign attention to ranks or servers as tasks, so that all finish at about the same time.
 
 Start with `disaggregate.py`. A batch is cut into cells (`cells.py`), and parts of cells move
-between ranks (`transfers.py`).
+between servers (`transfers.py`). A *server* computes attention: a rank, or a separate process.
 """

@@ -1,4 +1,4 @@
-"""Cells: the work of attention as its layout places it, before any of it moves.
+"""Cells: the work of attention on the ranks that hold its queries, before any work moves.
 
 A cell has a contiguous span of one rank's query rows of a document, and all keys that these rows
 may attend to. Cells are disjoint, and together contain every visible (query, key) pair.
@@ -20,7 +20,7 @@ from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 
 def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
-    """Return (n,) predicted forward and backward seconds of each cell; without costs, its pairs."""
+    """Return (n,) predicted forward plus backward seconds of each cell; pairs without costs."""
     pairs = cells.areas().astype(np.float64)
     if costs is None:
         return pairs
@@ -33,7 +33,10 @@ def seconds_of(cells: Parts, costs: Costs | None) -> Floats:
 
 
 def cells_of(queries: Geometry, keys: Geometry, mask: Mask) -> Parts:
-    """Return a mask's cells, on the owners of their queries. Keys of a prefix are separate."""
+    """Return a mask's cells, on the ranks that hold their queries.
+
+    Keys of a prefix are separate cells.
+    """
     servers, documents, starts, stops = queries.all_spans()
     first, length = np.zeros_like(documents), keys.lengths[documents]
     at_home = TaskRectangles(documents, starts, stops, first, length, servers)
@@ -44,7 +47,7 @@ Intervals = Sequence[tuple[int, int]]
 
 
 class Unions:
-    """For each (server, document) the union of ranges of the document's positions."""
+    """For each server and document, the union of ranges of the document's positions."""
 
     def __init__(self, servers: Ints, documents: Ints, starts: Ints, stops: Ints) -> None:
         kept = np.flatnonzero(stops > starts)
@@ -75,7 +78,7 @@ class Unions:
         return found
 
     def sizes(self, servers: int) -> Ints:
-        """Return (servers,) the number of positions of each server, over all documents."""
+        """Return (servers,) how many positions each server has, over all documents."""
         lengths = self._stops - self._starts
         return np.bincount(self.servers[self._number], lengths, servers).astype(np.int64)
 
@@ -92,7 +95,10 @@ def union(ranges: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def without(ranges: Intervals, others: Intervals) -> Intervals:
-    """Return the parts of `ranges` that are in none of `others`. Both must ascend and not touch."""
+    """Return the positions of `ranges` that are in none of `others`, as ranges.
+
+    Both arguments must ascend, and their ranges must not touch.
+    """
     found = []
     for start, stop in ranges:
         for first, last in others:
@@ -106,7 +112,10 @@ def without(ranges: Intervals, others: Intervals) -> Intervals:
 
 
 def covered(ranges: Intervals, start: float, stop: float) -> float:
-    """Return how many positions from `start` to `stop` the ranges cover. They must not touch."""
+    """Count the positions from `start` to `stop` that the ranges cover.
+
+    The ranges must not touch.
+    """
     total = 0.0
     for a, b in ranges:
         if a < stop and b > start:
@@ -115,7 +124,10 @@ def covered(ranges: Intervals, start: float, stop: float) -> float:
 
 
 class KeyPlacement:
-    """The keys that each server has or gets if no work moves; `counts` servers per document."""
+    """The keys that each server holds, or receives if no work moves.
+
+    `counts` (documents,) is the number of servers that have keys of each document.
+    """
 
     def __init__(self, cells: Parts, spans: Sequence[Ints]) -> None:
         seen = cells.servers, cells.documents, cells.k_starts, cells.k_stops
@@ -127,7 +139,7 @@ class KeyPlacement:
         self.counts: list[int] = np.diff(self._edges).tolist()
 
     def received(self, servers: int) -> Ints:
-        """Return (servers,) the number of keys that travel to each server if no work moves."""
+        """Return (servers,) the number of keys that are sent to each server if no work moves."""
         return self._all.sizes(servers) - self._own.sizes(servers)
 
     def foreign(self, server: int, document: int) -> Intervals:

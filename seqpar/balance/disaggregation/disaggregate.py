@@ -1,10 +1,14 @@
 """Cut core attention into tasks, and give the tasks to ranks or servers that have time.
 
 DistCA ("Efficient Long-Context Language Model Training by Core Attention Disaggregation", 2025)
-does this once per micro-batch; every rank is then also an attention server. Here an overloaded
-server gives work away until no server has more than (1 + tolerance) times the mean (the paper fills
-underloaded servers, which can leave a surplus elsewhere), a task may use only some keys of its
-queries, and a key that travels is counted once per server, or not at all if the server has it.
+does this once per micro-batch; every rank is then also an attention server. This implementation
+differs from the paper in three ways:
+
+* An overloaded server gives work away until no server has more than (1 + tolerance) times the mean.
+  The paper fills underloaded servers, which can leave a surplus on other servers.
+* A task may use only some keys of its queries.
+* A key that is sent to a server counts once per server, and does not count if the server has the
+  key already.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ from seqpar.layout.masks.mask import Mask
 from seqpar.layout.tasks.tasks import Parts, TaskRectangles
 
 TILE_ROWS = 128  # query rows that a kernel computes together
-MIN_RELATIVE_SPEED = 1e-9  # to the fastest server; a slower one gets no work
-MAX_NUMBER = 1e18  # of a tolerance and a price
-LIMIT_ROUNDS = 4  # for finding each server's share of the work
+MIN_RELATIVE_SPEED = 1e-9  # a server that is slower than this times the fastest gets no work
+MAX_NUMBER = 1e18  # limit on `tolerance` and `price`
+LIMIT_ROUNDS = 4  # rounds in which `_even` corrects the servers' limits
 
 
 class Stage(NamedTuple):
-    """A batch of attention that the servers compute in one tick, such as a pipeline stage's batch.
+    """A batch of attention that servers compute in one tick, such as the batch of a pipeline stage.
 
     Attributes:
         layout: which rank owns which queries.
@@ -63,7 +67,7 @@ def disaggregate(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> TaskRectangles:
-    """Return tasks that give all ranks about the same amount of work while few bytes travel.
+    """Return tasks that give all ranks about the same amount of work, and send few bytes.
 
     Nothing is computed or sent. The same arguments give the same tasks on every rank. Raise a
     ValueError that names the argument which is wrong.
@@ -78,12 +82,13 @@ def disaggregate(
         tolerance: fraction by which the work of a server may exceed the mean.
         weights: (ranks,) relative speeds. A rank of weight 0 receives no work, and gives away as
             much as it can.
-        memory: bytes of queries, results and keys, its own and others', that a server may have; one
-            number, or one per rank. Work stays where it is if no other server has memory for it.
+        memory: bytes of queries, results and keys that a server may have, both its own and those of
+            other ranks; one number, or one per rank. Work stays on its rank if no other server has
+            memory for it.
         price: work that a server could do in the time that a byte takes to reach it. A server
-            computes its own work while data travels, so only longer travel counts. By default the
-            seconds that a link takes for a byte in both directions if `costs` is given, otherwise
-            0.
+            computes its own work while data is sent to it, so only time beyond that counts. By
+            default the seconds that a link takes for a byte in both directions if `costs` is given,
+            otherwise 0.
         tile: number of query rows that a kernel computes together. A task has a multiple of it,
             plus the remainder if the task reaches the end of its owner's span.
     """
@@ -113,10 +118,10 @@ def disaggregate_stages(
     price: float | None = None,
     tile: int = TILE_ROWS,
 ) -> list[TaskRectangles]:
-    """Return one set of tasks per stage, for batches that the same servers compute simultaneously.
+    """Return one set of tasks per stage, for batches that the same servers compute in one tick.
 
-    Because a tick lasts as long as its slowest server, all stages of a pipeline share the servers'
-    time. The other arguments and errors are as in `disaggregate`.
+    A tick lasts as long as its slowest server, so the work of a server is summed over all stages.
+    The other arguments and errors are as in `disaggregate`.
     """
     servers, tile = as_ranks("servers", servers), as_int("tile", tile, 1)
     row_bytes = check_row_bytes(row_bytes)
@@ -129,7 +134,7 @@ def disaggregate_stages(
         return []
     speeds = _amounts("weights", 1.0 if weights is None else weights, servers)
     if not 0 < speeds.max() < np.inf:
-        raise ValueError("weights must be finite, and not 0 for all servers")
+        raise ValueError(f"weights must be finite, and not 0 for all servers, got {shown(weights)}")
     speeds = np.where(speeds < MIN_RELATIVE_SPEED * speeds.max(), 0.0, speeds / speeds.max())
     tolerance = as_float("tolerance", tolerance)
     if not 0 <= tolerance <= MAX_NUMBER:
@@ -154,7 +159,8 @@ def disaggregate_stages(
     for i, stage in enumerate(stages):
         own = evened.take(number == i)
         found = TaskRectangles(own.documents - edges[i], *own[1:5], own.servers)
-        if stage.mask.ranges is not None:  # they may share a rectangle; others have one band each
+        # Two ranges of a mask may share a rectangle, so their tasks must keep their bands.
+        if stage.mask.ranges is not None:
             found = found._replace(lows=own.lows, highs=own.highs)
         tasks.append(found)
     return tasks
@@ -168,13 +174,14 @@ def _even(
     shares: Floats,
     tolerance: float,
 ) -> Parts:
-    """Move parts of cells until no server exceeds its share by more than the tolerance."""
+    """Move parts of cells until no server's work exceeds its share by more than the tolerance."""
     work = seconds_of(cells, costs)
     low = level = (1 + tolerance) * work.sum()
     trust = np.ones(shares.size)
     best, least = cells, np.inf
-    # If messages or memory forbid that, bisection looks for the lowest level within reach. After
-    # each round, the ratio of predicted to planned work corrects a server's next limit.
+    # If messages or memory forbid that, bisection looks for the lowest level of work that servers
+    # can reach. After each round, the ratio of planned to predicted work corrects each server's
+    # next limit.
     for _ in range(LIMIT_ROUNDS):
         limits = level * shares * trust * (1 - min(LIMIT_TOLERANCE, tolerance))
         plan = ServerLoads(cells, work, keys, limits, terms)
@@ -242,14 +249,14 @@ def _amounts(name: str, values: ArrayLike, count: int) -> Floats:
     try:
         found = np.array(np.broadcast_to(np.asarray(values, np.float64), count))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, or {count}; got {shown(values)}") from None
+        raise ValueError(f"{name} must be one number, or {count}, got {shown(values)}") from None
     if not (found >= 0).all():
         raise ValueError(f"{name} must not be negative or NaN, got {shown(values)}")
     return found
 
 
 def _price(costs: Costs | None) -> float:
-    """Return the seconds that a byte takes to a server, plus those of its gradient."""
+    """Return the seconds that a byte takes to a server, plus the seconds of its gradient."""
     if costs is None:
         return 0.0
     cluster = costs.cluster

@@ -1,9 +1,10 @@
-"""Choose which ranks own which tokens so that their attention is balanced with little traffic.
+"""Choose which rank holds which tokens, so that their attention is balanced and little is sent.
 
-Under a causal mask the last rows of a document have the most work per token; the first rows are
-again a complete, shorter document. A document with more work than a rank has time for gives its
-last rows to one rank after another, until the remainder is no more than a rank's share. Short
-documents then fill the ranks to equal numbers of tokens. No queries travel, and few keys.
+The *home* of a token is the rank that holds it. Under a causal mask the last rows of a document
+have the most work per token, and the first rows are again a complete, shorter document. A document
+with more work than a rank has time for gives its last rows to one rank after another, until the
+remaining rows are no more than a rank's mean work. Short documents then fill the ranks to equal
+numbers of tokens. No queries and few keys are sent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from seqpar.costs.grid import Floats
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.layout import Layout
 
-# Tokens that a rank may have above the mean, as a fraction. `place_homes` uses the first one that
+# Fractions by which a rank's tokens may exceed the mean. `place_homes` uses the first fraction that
 # leaves enough memory for keys.
 SLACKS = (0.0, 0.01, 0.02, 0.03, 0.05)
 
@@ -46,8 +47,8 @@ def place_homes(
         lengths: (documents,) tokens of each document.
         ranks: number of ranks over which documents are spread.
         row_bytes: bytes of a row of queries and of keys.
-        token_bytes: bytes that a rank keeps per token in a layer, in addition to keys that travel
-            to it; by default the token's rows.
+        token_bytes: bytes that a rank keeps per token in a layer, in addition to keys that other
+            ranks send to it; by default the token's rows.
         tolerance: fraction by which a rank's work and bytes may exceed the mean. If keys of other
             ranks take too much of its memory, a rank gets up to 5% fewer tokens.
         tile: documents are cut at multiples of this number of tokens.
@@ -73,7 +74,7 @@ def place_homes(
 
 
 class _Placing:
-    """Documents to place, and each rank's room for work, tokens and bytes."""
+    """Documents to place, and the work, tokens and bytes that each rank can still take."""
 
     def __init__(
         self, lengths: Ints, ranks: int, key: float, token: float, tolerance: float, tile: int
@@ -97,7 +98,8 @@ class _Placing:
             length, document = -left[0][0], left[0][1]
             room = (most_tokens - self.tokens).astype(np.float64)
             with_keys = np.minimum(room, (most_bytes - self.received) / self.token - self.tokens)
-            if with_keys.max() >= self.tile:  # or no memory is left, but tokens must go somewhere
+            # If no rank has memory left, the document is placed nevertheless.
+            if with_keys.max() >= self.tile:
                 room = with_keys
             rank, start = self._choose(length, room)
             self.pieces.append((rank, document, start, length))
@@ -118,12 +120,16 @@ class _Placing:
         self.light_tokens += sign * length
 
     def _choose(self, length: int, room: Floats) -> tuple[int, int]:
-        """Return the rank with most time beyond light documents' needs, and a part's start."""
+        """Choose the rank with the most time left after the needs of light documents.
+
+        Return the rank, and the first position of the document that it takes.
+        """
         density = self.light_work / max(self.light_tokens, 1.0)
         spare = self.time - density * np.maximum(room, 0.0)
         whole = np.where(room >= length, spare, -np.inf)
         rank, light = int(whole.argmax()), length < self.light
-        more = length * (length + 1) / 2 - density * length  # than light tokens of this number have
+        # The document's work minus the work of equally many tokens of light documents.
+        more = length * (length + 1) / 2 - density * length
         if room[rank] >= length and (light or more <= spare[rank]):
             return rank, 0
         rank, start = int((room if light else spare).argmax()), 0.0

@@ -1,9 +1,10 @@
 """Find the rectangle of a cell that moves a given number of pairs for the fewest bytes.
 
-To compute n query rows over w keys on another server, n rows of queries and results travel, and w
-rows of keys and values. For m pairs, and rows of q and k bytes, the total is least, 2·sqrt(m·q·k),
-if both take the same number of bytes. Under a causal mask the best rectangles are the last queries
-over the first keys, which may lose a corner to the mask.
+If another server computes n query rows over w keys, n rows of queries and results and w rows of
+keys and values are sent. Let m = n·w be the number of pairs, and q and k the bytes of a row of
+queries and of keys. The total is least if queries and keys take the same number of bytes; it is
+then 2·sqrt(m·q·k). Under a causal mask the best rectangles are the last queries over the first
+keys. The mask may hide a corner of such a rectangle.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import NamedTuple
 
 from seqpar.balance.disaggregation.cells import Intervals, covered
 
-ROUNDING_ERROR = 1e-9  # relative, of computed numbers of rows and keys
+ROUNDING_ERROR = 1e-9  # relative error of computed numbers of rows and keys
 
 
 class Cell(NamedTuple):
-    """A cell as Python numbers, with the work of a pair."""
+    """A cell as Python numbers, with the work of one pair."""
 
     pairs: int  # number of visible (query, key) pairs
     document: int  # as in `Parts`
@@ -31,7 +32,7 @@ class Cell(NamedTuple):
     rate: float  # the work of a pair
 
     def without(self, part: CellPart) -> list[Cell]:
-        """Return the remainder of the cell: the other rows, and the other keys of the same rows."""
+        """Return what remains of the cell: the other rows, and other keys of the part's rows."""
         _, document, q_start, q_stop, k_start, k_stop, low, high, rate = self
         above = q_start, part.q_start, k_start, min(k_stop, part.q_start + high)
         beside = part.q_start, q_stop, part.k_stop, k_stop
@@ -50,19 +51,19 @@ class CellPart(NamedTuple):
     k_start: int  # the range of keys
     k_stop: int
     pairs: int  # number of visible pairs
-    rows: float  # number of query rows that travel with the part
-    keys: float  # number of keys that travel to the new server
-    freed: float  # number of keys that need not travel to the old server any more
+    rows: float  # number of query rows that are sent with the part
+    keys: float  # number of keys that are sent to the new server
+    freed: float  # number of keys that need no longer be sent to the old server
 
 
 class Prices(NamedTuple):
-    query: float  # bytes of a row
-    key: float  # bytes of a row
-    held: Intervals  # keys of the document that the server has or receives anyway
-    foreign: Intervals  # keys that travel to the cell's current server only for this cell
+    query: float  # bytes of a row of queries
+    key: float  # bytes of a row of keys
+    held: Intervals  # keys of the document that the new server has or receives anyway
+    foreign: Intervals  # keys that are sent to the cell's current server only for this cell
 
     def keys(self, cell: Cell, rows: float, first: float, stop: float) -> tuple[float, float]:
-        """Return how many keys travel with a cell's last rows, and how many no longer need to."""
+        """Count the keys to send with a cell's last rows, and the keys that need not be sent."""
         freed = 0.0
         if self.foreign and rows >= cell.q_stop - cell.q_start:
             freed = covered(self.foreign, first, stop)
@@ -98,11 +99,12 @@ def _below(q0: int, q1: int, w: int, c: int) -> int:
 
 
 def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> CellPart | None:
-    """Return the cheapest part with about `pairs` pairs, or None if there is not one.
+    """Return the cheapest part with about `pairs` pairs, or None if there is no such part.
 
-    The part has at most `pairs`, or with `at_least` at least `pairs`, up to half a pair per row
-    that the mask cuts. It starts a multiple of `tile` after the cell's first row, so both parts
-    together have no more tiles than the whole.
+    The part has at most `pairs` pairs; with `at_least`, it has at least `pairs`. Both limits may be
+    missed by up to half a pair per row that the mask cuts. The part starts a multiple of `tile`
+    after the cell's first row, so the part and the remaining cell together have no more tiles than
+    the whole cell.
     """
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
     if pairs >= cell.pairs:
@@ -115,7 +117,7 @@ def cut(cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool) -> 
     for w in _widths(cell, pairs, bottom, prices):
         n = _rows_over(w, bottom, pairs)
         if rows - tile / 2 < n < rows * (1 + ROUNDING_ERROR):
-            n = rows  # n is rounded to this below, and moving all rows frees many keys
+            n = rows  # the count is rounded to all rows below, and moving all rows frees many keys
         if n <= rows:
             keys, freed = prices.keys(cell, n, cell.k_start, cell.k_start + w)
             nbytes = n * prices.query + (keys - freed) * prices.key
@@ -135,7 +137,7 @@ def _last_rows(
     cell: Cell, pairs: float, prices: Prices, tile: int, at_least: bool
 ) -> CellPart | None:
     """Return the part with about `pairs` pairs that has the last rows and all of their keys."""
-    # Rows of a window attend to different keys, so fewer keys would save little.
+    # In a sliding window, rows attend to different keys, so taking fewer keys would save little.
     rows, width = cell.q_stop - cell.q_start, cell.k_stop - cell.k_start
 
     def part(before: int) -> CellPart:
@@ -158,8 +160,8 @@ def _part(cell: Cell, rows: int, width: int, prices: Prices) -> CellPart:
 
 
 def _rows_over(width: float, bottom: float, pairs: float) -> float:
-    """Return how many last rows have `pairs` pairs with `width` keys; inf if all have fewer."""
-    full = max(bottom - width, 0.0)  # rows that attend to all of them
+    """Return how many last rows have `pairs` pairs with `width` keys, or inf if all have fewer."""
+    full = max(bottom - width, 0.0)  # rows that attend to all `width` keys
     if pairs <= full * width:
         return pairs / width
     seen, rest = min(width, bottom), pairs - full * width
@@ -168,7 +170,7 @@ def _rows_over(width: float, bottom: float, pairs: float) -> float:
 
 
 def _width_of(rows: float, bottom: float, pairs: float) -> float:
-    """Return how many first keys have `pairs` pairs with the last rows; inf if all have fewer."""
+    """Return how many first keys have `pairs` pairs with the last rows, or inf if none do."""
     top = bottom - rows  # keys that the first of the rows attends to
     if pairs <= rows * top:
         return pairs / rows
@@ -184,12 +186,12 @@ def _widths(cell: Cell, pairs: float, bottom: float, prices: Prices) -> list[flo
     # All keys of the cell, the cheapest full rectangle, and the width if the part takes all rows.
     found = [float(width), sqrt(pairs * ratio), _width_of(rows, bottom, pairs)]
     if bottom < inf:
-        # The largest width that loses no corner to the mask.
+        # The largest width at which the mask hides no corner.
         square = bottom * bottom - 4 * pairs
         if square >= 0:  # (bottom − w)·w = pairs
             found.append((bottom + sqrt(square)) / 2)
-        # The width at which both sides of a rectangle with a lost corner cost the same:
-        # bottom − n = ratio·(bottom − w), put into n·w − (n + w − bottom)²/2 = pairs
+        # The width at which the mask hides a corner, and rows and keys cost the same. It solves
+        # n·w − (n + w − bottom)²/2 = pairs with bottom − n = ratio·(bottom − w).
         square = bottom * bottom - ((bottom / ratio) ** 2 + 2 * pairs) / (1 + 1 / ratio**2)
         if square >= 0:
             found.append(bottom - sqrt(square) / ratio)

@@ -1,4 +1,4 @@
-"""Bytes that travel with a row of queries or keys."""
+"""Bytes that are sent with a row of queries or keys."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from seqpar.core.arguments import as_float, as_int, shown
 from seqpar.core.dtypes import accumulator_itemsize
 
-MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # wider than any row needs, in any unit
+MIN_ROW_BYTES, MAX_ROW_BYTES = 1e-9, 1e18  # limits that no row reaches, in any unit
 
 
 class RowBytes(NamedTuple):
-    """Bytes that travel with a row of queries (q, out, lse) and with a row of keys (k and v)."""
+    """Bytes that are sent with a row of queries (q, out, lse) and with a row of keys (k and v)."""
 
     query: float
     key: float
@@ -26,7 +26,7 @@ class RowBytes(NamedTuple):
         value_dim: int | None = None,
         itemsize: int = 2,
     ) -> RowBytes:
-        """Return the bytes of a forward pass; the gradients of a backward pass have the same."""
+        """Return the bytes of a forward pass; the gradients of a backward pass have as many."""
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize
         )
@@ -46,9 +46,10 @@ class RowBytes(NamedTuple):
     ) -> RowBytes:
         """Return the bytes that `DisaggregatedAttention` sends, scaled to passes of equal time.
 
-        The result is for the pass with more bytes for its time. The backward pass takes `backward`
-        times as long as the forward pass. With a `price` neither pass then waits for messages.
-        Results travel in fp32, in fp64 for fp64.
+        The backward pass takes `backward` times as long as the forward pass. The bytes of each pass
+        are scaled by the mean time of the two passes over the time of that pass, and the larger
+        result is returned. With a `price`, neither pass then waits for messages. Results are sent
+        in fp32, or in fp64 if the tensors are fp64.
         """
         heads, kv_heads, head_dim, value_dim, itemsize = _checked(
             heads, kv_heads, head_dim, value_dim, itemsize
@@ -58,7 +59,7 @@ class RowBytes(NamedTuple):
             raise ValueError(f"backward must be above 0 and finite, got {backward}")
         exact = accumulator_itemsize(itemsize)
         operands, width = head_dim * itemsize, head_dim + value_dim
-        # The passes' mean time, relative to each pass.
+        # The mean time of the two passes, divided by the time of each pass.
         forward, backward = (1 + backward) / 2, (1 + 1 / backward) / 2
         query = operands + (value_dim + 1) * exact
         returned = operands + value_dim * itemsize + (head_dim + 2) * exact

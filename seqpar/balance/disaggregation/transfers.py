@@ -1,4 +1,9 @@
-"""Move work from overloaded servers to servers that have time, sending few bytes."""
+"""Move work from overloaded servers to servers that have time, sending few bytes.
+
+The *giver* is an overloaded server and the *taker* a server with time. A server's *surplus* is its
+work beyond its limit, and its *room* is the work that it can take until it reaches the limit. A
+*guest* is work or a key that a server has for cells of other servers.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +19,26 @@ from seqpar.balance.disaggregation.rectangles import Cell, CellPart, Prices, cut
 from seqpar.costs.grid import Floats
 from seqpar.layout.tasks.tasks import Parts
 
-MAX_CELLS_PER_STEP = 3  # the largest cells of a server
-MAX_PARTS_COMPUTED = 3  # of the parts with the lowest bounds
-MAX_HOLDERS = 2  # servers that hold keys of the cell's document
-MAX_SERVERS_SCANNED = 64  # of a document; with more, only MAX_HOLDERS are tried
-MIN_TASK_SHARE = 1 / 16  # of the room of the emptiest server; less is not worth a task
-MAX_OTHER_SERVERS = 8  # tried if nothing fits
-MAX_ATTEMPTS = 4  # to cut a part that fits a server's time and memory
-LIMIT_TOLERANCE = 2e-3  # relative; a server with a smaller surplus is done
+MAX_CELLS_PER_STEP = 3  # the giver's largest cells, from which a part may move
+MAX_PARTS_COMPUTED = 3  # parts that are computed exactly, of those with the lowest bounds
+MAX_HOLDERS = 2  # takers that are tried because they have keys of the cell's document
+MAX_SERVERS_SCANNED = 64  # limit on the servers of a document, above which no holder is sought
+MIN_TASK_SHARE = 1 / 16  # of the surplus, or of the room if less: a holder's room must be larger
+MAX_OTHER_SERVERS = 8  # takers with the most room that are tried if no other part fits
+MAX_ATTEMPTS = 4  # attempts to cut a part that fits a server's time and memory
+LIMIT_TOLERANCE = 2e-3  # fraction of a server's limit; a smaller surplus stays
 
 
 class Terms(NamedTuple):
-    memory: Floats  # (servers,) bytes that may travel to each server
-    query: float  # bytes of a row
-    key: float  # bytes of a row
+    memory: Floats  # (servers,) bytes that may be sent to each server
+    query: float  # bytes of a row of queries
+    key: float  # bytes of a row of keys
     exposed: float  # work that a server could do while a byte travels to it
     tile: int  # number of query rows that a kernel computes together
 
 
 class Move(NamedTuple):
-    """A part of a cell that moves to a server. `price` is in bytes per unit of work."""
+    """A part of a cell that moves to a server. `price` is in bytes sent per unit of work."""
 
     price: float
     work: float
@@ -43,7 +48,10 @@ class Move(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A possible move, sorted by `least`, a lower bound on its part's bytes per unit of work."""
+    """A possible move.
+
+    Offers are sorted by `least`, a lower bound on the bytes per unit of work.
+    """
 
     least: float
     server: int
@@ -68,7 +76,7 @@ class ServerLoads:
         self._order = np.lexsort((-work, cells.servers))
         self._pairs = cells.areas()
         self._rates = work / self._pairs
-        self._rooms: dict[int, float] = {}  # of servers that have room
+        self._rooms: dict[int, float] = {}  # by server, for servers that have room
         in_order = cells.servers[self._order]
         self._edges = np.searchsorted(in_order, np.arange(servers + 1)).tolist()
         # The remaining cells of servers that gave parts away, largest first.
@@ -90,28 +98,34 @@ class ServerLoads:
         return np.array(self._home) + self._guests
 
     def ends(self) -> Floats:
-        """Return (servers,) when each server is done, in units of work, including its waiting."""
+        """Return (servers,) when each server is done, in units of work, with the time it waits."""
         servers = range(len(self._home))
         return np.array([self._own(server) + self._guests[server] for server in servers])
 
     def room(self, server: int) -> float:
-        """Return how much more work a server can take while rows travel; below 0: too much."""
+        """Return how much more work a server can take while it receives rows; −surplus below 0."""
         return self._limits[server] - self._own(server) - self._guests[server]
 
     def _own(self, server: int) -> float:
-        """Return when a server can begin with moved work, in units of work."""
+        """Return when a server can begin with guest work, in units of work.
+
+        It computes its own work first, and begins later if data still arrives after that.
+        """
         return max(self._home[server], self._terms.exposed * self._received[server])
 
     def level(self) -> None:
         """Move parts away from the server with most surplus until no server has a surplus."""
-        # If one can give nothing more away, all limits rise in proportion until its surplus is
-        # gone.
+        # If a server with a surplus can give nothing more away, all limits rise in proportion
+        # until that server has no surplus.
         while (stuck := self._move()) is not None:
             late = (self._limits[stuck] - self.room(stuck)) / self._limits[stuck]
             self._limits = [limit * late for limit in self._limits]
 
     def _move(self) -> int | None:
-        """Move parts until no surplus is left; return a server that is stuck, if others are too."""
+        """Move parts until no server has a surplus.
+
+        Return a server that can give nothing away while other servers have a surplus too, or None.
+        """
         rooms = [(self.room(server), server) for server in range(len(self._limits))]
         givers = [(room, server) for room, server in rooms if self._has_surplus(room, server)]
         takers = sorted((room, server) for room, server in rooms if room > 0)
@@ -141,9 +155,9 @@ class ServerLoads:
         return room < -LIMIT_TOLERANCE * self._limits[server]
 
     def _best(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return the move with the fewest bytes per unit of work; larger parts are cheaper."""
-        # Candidates are servers with keys of the document, and the server with the smallest room
-        # that holds all of the surplus, or else the largest room.
+        # Larger parts send fewer bytes per unit of work. Candidates are therefore the server with
+        # the smallest room that holds all of the surplus, or else the server with the largest
+        # room. Servers that have keys of the document are candidates too.
         fitting = bisect_left(takers, (surplus, -1))
         room, server = takers[fitting if fitting < len(takers) else -1]
         least = min(surplus, room) * MIN_TASK_SHARE
@@ -166,7 +180,7 @@ class ServerLoads:
         return best or self._any(giver, surplus, takers)
 
     def _any(self, giver: int, surplus: float, takers: list[tuple[float, int]]) -> Move | None:
-        """Return a move of any cell to one of the servers with most room, or None if none fits."""
+        """Return a move of any cell to a server with much room, or None if none fits."""
         for room, server in takers[: -MAX_OTHER_SERVERS - 1 : -1]:
             for cell in self._cells_of(giver):
                 held = self._held(server, cell.document)
@@ -177,7 +191,6 @@ class ServerLoads:
         return None
 
     def _fit(self, offer: Offer, surplus: float) -> Move | None:
-        """Return the move of a part for which the server has the time and the memory, or None."""
         _, server, cell, prices, room = offer
         wanted, at_least = min(surplus, room) / cell.rate, surplus <= room
         own = self._own(server)
@@ -227,7 +240,8 @@ class ServerLoads:
 
     def _holders(self, document: int, least: float) -> list[int]:
         """Return at most `MAX_HOLDERS` servers with keys of a document and `least` room."""
-        # With more than `MAX_SERVERS_SCANNED` servers of a document, any server likely has keys.
+        # If more than `MAX_SERVERS_SCANNED` servers have keys of the document, the server with the
+        # best room likely has some too.
         found, guests = set[int](), self._guest_keys.get(document, {})
         if len(guests) <= MAX_SERVERS_SCANNED:
             found.update(guests)
@@ -242,7 +256,7 @@ class ServerLoads:
         return held if guests is None else union([*held, *guests])
 
     def _foreign(self, cell: Cell, giver: int) -> Intervals:
-        """Return the keys that travel to the giver only for this one of its cells."""
+        """Return the keys that are sent to the giver only for this cell."""
         if self._keys.counts[cell.document] == 1:
             return ()
         for other in self._cells_of(giver):

@@ -1,5 +1,5 @@
 """Methods that assign documents to ranks.
 
-Start with `greedy.py`, which has most of the published methods. `zeppelin.py` has another, and
-`baselines.py` the usual packings.
+Start with `greedy.py`, which has most of the published methods. `zeppelin.py` has one more
+published method, and `baselines.py` the packings that trainers commonly use.
 """

@@ -28,7 +28,7 @@ def contiguous(batch: DocumentBatch) -> Pieces:
 
 
 def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
-    """Cut every document into 2P chunks, as usual in context parallelism, and predict the ranks."""
+    """Cut every document into 2P chunks, as is usual in context parallelism; predict the ranks."""
     cut, ranks = EvenZigzag(batch.ranks), batch.ranks
     if ranks == 1:  # one span per document instead of two that touch
         documents = np.arange(batch.lengths.size)
@@ -36,8 +36,8 @@ def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
         return cut, predict(batch, Pieces(documents, here, here, batch.lengths))
     cu = _cu_seqlens(batch)
     tokens = cut.counts(cu).tokens
-    # Pieces are not listed: there would be documents × ranks of them. The first and the last rank
-    # are predicted, and the other ranks, which differ little, are interpolated.
+    # Pieces are not listed, since there would be documents × ranks of them. The first and the last
+    # rank are predicted. The ranks between differ little from these and are interpolated.
     ends = [seconds_of(batch, _shares(batch, cut, cu, r), tokens) for r in (0, ranks - 1)]
     pairs = (ends[0].seconds, ends[1].seconds), (ends[0].bytes, ends[1].bytes)
     seconds, sent = (np.linspace(float(x[0]), float(y[-1]), ranks) for x, y in pairs)
@@ -45,14 +45,13 @@ def zigzag(batch: DocumentBatch) -> tuple[EvenZigzag, Prediction]:
 
 
 def _shares(batch: DocumentBatch, cut: EvenZigzag, cu: Ints, rank: int) -> DocumentShares:
-    """Return the rank's shares of the documents of which it has any tokens."""
     held, starts, stops = cut.columns(cu, rank)
     pieces = Pieces(held, np.full_like(held, rank), starts, stops)
     documents, share = np.unique(held, return_inverse=True)
     sizes = np.minimum(batch.lengths[documents], batch.ranks)
     beside = np.minimum(sizes, batch.costs.cluster.devices_per_node)
-    # The low chunk goes to all other ranks. The high chunk goes to the ranks before this one: their
-    # own high chunks come after it.
+    # The keys of the low chunk are sent to all other ranks. The keys of the high chunk are sent to
+    # lower ranks only, whose high chunks come after it in the document.
     high = 2 * starts >= batch.lengths[held]
     readers = np.where(high, np.minimum(rank, sizes[share] - 1), sizes[share] - 1)
     ends = share_ends(share, pieces, documents.size)

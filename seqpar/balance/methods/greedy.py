@@ -10,14 +10,15 @@ from seqpar.balance.predict.batch import MIN_SHARE_TOKENS, DocumentBatch, Pieces
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
-MIN_RANKS_FOR_ROUNDS = 32  # with fewer, placing one document at a time is faster
+MIN_RANKS_FOR_ROUNDS = 32  # with fewer ranks, placing one document at a time is faster
 
 
 class GreedyAssigner:
     """The load of each rank while a method places documents.
 
-    It is the larger of `seconds` (ranks,) over the mean and of `held` (ranks,), tokens taken, over
-    the capacity. Where memory is tight, tokens are therefore balanced as well.
+    A rank's load is the larger of two ratios: its `seconds` (ranks,) to the mean, and the tokens of
+    its capacity that are taken, `held` (ranks,), to the capacity. Where memory is tight, tokens are
+    therefore balanced as well.
     """
 
     def __init__(self, batch: DocumentBatch) -> None:
@@ -27,21 +28,26 @@ class GreedyAssigner:
 
     @property
     def load(self) -> Floats:
-        """(ranks,) load of each rank: 1 at the mean of seconds, or at its capacity."""
+        """(ranks,) the load of each rank: 1 at the mean of seconds, or at its capacity."""
         of_time = self.seconds / max(self.batch.mean, 1e-30)
         return np.maximum(of_time, self.held / self.batch.capacity)
 
     def put(self, documents: Ints, sizes: Ints, members: Ints) -> None:
-        """Place documents on rings. `members` lists the ranks of one ring after another."""
+        """Place documents on rings.
+
+        `members` lists the ranks of one ring after those of another.
+        """
         pieces = Pieces.rings(self.batch, documents, sizes, members)
         seconds = (self.batch.weights[documents] / sizes)[_owners(sizes)]
         self.seconds += np.bincount(members, seconds, self.batch.ranks)
         self._add(pieces)
 
     def deal(self, documents: Ints, sizes: Ints | None = None) -> None:
-        """Give each document, in order, to the lightest ranks: to `sizes` of them, by default one.
+        """Give each document, in order, to the ranks with the least load.
 
-        Documents without room there go to the ranks with the fewest tokens, or are cut to fit.
+        `sizes` is the number of ranks for each document, by default 1. A document for which these
+        ranks have no room goes to the ranks with the fewest tokens. If they have no room either,
+        the document is cut to fit.
         """
         sizes = np.ones_like(documents) if sizes is None else sizes
         for by_tokens in (False, True):
@@ -55,7 +61,10 @@ class GreedyAssigner:
             self._squeeze(document)
 
     def _one_by_one(self, documents: Ints, by_tokens: bool) -> Ints:
-        """Place whole documents as `_rounds` does, faster for few ranks; return the rest."""
+        """Place whole documents one at a time; return the indices of documents that found no room.
+
+        For few ranks this is faster than `_rounds`, which has the same result for whole documents.
+        """
         batch, mean = self.batch, self.batch.mean
         seconds, held = self.seconds.tolist(), self.held.tolist()
         loads = self.held / batch.capacity if by_tokens else self.load
@@ -85,8 +94,8 @@ class GreedyAssigner:
         held, before = batch.ring_held(documents, sizes), self.held.copy()
         heavier = 0 * weights if by_tokens else weights / max(batch.mean, 1e-30)
         late, chosen = np.zeros(sizes.size, bool), []
-        # Each round sorts the ranks by load and fills them in that order, at least a sixteenth of
-        # them, until the next rank is not the lightest any more.
+        # Each round sorts the ranks by load and fills them in that order. It ends when the next
+        # rank is no longer the lightest, but fills at least a sixteenth of the ranks.
         while place < documents.size:
             load = self.held / batch.capacity if by_tokens else self.load
             order = np.argsort(load, kind="stable")
@@ -109,7 +118,8 @@ class GreedyAssigner:
             chosen.append(members)
             place += count
         if chosen:
-            # The rounds counted too many tokens per share of a cut document. `_add` counts again.
+            # The rounds counted an upper limit on the tokens of a share of a cut document. `_add`
+            # counts the tokens again, exactly.
             self.held = before
             members, placed = np.concatenate(chosen), ~late
             self._add(Pieces.rings(batch, documents[placed], sizes[placed], members))
@@ -127,7 +137,7 @@ class GreedyAssigner:
         order = np.argsort(-room, kind="stable")
         count = int(np.searchsorted(np.cumsum(room[order]), length)) + 1
         members, stops = order[:count], np.minimum(np.cumsum(room[order[:count]]), length)
-        # The last rank gets at least a tile, if it has room and the rank before has enough tokens.
+        # The last rank gets at least a tile, if it has room and the rank before it keeps a tile.
         enough = min(MIN_SHARE_TOKENS, int(room[members[-1]]))
         if stops[-2] > length - enough and room[members[-2]] >= 2 * MIN_SHARE_TOKENS:
             stops[-2] = length - enough
@@ -164,11 +174,11 @@ def wlb(batch: DocumentBatch) -> Pieces:
 
 
 def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
-    """Cut each document according to its work, and give the parts to the lightest ranks.
+    """Cut each document according to its work, and give the parts to the ranks with the least load.
 
     Ge et al., "ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length on More
     Than 12,000 GPUs" (2025), sections 4 and 5: a document on any number of ranks of one global
-    group. No rank gets more seconds of a document than `part` of the mean, as far as parts of at
+    group. No rank gets more seconds of a document than `part` times the mean, as far as parts of at
     least `MIN_SHARE_TOKENS` tokens allow. Small parts balance tokens and work together.
     """
     ranks, order = GreedyAssigner(batch), batch.longest_first
@@ -177,13 +187,13 @@ def bytescale(batch: DocumentBatch, part: float = 1.0) -> Pieces:
 
 
 def power_of_two(batch: DocumentBatch) -> Pieces:
-    """Give each document, longest first, to the lightest aligned block of a power of two of ranks.
+    """Give each document, longest first, to the aligned block of ranks with the least load.
 
-    So does Megatron Core's dynamic context parallelism (`default_dynamic_cp`), because
-    communicators are created once for such blocks.
+    The number of ranks of a block is a power of two. Megatron Core's dynamic context parallelism
+    (`default_dynamic_cp`) does so too, because communicators are created once for such blocks.
     """
-    # A block's size follows from the share of all work and from the tokens. Documents that no block
-    # has room for are cut to fit the remaining room.
+    # The size of a document's block follows from the document's fraction of all work, and from its
+    # tokens. A document for which no block has room is cut to fit the remaining room.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     wanted = 2 ** np.ceil(np.log2(batch.shares_of(batch.mean))).astype(np.int64)
     sizes = np.minimum(wanted, 2 ** int(np.log2(batch.ranks)))
@@ -204,12 +214,13 @@ def power_of_two(batch: DocumentBatch) -> Pieces:
 
 
 def karmarkar_karp(batch: DocumentBatch) -> Pieces:
-    """Partition the documents into sets of nearly equal work, one per rank.
+    """Partition the documents into sets of nearly equal work, one set per rank.
 
-    Trainers for reinforcement learning use this to balance lengths.
+    Trainers for reinforcement learning balance lengths in this way.
     """
     # Documents longer than a rank's capacity are first cut over the fewest ranks. The sets with the
-    # most work then go to the lightest ranks, and documents that do not fit go to others.
+    # most work then go to the ranks with the least load. Documents of a set that do not fit on its
+    # rank go to other ranks.
     ranks, order = GreedyAssigner(batch), batch.longest_first
     cut = batch.least_ranks[order] > 1
     ranks.deal(order[cut], batch.least_ranks[order[cut]])
@@ -228,8 +239,8 @@ def karmarkar_karp(batch: DocumentBatch) -> Pieces:
 def partition(weights: Floats, ranks: int) -> list[Ints]:
     """Return the indices of `ranks` sets of nearly equal weight, the heaviest set first.
 
-    Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). It takes P·log P steps
-    per document, so it suits few ranks.
+    Karmarkar, Karp, "The Differencing Method of Set Partitioning" (1982). The method takes P·log P
+    steps per document, so it suits few ranks.
     """
     empty: list[list[int]] = [[] for _ in range(ranks)]
     heap: list[tuple[float, int, Floats, list[list[int]]]] = []
@@ -240,8 +251,9 @@ def partition(weights: Floats, ranks: int) -> list[Ints]:
         return [np.zeros(0, np.int64)] * ranks
     heapq.heapify(heap)
     number = len(heap)
-    # Each step merges the two partial solutions (lists of sets) whose heaviest and lightest sets
-    # differ most: the heaviest sets of one with the lightest sets of the other.
+    # A partial solution is a list of P sets. Each step merges the two partial solutions in which
+    # the heaviest and the lightest set differ most. It joins the heaviest sets of one solution with
+    # the lightest sets of the other.
     while len(heap) > 1:
         _, _, one, of_one = heapq.heappop(heap)
         _, _, two, of_two = heapq.heappop(heap)

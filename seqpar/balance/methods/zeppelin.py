@@ -1,8 +1,9 @@
 """Zeppelin's hierarchical partitioning: long documents over nodes, then over a node's devices.
 
 "Zeppelin: Balancing Variable-Length Workloads in Data Parallel Large Model Training" (2025),
-section 4.1. The lengths at which quadratic compute exceeds communication divide documents into
-three zones: inter-node, intra-node and local. Each is on a ring of only its own ranks.
+section 4.1. From certain lengths on, quadratic compute takes longer than communication. These
+lengths divide documents into three zones: inter-node, intra-node and local. Each document is on a
+ring of only the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from seqpar.costs.grid import Floats
 def place(batch: DocumentBatch) -> Pieces:
     cluster, order = batch.costs.cluster, batch.longest_first
     nodes, devices = cluster.nodes, cluster.devices_per_node
-    # A ring hides its messages if each rank has this share. The smallest rings have two members.
+    # A ring hides its messages if each rank has `hidden_share` tokens. The smallest ring between
+    # nodes has two members.
     zone = 2 * devices * batch.hidden_share["between"]
     cluster_row, empty = np.zeros_like(order), np.zeros((2, 1, nodes))
     sizes, members = partition(batch, order, cluster_row, empty, zone, batch.capacity * devices)
@@ -46,18 +48,19 @@ def partition(
 ) -> tuple[Ints, Ints]:
     """Partition each row's documents, longest first, between its buckets (Algorithms 1 and 2).
 
-    A row is a node, or the whole cluster. `had` is (2, rows, width), the buckets' work and tokens.
-    Documents of at least `zone` tokens are cut over the number of buckets that their work would
-    fill, all others go whole to the bucket with the least work. Return each document's number of
-    buckets, and the bucket numbers, counted through the rows.
+    A row is a node, and its buckets are the node's ranks; or the row is the whole cluster, and its
+    buckets are the nodes. `had` is (2, rows, width): the work and the tokens that buckets have
+    already. Documents of at least `zone` tokens are cut over the number of buckets that their work
+    would fill. All other documents go whole to the bucket with the least work. Return each
+    document's number of buckets, and the bucket numbers, counted through the rows.
     """
     held, weights, width = batch.held[documents], batch.weights[documents], had.shape[2]
     mean = had[0].sum(1) + np.bincount(row, weights, had.shape[1])
     most = np.minimum(batch.most_ranks[documents], width)
     filled = np.ceil(weights * width / np.maximum(mean[row], 1e-30)).astype(np.int64)
     needed, dropped = np.ceil(held / capacity).astype(np.int64), 0
-    # While a bucket has too many tokens, more of the longest documents are cut; the number at least
-    # doubles each time.
+    # While a bucket has too many tokens, more of the longest documents are cut. Their number at
+    # least doubles each time.
     while True:
         sizes = np.where(batch.lengths[documents] >= zone, filled, 1)
         sizes[:dropped] = np.maximum(sizes[:dropped], width)
@@ -71,7 +74,7 @@ def partition(
 def _assign(
     held: Floats, weights: Floats, row: Ints, had: Floats, sizes: Ints
 ) -> tuple[Ints, Floats]:
-    """Give documents to the lightest buckets of their rows: cut ones first, one per turn."""
+    """Give documents to the buckets of their rows with the least work, cut documents first."""
     _, rows, width = had.shape
     work, tokens = had.copy()
     firsts = np.cumsum(sizes) - sizes

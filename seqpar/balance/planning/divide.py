@@ -1,4 +1,4 @@
-"""Divide the documents of an epoch between steps, and those of a step between micro-batches."""
+"""Divide the documents of an epoch into steps, and those of a step into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from seqpar.costs.grid import Floats
 
 
 def as_few(batch: DocumentBatch) -> list[Ints]:
-    """Divide documents between the fewest micro-batches that hold them, if they pack well."""
-    # They are assigned longest first, back and forth over the micro-batches. Those that do not fit
-    # go to the micro-batch with the fewest tokens, or to an additional one.
+    """Divide documents into the fewest micro-batches that hold them, if they pack well."""
+    # Documents are assigned longest first, back and forth over the micro-batches. A document that
+    # does not fit goes to the micro-batch with the fewest tokens, or to an additional one.
     most, lengths, held = batch.room, batch.lengths, batch.held
     count = math.ceil(held.sum() / most)
     turn, place = np.divmod(np.arange(lengths.size), max(count, 1))
@@ -43,30 +43,35 @@ def as_few(batch: DocumentBatch) -> list[Ints]:
 
 
 def even(batch: DocumentBatch, count: int) -> list[Ints]:
-    """Divide documents between `count` micro-batches that take about equally long.
+    """Divide documents into `count` micro-batches that take about equally long.
 
     As for pipelines in "ByteScale" (2025), section 5, every micro-batch has documents of all
     lengths: each document, most work first, goes to the micro-batch with the least work that has
-    room. None exceeds the mean by more than a short document's work, unless a single document does.
+    room. No micro-batch exceeds the mean by more than a short document's work, unless a single
+    document does.
 
-    Raise a ValueError that names `micro_batches` if they do not hold all documents.
+    Raise a ValueError that names `micro_batches` if `count` micro-batches do not hold all
+    documents.
     """
     order = np.argsort(-batch.weights, kind="stable")
     found = to_lightest(batch.held[order], batch.weights[order], count, batch.room)
     if found is None:
         needed = math.ceil(batch.held.sum() / batch.room)
         raise ValueError(
-            f"micro_batches must be more than {count}: documents find no room in so many, and "
-            f"have tokens for {needed}"
+            f"micro_batches must be more than {count}, which do not hold all documents: their "
+            f"tokens alone fill {needed}"
         )
     by_number = np.lexsort((order, found))
     return np.split(order[by_number], np.searchsorted(found[by_number], np.arange(1, count)))
 
 
 def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float) -> Ints | None:
-    """Return each item's bin, the lightest of `count` with room; None if an item has none."""
+    """Put items into `count` bins, each into the bin with the least weight that has room.
+
+    Return the bin of each item, or None if an item found no room.
+    """
     lightest, held = [(0.0, number) for number in range(count)], [0.0] * count
-    full: list[tuple[float, float, int]] = []  # bins without room for an item, by their tokens
+    full: list[tuple[float, float, int]] = []  # bins that lacked room for an item, by their tokens
     found = np.empty(weights.size, np.int64)
     for i, (taken, weight) in enumerate(zip(tokens.tolist(), weights.tolist(), strict=True)):
         while full and full[0][0] + taken <= room:
@@ -84,7 +89,10 @@ def to_lightest(tokens: Ints | Floats, weights: Floats, count: int, room: float)
 
 
 def in_order(lengths: Ints, most: int) -> list[Ints]:
-    """Divide documents, in order, into few parts of up to `most` tokens; a longer one is a part."""
+    """Divide documents, in order, into few parts of at most `most` tokens.
+
+    A document with more tokens is a part by itself.
+    """
     parts, first, ends = [], 0, np.cumsum(lengths)
     while first < lengths.size:
         before = int(ends[first] - lengths[first])
@@ -100,8 +108,8 @@ def steps_of_epoch(
     """Return the documents of each step of an epoch: all documents once, in random order.
 
     Each step takes the next documents while they have at most `tokens` tokens. With `deferral`, the
-    documents of `deferral` + 1 steps are then spread evenly over these. The order is a sort by
-    hashes, the same with every version of numpy.
+    documents of each `deferral` + 1 consecutive steps are then spread evenly over these steps. The
+    order is a sort by hashes, the same with every version of numpy.
     """
     of_epoch = int(mix(np.array([epoch]), seed)[0])
     order = np.argsort(mix(np.arange(lengths.size), of_epoch), kind="stable")
@@ -113,13 +121,13 @@ def steps_of_epoch(
 
 
 def _dealt(lengths: Ints, steps: list[Ints], tokens: int) -> list[Ints]:
-    """Deal the steps' documents again, longest first, each to the step with least work."""
+    """Deal the documents of steps again, longest first, each to the step with the least work."""
     documents = np.concatenate(steps)
     documents = documents[np.argsort(-lengths[documents], kind="stable")]
     size = lengths[documents].astype(np.float64)
-    # The share of tokens plus that of squared lengths.
+    # A document's work is its fraction of all tokens plus its fraction of all squared lengths.
     work = size / size.sum() + np.square(size) / np.square(size).sum()
     found = to_lightest(lengths[documents], work, len(steps), tokens)
-    if found is None:  # without room, the steps stay
+    if found is None:  # some document found no room: the steps stay as they are
         return steps
     return [documents[found == number] for number in range(len(steps))]

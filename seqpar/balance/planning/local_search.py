@@ -1,4 +1,8 @@
-"""Refine a placement: change ranks' shares of cut documents, and exchange whole documents."""
+"""Refine a placement: change ranks' shares of cut documents, and exchange whole documents.
+
+*Levelling* moves tokens of cut documents from slower to faster ranks. *Exchanging* moves or swaps
+whole documents.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from seqpar.balance.predict.prediction import Prediction, predict
 from seqpar.core.arguments import Ints
 from seqpar.costs.grid import Floats
 
-MAX_SWEEPS = 24  # of levelling
-MAX_STEPS = 512  # of exchanging
+MAX_SWEEPS = 24  # sweeps of levelling
+MAX_STEPS = 512  # steps of exchanging, with one move or swap each
 MAX_PEERS_PER_STEP = 4  # fast ranks tried per step
-MAX_DOCUMENTS_PER_RANK = 64  # tried per step
+MAX_DOCUMENTS_PER_RANK = 64  # documents tried per rank and step
 LEVEL_RATIO = 1.0001  # slowest rank / mean, below which shares are not levelled
 DONE_RATIO = 1.001  # slowest rank / mean, below which the search ends
 
 
 def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pieces, Prediction]:
-    """Return pieces, levelled, exchanged and levelled again while the slowest rank gets faster."""
+    """Level pieces, exchange them, and level them again, while the slowest rank gets faster."""
     for improve, enough in ((level, LEVEL_RATIO), (exchange, DONE_RATIO), (level, DONE_RATIO)):
         if found.seconds.max() <= enough * found.seconds.mean():
             break
@@ -36,10 +40,12 @@ def refine(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> tuple[Pie
 def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     """Return pieces in which the ranks that share documents have more nearly equal seconds.
 
-    No rank exceeds its capacity, or gets a share of less than a tile. Whole documents stay.
+    No rank exceeds its capacity, or gets a share of less than a tile. Whole documents stay on their
+    ranks.
     """
     # A symmetric cut gives a rank the same number of tokens from a document's front and back. Each
-    # such pair has the same work, so ranks that share a document can be balanced to the token.
+    # token of the front with its mirror image in the back has the same work, so ranks that share a
+    # document can be balanced to the token.
     cut = ~pieces.whole(batch)
     if not cut.any():
         return pieces
@@ -51,7 +57,8 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
     number = np.unique(documents, return_inverse=True)[1]
     count = np.bincount(number)
     degree = np.bincount(ranks, minlength=batch.ranks)[ranks]
-    # In each sweep all documents simultaneously move tokens from their slower to faster ranks.
+    # Each sweep moves tokens of all documents at once, from each document's slower ranks to its
+    # faster ranks.
     for _ in range(MAX_SWEEPS):
         mine = seconds[ranks]
         mean = (np.bincount(number, mine) / count)[number]
@@ -74,7 +81,7 @@ def level(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _shares(batch: DocumentBatch, pieces: Pieces) -> tuple[Ints, Ints, Ints]:
-    """Return documents, ranks and tokens of all shares, by document and position."""
+    """Return documents, ranks and tokens of all shares, sorted by document and position."""
     documents, ranks, share = pieces.shares(batch.ranks)
     tokens = np.bincount(share, pieces.stops - pieces.starts).astype(np.int64)
     begin = np.full(documents.size, np.iinfo(np.int64).max)
@@ -88,8 +95,9 @@ def _symmetric(
 ) -> Pieces:
     """Cut each document into shares of `tokens` tokens, half from its front and half from its back.
 
-    A document's shares follow one another and sum to its length. They are multiples of `unit`,
-    except for the remainder; a remainder of less than a tile goes to the rank before.
+    The shares of a document follow one another and sum to the document's length. Shares are rounded
+    to multiples of `unit`, and the last share takes the remainder. A remainder of less than a tile
+    is added to the share before.
     """
     ends = np.cumsum(tokens)
     last = np.flatnonzero(np.diff(documents, append=-1))
@@ -129,7 +137,7 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
         return held[rank]
 
     # Each step moves a document from the slowest rank to one of the fastest, possibly in exchange
-    # for another, so that the two come as close as possible.
+    # for another document, so that the two ranks come as close as possible.
     for _ in range(MAX_STEPS):
         slow = int(seconds.argmax())
         if seconds[slow] <= enough or not of(slow).size:
@@ -154,7 +162,7 @@ def exchange(batch: DocumentBatch, pieces: Pieces, found: Prediction) -> Pieces:
 
 
 def _fastest(seconds: Floats) -> Iterator[int]:
-    """Yield the fastest rank, then a few of the fastest, which are rarely needed."""
+    """Yield the fastest rank, then a few of the next fastest, which are rarely needed."""
     yield int(seconds.argmin())
     peers = min(MAX_PEERS_PER_STEP, seconds.size)
     yield from seconds.argpartition(peers - 1)[:peers].tolist()
@@ -168,10 +176,10 @@ def _some(documents: Ints) -> Ints:
 def _step(
     ones: Ints, twos: Ints, weight: Floats, taken: Floats, gap: float, room: tuple[float, float]
 ) -> tuple[int, int] | None:
-    """Return a document of the slower rank and one of the faster to swap; −1 stands for none.
+    """Return the document of the slower rank and the document of the faster rank to swap.
 
-    Their seconds differ by as close to half of `gap` as possible. Returns None if no swap with room
-    on both ranks reduces the gap.
+    −1 stands for no document. The seconds of the two documents differ by as close to half of `gap`
+    as possible. Return None if no swap for which both ranks have room reduces the gap.
     """
     twos = np.append(twos, -1)
     values, sizes = weight[twos], taken[twos]

@@ -27,8 +27,8 @@ class MicroBatch:
         seconds: (ranks,) predicted seconds of a forward and a backward pass.
         tokens: (ranks,) tokens that each rank holds.
         bytes: (ranks,) bytes sent in the forward and backward passes of all layers.
-        offload: (ranks,) the share of its activations that each rank copies to host memory to make
-            room for its tokens: the ratio to pass to `seqpar.offload`.
+        offload: (ranks,) the fraction of its activations that each rank copies to host memory to
+            make room for its tokens: the ratio to pass to `seqpar.offload`.
     """
 
     documents: Ints
@@ -46,7 +46,6 @@ class MicroBatch:
 
     @classmethod
     def empty(cls, ranks: int) -> MicroBatch:
-        """Return a micro-batch without documents."""
         none, zeros = np.zeros(0, np.int64), np.zeros(ranks)
         cut = Spans.of(ranks, none, none, none, none)
         return cls(none, none, cut, zeros, zeros.astype(np.int64), zeros, zeros)
@@ -66,10 +65,9 @@ class MicroBatch:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> MicroBatch:
-        """Return the micro-batch that `as_dict` returned as these values.
+        """Return the micro-batch from which `as_dict` made these values.
 
-        Raise a KeyError if a field is missing, and a ValueError that names the field if one is
-        wrong.
+        Raise a KeyError if a field is missing, and a ValueError that names a wrong field.
         """
         fields: dict[str, Any] = {}
         for name in (*_INTS, *_FLOATS, "cut"):

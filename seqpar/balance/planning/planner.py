@@ -38,7 +38,8 @@ from seqpar.costs.model import Model
 from seqpar.layout.cuts.cut import Spans
 from seqpar.layout.handle import LayoutCut
 
-# Methods that place pieces. Zigzag is not one of them, since it cuts every document.
+# Methods that return pieces. Zigzag is not among them: it cuts every document, so it would return
+# documents × ranks pieces.
 PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
     "zeppelin": zeppelin.place,
     "bytescale": greedy.bytescale,
@@ -50,11 +51,11 @@ PLACES: dict[str, Callable[[DocumentBatch], Pieces]] = {
 METHODS = (*PLACES, "zigzag")
 """The names of the methods, without "auto"."""
 
-# "auto" tries to cut documents with more than these shares of a rank's mean work. With 0 every rank
-# gets a part of each long document.
+# "auto" tries to cut documents with more than these fractions of a rank's mean work. With 0 every
+# rank gets a part of each long document.
 CUT_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
 # From this many documents × ranks on, "auto" tries less capacity only for plans that take more than
-# DONE_RATIO times the bound. Smaller plans take less time.
+# DONE_RATIO times the bound. For smaller plans, trying takes little time.
 MEDIUM_PRODUCT = 2**10
 # A plan is large from this many documents × ranks, or above these numbers of ranks and of
 # micro-batches. In a large plan "auto" refines only ByteScale's assignment, with fewer thresholds.
@@ -65,7 +66,7 @@ CUT_THRESHOLDS_WHEN_LARGE = (0.5, 0.125, 1.0)
 GOOD_RATIO = 1.01  # slowest rank / mean, at which a large plan tries nothing more
 MAX_REFINED = 2  # placements that local search improves, best first
 DONE_RATIO = 1.005  # slowest rank / mean, at which no further placement is refined
-MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks
+MAX_KARMARKAR_KARP_PRODUCT = 2**15  # documents × ranks, above which "auto" does not try it
 MAX_BATCHES = 2**20
 
 Tried = tuple[str, Pieces, Prediction]  # a method and its result
@@ -73,10 +74,10 @@ Tried = tuple[str, Pieces, Prediction]  # a method and its result
 
 class Placed(NamedTuple):
     method: str
-    order: Ints  # of the documents
+    order: Ints  # the documents, in the layout's order
     cut: LayoutCut
     found: Prediction
-    most: float  # the most tokens of capacity that any method gave a rank
+    most: float  # the most tokens of its capacity that any method filled on a rank
 
 
 @outside_graphs
@@ -93,9 +94,9 @@ def plan(
     micro_batches: int | None = None,
     heads: int = 1,
 ) -> Plan:
-    """Plan a step: which documents are computed together, and which rank holds which part of each.
+    """Plan a step: which documents are computed together, and which tokens each rank holds.
 
-    The strategy is yours; `seqpar.recommend` compares strategies by simulating whole steps, with
+    You choose the strategy; `seqpar.recommend` compares strategies by simulating whole steps, with
     this plan as one of the layouts.
 
     Args:
@@ -108,23 +109,23 @@ def plan(
         method: "zeppelin", "bytescale", "contiguous", "zigzag", "wlb", "karmarkar_karp" or
             "power_of_two"; "auto" takes the method with the least predicted seconds, and refines
             its result. It also tries less capacity, so that more capacity gives no slower step.
-        offload: the largest share of its activations that a rank may copy to host memory, from 0 to
-            1. Ranks then hold more tokens than their capacity, as far as compute hides the copies
-            (ByteScale), and each micro-batch has the ratio to pass to `seqpar.offload`. Must be 0
-            with contiguous packing and with `remap`.
+        offload: the largest fraction of its activations that a rank may copy to host memory, from 0
+            to 1. Ranks then hold more tokens than their capacity, as far as compute hides the
+            copies (ByteScale), and each micro-batch has the ratio to pass to `seqpar.offload`. Must
+            be 0 with contiguous packing and with `remap`.
         checkpointing: how activations are kept, as in `Costs.activation_bytes`. Activations that
             are recomputed are not copied.
         remap: whether linear modules run on a layout with equal numbers of tokens per rank
-            (`token_balanced`); `Layout.remap` moves tokens there and back in each layer. The plan
-            then balances only attention, and its seconds include the moves (Zeppelin). Must be
-            False with `heads` > 1.
+            (`token_balanced`); `Layout.remap` moves tokens to that layout and back in each layer.
+            The plan then balances only attention, and its seconds include the moves (Zeppelin).
+            Must be False with `heads` > 1.
         micro_batches: number of micro-batches, which then take about equally long, as the stages of
             a pipeline need (ByteScale's balance for pipelines). None: the fewest that hold the
             documents, or more if "auto" then predicts a faster step. Must be None with contiguous
             packing, which keeps the order of documents.
         heads: number of ranks of a node that share attention's heads. With more than 1 the plan is
             for `USPAttention` on a mesh of (ranks / heads, heads). Each row of the mesh is planned
-            as one rank, and the ranks of a row hold equal parts of its tokens.
+            as one rank, and the ranks of a row hold equal numbers of its tokens.
 
     Raise a ValueError that names the argument which is wrong, for example if a document exceeds the
     capacity of all ranks together.
@@ -142,19 +143,31 @@ def plan(
     if not 0 <= offload <= 1:
         raise ValueError(f"offload must be from 0 to 1, got {offload}")
     if offload and method == "contiguous":
-        raise ValueError("offload must be 0 with contiguous packing, which counts tokens alone")
+        raise ValueError(
+            f"offload must be 0 with contiguous packing, which counts tokens alone, got {offload}"
+        )
     if as_bool("remap", remap) and offload:
-        raise ValueError("offload must be 0 with remap, where most activations are on even ranks")
+        raise ValueError(
+            "offload must be 0 with remap, since most activations then belong to layers with equal "
+            f"numbers of tokens per rank, got {offload}"
+        )
     if remap and heads > 1:
-        raise ValueError("remap must be False with heads, which leave ranks of a row even")
+        raise ValueError(
+            f"remap must be False with heads={heads}, since the ranks of a row then hold equal "
+            "numbers of tokens"
+        )
     if micro_batches is not None:
         micro_batches = as_int("micro_batches", micro_batches, 1, MAX_BATCHES)
         if method == "contiguous":
-            raise ValueError("micro_batches must be None with contiguous packing: it keeps order")
+            raise ValueError(
+                "micro_batches must be None with contiguous packing, which keeps the documents' "
+                f"order, got {micro_batches}"
+            )
     kept, offloading = np.flatnonzero(lengths), None
     whole = DocumentBatch.of(lengths[kept], costs, capacity * heads, None, remap)
     if offload:
-        # A rank may hold one token more than others of its group, so the group leaves them unused.
+        # A rank may hold one token more than the other ranks of its group, so a group leaves up to
+        # heads − 1 tokens of its capacity unused.
         room = capacity * heads - (heads - 1)
         offloading = Offloading.of(costs, room, offload, checkpointing)
         offloaded = replace(whole, capacity=room, offloading=offloading)
@@ -206,15 +219,18 @@ class _Fastest:
     """The fastest way so far to divide documents between micro-batches and to place them."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Ints, Placed | None]] = []  # documents; None: there are none
+        # The documents of each micro-batch, and their placement; None if there are no documents.
+        self.parts: list[tuple[Ints, Placed | None]] = []
         self.seconds = np.inf
 
     def consider(self, division: _Division, method: str) -> float:
-        """Place the documents of each micro-batch; keep the result if it is the fastest.
+        """Place the documents of each micro-batch; keep the result if it is the fastest so far.
 
-        Return the most tokens that any method gave a rank, or infinity if not all were tried.
+        Return the most tokens that any method gave a rank, or infinity if not all micro-batches
+        were placed.
         """
-        # The seconds of micro-batches that are placed, and lower bounds on those of the others.
+        # The sum of the seconds of micro-batches that are placed and of the lower bounds of the
+        # micro-batches that are not.
         seconds, most = sum(division.bounds), 0.0
         found = list[tuple[Ints, Placed | None]]()
         for documents, batch, bound in zip(
@@ -233,7 +249,7 @@ class _Fastest:
 
 
 def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
-    """Return the plan of "auto".
+    """Find the plan of "auto".
 
     With less capacity, heuristics may find a faster plan. "auto" therefore also tries half of the
     capacity, a quarter, and so on, so that twice the capacity gives no slower plan.
@@ -247,8 +263,9 @@ def _fastest(whole: DocumentBatch, micro_batches: int | None) -> _Fastest:
         except ValueError:
             if before is None:
                 raise
-            return fastest  # so many micro-batches of half the capacity do not hold the documents
-        # Methods read the capacity only where a rank is full, so they would do the same again.
+            return fastest  # with half the capacity, `micro_batches` do not hold the documents
+        # Methods use the capacity only where a rank is full. If no rank was full, and documents are
+        # divided in the same way, the result would be the same again.
         if before is None or most > whole.capacity or not division.same_as(before):
             most = fastest.consider(division, "auto")
         for name in _others(whole) if division.is_large else ():
@@ -270,7 +287,10 @@ def _divided(whole: DocumentBatch, micro_batches: int | None) -> _Division:
 
 
 def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
-    """With offloading, `room` counts fewer tokens, so documents may fit better without it."""
+    """Return whether documents fit better without offloading.
+
+    With offloading, `room` is one token per rank smaller.
+    """
     if batch.lengths.max(initial=0) > batch.room:
         return False
     refused = not offloaded.room or bool((offloaded.held > offloaded.room).any())
@@ -280,7 +300,10 @@ def _takes_more(batch: DocumentBatch, offloaded: DocumentBatch) -> bool:
 
 
 def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
-    """`indices` are the documents' indices in the caller's lengths."""
+    """Raise a ValueError unless each document fits on all ranks together.
+
+    `indices` are the documents' indices in the caller's lengths.
+    """
     too_long = (batch.held > batch.room) | (batch.lengths > MAX_DOCUMENT_TOKENS)
     if not too_long.any():
         return
@@ -288,13 +311,16 @@ def _check_fits(batch: DocumentBatch, indices: Ints, ranks: int) -> None:
     stays = "" if batch.offloading is None else f", {batch.held[i]:.0f} of which stay on devices"
     most = min(batch.room, MAX_DOCUMENT_TOKENS)
     raise ValueError(
-        f"lengths: document {indices[i]} has {batch.lengths[i]} tokens{stays}, and all "
-        f"{ranks} ranks have capacity for {most}"
+        f"lengths: document {indices[i]} has {batch.lengths[i]} tokens{stays}, but must have at "
+        f"most {most}, the capacity of all {ranks} ranks"
     )
 
 
 def _best(batch: DocumentBatch, method: str, large: bool) -> Placed:
-    """ "auto" refines the best of several methods; in a `large` plan, of ByteScale's."""
+    """Place documents by a method. "auto" refines the best of several methods.
+
+    In a `large` plan, "auto" refines only the best of ByteScale's placements.
+    """
     order = np.arange(batch.lengths.size)
     if method == "zigzag":
         return Placed("zigzag", order, *baselines.zigzag(batch), 0.0)
@@ -328,12 +354,12 @@ def _best(batch: DocumentBatch, method: str, large: bool) -> Placed:
 
 
 def _others(batch: DocumentBatch) -> list[str]:
-    """Return the methods but ByteScale's that "auto" tries for these documents."""
+    """Return the methods other than ByteScale's that "auto" tries for these documents."""
     left_out = {"bytescale"}
     if batch.lengths.size * batch.ranks > MAX_KARMARKAR_KARP_PRODUCT:
         left_out.add("karmarkar_karp")
     if batch.offloading is not None:
-        left_out.add("contiguous")  # it counts tokens, also those that do not stay on devices
+        left_out.add("contiguous")  # it counts tokens, also those whose activations are offloaded
     return [name for name in METHODS if name not in left_out]
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMAT, VERSION = "seqpar.plan", 2
-MAX_RANKS_DRAWN, MAX_COLOURS = 64, 19  # at most; further documents are grey
+MAX_RANKS_DRAWN = 64
+MAX_COLOURS = 19  # documents that have a colour; further documents are grey
 _INK, _GREY, _LOCAL = "#222222", "#777777", "#d9d9d9"
 
 
@@ -33,9 +34,9 @@ class Plan:
         method: how documents were placed.
         ranks: number of ranks.
         capacity: tokens that a rank may hold.
-        bound: lower bound on the seconds of any plan, according to the predicted costs: the largest
-            of the ranks' mean work with nothing sent, the longest document over all ranks, and a
-            rank's minimum.
+        bound: lower bound on the seconds of any plan, according to the predicted costs. It is the
+            largest of three times: the mean work of the ranks with nothing sent, the longest
+            document over all ranks, and the least time of a rank.
         dropped: number of empty documents that were left out.
         remap: whether linear modules run on other layouts, which `token_balanced` returns.
         heads: number of ranks of a node that share attention's heads: the row length of
@@ -89,23 +90,25 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Return the plan that `to_json` wrote as this text.
+        """Return the plan from which `to_json` made this text.
 
-        Raise a ValueError if the text has another version, or names the field that is missing or
-        wrong.
+        Raise a ValueError if the text has another version, or one that names the missing or wrong
+        field.
         """
         try:
             values = json.loads(text)
         except (TypeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"text must be a plan's JSON: {error}") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError(f"text: format must be {FORMAT!r}: this is no plan")
+            raise ValueError(f"text must be a plan that to_json wrote, with format {FORMAT!r}")
         if values.get("version") != VERSION:
             found = shown(values.get("version"))
             raise ValueError(f"text: version must be {VERSION}, got {found}")
         try:
             if not isinstance(values["micro_batches"], list):
-                raise ValueError("micro_batches must be a list")
+                raise ValueError(
+                    f"micro_batches must be a list, got {shown(values['micro_batches'])}"
+                )
             batches = tuple(MicroBatch.from_dict(x) for x in values["micro_batches"])
             fields = {name: read(name, values[name]) for name, read in _FIELDS.items()}
             plan = cls(batches, **fields)
@@ -113,19 +116,21 @@ class Plan:
             for batch in batches:
                 batch.check(plan.ranks)
         except KeyError as error:
-            raise ValueError(f"text lacks field {error}") from None
+            raise ValueError(f"text must have the field {error}, as to_json writes it") from None
         except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise ValueError(f"text: {error}") from None
         if not same:
-            raise ValueError("text: digest must be that of the micro-batches, so one was changed")
+            raise ValueError(
+                "text: digest must be that of the micro-batches, so the text was changed or damaged"
+            )
         return plan
 
     def plot(self, path: str | Path) -> None:
         """Draw ranks × time into `path`, one colour per document. Requires matplotlib.
 
-        A rank's time is divided between its documents by their pairs and tokens. The longest have
-        colours, the others are grey. At most `MAX_RANKS_DRAWN` ranks are drawn. A dotted line is
-        the bound.
+        A rank's time is divided between its documents by their pairs and tokens. The `MAX_COLOURS`
+        longest documents have colours, the others are grey. At most `MAX_RANKS_DRAWN` ranks are
+        drawn. A dotted line is the bound.
         """
         path = as_path("path", path)
         from matplotlib.figure import Figure

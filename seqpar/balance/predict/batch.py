@@ -13,25 +13,30 @@ from seqpar.core.arguments import Ints
 from seqpar.costs.costs import Costs
 from seqpar.costs.grid import Floats, Tasks
 
-MIN_SHARE_TOKENS = 128  # per rank of a cut document: one tile of a kernel
+MIN_SHARE_TOKENS = 128  # least tokens of a cut document on a rank: one tile of a kernel
 WAYS = (False, True)  # forward, backward
-COMPUTE_BOUND_TOKENS = 2**20  # enough for FLOPs to take longer than reading the weights
+COMPUTE_BOUND_TOKENS = 2**20  # with so many, FLOPs take longer than reading the weights
 
 
 @dataclass(frozen=True)
 class Offloading:
     """Activations that wait in host memory for backward, so that ranks hold more tokens.
 
-    Ge et al., "ByteScale" (2025), section 4. A document of s tokens takes the fewest ranks of
-    capacity C, D(s) = ⌈[2·Act(s) + (1 − r)(l − 2)·Act(s)] / (l·Act(C))⌉, for the largest ratio r
-    whose copy hides under compute, T(s) ≥ r·Act(s)/min(B_d2h, B_h2d). Act and T are per layer, and
-    l is the number of layers.
+    Ge et al., "ByteScale" (2025), section 4. For a document of s tokens, r is the largest ratio
+    whose copy hides under compute. The document takes the fewest ranks of capacity C that hold what
+    stays:
 
-    `seqpar.offload(r)` around the model keeps that amount on the device: (1 − r)·l layers'
-    activations, and a share r of two more layers' activations on their way out or back.
+        T(s) ≥ r·Act(s)/min(B_d2h, B_h2d)
+        D(s) = ⌈[2·Act(s) + (1 − r)(l − 2)·Act(s)] / (l·Act(C))⌉
+
+    Act and T are per layer, and l is the number of layers.
+
+    `seqpar.offload(r)` around the model keeps that amount on the device: the activations of (1 −
+    r)·l layers, and a fraction r of the activations of two more layers, on their way to the host or
+    back.
     """
 
-    most: float  # largest share of a rank's activations, from 0 to 1
+    most: float  # largest fraction of a rank's activations to offload, from 0 to 1
     capacity: int  # tokens whose activations fit on a device
     layers: int  # number of the model's layers
     copy_seconds: float  # seconds to copy everything that a token's forward pass keeps, one way
@@ -44,18 +49,19 @@ class Offloading:
 
     @property
     def free(self) -> float:
-        """The share of activations that leaves the device if all are offloaded: (l − 2)/l."""
+        """The fraction of activations that leaves the device if all are offloaded: (l − 2)/l."""
         return max(self.layers - 2, 0) / self.layers
 
     def kept(self, tokens: Ints, forward: Floats) -> Floats:
-        """Return the shares of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
+        """Return the fractions of activations that stay on the device: [2 + (1 − r)(l − 2)]/l.
 
-        The ratios r, up to `most`, are those whose copies hide under forward, and so backward.
+        The ratios r, at most `most`, are the largest whose copies hide under forward. They then
+        hide under backward too, which takes longer.
         """
         return 1 - np.minimum(forward / (tokens * self.copy_seconds), self.most) * self.free
 
     def needed(self, tokens: Ints) -> Floats:
-        """Return the least ratios that let ranks hold `tokens` tokens, up to `most`."""
+        """Return the least ratios, at most `most`, that let ranks hold `tokens` tokens."""
         if not self.free:
             return np.zeros(tokens.shape)
         over = 1 - self.capacity / np.maximum(tokens, self.capacity)
@@ -93,7 +99,10 @@ class DocumentBatch:
 
     @cached_property
     def kept(self) -> Floats:
-        """(documents,) share of each one's activations that stays on devices while copies hide."""
+        """(documents,) the fraction of each document's activations that stays on devices.
+
+        As many activations are offloaded as compute can hide.
+        """
         if self.offloading is None:
             return np.ones(self.lengths.size)
         forward = self.attention[0] + self.token_seconds[0] * self.lengths
@@ -101,12 +110,15 @@ class DocumentBatch:
 
     @cached_property
     def held(self) -> Floats:
-        """(documents,) tokens of capacity that each document takes."""
+        """(documents,) the tokens of capacity that each document takes."""
         return self.lengths * self.kept
 
     @property
     def room(self) -> int:
-        """Tokens that documents may take; offloading leaves up to one per rank unused."""
+        """Tokens of capacity that documents may take on all ranks together.
+
+        Offloading leaves up to one token per rank unused.
+        """
         return (self.capacity - (self.offloading is not None)) * self.ranks
 
     @cached_property
@@ -117,7 +129,7 @@ class DocumentBatch:
 
     @cached_property
     def weights(self) -> Floats:
-        """(documents,) seconds that a whole document adds to a rank; methods balance these."""
+        """(documents,) seconds that each whole document adds to a rank; methods balance these."""
         return self.attention.sum(0) + self.linear * (not self.remap)
 
     @cached_property
@@ -132,19 +144,25 @@ class DocumentBatch:
 
     @cached_property
     def mean(self) -> float:
-        """Seconds that documents add to each rank if work could be cut anywhere."""
+        """Seconds that documents add to each rank if work could be cut anywhere.
+
+        With `remap`, these are seconds of attention only.
+        """
         return float(self.weights.sum()) / self.ranks
 
     @cached_property
     def ideal(self) -> float:
-        """Seconds of each rank if nothing were sent and work could be cut anywhere."""
+        """Seconds of each rank if nothing were sent and work could be cut anywhere.
+
+        Linear modules count, also with `remap`.
+        """
         return float(self.seconds.sum()) / self.ranks
 
     def lower_bound(self) -> float:
         """Return a lower bound on the seconds of any plan, according to the predicted costs.
 
-        It is the largest of three times: all work shared evenly, the longest document over all
-        ranks, and a rank with a single token; each without messages, and with one call per layer.
+        It is the largest of three times: the mean work of the ranks, the longest document over all
+        ranks, and a rank with a single token. All three have no messages, and one call per layer.
         """
         if not self.lengths.size:
             return 0.0
@@ -176,21 +194,24 @@ class DocumentBatch:
         return np.ceil(self.held / self.capacity).astype(np.int64)
 
     def ring_held(self, documents: Ints, sizes: Ints) -> Floats:
-        """Return the most tokens of capacity that documents take of each rank of their rings."""
+        """Return the most tokens of capacity that each document takes on a rank of its ring."""
         # A rank of a ring has two chunks, and each may have one token more than another chunk.
         tokens = -(-self.lengths[documents] // sizes) + 2 * (sizes > 1)
         return tokens * self.kept[documents]
 
     def shares_of(self, seconds: float) -> Ints:
-        """Return the ranks over which to cut each document, into parts of `seconds`."""
+        """Return over how many ranks to cut each document, in parts of about `seconds`.
+
+        The numbers are within `least_ranks` and `most_ranks`.
+        """
         wanted = np.minimum(np.ceil(self.weights / max(seconds, 1e-30)), self.most_ranks)
         return np.maximum(wanted.astype(np.int64), self.least_ranks)
 
     @cached_property
     def hidden_share(self) -> dict[str, float]:
-        """Tokens that each rank of a ring needs for its work to hide the messages, by link.
+        """By link, the tokens that each rank of a ring needs for its work to hide the messages.
 
-        It is infinite without softmax layers, and if messages and work do not overlap.
+        The number is infinite without softmax layers, and if messages and work do not overlap.
         """
         tokens = MIN_SHARE_TOKENS * 2.0 ** np.arange(0, 14, 0.125)
         work = self.costs.attention(Tasks.of(tokens, tokens, tokens**2))
@@ -215,7 +236,10 @@ class Pieces(NamedTuple):
 
     @classmethod
     def rings(cls, batch: DocumentBatch, documents: Ints, sizes: Ints, members: Ints) -> Pieces:
-        """Cut each document over a ring, and give its parts to the ring's members, in order."""
+        """Cut each document over a ring of `sizes` ranks.
+
+        `members` lists the ranks of one ring after those of another.
+        """
         if (sizes == 1).all():
             return cls(documents, members, np.zeros_like(documents), batch.lengths[documents])
         # Rank i of G gets chunks i and 2G − 1 − i of 2G, cut at ⌊cL/2G⌋ (Zeppelin, section 4.2).
@@ -239,7 +263,7 @@ class Pieces(NamedTuple):
         return Pieces(*(column[chosen] for column in self))
 
     def shares(self, ranks: int) -> tuple[Ints, Ints, Ints]:
-        """Return documents and ranks of all shares, ascending, and the share of each piece."""
+        """Return the documents and ranks of all shares, ascending, and the share of each piece."""
         found, share = np.unique(self.documents * ranks + self.ranks, return_inverse=True)
         documents, owners = np.divmod(found, ranks)
         return documents, owners, share

@@ -1,7 +1,8 @@
 """Predict the seconds, tokens and bytes of ranks that hold pieces of documents.
 
-Messages are those of `RingAttention`: a rank receives keys directly from their owners, hidden under
-the work on the same document. Only the rest is added, and the time of linear layers' states.
+Messages are those of `RingAttention`. A rank receives keys directly from the ranks that hold them,
+and work on the same document hides the time of these messages. Only time that work does not hide is
+added, and the time of messages with the states of linear layers.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class DocumentShares(NamedTuple):
 
     ranks: Ints  # the rank of each share
     sizes: Ints  # number of ranks that have a share of the document
-    beside: Ints  # how many of these ranks are in the rank's node, including itself
-    seen: KeyCounts  # other ranks' keys its queries attend to
-    sent: KeyCounts  # keys that the rank sends, each time counted
+    beside: Ints  # how many of these ranks are in the rank's node, including the rank
+    seen: KeyCounts  # number of other ranks' keys to which the share's queries attend
+    sent: KeyCounts  # number of keys that the rank sends; a key counts once for each receiver
     work: Floats  # (2, n) seconds of attention, forward and backward
 
 
@@ -62,22 +63,23 @@ def work_of(batch: DocumentBatch, pieces: Pieces) -> Floats:
     alone = np.stack([costs.span_work(starts, stops, way) for way in WAYS])
     if any(layer.kind != "softmax" for layer in costs.model.counts):
         return alone
-    # A piece takes at least its share of its document's seconds. Interpolation between a grid's
-    # points makes some spans seem cheaper.
+    # Interpolation between a grid's points predicts too little time for some spans. A piece takes
+    # at least the fraction of its document's seconds that it has of the document's pairs.
     length = batch.lengths[pieces.documents]
     share = causal_pairs(starts, stops) / causal_pairs(np.zeros_like(length), length)
     return np.maximum(alone, share * batch.attention[:, pieces.documents])
 
 
 def shares_of(batch: DocumentBatch, pieces: Pieces) -> DocumentShares:
-    """Sum pieces to shares of documents, and count the keys that each attends to and sends."""
+    """Sum pieces to shares of documents, and count the keys that each share needs and sends."""
     documents, ranks, share = pieces.shares(batch.ranks)
     sizes = np.bincount(documents, minlength=batch.lengths.size)[documents]
     node = documents * batch.costs.cluster.nodes + ranks // batch.costs.cluster.devices_per_node
     first = np.flatnonzero(np.diff(node, prepend=-1))  # it ascends, so equal nodes are adjacent
     count = np.diff(first, append=ranks.size)
     beside = np.repeat(count, count)
-    # Each other rank whose last query is after a piece receives it. Last queries are all different.
+    # A piece is sent to each other rank whose last query comes after it. No two ranks have the same
+    # last query.
     ends = share_ends(share, pieces, ranks.size)
     keys = np.sort(sort_keys(documents, ends))
     behind = np.searchsorted(keys, sort_keys(pieces.documents, np.full_like(share, 2**31)))
@@ -94,10 +96,10 @@ def keys_and_work(
     readers: Ints,
     reached: NDArray[np.bool_],
 ) -> tuple[KeyCounts, KeyCounts, Floats]:
-    """Return `seen`, `sent` and `work` of shares: piece i belongs to share `share[i]`.
+    """Return `seen`, `sent` and `work` of shares (`DocumentShares`).
 
-    The last query of share j is before position `ends[j]`. `readers[i]` ranks receive piece i, and
-    windows reach it if `reached[i]`.
+    Piece i belongs to share `share[i]`. The queries of share j end before position `ends[j]`. Piece
+    i is sent to `readers[i]` ranks, and windows reach it if `reached[i]`.
     """
 
     def total(values: Floats | Ints) -> Floats:
@@ -121,9 +123,10 @@ def share_ends(share: Ints, pieces: Pieces, count: int) -> Ints:
 def seconds_of(
     batch: DocumentBatch, shares: DocumentShares, tokens: Ints, local: Floats | None = None
 ) -> Prediction:
-    """Predict ranks that hold the shares and `tokens` (ranks,) in all.
+    """Predict ranks that hold these shares and, in all, `tokens` (ranks,) tokens.
 
-    `local` is (2, ranks) seconds of attention, forward and backward, in addition to the shares'.
+    `local` is (2, ranks) seconds of attention, forward and backward, in addition to those of the
+    shares.
     """
     costs, ranks, cut = batch.costs, tokens.size, shares.sizes > 1
     local = np.zeros((2, ranks)) if local is None else local
@@ -154,7 +157,10 @@ def seconds_of(
 def _messages(
     costs: Costs, shares: DocumentShares, backward: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """Return each share's bytes, and ranks' seconds of messages that work hides, and of others."""
+    """Return each share's bytes, and the seconds of messages of each rank.
+
+    The seconds, (ranks,) each, are of messages that work can hide, and of the others.
+    """
     row = float(costs.kv_bytes(1))
     moved = np.zeros(shares.ranks.size)
     keys, unhidden = np.zeros(costs.cluster.ranks), np.zeros(costs.cluster.ranks)
@@ -166,7 +172,7 @@ def _messages(
             continue
         out = shares.sent[layer.window] * row
         incoming = shares.seen[layer.window] * row
-        if backward:  # the gradients go the other way
+        if backward:  # gradients of received keys are sent back
             returned = costs.accumulator_itemsize / costs.itemsize
             out, incoming = out + returned * incoming, incoming + returned * out
         moved += count * out
@@ -178,7 +184,7 @@ def _messages(
 
 
 def _on_links(costs: Costs, shares: DocumentShares, sent: ArrayLike) -> Floats:
-    """Return the seconds of each share's messages, if it sends `sent` bytes.
+    """Return the seconds of each share's messages, if the share sends `sent` bytes.
 
     A rank sends one message to each other rank, for all of its documents.
     """

@@ -1,7 +1,7 @@
 """Plan for groups of ranks that share the heads of attention, each group as if it were one rank.
 
-Fang and Zhao, "USP" (2024). Heads are exchanged within a group of a node's ranks, and a ring runs
-between the groups, in which a rank sends its own heads only.
+Fang and Zhao, "USP" (2024). Heads are exchanged within a group of ranks of one node. A ring runs
+between the groups, in which a rank sends only the heads that it computes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SharedHeads(Costs):
             if count % heads:
                 raise ValueError(f"heads must divide {name}, {count}, got {heads}")
         if any(layer.kind == "linear" for layer in model.layers):
-            raise ValueError(f"heads must be 1 with linear layers, got {heads}")
+            raise ValueError(f"heads must be 1 for a model with linear layers, got {heads}")
         self.heads, self._alone = heads, Costs(cluster, model)
         share = min(1.0, cluster.nics / cluster.devices_per_node)  # of a NIC, if all devices send
         between = Link(cluster.between.latency, cluster.between.rate * (share or 1.0))
@@ -52,13 +52,16 @@ class SharedHeads(Costs):
         super().__init__(grouped, each)
 
     def tokenwise(self, tokens: ArrayLike, backward: bool = False) -> Floats:
-        """Return the seconds of linear modules on a part of the tokens, and of exchanging heads."""
+        """Return the seconds of linear modules and of exchanging heads, on each rank of a group."""
         part = np.asarray(tokens, np.float64) / self.heads
         exchange = self.exchange_bytes(tokens) / self.cluster.inside.rate
         return self._alone.tokenwise(part, backward) + exchange
 
     def kept_bytes(self, tokens: ArrayLike, checkpointing: str = "none") -> Floats:
-        """Return the bytes that each rank keeps of `tokens` tokens from forward to backward."""
+        """Return the bytes that each rank keeps from forward to backward.
+
+        Its group has `tokens` tokens.
+        """
         return self._alone.kept_bytes(tokens, checkpointing) / self.heads
 
     def exchange_bytes(self, tokens: ArrayLike) -> Floats:
@@ -74,7 +77,7 @@ def spread(
     found: Prediction,
     offloading: Offloading | None,
 ) -> tuple[LayoutCut, Prediction]:
-    """Return a cut with equal parts of a group's tokens on its ranks, and their prediction.
+    """Return a cut that spreads a group's tokens evenly over its ranks, and the ranks' prediction.
 
     Each rank offloads as `offloading` describes.
     """

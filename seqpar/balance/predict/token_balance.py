@@ -1,9 +1,9 @@
 """Give ranks equal numbers of tokens, for layers whose work depends only on the number of tokens.
 
 Zeppelin (2025), "Remapping", moves surplus tokens such that the rank that sends longest is done as
-early as possible: a linear program, min_M max_i Σ_j C_ij M_ij. A token has one price inside the
-node and another between nodes, so the program has a closed solution: a node's room goes to those of
-its ranks that would otherwise send longest.
+early as possible: a linear program, min_M max_i Σ_j C_ij M_ij. Sending a token has one price inside
+a node and another between nodes, so the program has a closed solution. Ranks with free places
+receive surplus tokens first from those ranks of their node that would otherwise send longest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from seqpar.layout.layout import Layout
 
 @outside_graphs
 def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
-    """Return the layout, fastest to move to, that has ⌊T/P⌋ or ⌈T/P⌉ tokens on each rank.
+    """Return the layout with ⌊T/P⌋ or ⌈T/P⌉ tokens on each rank to which moving is fastest.
 
     `layout.remap(x, to=token_balanced(layout, cluster), group)` then moves the fewest tokens
-    possible, and as large a part of them as possible inside nodes. A rank that sends tokens keeps
-    its first ones. `cluster` may be the name of a preset.
+    possible, and as many of them as possible inside nodes. A rank that sends tokens keeps its first
+    tokens. `cluster` may be the name of a preset.
 
     Raise a ValueError unless `layout` is a `Layout` with the cluster's number of ranks.
     """
@@ -37,7 +37,7 @@ def token_balanced(layout: Layout, cluster: Cluster | str) -> Layout:
         raise ValueError(f"cluster must have {wanted}, got one with {cluster.ranks}")
     tokens = np.array(layout.tokens_per_rank, np.int64)
     owners, counts = _owners(tokens, moves(tokens, cluster))
-    pieces = []  # each rank's spans, cut where tokens go to another rank
+    pieces = []  # each rank's spans, cut where the rank that receives tokens changes
     for holding, owner, count in zip(layout.geometry.holdings, owners, counts, strict=True):
         stops = np.cumsum(count)
         index, spans = holding.spans_in(stops - count, stops)
@@ -65,7 +65,7 @@ def moves(tokens: Ints, cluster: Cluster) -> Ints:
 
 
 def _inside(surplus: Ints, room: int, inside: float, between: float) -> Ints:
-    """Return how many tokens each rank of a node sends inside it, to `room` free places."""
+    """Return how many tokens each rank of a node sends to `room` free places inside the node."""
     # The seconds of a rank that sends a of s surplus tokens inside are inside·a + between·(s − a).
     # The longest time is least if all ranks above a level are brought down to that level.
     if surplus.sum() <= room:
@@ -93,7 +93,7 @@ def _fill(most: Ints, total: int) -> Ints:
 
 
 def _match(sent: Ints, room: Ints) -> Ints:
-    """Return (n, 3) sender, receiver and count; tokens and free places are matched in order."""
+    """Return (n, 3) sender, receiver and count. Tokens and free places are matched in order."""
     ends = np.cumsum(sent), np.cumsum(room)
     total = min(int(ends[0][-1]), int(ends[1][-1]))
     stops = np.unique(np.minimum(np.concatenate(ends), total))
@@ -114,10 +114,11 @@ def _owners(tokens: Ints, moved: Ints) -> tuple[list[Ints], list[Ints]]:
 
 
 def remapping(costs: Costs, tokens: Ints) -> tuple[Floats, Floats]:
-    """Return (ranks,) seconds and bytes sent of remapping all layers, in forward or in backward."""
-    # A rank with more of the `tokens` (ranks,) in attention than in linear modules receives
-    # attention's inputs and sends its results for the difference; others do the opposite. Gradients
-    # go the other way, so over both passes each rank sends half of all that is moved.
+    """Return (ranks,) seconds and bytes sent to remap all layers, in forward or in backward."""
+    # A rank may have more `tokens` (ranks,) in attention than in linear modules. For the difference
+    # it receives attention's inputs and sends attention's results. A rank with fewer tokens in
+    # attention does the opposite. Gradients are sent in the opposite direction, so over both passes
+    # each rank sends half of all that is moved.
     cluster, ranks = costs.cluster, tokens.size
     one, other, count = moves(tokens, cluster).T
     inside = one // cluster.devices_per_node == other // cluster.devices_per_node

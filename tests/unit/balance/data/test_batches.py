@@ -302,7 +302,7 @@ def test_a_foreign_state_is_refused_without_effect(change, said):
     assert batches.state_dict() == before
     with pytest.raises(ValueError, match="state must be a dict"):
         batches.load_state_dict(None)
-    with pytest.raises(ValueError, match="lacks epoch"):
+    with pytest.raises(ValueError, match="state must have 'epoch'"):
         batches.load_state_dict({name: before[name] for name in before if name != "epoch"})
 
 

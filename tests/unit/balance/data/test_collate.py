@@ -118,7 +118,7 @@ def test_each_steps_weight_counts_its_own_labels(workers):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (50, r"must be \(documents,\), since steps differ in their numbers of labels, got 50"),
+        (50, r"must be \(documents,\), one number of labels per document, got 50"),
         ([50], r"must be \(8,\), as lengths is, got \(1,\)"),
         ([-1] * 8, "must not be negative"),
         ("many", "must be a 1-D sequence of integers"),
@@ -190,10 +190,10 @@ def test_batches_read_what_collate_makes_of_their_plans():
 WRONG = [
     (lambda i: ids_of(i)[:-1], r"input_ids of document \d must be \(\d+,\) integers"),
     (lambda i: ids_of(i).float(), "input_ids of document"),
-    (lambda i: {"text": "x"}, "lacks input_ids"),
-    (lambda i: {"input_ids": ids_of(i), "layout": 3}, "has layout, which collate makes"),
+    (lambda i: {"text": "x"}, r"must have input_ids, got \['text'\]"),
+    (lambda i: {"input_ids": ids_of(i), "layout": 3}, "must not have layout, which collate makes"),
     (lambda i: {"input_ids": ids_of(i), "labels": ids_of(i)[1:]}, "labels of document"),
-    (lambda i: {"input_ids": ids_of(i), str(i): 3}, "differ in keys"),
+    (lambda i: {"input_ids": ids_of(i), str(i): 3}, "must give all documents the same keys"),
 ]
 
 

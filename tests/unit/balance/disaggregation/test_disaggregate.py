@@ -360,11 +360,11 @@ WRONG = {
         "kv_layout": Layout.contiguous([0, 3, 5], 2)
     },
     "tolerance must be at least 0, .* got -1.0": {"tolerance": -1},
-    "weights must be a number, or 2; got": {"weights": [1, 2, 3]},
+    "weights must be one number, or 2, got": {"weights": [1, 2, 3]},
     "weights must be finite, and not 0 for all servers": {"weights": 0},
     "weights must be finite": {"weights": [1, np.inf]},
     "weights must not be negative or NaN": {"weights": [1, np.nan]},
-    "memory must be a number, or 2": {"memory": "much"},
+    "memory must be one number, or 2": {"memory": "much"},
     "price must be at least 0, .* got -1.0": {"price": -1},
     "price must be at least 0, .* got inf": {"price": np.inf},
     "row_bytes must be RowBytes, got": {"row_bytes": (4, 1)},
