@@ -4,8 +4,9 @@
     outcome = simulate.play(programs, cluster)  # when each rank computes, sends and waits
     outcome = simulate.step("ring", layout, cluster, model)
 
-`recording/` turns code into programs, `playback/` plays programs on a cluster, `steps/` simulates
-training steps and `recommendations/` ranks them. Start with `recording/recording.py`.
+A *program* is the list of what one rank computes, sends and waits for. `recording/` turns code into
+programs, `playback/` plays programs on a cluster, `steps/` simulates training steps and
+`recommendations/` ranks ways to train. Start with `recording/recording.py`.
 """
 
 from seqpar.auto.choosing import Choice, choose

@@ -16,7 +16,7 @@ STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring", "disaggregated", "m
 
 
 class Candidate(NamedTuple):
-    """A strategy and, for "mesh" and "usp", its mesh: (rows, ranks per row)."""
+    """A strategy and, for "mesh" and "usp", the shape of its mesh: (rows, ranks per row)."""
 
     strategy: str
     mesh: tuple[int, int] | None = None
@@ -37,8 +37,8 @@ def candidates(
     """Return the candidates among these strategies, simplest first.
 
     A row of a USP mesh lies within a node: its length divides the node's devices or, on a single
-    node, all ranks. A "mesh" has rows at most about as long as its columns, because a query has at
-    least the bytes of a key.
+    node, the number of ranks. The rows of a "mesh" are at most about as long as its columns,
+    because a query has at least as many bytes as a key.
     """
     row = ranks if cluster.nodes == 1 else cluster.devices_per_node
     made = []

@@ -17,10 +17,10 @@ FILE = "validated.json"  # written by `benchmarks.simulate.validation`
 def error_of(cluster: Cluster) -> float:
     """Return the relative error of simulated seconds on a cluster, one standard deviation.
 
-    It is the root of the sum of two squares. One is the RMS error of simulated steps against
-    measured ones: on cores, or on links whose messages travel while devices compute. The other is
-    the RMS error of the cluster's own costs for measured calls that were not fitted. Presets have
-    no measurements, so their error leaves out whatever their data sheets leave out.
+    It is the root of the sum of two squares. The first is the RMS error of simulated steps against
+    measured steps: on cores, or on links whose messages are sent while devices compute. The second
+    is the RMS error of the cluster's costs for measured calls that the costs were not fitted to.
+    Presets have no measurements, so their error leaves out whatever their data sheets leave out.
     """
     steps = validated()["links" if cluster.overlaps else "cores"]
     return float(np.hypot(steps, _error_of_costs(cluster)))
@@ -28,7 +28,7 @@ def error_of(cluster: Cluster) -> float:
 
 @cache
 def validated() -> dict[str, float]:
-    """Return the RMS errors of simulated steps, by the place where they were measured."""
+    """Return the RMS errors of simulated steps, by the kind of machine that measured them."""
     return json.loads((files("seqpar.simulate") / FILE).read_text())
 
 
@@ -37,7 +37,7 @@ def _error_of_costs(cluster: Cluster) -> float:
     try:
         # Causal calls are measured too, but are not nodes of the grid.
         causal = [errors(cluster.device.attention, x) for x in samples if x["kind"] == "causal"]
-    except (KeyError, TypeError, ValueError) as error:  # of a file that was edited
+    except (KeyError, TypeError, ValueError) as error:  # the file was edited
         wrong = "cluster.measured has samples that are not a profile's"
         raise ValueError(f"{wrong}: {type(error).__name__}: {error}") from None
     return float(np.sqrt(np.mean(np.square(causal)))) if causal else 0.0

@@ -16,33 +16,38 @@ from seqpar.simulate.recording.program import Post, ShardExchange
 if TYPE_CHECKING:
     import simpy
 
-# Measured, per connection on Linux (tcp_wmem): a sender on gloo is done when the buffer holds the
-# rest of its message. Without this, the simulation of rings of four ranks with uneven halves was a
-# sixth too fast.
+# The size of the buffer of a connection on Linux (tcp_wmem), measured. A sender on gloo is done
+# when this buffer holds the rest of its message. Without the buffer, the simulation of rings of
+# four ranks with uneven halves was a sixth too fast.
 _SOCKET_BUFFER_BYTES = 2**22
 
 
 class Hardware:
     """The cores, ports and NICs of a cluster that run a number of ranks.
 
-    If messages travel while devices compute, each device has one port to the other devices of its
+    If messages are sent while devices compute, each device has one port to the other devices of its
     node. Each NIC of a node carries one message at full rate in each direction, and so does each
-    link of a torus; the uplinks of a leaf switch carry messages up to their joint rate. Otherwise
-    one core of the sender and one of the receiver are busy for the whole time of a message, latency
-    included, and the ranks of a node share its cores: the operating system moves threads to idle
-    cores. Each device has a link to its host's memory, which copies in both directions share.
+    link of a torus. The uplinks of a leaf switch carry messages up to the sum of their rates.
+
+    Otherwise one core of the sender and one core of the receiver are busy for the whole time of a
+    message, latency included. The ranks of a node share its cores: the operating system moves
+    threads to idle cores.
+
+    Each device has a link to its host's memory, which copies in both directions share.
 
     On cores, a message has no separate delay. On four ranks on two cores, messages took 20 to 28 ms
-    of a core per step, not the 14 ms that a fixed delay and idle cores predict: during computation
-    a message costs 0.4 ms more and is split further. Profiles therefore measure exchanges during
-    computation, by process time.
+    of a core per step, not the 14 ms that a fixed delay and idle cores predict. The reason is that
+    during computation a message costs 0.4 ms more and is split further. Profiles therefore measure
+    exchanges during computation, by process time.
     """
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
         self.cluster = cluster
         nodes = range(cluster.nodes)
         if ranks > cluster.ranks and (cluster.nodes > 1 or cluster.overlaps):
-            raise ValueError(f"programs must be of {cluster.ranks} ranks at most, got {ranks}")
+            raise ValueError(
+                f"programs must be at most {cluster.ranks}, one per device, got {ranks}"
+            )
         shared = ranks > cluster.ranks  # more ranks than cores
         self.nodes = [0 if shared else rank // cluster.devices_per_node for rank in range(ranks)]
         self._cores = [Resource(cluster.devices_per_node) for _ in nodes]
@@ -54,7 +59,7 @@ class Hardware:
         self._fabric_links: dict[Hashable, Resource] = {}
 
     def core(self, rank: int) -> Resource | None:
-        """Return the cores that a rank computes on; None if the rank does not share its device."""
+        """Return the cores that a rank computes on, or None if no other rank uses its device."""
         return None if self.cluster.overlaps else self._cores[self.nodes[rank]]
 
     def copying(self, rank: int, nbytes: int) -> tuple[float, list[Resource]]:
@@ -66,7 +71,7 @@ class Hardware:
     def way(
         self, source: int, target: int, nbytes: float, played_end: str = "both"
     ) -> tuple[float, float, list[Resource]]:
-        """Return a message's latency, its further seconds, and the resources it uses.
+        """Return a message's latency, the seconds of its bytes, and the resources it uses.
 
         With `played_end` "source" or "target", only the resources of that end are returned.
         """
@@ -82,12 +87,11 @@ class Hardware:
         if not self.cluster.overlaps:
             shared = through if a != b else []
             return 0.0, latency + nbytes / link.rate, [*shared, self._cores[a], self._cores[b]]
-        if played_end != "both":  # each end has a port or a NIC, and perhaps a leaf's uplinks
+        if played_end != "both":  # an end uses a port or a NIC, and perhaps the uplinks of a leaf
             through = through[0::2] if played_end == "source" else through[1::2]
         return latency, nbytes / link.rate, through
 
     def _between(self, source: int, target: int) -> list[Resource]:
-        """Return the links of the fabric on the way between two nodes."""
         fabric, nodes = self.cluster.fabric, (self.nodes[source], self.nodes[target])
         if isinstance(fabric, Torus):
             return [self._fabric_link(x, 1.0) for x in fabric.links(*nodes)]
@@ -101,7 +105,7 @@ class Hardware:
         return [self._fabric_link((way, x), uplinks) for way, x in zip("ud", leaves, strict=True)]
 
     def _leaf(self, fabric: FatTree, rank: int) -> tuple[int, int]:
-        """Return a rank's leaf switch: its group of nodes, and its rail."""
+        """Return the key of a rank's leaf switch: its group of nodes, and its rail."""
         return self.nodes[rank] // fabric.nodes_per_leaf, self.rail(rank)
 
     def rail(self, rank: int) -> int:
@@ -118,13 +122,13 @@ class Hardware:
 
 
 class Flight:
-    """One rank's exchange, from its post."""
+    """An exchange of one rank, from the time at which the rank posts it."""
 
     __slots__ = ("done", "following", "left", "messages", "post", "posted", "rank")
 
     def __init__(self, rank: int, post: Post, posted: float, done: simpy.Event) -> None:
         self.rank, self.post, self.posted, self.done = rank, post, posted, done
-        self.left = 0  # messages, or ranks, that it still waits for
+        self.left = 0  # how many messages, or ranks, the exchange still waits for
         self.messages: list[_Message] = []
         self.following: Flight | None = None
 
@@ -132,7 +136,7 @@ class Flight:
 class _Message:
     """A message and the exchanges that have posted one of its ends.
 
-    `played_end` is the end that is played: "source", "target" or "both".
+    `played_end` is the end whose rank is played: "source", "target" or "both".
     """
 
     __slots__ = ("begun", "ends", "nbytes", "played_end", "ready", "sender", "source", "target")
@@ -149,13 +153,13 @@ class Network:
     """All messages of a simulation.
 
     A message starts when both of its ends have begun their exchanges. It takes the link's latency,
-    then its bytes over the link's rate, or longer if others share the link.
+    then its bytes divided by the link's rate, or longer if other messages share the link.
 
     On gloo, two ranks have one connection in each direction. Messages of a rank to the same peer
-    travel one after another. So does the notice that the rank has posted a receive: it waits for
-    all that the rank is already writing to that peer. Two exchanges in opposite directions
-    therefore alternate, unless the receive was posted first. A sender is done when the connection's
-    buffer holds the remaining bytes.
+    are sent one after another. The notice that the rank has posted a receive is sent on the same
+    connection: it waits for all that the rank is already writing to that peer. Two exchanges in
+    opposite directions therefore alternate, unless the receive was posted first. A sender is done
+    when the connection's buffer holds the remaining bytes.
 
     A peer that is not played begins an exchange when its stand-in begins the exchange of the same
     number. The message then uses only the resources of the end that is played.
@@ -164,25 +168,28 @@ class Network:
     def __init__(
         self, env: simpy.Environment, hardware: Hardware, ordered: bool, stand_ins: Sequence[int]
     ) -> None:
-        """`stand_ins[rank]` is the rank that is played for `rank`, perhaps itself."""
+        """`stand_ins[rank]` is the rank that is played in place of `rank`, or `rank` itself."""
         self.shares = ActiveJobs(env)
         self._env, self._hardware, self._ordered = env, hardware, ordered
         self._stand_ins = dict(enumerate(stand_ins))
-        # By rank and number: exchanges that have begun, and messages that wait until one begins.
+        # By rank and number of the exchange: the exchanges that have begun, and the messages that
+        # wait until such an exchange begins.
         self._begun: set[tuple[int, int]] = set()
         self._until_begun: dict[tuple[int, int], list[_Message]] = {}
         self._last: dict[tuple[int, str], Flight] = {}  # by (rank, channel)
-        # By (source, target, channel): messages with one posted end; True if the sender posted it.
+        # By (source, target, channel): messages of which one end is posted; True if the sender has
+        # posted it.
         self._open: dict[tuple[int, int, str], deque[tuple[_Message, bool]]] = {}
-        # Gloo only, by (source, target): pending writes; the first one is being written.
+        # Gloo only, by (source, target): pending writes, of which the first is being written.
         self._writing: dict[tuple[int, int], deque[Callable[[], None]]] = {}
-        # By channel and rank: the exchanges of a `ShardExchange` that waits for more ranks.
+        # By channel and rank: the exchanges that are part of a `ShardExchange`, which begins when
+        # all of its ranks have posted one.
         self._gathering: dict[str, dict[int, Flight]] = {}
 
     def post(self, rank: int, post: Post) -> Flight:
         flight = Flight(rank, post, self._env.now, self._env.event())
         if isinstance(post, ShardExchange):
-            flight.left = 1  # until all ranks have begun
+            flight.left = 1  # the exchange waits until all of its ranks have begun
         else:
             for sending, messages in ((False, post.recvs), (True, post.sends)):
                 for peer, nbytes in messages:
@@ -200,7 +207,7 @@ class Network:
         return flight
 
     def _match(self, flight: Flight, rank: int, peer: int, nbytes: int, sending: bool) -> None:
-        """Find the posted other end of a message, or keep this end for it."""
+        """Find the end of a message that the peer has posted, or keep this end until then."""
         source, target = (rank, peer) if sending else (peer, rank)
         waiting = self._open.setdefault((source, target, flight.post.channel), deque())
         if waiting and waiting[0][1] != sending:
@@ -221,7 +228,6 @@ class Network:
     def _add_played_end(
         self, flight: Flight, peer: int, nbytes: int, sending: bool, stand_in: int
     ) -> None:
-        """Add a message with only this end played."""
         source, target = (flight.rank, peer) if sending else (peer, flight.rank)
         message = _Message(source, target, nbytes, "source" if sending else "target")
         message.ends.append(flight)
@@ -240,7 +246,7 @@ class Network:
         if isinstance(flight.post, ShardExchange):
             self._gather(flight, flight.post)
             return
-        receives = len(flight.post.recvs)  # which come first in `messages`
+        receives = len(flight.post.recvs)  # receives come first in `messages`
         is_empty = not flight.left
         for i, message in enumerate(flight.messages):
             if self._ordered or i >= receives:
@@ -251,7 +257,7 @@ class Network:
             self._end(flight)
 
     def _gather(self, flight: Flight, post: ShardExchange) -> None:
-        """Start an exchange of shards when the last of its ranks begins it."""
+        """Start an exchange of shards when the last of its ranks has begun it."""
         ranks = range(len(post.sends) + 1)
         flights = self._gathering.setdefault(post.channel, {})
         flights[flight.rank] = flight
@@ -288,10 +294,10 @@ class Network:
         receivers: list[int],
         nbytes: float,
     ) -> None:
-        """Send equal messages, which use the same links, from all senders to all receivers.
+        """Send messages of equal size from all senders to all receivers, over the same links.
 
-        `played` has the flights of ranks that are played: of all senders or none, and of all
-        receivers or none.
+        `played` has the flights of the ranks that are played. Either all senders are played or
+        none, and either all receivers or none.
         """
         flights = [played[rank] for rank in (*senders, *receivers) if rank in played]
         played_end = "both"
@@ -314,11 +320,11 @@ class Network:
 
     def _ready(self, message: _Message) -> None:
         message.begun += 1
-        if message.begun == 2:  # both ends
+        if message.begun == 2:  # both ends have begun
             self._set_out(message)
 
     def _write(self, source: int, target: int, write: Callable[[], None]) -> None:
-        """Start a write when all earlier writes to that peer have ended."""
+        """Start a write when all earlier writes of this rank to this peer have ended."""
         queue = self._writing.setdefault((source, target), deque())
         queue.append(write)
         if len(queue) == 1:

@@ -1,4 +1,4 @@
-"""The time of one rank's program without the programs of its peers: a prediction, and a bound."""
+"""Play one rank's program without the programs of its peers, for a prediction or a lower bound."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ def seconds_in_step(program: Program, rank: int, cluster: Cluster) -> float:
 
     This needs no other program, so it also answers for thousands of ranks. The exchanges of a
     communicator run one after another. An exchange takes the largest latency of its messages, then
-    the bytes of the busiest direction of the rank's two ports: the one inside its node, and its
-    share of the node's NICs. Waiting for slower ranks and contention between nodes are not
+    the bytes of the busiest direction of the rank's two ports: its port inside the node, and its
+    fraction of the node's NICs. Waiting for slower ranks and contention between nodes are not
     included. Raise a ValueError if the cluster's devices do not overlap messages with computation,
     or if the program serves requests.
     """
     if not cluster.overlaps:
-        raise ValueError(f"cluster {cluster.name}: its cores move messages themselves")
+        raise ValueError(
+            f"cluster must send messages while devices compute, got {cluster.name}, whose cores "
+            "send messages themselves"
+        )
     seconds = price(cluster.device, computes([program]))
     return _Clock(rank, cluster, seconds, is_bound=False).play(program, 0.0)
 
@@ -30,8 +33,9 @@ def least_seconds(programs: Mapping[int, Program], cluster: Cluster) -> float:
     """Return seconds that `play` takes at least if these are the programs of some of the ranks.
 
     Peers post their messages immediately, and no other rank uses the links. On gloo and on cores,
-    only computation counts, because the exchanges overlap and may be buffered. Programs that run
-    concurrently count if they post no messages. Raise a ValueError if a program serves requests.
+    only computation counts, because exchanges overlap there and may be buffered. Programs that run
+    concurrently with another program count if they post no messages. Raise a ValueError if a
+    program serves requests.
     """
     seconds = price(cluster.device, computes(programs.values()))
     return max(
@@ -50,7 +54,8 @@ class _Clock:
     ) -> None:
         self._node, self._cluster = rank // cluster.devices_per_node, cluster
         self._seconds, self._is_bound = seconds, is_bound
-        # NICs that this rank has to itself, or its share of those that all devices use.
+        # For a bound, the rank uses all NICs of its node alone. For a prediction, the node's
+        # devices use the NICs equally.
         self._nics = max(1, cluster.nics) / (1 if is_bound else cluster.devices_per_node)
         self._free: dict[str, float] = defaultdict(float)  # by channel
         self._ends: dict[int, float] = {}  # by the number of the exchange
@@ -70,7 +75,8 @@ class _Clock:
             elif isinstance(action, Copy):
                 now += float(self._cluster.host.seconds(action.nbytes))
             elif isinstance(action, Begin):
-                # The order of its exchanges and the outer program's is known only in a simulation.
+                # Only a simulation knows the order of its exchanges among those of the outer
+                # program.
                 has_posts = any(isinstance(x, Post) for x in action.program.each())
                 left_out = self._is_bound and has_posts
                 end = now if left_out else self.play(action.program, now)
@@ -78,7 +84,7 @@ class _Clock:
             elif isinstance(action, End):
                 now = max(now, self._programs[id(action.program)])
             else:
-                raise ValueError("program must not serve requests")
+                raise ValueError("program must not serve requests, as attention servers do")
         return now
 
     def _direction(self, messages: Sizes) -> float:

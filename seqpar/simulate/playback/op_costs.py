@@ -17,7 +17,7 @@ from seqpar.simulate.recording.program import (
     SoftmaxCompute,
 )
 
-# From all computations to the seconds of each, by its `id`.
+# A function from all computations to the seconds of each, by the computation's `id`.
 Pricing = Callable[[list[Compute]], Mapping[int, float]]
 
 
@@ -26,9 +26,9 @@ def computes(programs: Iterable[Program]) -> list[Compute]:
 
 
 def price(device: Device, calls: list[Compute]) -> dict[int, float]:
-    """Return the seconds of each computation, by its `id`.
+    """Return the seconds of each computation, by the computation's `id`.
 
-    Softmax attention is looked up in the device's measured grid, all calls of one kind together.
+    Softmax attention is looked up in the device's measured grid, all calls of one kind at once.
     """
     seconds: dict[int, float] = {}
     alike: dict[tuple[int, int, bool], list[Compute]] = defaultdict(list)

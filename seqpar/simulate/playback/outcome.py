@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """The largest part of the time: "compute", "imbalance" or "communication"."""
+        """What takes the most time: "compute", "imbalance" or "communication"."""
         busy = float(self.busy.max())
         mean = float(self.busy.mean())
         return limit_of(mean, busy - mean, self.seconds - busy)
@@ -79,7 +79,7 @@ class Outcome:
 
     @cached_property
     def trace(self) -> Trace:
-        """The whole step as a trace that begins at time 0, of the ranks that were played."""
+        """The trace of the whole step, from time 0, of the ranks that were played."""
         trace = Trace()
         trace.events = [*chain.from_iterable(self._events.values())]
         return trace

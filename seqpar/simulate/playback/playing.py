@@ -35,15 +35,15 @@ def play(
     Args:
         programs: one program per rank, in order, as `record` returns them. A cluster of cores that
             move messages themselves (`overlaps` is False) can run more ranks than it has cores.
-        cluster: the devices and their links, or the name of a preset. `Cluster` defines the place
-            of each rank.
+        cluster: the devices and their links, or the name of a preset. `Cluster` defines on which
+            device each rank runs.
         pricing: a function from the list of all `Compute`s to the seconds of each, by its `id`.
             None: the device's measured costs.
 
     A message starts when both ends have posted it. If the programs were recorded `ordered`, the
     exchanges of a communicator run one after another, as on NCCL. Otherwise only messages from one
-    rank to the same peer do, as on gloo. Jobs that share a link, a NIC or a core get equal shares
-    of it. Posting takes no time. Equal arguments give equal outcomes.
+    rank to the same peer do, as on gloo. Jobs that use the same link, NIC or core at the same time
+    get equal fractions of it. Posting takes no time. Equal arguments give equal outcomes.
 
     Raises:
         ValueError: if `pricing` omits a `Compute`; if there are more ranks than devices; if the two
@@ -56,7 +56,7 @@ def play(
     if not programs or not all(isinstance(x, Program) for x in programs):
         raise ValueError(f"programs must be one Program for each rank, got {shown(programs)}")
     if len({x.ordered for x in programs}) > 1:
-        raise ValueError("programs must all be ordered, or none of them")
+        raise ValueError("programs must all be recorded with the same ordered, got True and False")
     return play_with_stand_ins(dict(enumerate(programs)), range(len(programs)), cluster, pricing)
 
 
@@ -66,10 +66,10 @@ def play_with_stand_ins(
     cluster: Cluster,
     pricing: Pricing | None = None,
 ) -> Outcome:
-    """Play the programs of some ranks in place of all.
+    """Play the programs of some ranks in place of all ranks.
 
-    `stand_ins[rank]` is the rank whose program is played for `rank`: itself, if it has one. If not
-    all ranks have one, programs must be ordered, and `exchange_alike` must hold.
+    `stand_ins[rank]` is the rank whose program is played for `rank`: the rank itself, if it has a
+    program. If some ranks have none, programs must be ordered, and `exchange_alike` must hold.
     """
     calls = computes(programs.values())
     seconds = price(cluster.device, calls) if pricing is None else _checked(pricing, calls)
@@ -120,7 +120,7 @@ class _Run:
         ordered = all(x.ordered for x in programs.values())
         self._network = Network(self._env, hardware, ordered, stand_ins)
         self.events: dict[int, list[Event]] = {rank: [] for rank in programs}
-        self._waits: dict[int, Flight] = {}  # what each rank waits for, or last waited for
+        self._waits: dict[int, Flight] = {}  # the exchange that each rank waits for, or waited for
         ranks = {
             rank: self._env.process(self._rank(rank, program, {}))
             for rank, program in programs.items()
@@ -129,7 +129,9 @@ class _Run:
         stuck = {rank: self._waits[rank].post for rank, x in ranks.items() if x.is_alive}
         if stuck:
             reasons = [f"rank {rank} for {x.what!r}, step {x.step}" for rank, x in stuck.items()]
-            raise ValueError(f"programs: ranks wait for ever: {'; '.join(reasons[:8])}")
+            raise ValueError(
+                f"programs must not wait for each other forever: {'; '.join(reasons[:8])}"
+            )
 
     def _rank(
         self, rank: int, program: Program, flights: dict[int, Flight]
@@ -175,7 +177,7 @@ class _Run:
             yield from self._take(seconds, [core])
 
     def _take(self, seconds: float, through: list[Resource]) -> Generator[simpy.Event, None, None]:
-        """Use resources for `seconds`, or longer if others use them too."""
+        """Use resources for `seconds`, or longer if other jobs use them at the same time."""
         ended = self._env.event()
         self._network.shares.start(seconds, through, ended.succeed)
         yield ended

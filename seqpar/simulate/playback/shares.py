@@ -1,14 +1,17 @@
 """Divide resources among the jobs that use them at the same time.
 
 A job has an amount of work, in seconds of undisturbed progress, and resources: a core, the two ends
-of a link, NICs. A resource gives all of its jobs equal shares of its capacity, at most 1 each, and
-a job progresses at the smallest of its shares. The part of a share that a job cannot use is not
-given to others. A job that starts or ends therefore only changes the pace of jobs on the same
-resources. With max-min fairness, one ending job could change all 4,032 jobs of an all-to-all on 64
-ranks. The busiest port, which decides when a step ends, is shared exactly.
+of a link, NICs. A resource divides its capacity equally among its jobs; a job's *share* of a
+resource is at most 1. A job's *pace* is the smallest of its shares. If a job cannot use all of a
+share, because another resource is slower, no other job gets the rest.
+
+A job that starts or ends therefore changes only the paces of jobs on the same resources. With
+max-min fairness, which gives the rest to other jobs, one ending job could change all 4,032 jobs of
+an all-to-all on 64 ranks. The busiest port, which decides when a step ends, is shared exactly in
+both cases.
 
 Jobs with the same resources have the same pace, so they are one group with one timer. All messages
-from one node to another are such a group: on 8 nodes of 8 ranks, a message that starts or ends
+from one node to another are such a group. On 8 nodes of 8 ranks, a message that starts or ends
 changes the pace of at most 13 groups instead of 832 jobs.
 """
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 class Resource:
     """A resource that serves `capacity` jobs at full pace.
 
-    With more jobs, its total capacity drops to the fraction `shared`.
+    With more than `capacity` jobs, its total capacity drops to the fraction `shared`.
     """
 
     __slots__ = ("capacity", "groups", "load", "shared")
@@ -36,20 +39,19 @@ class Resource:
     def __init__(self, capacity: float = 1.0, shared: float = 1.0) -> None:
         self.capacity = capacity
         self.shared = shared
-        self.load = 0  # uses; a job that lists the resource twice counts twice
+        self.load = 0  # number of uses; a job that lists the resource twice counts twice
         self.groups: dict[JobGroup, None] = {}  # in order of arrival
 
     @property
     def share(self) -> float:
-        """The pace that it gives each of its jobs."""
         return 1.0 if self.load <= self.capacity else self.shared * self.capacity / self.load
 
 
 class JobGroup:
     """The jobs that use the same resources.
 
-    `progress` is the work that each job of the group has done since the group began. A job is in
-    `jobs` with the progress at which it ends.
+    `progress` is the work, in seconds, that each job of the group has done since the group began.
+    `jobs` has each job with the progress at which it ends.
     """
 
     __slots__ = ("jobs", "next_end", "pace", "progress", "resources", "since", "version")
@@ -60,7 +62,7 @@ class JobGroup:
         self.pace = self.progress = 0.0
         self.since = now  # the time at which the group had made `progress`
         self.next_end = inf  # the progress at which the timer rings
-        self.version = 0  # of the timer
+        self.version = 0  # counts timers, so that a replaced timer does nothing
 
     def progress_at(self, now: float) -> float:
         return self.progress + (now - self.since) * self.pace
@@ -70,7 +72,7 @@ class ActiveJobs:
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._groups: dict[tuple[Resource, ...], JobGroup] = {}
-        self._numbers = count()  # jobs that end together end in the order of their starts
+        self._numbers = count()  # jobs that end at the same time end in the order of their starts
         self._changed: dict[JobGroup, None] = {}  # groups whose timer may change at this time
 
     def start(
@@ -95,7 +97,7 @@ class ActiveJobs:
         self._change(resources)
 
     def _change(self, resources: Sequence[Resource]) -> None:
-        """Update all groups on these resources, after all changes at the current time."""
+        """Update the groups on these resources, after all changes at the current time."""
         if not self._changed and any(resource.groups for resource in resources):
             self._after(0.0, self._settle)
         for resource in resources:
@@ -120,7 +122,7 @@ class ActiveJobs:
             self._after(max(0.0, left) / pace, partial(self._end_next, group, group.version))
 
     def _end_next(self, group: JobGroup, version: int) -> None:
-        """End the jobs whose work is done, unless a later timer replaced this one."""
+        """End the jobs whose work is done, unless a later timer has replaced this timer."""
         if group.version != version:
             return
         group.progress, group.since = group.next_end, self._env.now

@@ -1,8 +1,9 @@
-"""Choose ranks that are simulated in place of others with the same work.
+"""Choose ranks that are simulated in place of other ranks with the same work.
 
-If all ranks of a group exchange with all others, the number of messages grows with the square of
-the ranks. If they also have the same work, only some nodes are recorded and played. Every other
-rank does what the rank at the same place in the nearest of these nodes does, at the same times.
+If all ranks of a group exchange with all other ranks, the number of messages grows with the square
+of the number of ranks. If all ranks also have the same work, only some nodes are recorded and
+played. Every rank of another node has a *stand-in*: the rank with the same index in the nearest
+played node. The rank does what its stand-in does, at the same times.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from seqpar.layout.geometry import Geometry
 from seqpar.simulate.recording.program import Post, Program
 
 MAX_RANKS_PLAYED_WHOLE = 128
-_MAX_RANKS_OF_FOUR_NODES = 4096  # of more ranks, two nodes are played
-_MIN_PLAYED_RANKS = 16  # with small nodes, more nodes are played
-_TOLERANCE = 0.02  # relative; see `has_even_work`
-# Softmax strategies, and transports of linear layers, whose ranks begin each exchange together. In
-# others, ranks wait for each other in turn, or have different work.
+_MAX_RANKS_OF_FOUR_NODES = 4096  # up to so many ranks, four nodes are played; then two
+_MIN_PLAYED_RANKS = 16  # if nodes are small, more nodes are played, to reach this number
+_TOLERANCE = 0.02  # fraction by which ranks may differ; see `has_even_work`
+# Softmax strategies, and transports of linear layers, whose ranks begin each exchange together.
+# With other strategies and transports, ranks wait for each other in turn, or have different work.
 _IN_STEP = ("ulysses", "ring", "all_gather", "usp", "mesh")
 
 
 def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Ints:
-    """Return (ranks,) each rank's stand-in: itself, unless a large group has even work.
+    """Return (ranks,) each rank's stand-in: the rank itself, unless a large group has even work.
 
-    `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played if
-    ranks of this strategy do not keep step, if there are few nodes or ranks do not fill them, if
-    cores move the messages, or if links between nodes also carry other nodes' messages: on a torus,
-    with rails, and below oversubscribed leaf switches.
+    `strategy` is a softmax strategy, or the transport of linear layers. All ranks are played in any
+    of these cases:
+
+    * Ranks of this strategy do not begin exchanges together.
+    * There are few nodes, or ranks do not fill them.
+    * Cores move the messages.
+    * Links between nodes also carry messages of other nodes: on a torus, with rails, and below
+      oversubscribed leaf switches.
     """
     ranks, per_node, fabric = geometry.ranks, cluster.devices_per_node, cluster.fabric
     nodes = ranks // per_node
@@ -51,8 +56,8 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
         or not has_even_work(geometry)
     ):
         return np.arange(ranks)
-    # The first node and the last one are among them: in zigzag they hold a document's ends and its
-    # middle.
+    # The first node and the last node are always played: in zigzag, they hold a document's ends and
+    # its middle.
     chosen = np.linspace(0, nodes - 1, played).round().astype(np.int64)
     node, place = np.divmod(np.arange(ranks), per_node)
     nearest = np.abs(node[:, None] - chosen).argmin(1)
@@ -60,10 +65,10 @@ def choose_stand_ins(strategy: str, geometry: Geometry, cluster: Cluster) -> Int
 
 
 def has_even_work(geometry: Geometry) -> bool:
-    """Return whether all ranks hold parts of the same documents, with the same causal work.
+    """Return whether all ranks hold tokens of the same documents, with the same causal work.
 
-    Documents with up to 2% of all tokens together may be on fewer ranks. Tokens, and (query, key)
-    pairs, of ranks may differ by up to 2%.
+    Some documents may be on fewer ranks if together they have at most 2% of all tokens. The ranks'
+    numbers of tokens, and of (query, key) pairs, may differ by up to 2%.
     """
 
     def build() -> bool:
@@ -82,10 +87,10 @@ def has_even_work(geometry: Geometry) -> bool:
 
 
 def exchange_alike(programs: Iterable[Program]) -> bool:
-    """Return whether programs post the same exchanges in the same order, but for peers and bytes.
+    """Return whether programs post the same exchanges in order, except for peers and bytes.
 
-    A message to or from a rank that is not played waits for its stand-in's exchange of the same
-    number.
+    This is required because a message to or from a rank that is not played waits for the exchange
+    of the same number of that rank's stand-in.
     """
     orders = {
         tuple((x.number, x.channel, x.what, x.step) for x in program.each() if isinstance(x, Post))

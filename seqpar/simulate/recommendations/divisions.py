@@ -1,6 +1,7 @@
 """Divide devices into data, pipeline, tensor and context ranks, and documents between them.
 
-Documents are divided into micro-batches, and a micro-batch is laid out over its context ranks.
+A *data group* is all devices that compute the same documents. Its documents are divided into
+micro-batches, and each micro-batch is laid out over a group of context ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from seqpar.simulate.steps.divided import DividedCosts, Parallelism, tensor_size
 from seqpar.simulate.steps.training_step import head_seconds
 
 LAYOUTS = ("zigzag", "contiguous")
-MAX_CONTEXT_RANKS = 2048  # in one group; larger ones make a search too slow
+MAX_CONTEXT_RANKS = 2048  # in one group; larger groups make a search too slow
 MAX_RANKS_AS_ONE = 128  # devices that are also tried as one group, with all strategies and servers
 _MICRO_BATCHES_PER_STAGE = (2, 4)
 Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-batch: documents
@@ -30,15 +31,16 @@ Batches = tuple[tuple[tuple[int, ...], ...], ...]  # by data group and micro-bat
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """One way to divide devices and documents."""
+    """A way to divide devices and documents."""
 
     divided: DividedCosts  # the costs on the divided cluster
     lengths: Ints = field(repr=False)  # (documents,) tokens of all documents
     batches: Batches = field(repr=False)  # micro-batches of similar work
-    # Of the data group with the most work:
-    shares: Floats = field(repr=False)  # (micro_batches,) work, relative to the largest one
-    largest: tuple[int, ...] = field(repr=False)  # the documents of the largest one
-    attending: float  # seconds of its attention and matrix products on one device, in all layers
+    # The next three fields describe the data group with the most work. Its largest micro-batch is
+    # the one with the most work.
+    shares: Floats = field(repr=False)  # (micro_batches,) work, divided by the largest's
+    largest: tuple[int, ...] = field(repr=False)  # the documents of the largest micro-batch
+    attending: float  # seconds of the largest's attention and products on one device, all layers
 
     @property
     def parallelism(self) -> Parallelism:
@@ -46,11 +48,14 @@ class Division:
 
     @property
     def least_seconds(self) -> float:
-        """A lower bound of a step: even work, and exchanges of tensors and parameters."""
+        """A lower bound on a step's seconds: even work, and exchanges of tensors and parameters."""
         return self.least_seconds_with(self.attending / self.parallelism.context)
 
     def least_seconds_with(self, micro_batch: float) -> float:
-        """Return the least seconds of a step whose largest micro-batch takes these at least."""
+        """Return the least seconds of a step.
+
+        Its largest micro-batch takes at least `micro_batch` seconds.
+        """
         costs = self.divided.context
         layers = costs.model.layers
         tokens = float(self.lengths[[*self.largest]].sum()) / self.parallelism.context
@@ -61,7 +66,7 @@ class Division:
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of the micro-batch that has most, which need not have most work."""
+        """The tokens of the micro-batch with the most tokens, which need not have the most work."""
         return max(int(self.lengths[[*x]].sum()) for micro in self.batches for x in micro)
 
     @property
@@ -73,18 +78,18 @@ class Division:
 def divisions(lengths: Ints, costs: Costs) -> Iterator[Division]:
     """Yield the ways to divide a cluster's devices.
 
-    Of up to 128 devices, one group for one batch is left out. Tensor ranks share a node and divide
-    the heads. Pipeline ranks divide the layers. A group of context ranks fills nodes or divides
-    them, and has at most 2,048 ranks. A data group has one micro-batch, or two or four for each
-    stage, or the fewest that fit into memory, with as little recomputation as possible; and at
-    least one document for each.
+    For up to 128 devices, the division with one group and one micro-batch is left out. Tensor ranks
+    are in one node and divide the heads. Pipeline ranks divide the layers. A group of context ranks
+    fills nodes or divides them, and has at most 2,048 ranks. A data group has one micro-batch, or
+    two or four for each stage, or the fewest that fit into memory with as little recomputation as
+    possible. Each micro-batch has at least one document.
     """
     devices, kept = costs.cluster.ranks, np.flatnonzero(lengths)
     layers = len(costs.model.layers)
 
     @cache
     def dealt(tensor: int, bins: int) -> list[tuple[float, Ints]]:
-        """Return micro-batches as (work, documents), most work first."""
+        """Return micro-batches as (work, documents), sorted by work, most first."""
         divided = DividedCosts(costs, Parallelism(tensor=tensor))
         latency = divided.tensor_seconds(0)
         sent = np.array([divided.tensor_seconds(x) - latency for x in lengths[kept].tolist()])
@@ -132,7 +137,10 @@ def _aligned(ranks: int, per_node: int) -> bool:
 
 
 def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -> list[int]:
-    """Return the numbers to try, at most `most`; none if the parameters alone do not fit."""
+    """Return the numbers to try, at most `most`.
+
+    If the parameters alone do not fit, return none.
+    """
     parallelism = divided.parallelism
     free = divided.costs.cluster.device.memory - divided.parameter_bytes()
     if free <= 0:
@@ -142,7 +150,7 @@ def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -
     counts = {1} if stages == 1 else {n * stages for n in _MICRO_BATCHES_PER_STAGE}
     for checkpointing in CHECKPOINTING:
         kept = divided.activation_bytes(per_device, checkpointing, stages)
-        fewest = int(np.ceil(1.1 * kept / free))  # with some room for temporary tensors
+        fewest = int(np.ceil(1.1 * kept / free))  # 10% more, for temporary tensors
         counts.add(fewest)
         if fewest <= most:
             break
@@ -150,7 +158,7 @@ def _numbers_of_micro_batches(divided: DividedCosts, lengths: Ints, most: int) -
 
 
 def _attending(lengths: Ints, costs: Costs) -> Floats:
-    """Return (documents,) the seconds of each one's attention and products on one device."""
+    """Return (documents,) seconds of each document's attention and products on one device."""
     starts = np.zeros(lengths.size)
     attention = sum(costs.span_work(starts, lengths, backward) for backward in (False, True))
     products = 3 * lengths * costs.model.flops_per_token / costs.cluster.device.reached_rate
@@ -182,9 +190,9 @@ class NamedLayout(NamedTuple):
 def layouts(
     lengths: Ints, costs: Costs, documents: Sequence[int] | None = None
 ) -> Iterator[NamedLayout]:
-    """Yield layouts over all ranks: zigzag, contiguous, and a plan's if it differs from both.
+    """Yield layouts over all ranks: zigzag, contiguous, and that of a plan if it differs from both.
 
-    They have all documents, or these, in order.
+    They have the documents with these indices, in this order, or by default all documents.
     """
     order = tuple(range(lengths.size) if documents is None else documents)
     edges = np.r_[0, np.cumsum(lengths[[*order]])]
@@ -199,7 +207,7 @@ def layouts(
 
 
 def planned(lengths: Ints, costs: Costs, documents: Sequence[int]) -> NamedLayout | None:
-    """Return the layout of `balance.plan` for these documents; None if there is none."""
+    """Return the layout of `balance.plan` for these documents; None if it refuses them."""
     cluster, lengths = costs.cluster, lengths[[*documents]]
     if cluster.ranks == 1:
         return None

@@ -1,4 +1,8 @@
-"""The predicted time and memory of one way to train."""
+"""Predict the time and memory of one way to train.
+
+A *manner* is how activations are kept for backward: in device memory, recomputed, or in host
+memory.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from seqpar.simulate.steps.training_step import Step, step
 
 
 def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return a way with the memory that it lacks at least, or None if it may fit.
+    """Return the way with the memory that it lacks, or None if it may fit.
 
-    Attention's temporary tensors, which only a simulation knows, are not counted.
+    Attention's temporary tensors are not counted, since only a simulation knows them.
     """
     least = min(_least_memory(way, costs, x) for x in _manners(way))
     if least <= costs.cluster.device.memory:
@@ -25,9 +29,9 @@ def too_large(way: Recommendation, costs: Costs) -> Recommendation | None:
 
 
 def predicted(way: Recommendation, costs: Costs) -> Recommendation:
-    """Return a way with its predictions, keeping activations in the fastest manner that fits.
+    """Return a way with its predictions, in the fastest manner that fits into memory.
 
-    If it is too large in each manner, the predictions are of the manner that needs least.
+    If no manner fits, the predictions are of the manner that needs the least memory.
     """
     fitting, least, capacity = [], np.inf, costs.cluster.device.memory
     manners = _manners(way)
@@ -88,10 +92,10 @@ def _parameter_bytes(way: Recommendation, costs: Costs) -> int:
 
 
 def _movable(way: Recommendation, costs: Costs, checkpointing: str) -> float:
-    """Return the bytes of activations that can be offloaded: of all layers but two.
+    """Return the bytes of activations that can be offloaded: those of all layers but two.
 
-    With checkpointing, the remaining activations are few or in use. With servers, host memory
-    already carries the tasks; with stages, several micro-batches are in use.
+    It is 0 in three cases. With checkpointing, the remaining activations are few or in use. With
+    servers, host memory already carries the tasks. With stages, several micro-batches are in use.
     """
     division, layers = way.division, len(costs.model.layers)
     has_stages = way.parallelism.pipeline > 1
@@ -141,16 +145,16 @@ def _stepped(
 
 
 def _longest(way: Recommendation, costs: Costs, memory: float) -> int:
-    """Return the tokens that fit: memory other than the parameters grows with them."""
+    """Return how many tokens fit, if memory other than that of the parameters grows with tokens."""
     fixed, division = _parameter_bytes(way, costs), way.division
     tokens = way.layout.tokens if division is None else int(division.lengths.sum())
     return int(tokens * max(0.0, costs.cluster.device.memory - fixed) / max(memory - fixed, 1.0))
 
 
 def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
-    """Return a way that fits by keeping activations in host memory; None if it still does not fit.
+    """Return the way with activations in host memory, or None if it still does not fit.
 
-    They are copied out during forward and back during backward.
+    Activations are copied out during forward and back during backward.
     """
     layers, movable = len(costs.model.layers), _movable(way, costs, way.checkpointing)
     short = way.memory - costs.cluster.device.memory
@@ -158,9 +162,10 @@ def _offloaded(way: Recommendation, costs: Costs) -> Recommendation | None:
         return None
     ratio = np.ceil(100 * short / movable) / 100  # rounded up to the printed digits
     memory = way.memory - ratio * movable
-    # `step` copies the same share in every layer, so the share is spread over all of them.
+    # `step` copies the same fraction in every layer, but two layers are not offloaded. The fraction
+    # is therefore spread over all layers.
     simulated = _stepped(way, costs, "none", float(ratio) * max(0, layers - 2) / layers)
-    longest = _longest(way, costs, way.memory - movable)  # with all of them in host memory
+    longest = _longest(way, costs, way.memory - movable)  # if all of `movable` is in host memory
     exposed = simulated.seconds - way.seconds
     limit = "communication" if exposed > way.seconds / 2 else way.limit
     return replace(simulated, offload=float(ratio), memory=memory, longest=longest, limit=limit)
@@ -171,6 +176,6 @@ def _limit(simulated: Step, has_stages: bool) -> str:
     layers = simulated.seconds - simulated.head - simulated.optimizer
     mean = float(busy.mean())
     idle = layers - float(busy.max())
-    if has_stages:  # which wait for each other more than for messages
+    if has_stages:  # stages wait for each other more than for messages
         return limit_of(mean, float(busy.max()) - mean + idle, 0.0)
     return limit_of(mean, float(busy.max()) - mean, idle)

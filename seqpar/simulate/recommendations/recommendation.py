@@ -27,7 +27,7 @@ COLUMNS = (
     *("strategy, layout", "seconds", "GB", "longest", "sent, GB", "keeping", "limit", "why not"),
 )
 NOT_SIMULATED = "not simulated: interrupted"
-_MAX_REASON_CHARACTERS = 80  # in the table; `why_not` has the whole reason
+_MAX_REASON_CHARACTERS = 80  # the table cuts reasons; `why_not` has the whole text
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,17 +48,17 @@ class Recommendation:
         device: the type of the devices, "cuda" or "cpu".
         documents: (documents,) indices into the given lengths, in the layout's order.
         checkpointing: "none", "attention" or "full".
-        offload: the share of activations that waits in host memory, for `seqpar.offload`.
+        offload: the fraction of activations that waits in host memory, for `seqpar.offload`.
         seconds: the time of a step; ∞ if it is impossible.
         excluded: whether the way was not simulated, because a lower bound of its time is above the
-            best step's. `seconds` is then this bound, and memory is unknown.
+            time of the best step. `seconds` is then this bound, and memory is unknown.
         error: the relative error of `seconds`, one standard deviation.
         memory: the bytes of the rank that needs most.
         longest: tokens of the longest batch that fits, with documents in the same proportions; 0 if
             the way was not simulated.
         bytes: the bytes sent by attention on the rank that sends most.
-        limit: the largest part of the time: "compute", "communication" or "imbalance"; "memory" if
-            the step does not fit.
+        limit: what takes the most time: "compute", "communication" or "imbalance"; "memory" if the
+            step does not fit.
         why_not: why another way is better, or why this one is impossible; None for the best.
         step: the simulated step.
         recurrence: the kind of linear layers; None if there are none.
@@ -169,7 +169,7 @@ class Recommendation:
         return [*lines, f"layout = {made}"]
 
     def _divided_lines(self, division: Division) -> list[str]:
-        """Lines for one device of a division; it has a mesh of all devices."""
+        """Return lines for one device of a division, which has a mesh of all devices."""
         data, pipeline, tensor, context = self.parallelism
         mesh = self.options.get("mesh") or (context,)
         names = ("rows", "columns") if len(mesh) == 2 else ("context",)
@@ -212,7 +212,7 @@ class Recommendation:
         return lines
 
     def _laid_out(self, documents: tuple[int, ...]) -> NamedLayout:
-        """Return the planned layout of a micro-batch, or the first of `layouts` if it has none."""
+        """Return the planned layout of a micro-batch; without a plan, the first of `layouts`."""
         assert self.division is not None
         batch = self.division.lengths, self.division.divided.context, documents
         return planned(*batch) or next(layouts(*batch))
@@ -269,7 +269,7 @@ class Recommendations(list[Recommendation]):
         return self.as_text()
 
     def as_text(self, ways: int | None = None) -> str:
-        """Return the table of the first `ways` to train, by default of all."""
+        """Return the table of the first `ways` ways to train, by default of all."""
         simulated = [x for x in self if x.why_not != NOT_SIMULATED]
         rows = [COLUMNS]
         for x in simulated[:ways]:

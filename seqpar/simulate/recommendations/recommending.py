@@ -44,14 +44,14 @@ def recommend(
     and the layout of `balance.plan`. By default all documents form one packed batch over all ranks.
     Parameters are sharded over all ranks and updated by Adam. Linear layers use the fastest
     transport for the layout. With attention servers, the remaining devices are trainers of whole
-    documents; the number of servers follows from attention's share of the work.
+    documents; the number of servers follows from the fraction of the work that is attention.
 
     With `parallelism="all"`, devices are also divided into data, pipeline, tensor and context
     ranks, as `Recommendation.parallelism` says, and documents into data groups and micro-batches of
     similar work. Attention of the micro-batch with most work is simulated on its context ranks;
-    formulas add the rest (`simulate.steps.divided`). Groups have at most 2,048 context ranks. Those
-    of more than 128 are tried with USP. A division is left out if its work takes longer than the
-    fastest step even when its context ranks share it evenly.
+    formulas add the rest (`simulate.steps.divided`). Groups have at most 2,048 context ranks.
+    Groups of more than 128 ranks are tried with USP. A division is left out if its work takes
+    longer than the fastest step even when its context ranks share it evenly.
 
     Before a way is simulated, one of its ranks is recorded, and then a few. If the computation or
     the messages of one of them take longer than the fastest step, the way is `excluded`: it is not
@@ -60,13 +60,15 @@ def recommend(
 
     If a step does not fit into a device's memory, activations are copied to the host or recomputed,
     whichever is faster and fits; trainers with servers recompute them. Ways that still do not fit
-    come last, with the missing memory in `why_not`, least first. They are not simulated if their
-    parameters and activations alone are too large; `memory` is then that of these.
+    come last. `why_not` says how much memory is missing, and ways that lack the least memory come
+    first among them. They are not simulated if their parameters and activations alone are too
+    large; `memory` is then the memory of parameters and activations.
 
     After 3 seconds, and then about every 10 seconds, the log gets a line with the number of
-    simulated ways and the fastest of them. Ctrl-C ends the simulations after the current way, or
-    the first one that fits: `partial` is then True, and ways that were not simulated come last. A
-    second Ctrl-C ends the current way too. If no simulated way fits, it is a KeyboardInterrupt.
+    simulated ways and the fastest of them. Ctrl-C ends the search after the current way if a
+    simulated way fits, otherwise after the first way that fits. `partial` is then True, and ways
+    that were not simulated come last. A second Ctrl-C ends the current way too. If no simulated way
+    fits, the second Ctrl-C raises a KeyboardInterrupt.
 
     Args:
         model: the model, or the name of a preset, such as "llama-8b".
@@ -84,7 +86,7 @@ def recommend(
     model, cluster = as_model(model), as_cluster(cluster)
     lengths, simulate_all = as_lengths("lengths", lengths), as_bool("simulate_all", simulate_all)
     if not lengths.sum():
-        raise ValueError("lengths must have a token")
+        raise ValueError(f"lengths must have at least one token in all, got {shown(lengths)}")
     if parallelism not in ("context", "all"):
         raise ValueError(f'parallelism must be "context" or "all", got {shown(parallelism)}')
     if parallelism == "all" and not cluster.overlaps:
@@ -95,7 +97,8 @@ def recommend(
     costs = Costs(cluster, model)
     divided = list(divisions(lengths, costs)) if parallelism == "all" else []
     as_one = parallelism == "context" or cluster.ranks <= MAX_RANKS_AS_ONE
-    # Among divisions, only the fastest counts. Otherwise, so do ways within the error.
+    # Among divisions, only the fastest way counts. Otherwise, ways within the error of the fastest
+    # count too.
     search = Search(costs, simulate_all, 1.0 if divided else 1.0 + error_of(cluster))
     search.run(ways_in_one_group(lengths, costs) if as_one else [], divided)
     ways = search.results()
@@ -114,8 +117,8 @@ def recommend(
 def _rank(x: Recommendation) -> tuple[bool, bool, bool, float, bool, float]:
     """Return the key by which ways are sorted.
 
-    The fastest are first. Of those that do not fit, these are the ones that were simulated, which
-    have a longest batch, and then those that lack least memory.
+    The fastest ways that fit come first. Among the ways that do not fit, simulated ways, which have
+    a longest batch, come before the others; then those that lack the least memory.
     """
     impossible = x.seconds == np.inf
     lacking = x.memory if impossible and not np.isnan(x.memory) else np.inf

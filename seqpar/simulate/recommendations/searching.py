@@ -22,24 +22,26 @@ from seqpar.simulate.recommendations.recommendation import NOT_SIMULATED, Recomm
 from seqpar.simulate.recommendations.ways import ways_of
 from seqpar.simulate.steps.training_step import least_step_seconds, least_trainer_seconds
 
-# If no way fits, the longest batch of one is simulated. Its tables need up to 65 bytes per token.
+# If no way fits, the way that lacks the least memory is simulated to find its longest batch, unless
+# it has more tokens than this. The tables of the simulation need up to 65 bytes per token.
 MAX_TOKENS_FOR_LONGEST = 2**22
 _log = logging.getLogger("seqpar")
 
 
 class Search:
-    """Simulates the ways to train, the one with the least lower bound first.
+    """Simulates the ways to train, the way with the least lower bound first.
 
-    A way's bound is tightened before it is simulated. The ways of a division are added when its
-    bound is the least. At first these are ways of few strategies. The fastest way's division gets
-    all others, too. The search ends when all bounds are above the fastest step. Ways whose
-    parameters and activations cannot fit are not simulated. If nothing fits, the one that lacks
-    least memory is, unless it has too many tokens.
+    A way's bound is tightened before the way is simulated. When the bound of a division is the
+    least, the division's ways with a few strategies are added. When all bounds are above the time
+    of the fastest step, the other strategies of the fastest way's division are added, and the
+    search ends when their bounds are above that time too. Ways whose parameters and activations
+    cannot fit are not simulated. If nothing fits, the way that lacks the least memory is simulated,
+    unless it has too many tokens.
 
     Attributes:
         ways: all ways so far.
-        simulated: by their numbers, those with predictions.
-        too_large: by their numbers, those that cannot fit.
+        simulated: the ways with predictions, by their indices in `ways`.
+        too_large: the ways that cannot fit, by their indices in `ways`.
     """
 
     def __init__(self, costs: Costs, simulate_all: bool, close: float) -> None:
@@ -56,9 +58,9 @@ class Search:
         self._completed: set[int] = set()  # divisions whose ways are all known, by id
 
     def run(self, ways: Iterable[Recommendation], divided: Iterable[Division]) -> None:
-        """Search until the best is known, or until an interrupt once a way fits.
+        """Search until the best way is known, or until an interrupt once a way fits.
 
-        Raise the KeyboardInterrupt if none fits.
+        Raise the KeyboardInterrupt if no way fits.
         """
         with stop_on_interrupt("recommend") as interrupted:
             self._add(ways)
@@ -148,7 +150,8 @@ class Search:
 def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
     """Yield seconds that a step of this way takes at least: quickly, then tighter; 0 if refused.
 
-    The first bound is from the one rank that probably computes longest, the second from a few.
+    The first bound is that of the one rank that probably computes longest, the second that of a few
+    such ranks.
     """
     if way.servers:
         yield least_trainer_seconds(way.layout, costs)
@@ -165,20 +168,21 @@ def lower_bounds(way: Recommendation, costs: Costs) -> Iterator[float]:
                     way.strategy, way.layout, context, ranks, **way.options
                 )
                 yield division.least_seconds_with(micro_batch)
-    except ValueError:  # simulating the way gives the reason
+    except ValueError:  # the simulation of the way will give the reason
         yield 0.0
 
 
 def _busy_ranks(layout: Layout) -> tuple[int, ...]:
-    """Return the ranks that probably compute longest: of most (query, key) pairs, or at the ends.
+    """Return the ranks that probably compute longest.
 
-    Strategies move either keys or queries, so that pairs of a rank's queries or of its keys count.
+    They have the most (query, key) pairs, or hold the ends of documents. Strategies send either
+    keys or queries, so pairs are counted by the rank of the query and by the rank of the key.
     """
     lengths = np.diff(layout.cu_seqlens)
     pairs_of_queries, pairs_of_keys = np.zeros(layout.ranks), np.zeros(layout.ranks)
     for rank in range(layout.ranks):
         documents, starts, stops = layout.geometry.holdings[rank].columns
-        pairs = (stops * stops - starts * starts) / 2  # causal, up to the diagonal
+        pairs = (stops * stops - starts * starts) / 2  # causal pairs, without the diagonal's half
         pairs_of_queries[rank] = pairs.sum()
         pairs_of_keys[rank] = ((stops - starts) * lengths[documents] - pairs).sum()
     most = int(pairs_of_queries.argmax()), int(pairs_of_keys.argmax())
@@ -189,9 +193,9 @@ def _busy_ranks(layout: Layout) -> tuple[int, ...]:
 def stop_on_interrupt(work: str) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether the user has interrupted `work` in this context.
 
-    The first Ctrl-C only logs a line, so the current step of the work can end. A second one raises
-    a KeyboardInterrupt. Outside the main thread, and if the program handles SIGINT itself, nothing
-    changes and the function returns False.
+    The first Ctrl-C only logs a line, so the current step of the work can end. A second Ctrl-C
+    raises a KeyboardInterrupt. Outside the main thread, and if the program handles SIGINT itself,
+    nothing changes and the function returns False.
     """
     interrupted = False
 

@@ -1,4 +1,4 @@
-"""The ways to train: strategies on the layouts of one group, of a division or with servers."""
+"""The ways to train: strategies on the layouts of one group or of a division, or with servers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from seqpar.simulate.steps.recorded_layers import ranks_alike
 from seqpar.simulate.steps.training_step import step
 from seqpar.strategies.recurrent import TRANSPORTS
 
-# The strategies that are tried with each division; others only with the best one.
+# The strategies that are tried with each division. Others are tried only with the best division.
 _FIRST_STRATEGIES = ("ulysses", "ring", "all_gather", "usp")
-# The limits of messages recorded in each direction, with more than 128 ranks. USP 64x8 has 4,608 if
-# all ranks are recorded, and USP 256x8 has 1,056 if few are. Of more, a search bounds too many.
+# With more than 128 ranks, a mesh is tried if at most this many messages are recorded in each
+# direction: if all ranks are recorded, or only a few. USP 64x8 has 4,608 messages if all ranks are
+# recorded, and USP 256x8 has 1,056 if a few are. More messages would make a search too slow.
 _MAX_MESSAGES, _MAX_MESSAGES_OF_FEW = 5000, 1500
 _MAX_TASKS_PER_CALL = 16
 _TASKS_PER_SERVER = 4
@@ -46,7 +47,7 @@ def ways_in_one_group(lengths: Ints, costs: Costs) -> Iterator[Recommendation]:
 
 
 def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[Recommendation]:
-    """Yield the ways of a division, by the strategies of most use or by all others.
+    """Yield the ways of a division, by the strategies that are most often best, or by all others.
 
     With more than 128 ranks only USP is tried, on meshes with few recorded messages.
     """
@@ -73,7 +74,7 @@ def ways_of(division: Division, costs: Costs, others: bool = False) -> Iterator[
 
 
 def _is_quick(candidate: Candidate, layout: Layout, costs: Costs) -> bool:
-    """Return whether few messages of a mesh are recorded."""
+    """Return whether few messages are recorded for a mesh."""
     strategy, mesh = candidate
     assert mesh is not None
     played = np.unique(choose_stand_ins(strategy, layout.geometry, costs.cluster)).size
@@ -121,7 +122,7 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
     """Return the fastest transport of linear layers on a layout; None if none is needed.
 
     It does not depend on the strategy of softmax layers. Transports that exceed the device's memory
-    come after all that fit.
+    come after all transports that fit.
     """
     linear = tuple(x for x in costs.model.layers if x.kind == "linear")[:1]
     if not linear or layout.ranks == 1:
@@ -138,10 +139,11 @@ def transport_of(layout: Layout, costs: Costs) -> str | None:
 
 
 def numbers_of_servers(lengths: Ints, costs: Costs) -> list[int]:
-    """Return the numbers of servers to try: softmax attention's share of the ranks, and half of it.
+    """Return the numbers of servers to try.
 
-    With two alternating nano-batches, trainers and servers are always busy if devices are divided
-    in proportion to softmax attention and all other work. Every trainer has a document.
+    They are softmax attention's fraction of the ranks, and half of that. With two alternating
+    nano-batches, trainers and servers are always busy if devices are divided in proportion to
+    softmax attention and all other work. Every trainer has a document.
     """
     ranks, model = costs.cluster.ranks, costs.model
     softmax = tuple(x for x in model.layers if x.kind != "linear")
@@ -172,7 +174,8 @@ def on_trainers(lengths: Ints, trainers: int) -> NamedLayout:
 def tasks_of(layout: Layout, servers: int) -> int:
     """Return the number of tasks per call on servers, about four for each server.
 
-    The tasks are even if the trainer with the most attention has its share of them.
+    With this number tasks are equally large if the trainer with the most attention has a
+    proportional number of them.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     work = [sum(lengths[x.document] ** 2 for x in layout.spans(r)) for r in range(layout.ranks)]

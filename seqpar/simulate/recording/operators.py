@@ -16,8 +16,8 @@ from seqpar.simulate.recording.program import Compute, Operators
 
 Arguments = tuple[object, ...]
 _aten = torch.ops.aten
-# A gather reads and writes the selected bytes. A scatter reads values, and reads and writes
-# targets.
+# A gather reads and writes the selected bytes. A scatter reads values, and reads and writes its
+# target at the selected indices.
 _GATHER = {_aten.index_select, _aten.index, _aten.gather, _aten.embedding}
 _SCATTER = {_aten.index_add_, _aten.index_copy_, _aten.index_put_, _aten.scatter_add_}
 # Fills write only their result; they do not read the tensor whose shape they copy.
@@ -32,7 +32,7 @@ _UNTOUCHED = {
 
 
 class Operations(dispatch_mode()):  # type: ignore[misc]
-    """Passes the cost of each operator run in this context to `add`.
+    """Passes the cost of each operator that runs in this context to `add`.
 
     The bytes of consecutive operators are summed until `flush`.
 
@@ -41,7 +41,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
     """
 
     def __init__(self, add: Callable[[Compute], None], counts: bool) -> None:
-        """Without `counts`, this context only replaces seqpar's operators by their code."""
+        """Without `counts`, this context only replaces operators of seqpar by their code."""
         super().__init__()
         self._add = add
         self._counts = counts
@@ -93,14 +93,14 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         tensors: list[Tensor],
         form: object,
     ) -> object:
-        """Run and count an operator, and keep what it did with arguments of this form."""
+        """Run and count an operator; remember its result and cost for arguments of this form."""
         result = operator(*args, **kwargs)
         inputs = [x for x in tensors if x.is_meta]
         if tensors and not inputs:
-            return result  # on host tensors, whose results are often kept for later calls
+            return result  # an operator on host tensors, whose results often serve later calls too
         results = [x for x in _tensors(result) if x.is_meta]
         memory = {memory_of(x) for x in inputs}
-        # Below autograd, a cast is a "view" operator that may or may not copy.
+        # Below autograd, a cast is a "view" operator, though it may copy.
         views = operator.is_view and memory.issuperset(map(memory_of, results))
         cost = None if views else operator_cost(operator, args, kwargs, result, inputs, results)
         if self._counts:
@@ -108,7 +108,8 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         self._count(cost)
         returned = None if views else _result_of(result, tensors)
         again: list[Tensor] = []
-        same = form == (operator, _form(args, again), _form(kwargs, again))  # not if `out` grew
+        # If the operator resized its `out`, the form of the arguments has changed.
+        same = form == (operator, _form(args, again), _form(kwargs, again))
         if same and len(inputs) == len(tensors) and (views or returned is not None):
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
@@ -131,7 +132,7 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
         self._bytes += cost.bytes
 
     def _hold(self, results: Iterable[Tensor], input_memory: Collection[int]) -> None:
-        """Track the memory of results, except views of the inputs."""
+        """Track the memory of results, except of results that are views of inputs."""
         for x in results:
             key = memory_of(x)
             if key in self._known or key in input_memory:
@@ -149,19 +150,20 @@ class Operations(dispatch_mode()):  # type: ignore[misc]
             self.peak = max(self.peak, self._held)
 
 
-# Torch derives the result of many operators on meta tensors in Python, in 0.1 to 1 ms. A recording
-# calls few operators with different arguments, so their results and costs are kept by operator and
-# form of the arguments. A result is a new tensor, the number of the input that is returned, or None
-# for views of inputs; a cost is None for views.
+# Torch derives the results of many operators on meta tensors in Python, in 0.1 to 1 ms. A recording
+# often calls the same operators with arguments of the same form, so results and costs are
+# remembered by operator and form of the arguments. A remembered result is the form of a new tensor,
+# or the index of the input that is returned, or None for a view of an input. The cost of a view is
+# None.
 _NewTensor = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _known: dict[object, tuple[_NewTensor | int | None, Operators | None]] = {}
 _MAX_KNOWN = 2**14
 
 
 def _form(x: object, tensors: list[Tensor]) -> object:
-    """Return an argument with the form of each tensor in its place; append tensors to `tensors`.
+    """Return an argument with each tensor replaced by its form; append its tensors to `tensors`.
 
-    A tensor that is used again has its number as form.
+    If a tensor occurs again, its form is its index in `tensors`.
     """
     if isinstance(x, Tensor):
         number = next((i for i, other in enumerate(tensors) if other is x), None)
@@ -171,7 +173,7 @@ def _form(x: object, tensors: list[Tensor]) -> object:
         return tuple([y if type(y) is int else _form(y, tensors) for y in x])
     if isinstance(x, dict):
         return tuple([(name, _form(y, tensors)) for name, y in x.items()])
-    return type(x), x  # 1 and 1.0 are equal
+    return type(x), x  # the type tells 1 from 1.0, which are equal
 
 
 def operator_cost(
@@ -193,13 +195,13 @@ def operator_cost(
         return Operators(0, 3 * sum(x.nbytes for x in values))
     if packet in _FILL:
         return Operators(0, sum(map(_nbytes, results)))
-    if packet is _aten.copy_:  # it does not read the tensor that it overwrites
+    if packet is _aten.copy_:  # a copy does not read the tensor that it overwrites
         return Operators(0, sum(map(_nbytes, inputs[1:])) + sum(map(_nbytes, results)))
     return Operators(0, 0 if packet in _UNTOUCHED else sum(map(_nbytes, (*inputs, *results))))
 
 
 def _result_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None:
-    """Return the form of a result, or the number of the input that it is; None if it is neither."""
+    """Return the form of a new tensor, the index of the returned input, or None for neither."""
     if type(result) is not Tensor or not result.is_meta:
         return None
     for number, x in enumerate(tensors):
@@ -214,7 +216,6 @@ def _result_of(result: object, tensors: list[Tensor]) -> _NewTensor | int | None
 
 
 def _tensors(x: object) -> list[Tensor]:
-    """Return the tensors in a value, also inside lists, tuples and dicts."""
     tensors: list[Tensor] = []
     _form(x, tensors)
     return tensors

@@ -14,7 +14,7 @@ Sizes = tuple[tuple[int, int], ...]  # (peer, bytes) of each message
 class SoftmaxCompute(NamedTuple):
     """One call of softmax attention on a number of query heads.
 
-    `head_dim` is the mean of the head dims of q·k and of v, rounded up.
+    `head_dim` is the mean, rounded up, of the head dim of q and k and the head dim of v.
     """
 
     tasks: Tasks
@@ -24,7 +24,10 @@ class SoftmaxCompute(NamedTuple):
 
 
 class LinearCompute(NamedTuple):
-    """A share of one pass of linear attention: tokens, KV heads, and head dims (D, Dv)."""
+    """A part of one forward or backward of linear attention.
+
+    It has a number of tokens and of KV heads, and head dims (D, Dv).
+    """
 
     share: float
     tokens: int
@@ -51,7 +54,7 @@ class Compute:
     """Work on the rank's device.
 
     Attributes:
-        work: the work itself.
+        work: what is computed.
         what, step, area: as in `seqpar.trace`; torch's operators are named "operators".
     """
 
@@ -82,11 +85,11 @@ class Post:
 
 @dataclass(slots=True)
 class ShardExchange(Post):
-    """A collective in which ranks 0, 1, … gather the shards of all of them, or reduce to shards.
+    """A collective in which ranks 0, 1, … gather the shards of all ranks, or reduce to shards.
 
-    It begins when all of these ranks have posted it. As in NCCL's rings, a shard enters each other
-    node once, on one NIC, and is passed on inside. Equal messages between two nodes are played
-    together, so P ranks cost about P messages per node instead of P².
+    It begins when all of these ranks have posted it. As in NCCL's rings, a shard is sent to each
+    other node once, to one NIC, and is passed on inside that node. Equal messages between two nodes
+    are played together, so P ranks cost about P messages per node instead of P².
 
     Attributes:
         sends, recvs: (peer, the bytes of a shard) for each other rank.
@@ -117,14 +120,16 @@ class Begin:
 
 @dataclass(slots=True)
 class End:
-    """The rank waits until that program has ended."""
+    """The rank waits until a program that it began has ended."""
 
     program: Program
 
 
 @dataclass(slots=True)
 class Serve:
-    """The rank runs programs in the order in which their exchanges, posted before, end.
+    """The rank runs programs in the order in which the exchanges that they wait for end.
+
+    These exchanges were posted before.
 
     Attributes:
         programs: by the number of the exchange.
@@ -163,6 +168,5 @@ class Program:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that the rank sends."""
         posts = (action for action in self.each() if isinstance(action, Post))
         return sum(nbytes for post in posts for _, nbytes in post.sends)

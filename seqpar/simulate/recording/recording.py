@@ -78,7 +78,7 @@ def record(
     ranks, ordered = as_ranks("ranks", ranks), as_bool("ordered", ordered)
     shape = (ranks,) if mesh is None else tuple(as_int("mesh", x, 1) for x in mesh)
     if torch.Size(shape).numel() != ranks:
-        raise ValueError(f"mesh must have {ranks} ranks, got {shape}")
+        raise ValueError(f"mesh must have {ranks} ranks in all, the argument ranks, got {shape}")
     chosen = range(ranks) if only is None else [as_int("only", x, 0, ranks - 1) for x in only]
     counts = as_bool("operators", operators)
     programs = []
@@ -91,7 +91,7 @@ def record(
 
 
 def recorded(step: Callable[[], object], recorder: ProgramRecorder) -> Program:
-    """Return what a step records; the modes and the backend of the caller do not matter."""
+    """Return the program that a step records, whatever modes and backend the caller has set."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -187,9 +187,10 @@ class RecordingComm(Comm):
     def start(self, sends: list[Message], recvs: list[Message], exchange: Exchange) -> Pending:
         label = exchange.label
         for _, x in (*sends, *recvs):
-            if not x.is_meta:  # the data of the other ranks would be missing
+            if not x.is_meta:  # no other rank runs, so there is no data to receive
                 raise ValueError(
-                    f"{label} sends a tensor on {x.device}; only meta tensors are recorded"
+                    f"step must send tensors on the meta device only, but {label} sends one on "
+                    f"{x.device}"
                 )
         sent, received = (tuple((peer, x.nbytes) for peer, x in part) for part in (sends, recvs))
         number = self._recorder.post(self._through, sent, received, label, exchange.step)

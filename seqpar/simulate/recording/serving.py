@@ -47,10 +47,10 @@ def record_served(
     submitted by `attn.begin` runs on servers while the trainer continues, until `attn.finish`; two
     nano-batches can alternate that way. No numbers are computed and no data is sent.
 
-    Task i of trainer t goes to server (t + i) mod `servers`, as with servers of equal speed. A
-    server runs the code of real servers. It takes tasks in order of arrival, one at a time, and
-    holds one task with its result; real servers may take several at once. On a cluster the
-    trainers are the first ranks and the servers the next ones. Each task and each result is one
+    Task i of trainer t is sent to server (t + i) mod `servers`, as with servers of equal speed. A
+    server runs the code of real servers. It computes tasks in order of arrival, one at a time, and
+    holds one task with its result; real servers may compute several at once. On a cluster the
+    trainers are the first ranks and the servers the next ranks. Each task and each result is one
     message.
 
     Args:
@@ -75,7 +75,7 @@ def record_served(
 
 
 class _Task(NamedTuple):
-    number: int  # among the tasks of its trainer
+    number: int  # the task's index among the tasks of its trainer
     trainer: int
     server: int
     request_bytes: int
@@ -113,13 +113,15 @@ class RecordedPool(ServerPool):
         if not isinstance(request, Request):
             raise ValueError(f"request must be a Request, got {shown(request)}")
         if not request.q.is_meta:
-            raise ValueError(f"q must be on the meta device, got {request.q.device}")
+            raise ValueError(
+                f"q must be on the meta device where tasks are recorded, got {request.q.device}"
+            )
         number, work = next(self._numbers), Program()
         server = (self.trainer + number) % self._servers
         trainer_peak = self._recorder.operations.peak
         with self._recorder.into(work):
             (result,) = compute([request], request.q.device)
-        self._recorder.operations.peak = trainer_peak  # the task's memory is the server's
+        self._recorder.operations.peak = trainer_peak  # the task uses memory of the server
         request_bytes, reply_bytes = request.nbytes, sum(x.nbytes for x in result)
         self._tasks.append(_Task(number, self.trainer, server, request_bytes, reply_bytes, work))
         if self._copies:
@@ -134,7 +136,7 @@ class RecordedPool(ServerPool):
         return _RecordedReply(self._recorder, actions, tuple(result))
 
     def dispatcher(self) -> NoReturn:
-        raise ValueError("pool only records tasks: it is not connected to servers")
+        raise ValueError("pool must be connected to servers, got one that only records tasks")
 
     def report(self) -> NoReturn:
         self.dispatcher()

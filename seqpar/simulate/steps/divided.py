@@ -1,12 +1,12 @@
 """Simulate a step on devices that are divided into data, pipeline, tensor and context ranks.
 
-Attention runs its strategy's code on one group of context ranks; all such groups do the same. The
-other exchanges have formulas:
+A *stage* is the layers of one pipeline rank. Attention runs its strategy's code on one group of
+context ranks; all such groups do the same. The other exchanges have formulas:
 
-* Tensor ranks share a layer's matrices and heads, and split the activations between them by tokens.
-  Each half of a layer gathers its input and reduces its result, in forward and in backward, and
-  nothing hides it (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-  Models", 2022, section 4.2.2).
+* Tensor ranks divide a layer's matrices and heads between them, and the activations by tokens. Each
+  half of a layer gathers its input and reduces its result, in forward and in backward, and no
+  computation hides these exchanges (Korthikanti et al., "Reducing Activation Recomputation in Large
+  Transformer Models", 2022, section 4.2.2).
 * Without pipeline ranks, parameters are sharded over all data and context ranks, as in FSDP. Each
   micro-batch gathers a layer's parameters twice and reduces its gradients once, while the layer
   computes.
@@ -34,23 +34,23 @@ from seqpar.layout.layout import Layout
 from seqpar.simulate.steps.pipeline import pipeline
 from seqpar.simulate.steps.training_step import Step, step
 
-_TENSOR_EXCHANGES = 8  # of a layer's activations: 2 gathered, 2 reduced, forward and backward
+_TENSOR_EXCHANGES = 8  # per layer: 2 gathers and 2 reductions in forward, as many in backward
 _RECOMPUTED_TENSOR_EXCHANGES = 4
 _SHARDING_PASSES = 3  # parameters gathered twice, gradients reduced once
 T = TypeVar("T")
-_BACKWARD_SHARE = 2 / 3  # of a stage's time; 1F1B's total depends only on the sum
+_BACKWARD_SHARE = 2 / 3  # of a stage's time; the total of 1F1B depends only on forward + backward
 
 
 class MicroBatches(NamedTuple):
     """The micro-batches that one data group computes in a step."""
 
-    layout: Layout  # of the largest micro-batch, on the context ranks
+    layout: Layout  # the layout of the largest micro-batch, on the context ranks
     shares: Floats  # (micro_batches,) the time of each, divided by the time of the largest
     most_tokens: int  # the tokens of the micro-batch with the most tokens, which decides memory
 
 
 class Parallelism(NamedTuple):
-    """How many ranks the devices are divided into in each dimension.
+    """The number of ranks in each dimension into which the devices are divided.
 
     Devices are numbered as in Megatron-LM: tensor ranks are next to each other, then come context,
     data and pipeline ranks.
@@ -63,7 +63,6 @@ class Parallelism(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
         return prod(self)
 
     def __str__(self) -> str:
@@ -82,14 +81,14 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
 
 @dataclass(frozen=True)
 class DividedCosts:
-    """The costs of a model on a cluster that is divided in this way."""
+    """The costs of a model on a cluster that is divided into ranks of several dimensions."""
 
-    costs: Costs  # of the model on the whole cluster
-    parallelism: Parallelism  # of all devices; context groups fill nodes, or divide them
+    costs: Costs  # the costs of the model on the whole cluster
+    parallelism: Parallelism  # the division of all devices; context groups fill or divide nodes
 
     @cached_property
     def context(self) -> Costs:
-        """The costs of one group of context ranks, each with its share of every layer's heads."""
+        """The costs of one group of context ranks, each with its fraction of a layer's heads."""
         cluster, (_, _, tensor, context) = self.costs.cluster, self.parallelism
         per_node = min(context, cluster.devices_per_node // tensor)
         part = per_node / cluster.devices_per_node
@@ -98,7 +97,7 @@ class DividedCosts:
 
     @property
     def sharding_ranks(self) -> int:
-        """The number of ranks that parameters, or Adam's state, are sharded over."""
+        """The number of ranks over which parameters, or Adam's state, are sharded."""
         return self.parallelism.data * self.parallelism.context
 
     def tensor_seconds(self, tokens: float, checkpointing: str = "none") -> float:
@@ -114,8 +113,8 @@ class DividedCosts:
     def sharded_seconds(self, parameters: float, passes: int) -> float:
         """Return the seconds to gather or reduce parameters, as NCCL's rings do.
 
-        Each passes over the ports inside a node, and once over the NICs into each other node.
-        `parameters` is the number on one tensor rank.
+        Each parameter is sent over the ports inside a node, and once over the NICs into each other
+        node. `parameters` is the number of parameters on one tensor rank.
         """
         cluster, ranks = self.costs.cluster, self.sharding_ranks
         nbytes = passes * parameters * self.costs.itemsize
@@ -133,14 +132,22 @@ class DividedCosts:
         return seconds
 
     def least_seconds(self, micro_batch: float, shares: Floats) -> float:
-        """Return a step's least seconds, however layers and head are divided into stages.
+        """Return the least seconds of a step, however layers and head are divided into stages.
 
-        The largest micro-batch takes `micro_batch` seconds in all layers and the head; each one
-        takes its share, (micro_batches,), of that time. With stages of w₁, w₂, … seconds for the
-        largest one, and shares of sum a and least b, a step takes at least a·wₛ + b·(w₁ + … + wₛ₋₁)
-        for each stage s: its own work, before and after which the first stages pass one
-        micro-batch. If no such time exceeds t, the sum of the stages is at most
-        t/b·(1 − (1 − b/a)^S). The largest micro-batch passes all stages in turn.
+        The largest micro-batch takes `micro_batch` seconds in all layers and the head. The time of
+        each micro-batch is its share, (micro_batches,), of that time. Let w₁, w₂, … be the seconds
+        of the largest micro-batch in each stage, a the sum of the shares and b the least share. For
+        each stage s, a step takes at least
+
+            a·wₛ + b·(w₁ + … + wₛ₋₁)
+
+        since stage s computes all micro-batches, and the stages before it compute one micro-batch
+        before stage s begins and after it ends. If none of these times exceeds t, the sum of the
+        stages is at most
+
+            t/b·(1 − (1 − b/a)^S)
+
+        A second bound is that the largest micro-batch is computed by all stages in turn.
         """
         total, least, most = float(shares.sum()), float(shares.min()), float(shares.max())
         part = 1 - (1 - least / total) ** self.parallelism.pipeline
@@ -149,9 +156,9 @@ class DividedCosts:
     def played(
         self, layers: list[float], head: float, shares: Floats, boundary_bytes: int
     ) -> float:
-        """Return a step's seconds, from those of the largest micro-batch.
+        """Return the seconds of a step, from the seconds of the largest micro-batch.
 
-        `layers` has each layer's seconds, forward and backward, and `head` those of its head.
+        `layers` has the seconds of each layer, forward and backward, and `head` those of the head.
         `shares` is as in `least_seconds`; stages send `boundary_bytes` of a micro-batch.
         """
         if self.parallelism.pipeline == 1:
@@ -167,7 +174,7 @@ class DividedCosts:
     def layer_seconds(
         self, attending: float, layer: Layer, tokens: float, checkpointing: str
     ) -> float:
-        """Return the seconds of a layer, from those of its attention and matrix products."""
+        """Return the seconds of a layer, from the seconds of its attention and matrix products."""
         seconds = attending + self.tensor_seconds(tokens, checkpointing)
         if self.parallelism.pipeline > 1 or self.sharding_ranks == 1:
             return seconds
@@ -180,7 +187,7 @@ class DividedCosts:
         return self._stage_costs.parameter_bytes(self.sharding_ranks, stage)
 
     def activation_bytes(self, tokens: float, checkpointing: str, micro_batches: int) -> float:
-        """Return the bytes of activations on a device of the first stage, which holds most."""
+        """Return the bytes of activations on a device of the first stage, which holds the most."""
         each, once = self.costs.activation_bytes_per_token(checkpointing)
         stages = self.parallelism.pipeline
         held = each * min(stages, micro_batches) / stages
@@ -188,17 +195,17 @@ class DividedCosts:
 
     @property
     def _stage_cluster(self) -> Cluster:
-        """One device for each stage."""
+        """A cluster with one device for each stage."""
         cluster, stages = self.costs.cluster, self.parallelism.pipeline
         per_stage = self.parallelism.devices // stages
-        per_node = max(1, cluster.devices_per_node // per_stage)  # stages of a node
+        per_node = max(1, cluster.devices_per_node // per_stage)  # stages in one node
         nics = cluster.nics / cluster.devices_per_node * per_node
         flat = replace(cluster, fabric=None)  # stages are far apart and send little
         return _with_nics(flat, nics, stages // per_node, per_node)
 
     @cached_property
     def _stage_costs(self) -> Costs:
-        """The largest stage; at most one of the embedding and the head is in a stage."""
+        """The costs of the largest stage. A stage has at most one of the embedding and the head."""
         model = self.context.model
         if self.parallelism.pipeline == 1:
             return self.context
@@ -208,7 +215,7 @@ class DividedCosts:
 
     @property
     def end_seconds(self) -> float:
-        """The seconds at the end of a step: Adam, and with stages also gradients and parameters."""
+        """Seconds at the end of a step: Adam, and with stages also gradients and parameters."""
         ranks = self.sharding_ranks
         update = self._stage_costs.optimizer_seconds(ranks)
         if self.parallelism.pipeline == 1 or ranks == 1:
@@ -221,7 +228,10 @@ class DividedCosts:
 
 
 def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Cluster:
-    """Return a part of a cluster; NICs are whole, and their rate makes up for the rounding."""
+    """Return a fraction of a cluster.
+
+    NICs are rounded to whole ones, and their rate corrects for that.
+    """
     if nodes == 1:
         return replace(cluster, nodes=1, devices_per_node=devices)
     whole = max(1, int(nics))
@@ -230,7 +240,7 @@ def _with_nics(cluster: Cluster, nics: float, nodes: int, devices: int) -> Clust
 
 
 def _tensor_share(model: Model, ranks: int) -> Model:
-    """Return the part of a model that one of a number of tensor ranks computes."""
+    """Return the fraction of a model that one of `ranks` tensor ranks computes."""
     layers = tuple(
         replace(x, ffn=-(-x.ffn // ranks), stored_ffn=-(-x.stored_ffn // ranks))
         for x in model.layers
@@ -259,14 +269,14 @@ def divided_step(
     mesh: tuple[int, int] | None = None,
     transport: str = "all_gather",
 ) -> Step:
-    """Simulate a step of a group of context ranks, and of all that share its pipeline.
+    """Simulate a step of a group of context ranks, and of all groups in its pipeline.
 
     Other arguments are as in `step`; stages do not offload.
 
     Returns:
-        A step whose `memory` and `bytes` are of one context group, and whose `seconds` are of all.
-        Ranks also wait for tensor ranks, parameters and other stages. With stages, `optimizer`
-        includes the exchange of gradients and parameters.
+        A step whose `memory` and `bytes` are of one context group, and whose `seconds` are of all
+        groups. Ranks also wait for tensor ranks, parameters and other stages. With stages,
+        `optimizer` includes the exchange of gradients and parameters.
     """
     layout, shares, most_tokens = micro_batches
     costs, context = divided.costs, divided.context

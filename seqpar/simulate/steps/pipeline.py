@@ -35,12 +35,13 @@ def pipeline(
     """Simulate one step of a pipeline: forward and backward of all micro-batches.
 
     The first `ranks / stages` ranks of the cluster are the first stage, and so on. A rank sends its
-    result of each micro-batch to the rank at the same place in the next stage, and gradients to the
-    previous stage. Messages overlap computation if they do so on the cluster, and share its links.
+    result of each micro-batch to the rank with the same index in the next stage, and gradients to
+    the rank with the same index in the previous stage. Messages overlap computation if they do so
+    on the cluster, and share its links.
 
     Args:
-        forward, backward: seconds of each micro-batch: (micro_batches,), the same in all stages,
-            or (stages, micro_batches).
+        forward, backward: seconds of each micro-batch: (micro_batches,), the same in all stages, or
+            (stages, micro_batches).
         cluster: the devices, or the name of a preset. `stages` must divide the number of ranks.
         nbytes: bytes that a rank sends for a micro-batch, and receives as gradients:
             (micro_batches,) or one number. A message of 0 bytes still takes the link's latency.
@@ -69,7 +70,10 @@ def pipeline(
     count = seconds[0].shape[1]
     sizes = _finite("nbytes", nbytes)
     if sizes.shape not in ((), (count,)):
-        raise ValueError(f"nbytes must be one number or {count}, got {sizes.shape}")
+        raise ValueError(
+            f"nbytes must be one number, or one for each of {count} micro-batches, got shape "
+            f"{sizes.shape}"
+        )
     sizes = np.broadcast_to(sizes, count)
     ranks_per_stage = cluster.ranks // stages
     prices: dict[int, float] = {}
@@ -116,7 +120,7 @@ def _by_stage(name: str, values: ArrayLike, stages: int) -> Floats:
 
 
 def _order(stage: int, stages: int, count: int, schedule: str) -> Iterator[tuple[int, int]]:
-    """Yield (pass, micro-batch) in the order in which a stage computes them."""
+    """Yield (forward or backward, micro-batch) in the order in which a stage computes them."""
     ahead = min(count, stages - stage - 1) if schedule == "1f1b" else count
     yield from ((0, i) for i in range(ahead))
     for i in range(ahead, count):

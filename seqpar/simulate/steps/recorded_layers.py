@@ -31,11 +31,11 @@ from seqpar.strategies.registry import make_attention
 
 
 class Products(NamedTuple):
-    """The weights of a layer, and the cost of its matrix products' backward."""
+    """The weights of a layer, and the cost of the backward of its matrix products."""
 
-    weights: float  # those that each token is multiplied with
-    stored: float  # all of them, of all experts
-    backward: int  # the number of forwards that backward costs
+    weights: float  # number of weights that each token is multiplied with
+    stored: float  # number of weights of all experts
+    backward: int  # the FLOPs of backward, divided by those of forward
 
     def flops(self, tokens: int) -> tuple[int, int]:
         """Return the FLOPs of forward and of backward for a number of tokens."""
@@ -49,15 +49,14 @@ class Attending:
 
     model: Model
     layer: Layer
-    dtype: torch.dtype  # of the operands
-    transport: str = "all_gather"  # of the layer's maps or states, if it is linear
+    dtype: torch.dtype  # the dtype of the operands
+    transport: str = "all_gather"  # how a linear layer's maps or states are sent
 
     @property
     def linear(self) -> bool:
         return self.layer.kind == "linear"
 
     def shapes(self, tokens: int) -> list[tuple[int, int, int]]:
-        """Return the shapes of q, k and v."""
         m, r = self.model, self.model.recurrence
         if self.linear:
             assert r is not None
@@ -116,7 +115,8 @@ def record_attention(
 
     def code(comm: Comm) -> None:
         tokens = layout.tokens_on(comm.rank)
-        # Not the module: global hooks, such as those of FlopCounterMode, would add operators.
+        # `forward` is called instead of the module, since global hooks of modules, such as those of
+        # FlopCounterMode, would add operators.
         attn: Any = attending.module(comm, candidate.strategy, **options).forward
         operands, call = attending.operands(tokens), attending.call(tokens)
         if recompute:
@@ -135,17 +135,17 @@ def record_attention(
     ]
 
 
-# Recordings are shared: ways to keep activations differ only outside attention, and all strategies
-# have the same linear layers.
+# Recordings are cached and shared. Ways that keep activations differently have the same attention,
+# and all strategies have the same linear layers.
 record_attention_once = lru_cache(maxsize=4)(record_attention)
 
 
 def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
-    """Return the length of runs of ranks whose programs are equal but for their peers.
+    """Return the number of consecutive ranks whose programs differ only in their peers.
 
-    Ranks that exchange heads compute the same tokens for different heads. Their programs are equal
-    if all ranks of a run hold the same number of tokens and heads. A run is all ranks of Ulysses,
-    or a row of USP's mesh.
+    Ranks that exchange heads compute the same tokens for different heads. Their programs are alike
+    if all of them hold the same number of tokens and heads. Such ranks, called a *run* here, are
+    all ranks of Ulysses, or a row of USP's mesh.
     """
     if candidate.strategy == "ulysses":
         length = layout.ranks
@@ -159,9 +159,10 @@ def ranks_alike(candidate: Candidate, layout: Layout, model: Model) -> int:
 
 
 def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
-    """Return the program of another rank of the recorded rank's run.
+    """Return the program of another rank in the run of the recorded rank.
 
-    Peers in the same run, and those at the same place in other runs, move by the same distance.
+    Peers in that run, and peers at the same index in other runs, are shifted by the distance of the
+    two ranks.
     """
     if rank == recorded:
         return program
@@ -170,7 +171,7 @@ def as_rank(program: Program, recorded: int, rank: int, length: int) -> Program:
         shift = rank - recorded
         return tuple(sorted((x - x % length + (x + shift) % length, n) for x, n in messages))
 
-    # The strategies whose ranks are alike run one program.
+    # The strategies whose ranks are alike begin no second program and serve none.
     assert not any(isinstance(x, Begin | Serve) for x in program.actions)
     actions = [
         replace(x, sends=moved(x.sends), recvs=moved(x.recvs)) if isinstance(x, Post) else x
@@ -188,7 +189,7 @@ def whole_documents(layout: Layout) -> list[list[int]]:
         for span in spans:
             if (span.start, span.stop) != (0, lengths[span.document]):
                 held = f"rank {rank} has {span.start} to {span.stop} of document {span.document}"
-                raise ValueError(f"layout must have whole documents with servers: {held}")
+                raise ValueError(f"layout must have whole documents with servers, but {held}")
         documents.append([span.document for span in spans])
     return documents
 
@@ -197,7 +198,7 @@ def nano_batches(layout: Layout) -> list[list[list[int]]]:
     """Return each trainer's documents in two nano-batches of similar length.
 
     A document is never cut, so a trainer with one document has one nano-batch, and a trainer
-    without documents none.
+    without documents has none.
     """
     lengths = np.diff(layout.cu_seqlens).astype(np.float64)
     batches = []
@@ -222,8 +223,8 @@ def record_layers(
 ) -> list[Program]:
     """Return the programs of trainers and servers for `count` equal, consecutive layers.
 
-    Servers take tasks in order of arrival. By task number, trainers with few tasks would delay
-    trainers with many. Trainers compute linear layers themselves. `copies` is as in
+    Servers compute tasks in order of arrival. In the order of task numbers, trainers with few tasks
+    would delay trainers with many. Trainers compute linear layers themselves. `copies` is as in
     `record_served`, and `options` are options of `DisaggregatedAttention` on a pool.
     """
     lengths = np.diff(layout.cu_seqlens)
@@ -264,7 +265,7 @@ def record_layers(
 
 
 class _Computed(torch.autograd.Function):
-    """A layer's matrix products, counted as FLOPs; its results are the next attention's q, k, v."""
+    """A layer's matrix products, counted as FLOPs. Its results are the next layer's q, k and v."""
 
     @staticmethod
     def forward(

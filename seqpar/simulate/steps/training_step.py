@@ -1,4 +1,4 @@
-"""Simulate a training step: attention runs its strategy's code, all other work costs its FLOPs."""
+"""Simulate a training step: attention runs its strategy's code, other work costs its FLOPs."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def step(
             layer's gradients, as DDP does, in two passes over the layer. "full": both are sharded
             over all ranks, as FSDP does; a layer's parameters are gathered twice, its gradients
             reduced once. Servers hold no parameters.
-        offload: the share, 0 to 1, of the tensors kept for backward that waits in host memory, as
-            with `seqpar.offload`. It is copied out during a layer's forward and back during its
+        offload: the fraction, 0 to 1, of the tensors kept for backward that waits in host memory,
+            as with `seqpar.offload`. It is copied out during a layer's forward and back during its
             backward. `memory` does not take it into account.
         optimizer: whether the step includes Adam's update of the rank's parameters, which takes its
             bytes over the memory bandwidth.
@@ -165,9 +165,7 @@ def step(
             raise ValueError('checkpointing must be "none" or "attention" with servers, got "full"')
     if ranks + servers > cluster.ranks:
         got = f"{ranks} and {servers} servers" if servers else str(ranks)
-        raise ValueError(
-            f"layout must be of the cluster's {cluster.ranks} ranks at most, got {got}"
-        )
+        raise ValueError(f"layout must have at most the cluster's {cluster.ranks} ranks, got {got}")
     costs = Costs(cluster, model)
     simulator = _LayerSimulator(
         costs, layout, Candidate(strategy, mesh), checkpointing, sharding, offload, servers, options
@@ -183,9 +181,9 @@ def step(
         one, sent_by_one = simulator.play(attending, products, 1)
         two = None
         if servers and count > 1 and not attending.linear:
-            # The next layer's nano-batches hide the end of a layer, so the end of the last layer
-            # counts once. Each further layer adds the time of the second, which is exact for equal
-            # layers.
+            # The end of a layer overlaps the nano-batches of the next layer, so only the end of the
+            # last layer adds time. Each further layer therefore adds as much as the second layer,
+            # which is exact for equal layers.
             two, _ = simulator.play(attending, products, 2)
         seconds += _all_layers(count, one.seconds, None if two is None else two.seconds)
         for activity in ACTIVITIES:
@@ -224,8 +222,8 @@ def least_step_seconds(
 ) -> float:
     """Return a lower bound of a step's seconds, from only these ranks or their stand-ins.
 
-    It holds for every checkpointing, sharding and offload, without servers. Ranks are recorded, not
-    played.
+    The bound holds for every checkpointing, sharding and offload, without servers. Ranks are
+    recorded, not played.
     """
     candidate = Candidate(strategy, mesh)
     simulator = _LayerSimulator(costs, layout, candidate, "none", "none", 0.0, 0, {})
@@ -238,7 +236,7 @@ def least_step_seconds(
 
 
 def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
-    """Return a lower bound of a step's seconds with servers: a trainer's matrix products."""
+    """Return a lower bound of a step's seconds with servers: the matrix products of a trainer."""
     tokens = max(layout.tokens_per_rank)
     kinds = _kinds_of_layers(costs, "none", "all_gather")
     flops = sum(count * sum(products.flops(tokens)) for _, products, count in kinds)
@@ -248,7 +246,6 @@ def least_trainer_seconds(layout: Layout, costs: Costs) -> float:
 def _kinds_of_layers(
     costs: Costs, checkpointing: str, transport: str
 ) -> Iterator[tuple[Attending, Products, int]]:
-    """Yield the attention and matrix products of each kind of layer, and their number."""
     model, dtype = costs.model, getattr(torch, costs.cluster.device.dtype)
     alike: dict[tuple[str, int | None], list[Layer]] = {}
     for layer in model.layers:
@@ -262,13 +259,17 @@ def _kinds_of_layers(
 
 
 def head_seconds(costs: Costs, tokens: float) -> float:
-    """Return the seconds of the model's head, forward and backward, on a rank with these tokens."""
+    """Return seconds of the model's head, forward and backward, on a rank with `tokens` tokens."""
     flops = 6 * tokens * costs.model.vocabulary * costs.model.hidden
     return flops / costs.cluster.device.reached_rate
 
 
 def _all_layers(count: int, one: _Amount, two: _Amount | None) -> _Amount:
-    """Extrapolate from one layer or, if two were played, from the time that the second adds."""
+    """Return the amount of `count` layers.
+
+    It is that of one layer times `count`. If two layers were played, each further layer adds what
+    the second layer adds.
+    """
     return count * one if two is None else one + (count - 1) * (two - one)
 
 
@@ -286,7 +287,7 @@ class _LayerSimulator:
     options: Mapping[str, Any]
 
     def play(self, attending: Attending, products: Products, count: int) -> tuple[Outcome, Ints]:
-        """Play consecutive layers; return their outcome and (ranks,) the bytes attention sends."""
+        """Play consecutive layers; return the outcome, and (ranks,) bytes that attention sends."""
         layout, cluster = self.layout, self.costs.cluster
         if self.servers:
             recorded = record_layers(
@@ -314,7 +315,6 @@ class _LayerSimulator:
     def _record_with_stand_ins(
         self, attending: Attending, products: Products
     ) -> tuple[Ints, dict[int, Program]]:
-        """Return each rank's stand-in, and the programs of all stand-ins."""
         stand_ins = self.stand_ins(attending)
         programs = self.record_each(attending, products, stand_ins)
         if len(programs) < stand_ins.size and not exchange_alike(programs.values()):

@@ -90,7 +90,7 @@ def test_a_fabric_is_read_from_files(tmp_path):
         ({"kind": "ring"}, "fabric.kind must be one of"),
         (["torus"], "fabric.kind must be one of"),
         ({"kind": "torus"}, "fabric: .*shape"),
-        ({"kind": "torus", "shape": [3]}, "fabric.shape must have the 4 nodes, got .3,"),
+        ({"kind": "torus", "shape": [3]}, "fabric.shape must have 4 nodes, .*got .3,"),
         ({"kind": "torus", "shape": [-4]}, "fabric.shape must be at least 1"),
         ({"kind": "fat_tree", "nodes_per_leaf": 0}, "fabric.nodes_per_leaf must be at least 1"),
         ({"kind": "fat_tree", "nodes_per_leaf": 2, "oversubscription": 0.5}, "at least 1, got 0.5"),

@@ -221,7 +221,7 @@ def test_a_scan_runs_beside_the_computation():
 
 def test_what_cannot_be_recorded_is_refused():
     layout = LAYOUTS["zigzag"]
-    with pytest.raises(ValueError, match="only meta tensors are recorded"):
+    with pytest.raises(ValueError, match="must send tensors on the meta device only"):
         simulate.record(lambda comm: comm.all_gather(torch.ones(2), label="digest"), 2)
     with pytest.raises(ValueError, match="mesh must have 4 ranks"):
         simulate.record(code("ring", layout), 4, mesh=(2, 3))

@@ -157,7 +157,7 @@ REFUSED = [
     (("ring", 5, CLUSTER, MODEL), {}, TypeError, "layout must be a Layout"),
     (("ring", LAYOUT, "1x4", MODEL), {}, ValueError, 'cluster: preset must be like "4x8-h100"'),
     (("ring", LAYOUT, CLUSTER, "llama"), {}, ValueError, "model: preset must be one of llama-3b"),
-    (("ring", Layout.zigzag(64, 8), CLUSTER, MODEL), {}, ValueError, "layout must be of"),
+    (("ring", Layout.zigzag(64, 8), CLUSTER, MODEL), {}, ValueError, "layout must have at most"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"checkpointing": "some"}, ValueError, "checkpointing"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"sharding": "some"}, ValueError, "sharding must be one"),
     (("ring", LAYOUT, CLUSTER, MODEL), {"offload": 1.5}, ValueError, "offload must be between"),
@@ -385,7 +385,7 @@ def test_an_interrupt_gives_the_best_way_yet(monkeypatch, caplog, times, simulat
     ("arguments", "error", "message"),
     [
         ((MODEL, CLUSTER, []), ValueError, "lengths"),
-        ((MODEL, CLUSTER, [0]), ValueError, "lengths must have a token"),
+        ((MODEL, CLUSTER, [0]), ValueError, "lengths must have at least one token"),
         ((MODEL, CLUSTER, [-1]), ValueError, "lengths"),
         ((None, CLUSTER, [5]), TypeError, "model must be a Model or the name of a preset"),
         ((MODEL, 4, [5]), TypeError, "cluster must be a Cluster or the name of a preset"),
