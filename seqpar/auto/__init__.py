@@ -1,4 +1,5 @@
-"""The strategy "auto": simulate the candidates, measure the close ones, and call the fastest.
+"""The strategy "auto": simulate the candidates, measure those that are close, call the fastest.
 
-Start with `choosing.py`, then `module.py`, which users call.
+A *candidate* is a strategy with the shape of its mesh. Start with `choosing.py`, then `module.py`,
+which users call.
 """

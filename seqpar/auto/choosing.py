@@ -23,7 +23,7 @@ from seqpar.simulate.playback.playing import play
 from seqpar.simulate.recording.program import Program
 from seqpar.simulate.recording.recording import record
 
-# Recording and playing more ranks takes longer than a program can wait.
+# Recording and playing more ranks would take longer than a program can wait.
 MAX_SIMULATED_RANKS = 128
 
 
@@ -33,8 +33,8 @@ class CandidatePrediction(NamedTuple):
     candidate: Candidate  # the strategy and its mesh
     seconds: float = torch.inf  # forward and backward, until the last rank ends; ∞: impossible
     sent_bytes: int = 0  # the bytes of the rank that sends most
-    limit: str = ""  # the largest part of the time: "compute", "imbalance" or "communication"
-    why_not: str = ""  # why another is better, or it is impossible; empty for the best
+    limit: str = ""  # what takes the most time: "compute", "imbalance" or "communication"
+    why_not: str = ""  # why another candidate is better, or this one impossible; "" for the best
     measured: float | None = None  # the seconds that the call took on the group's ranks
 
 
@@ -57,7 +57,7 @@ class SimulatedCall:
     ) -> list[Program]:
         """Return the call's programs with a candidate; `check` is called before each rank.
 
-        `ordered` and `only` are as in `record`.
+        `ordered` and `only` are as in `simulate.record`.
         """
         shape, layout = self.shape, self.layout
         kv_layout = self.options.get("kv_layout")
@@ -73,7 +73,8 @@ class SimulatedCall:
             q = empty(layout.tokens_on(comm.rank), shape.heads, shape.dim)
             keys = kv_layout.tokens_on(comm.rank)
             k, v = (empty(keys, shape.kv_heads, dim) for dim in (shape.dim, shape.value_dim))
-            # Not the module: global hooks, such as those of FlopCounterMode, would add operators.
+            # `forward` is called instead of the module, since global hooks of modules, such as
+            # those of FlopCounterMode, would add operators.
             attend: Callable[..., Any] = candidate.make(comm).forward
             out = attend(q, k, v, layout, **self.options)
             if self.backward:
@@ -87,8 +88,8 @@ class Choice:
     """The strategy chosen for a call, with the reasons; `str()` of it is a table.
 
     Attributes:
-        ranked: all predictions. Measured ones come first, by measured time; then the others, by
-            predicted time; impossible ones come last.
+        ranked: all predictions. Measured candidates come first, by measured time; then the others,
+            by predicted time; impossible candidates come last.
         cluster: the name of the simulated cluster.
     """
 
@@ -138,8 +139,8 @@ def choose(
     """Return the candidates ranked by the simulated time of a call on a cluster.
 
     Equal arguments give equal choices. No numbers are computed and no data is sent. On more than
-    128 devices, four ranks are recorded, which keep step with the others (`seconds_in_step`), and
-    candidates whose tensors exceed a device's memory are impossible.
+    128 devices, only four ranks are recorded, and their peers post messages when these ranks do
+    (`seconds_in_step`). Candidates whose tensors exceed a device's memory are then impossible.
 
     Args:
         cluster: the devices and their links, or the name of a preset.
@@ -186,7 +187,10 @@ def choose(
 
 
 def _observed(ranks: int, cluster: Cluster) -> tuple[int, ...] | None:
-    """Return the ranks to record: both ends, and a middle node's; None: all, if there are few."""
+    """Return the ranks to record: both ends, and those of a middle node.
+
+    None: all, if there are few.
+    """
     if ranks <= MAX_SIMULATED_RANKS:
         return None
     size = cluster.devices_per_node

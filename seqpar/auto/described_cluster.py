@@ -24,23 +24,24 @@ from seqpar.strategies.registry import make_attention
 
 MEASURE_SECONDS = 60.0  # the default limit for rank 0 to measure its machine
 _ACTIVITY = "rank 0 measures this machine"
-_MEASURING_SHARE = 0.8  # of the limit; afterwards no new round begins
+_MEASURING_SHARE = 0.8  # of the limit, after which no new round begins
 _MIN_SECONDS = 2.0  # enough to read a profile from the cache
 _STRATEGIES = ("ulysses", "ring", "all_gather", "token_ring")
 _RANKS = (2, 4, 8)
-_TOKENS_PER_RANK = 16  # few, so that only the number of launches counts
+_TOKENS_PER_RANK = 16  # few tokens, so that only the number of launches counts
 _MAX_ROUNDS = 12
 _MIN_ROUNDS = 4
-_MAX_SECONDS = 10.0  # for all strategies together; afterwards each has only _MIN_ROUNDS
+_MAX_SECONDS = 10.0  # for all strategies together; after it, each has only _MIN_ROUNDS
 _MIN_LAUNCH_SECONDS = 1e-9  # on a busy machine the fitted time may be negative
 _names = count()
 _log = logging.getLogger("seqpar")
 
 
 def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
-    """Return rank 0's `Cluster.here()` on all ranks; an error there is raised on all ranks.
+    """Return rank 0's `Cluster.here()` on all ranks; all ranks raise an error of rank 0.
 
-    After `seconds` it is `Cluster.assumed()`, with a warning. Others wait at the group's store.
+    If rank 0 takes longer than `seconds`, the result is `Cluster.assumed()`, with a warning. The
+    other ranks wait at the group's store.
     """
     hosts = sorted({*comm.all_gather_text(socket.gethostname(), label="hosts")})
     if len(hosts) > 1:
@@ -57,7 +58,10 @@ def cluster_of_rank_0(comm: Comm, seconds: float = MEASURE_SECONDS) -> Cluster:
     texts = comm.all_gather_text(json.dumps(own), label="cluster")
     description = json.loads(texts[0])
     if description["fault"]:
-        raise ValueError(f"cluster: rank 0 cannot describe its machine: {description['fault']}")
+        raise ValueError(
+            "cluster must be given, since rank 0 cannot describe its machine: "
+            f"{description['fault']}"
+        )
     return Cluster.from_text(description["cluster"])
 
 
@@ -80,9 +84,10 @@ def _here(seconds: float) -> Cluster:
 def operator_seconds() -> float:
     """Return the seconds of a core for one torch operator in a call, regardless of its size.
 
-    It is the slope of seconds over recorded operators, of strategies on tiny tensors, without
-    messages or attention, on several numbers of ranks. It includes views and the Python between
-    operators. That takes about a second, at most about ten.
+    It is the slope of the seconds of a call over its number of recorded operators. The calls are
+    those of strategies on tiny tensors, on several numbers of ranks, without messages or attention.
+    The time of views and of Python between operators is included. Measuring takes about a second,
+    at most about ten.
     """
     end = time.monotonic() + _MAX_SECONDS
     calls = [_call(name, ranks, end) for name in _STRATEGIES for ranks in _RANKS]
@@ -92,14 +97,14 @@ def operator_seconds() -> float:
 
 
 def with_host(cluster: Cluster) -> Cluster:
-    """Return a cluster of cores with this machine's operator overhead; other clusters unchanged."""
+    """Return a cluster of cores with this machine's time per operator; other clusters unchanged."""
     if cluster.overlaps:  # the host launches operators ahead of the device
         return cluster
     return replace(cluster, device=replace(cluster.device, operator=operator_seconds()))
 
 
 def _call(strategy: str, ranks: int, end: float) -> tuple[int, float]:
-    """Return a call's operators on the last rank, and its core's seconds by the time `end`."""
+    """Return a call's number of operators on the last rank, and its core's seconds by `end`."""
     layout = Layout.zigzag(_TOKENS_PER_RANK * ranks, ranks)
 
     def step(comm: Comm, device: str = "meta") -> None:

@@ -18,15 +18,15 @@ from seqpar.simulate.playback.outcome import AS_FAST, slower_by
 from seqpar.softmax.module import Attention
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 20  # after one round that is not counted
-ROUND_QUANTILE = 0.25  # slower rounds were disturbed by other processes
+ROUND_QUANTILE = 0.25  # other processes disturbed slower rounds
 MAX_ROUNDS_SECONDS = 1.0  # unless the minimum number of rounds takes longer
-# A candidate is close if it is predicted to be slower than the first by at most this many errors of
-# one prediction: two standard deviations of the ratio of two predictions.
+# A candidate is close if its predicted time exceeds that of the first by at most this many standard
+# errors of one prediction, which are two standard deviations of the ratio of two predictions.
 MAX_RELATIVE_ERRORS = 2 * 2**0.5
 
 
 def can_be_measured(q: Tensor) -> bool:
-    """Return whether a call would take its usual time; the answer is the same on all ranks."""
+    """Return whether a call would take its usual time; all ranks return the same."""
     replaced = hooks().skip_messages or hooks().replace_compute is not None
     return not (is_meta(q) or replaced or (q.is_cuda and torch.cuda.is_current_stream_capturing()))
 
@@ -42,7 +42,8 @@ def leaves_of(tensors: Sequence[Tensor], backward: bool) -> tuple[Tensor, ...]:
 def close(choice: Choice, error: float) -> list[Candidate]:
     """Return the candidates to measure, fastest prediction first.
 
-    They are within the predictions' error of the first, or quick to measure together.
+    They are within the predictions' error of the first candidate, or all of them are quick to
+    measure.
     """
     max_seconds = choice.seconds * (1 + MAX_RELATIVE_ERRORS * error)
     measuring_seconds = 0.0
@@ -65,10 +66,10 @@ def measured(
 ) -> Choice:
     """Return a choice in which close candidates are ranked by their time on the live ranks.
 
-    All ranks call this together. Rounds interleave the candidates, whose modules `module` returns
-    and `call` calls. A candidate's time is the lower quartile of its slowest rank's seconds, which
-    ranks exchange, so all make the same choice. `error` is one relative standard deviation of
-    predictions.
+    All ranks call this function together. Rounds interleave the candidates; `module` returns the
+    module of a candidate, and `call` calls it. A candidate's time is the lower quartile of its
+    slowest rank's seconds. Ranks exchange the times, so all ranks make the same choice. `error` is
+    the relative standard deviation of a prediction.
     """
     candidates = close(choice, error)
     if len(candidates) < 2:

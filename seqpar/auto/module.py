@@ -39,12 +39,12 @@ _OPTIONS = (
     *("cluster", "strategies", "backward", "once", "measure", "measure_seconds"),
     *("check_ranks", "deterministic"),
 )
-_MAX_KEPT_CHOICES = 4096  # one for each kind of call
+_MAX_KEPT_CHOICES = 4096  # a choice for each kind of call
 
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """The options of the choice, which ranks compare; `plan` is a digest of them."""
+    """The options of the choice, which ranks compare; `plan` is a digest of the options."""
 
     name: ClassVar[str] = "auto"
     routable: ClassVar[bool] = False
@@ -64,16 +64,16 @@ class AutoAttention(Attention):
     prediction is kept with the layout. If every batch has a new layout, this takes longer than a
     call of a fixed strategy (see the guide). `decode` needs no choice.
 
-    See `Attention` for the call, which all strategies share. The choice breaks a graph of
-    torch.compile; with `once`, only until the first call.
+    See `Attention` for the call, which all strategies share. torch.compile breaks its graph at the
+    choice: in every call, or with `once` only in the first call.
 
     Args:
         group: a process group or a mesh, whose ranks are counted along its rows.
         check_ranks, deterministic: as in `Attention`. With `check_ranks`, the first call and
             `decode` raise an error on all ranks if their clusters or options differ.
         cluster: the cluster of the ranks, or the name of a preset, the same on all of them;
-            `Cluster` defines the place of each rank. None: rank 0's `Cluster.here()`, which it
-            sends to the others. All ranks must then construct the module together and be on one
+            `Cluster` defines on which device each rank runs. None: rank 0's `Cluster.here()`, which
+            it sends to the others. All ranks must then construct the module together and be on one
             host. The first time on a machine, rank 0 measures it, which takes 15 seconds on a quiet
             CPU, while the other ranks wait without regard to the group's timeout. It saves the
             result in $SEQPAR_CACHE or ~/.cache/seqpar; `Cluster.here()` in an earlier program does
@@ -86,8 +86,8 @@ class AutoAttention(Attention):
         measure: whether to measure candidates that predictions cannot tell apart. Without it, only
             the call's own messages are sent, and every run of a program makes the same choice.
         measure_seconds: the time limit for rank 0 to measure its machine, without a `cluster`.
-            After it, rank 0 uses `Cluster.assumed()` and logs a warning. 0 reads the saved
-            profile, if there is one, and measures nothing.
+            After it, rank 0 uses `Cluster.assumed()` and logs a warning. 0 reads the saved profile,
+            if there is one, and measures nothing.
 
     Attributes:
         choice: the choice of the last call, with reasons (`str()` of it is a table); None before.
@@ -128,7 +128,10 @@ class AutoAttention(Attention):
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"measure_seconds must be 0 or more and finite, got {seconds}")
         if isinstance(comm, RecordingComm):
-            raise ValueError("group must be of ranks that run: record a strategy, not the choice")
+            raise ValueError(
+                "group must be of running ranks, got one that records: record a fixed strategy "
+                "instead of auto"
+            )
         if cluster is None:
             cluster = cluster_of_rank_0(comm, seconds)
         cluster = as_cluster(cluster)
@@ -146,7 +149,8 @@ class AutoAttention(Attention):
         self._compared = False  # whether the ranks have compared clusters and options
         self._measure = measure and comm.size > 1
         self._measured: dict[Hashable, Choice] = {}
-        # Whether `once` may use the existing choice: not one that `chosen` made, on one rank only.
+        # Whether `once` may use the existing choice. It may not if `chosen` made the choice, on one
+        # rank only.
         self._settled = False
         self._made: dict[Candidate, Attention] = {}
         if not self._candidates:
@@ -180,9 +184,9 @@ class AutoAttention(Attention):
     ) -> Attention:
         """Return the module that a call with these arguments uses.
 
-        This makes the choice if there is none, without computing or sending anything; until a call
-        has measured the candidates, the choice follows the predictions. Of the tensors, only shapes
-        and dtypes matter.
+        If there is no choice yet, this method makes it, without computing or sending anything.
+        Until a call has measured the candidates, the choice follows the predictions. Of the
+        tensors, only shapes and dtypes matter.
         """
         self.choice = self._known_choice(q, k, v, layout, **options)
         return self._module(self.choice.candidate)
@@ -288,8 +292,9 @@ class AutoAttention(Attention):
     ) -> tuple[Hashable, Choice]:
         """Return the key under which the call's measured choice is kept, and its prediction.
 
-        Both depend on shared arguments only. Layouts keep predictions but not measured choices:
-        ranks may drop a layout at different times, and then some would measure without the others.
+        Both depend only on arguments that are equal on all ranks. Layouts keep predictions, but not
+        measured choices: ranks may drop a layout at different times, and some ranks would then
+        measure without the others.
         """
         call = self._resolve(q, k, v, layout, **options)
         shared: dict[str, Any] = {

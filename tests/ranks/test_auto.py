@@ -119,7 +119,8 @@ def fails_otherwise(group):
 
 def test_errors_of_rank_0_are_raised_everywhere(pool):
     for fault, hosts in pool(2, fails_otherwise):
-        assert fault == "cluster: rank 0 cannot describe its machine: MemoryError: no room"
+        expected = "cluster must be given, since rank 0 cannot describe its machine: "
+        assert fault == f"{expected}MemoryError: no room"
         assert hosts.startswith("cluster must be given where ranks are on several hosts")
 
 

@@ -124,5 +124,5 @@ def test_measure_seconds_must_be_finite(seconds):
 
 
 def test_a_profile_stops_when_its_time_is_over():
-    with machine.within(0.0), pytest.raises(TimeoutError, match="time allowed"):
+    with machine.within(0.0), pytest.raises(TimeoutError, match="longer than allowed"):
         machine.profile()

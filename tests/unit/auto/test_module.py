@@ -245,5 +245,5 @@ def test_wrong_options_are_named(options, error, message):
 
 
 def test_it_is_not_recorded():
-    with pytest.raises(ValueError, match="record a strategy"):
+    with pytest.raises(ValueError, match="record a fixed strategy instead"):
         simulate.record(lambda comm: seqpar.make_attention("auto", comm, cluster=NODE), 2)
