@@ -1,4 +1,4 @@
-"""Benchmarks, by the question that each folder answers; README.md lists them."""
+"""Benchmarks. Each folder answers one question; README.md lists them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A layer of a transformer, whose attention is given in each call."""
+"""A layer of a transformer. Its attention is an argument of each call."""
 
 from __future__ import annotations
 

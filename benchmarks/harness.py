@@ -1,9 +1,9 @@
-"""The protocol of all benchmarks: check answers, time fairly, and record the hardware.
+"""The protocol of all benchmarks: check results, time fairly, and record the hardware.
 
 `run` is the main function of a program: it parses options, calls the program's `measure`, and
-writes result files. `measure` checks answers, then times contenders in interleaved rounds
-(`turns`), and reports medians. A canary, a fixed piece of work, shows whether the machine was
-steady.
+writes result files. `measure` checks the results, then times contenders in interleaved rounds
+(`turns`), and reports medians. A canary, a fixed piece of work, shows whether the speed of the
+machine was steady.
 """
 
 import argparse
@@ -55,9 +55,9 @@ __all__ = [
 ]
 
 MAX_CANARY_DRIFT = 0.05  # relative change of the canary's time
-Results = dict[str, Any]  # as JSON has them
-# By flag: the default; or the default, a help text, and if only some values are known, these.
-# A list means several values, and False a switch.
+Results = dict[str, Any]  # values that JSON can hold
+# By flag, the default value; or the default, a help text and, if only some values are allowed,
+# these values. If the default is a list, the option takes several values; False makes a switch.
 Arguments = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -94,7 +94,8 @@ def run(
 ) -> Results:
     """Run a program: measure, and write `results/<device>/<name>.json`, and its picture if drawn.
 
-    A canary that drifts refuses the run, or is only recorded. Option --no-write writes nothing.
+    If the canary drifts, the run is refused, or the drift is only recorded. Option --no-write
+    writes nothing.
     """
     options = arguments_of(
         doc, {**arguments, "--no-write": (False, "only print: write no result files")}
@@ -114,7 +115,7 @@ def run(
 
 
 def turns(contenders: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield (round, contender) of interleaved rounds, each of which begins with another one."""
+    """Yield (round, contender) of interleaved rounds; each begins with a different contender."""
     everyone = list(contenders)
     for i in range(rounds):
         first = i % len(everyone)
@@ -160,7 +161,7 @@ def check_error(name: object, error: float, limit: float) -> None:
 
 
 def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the largest RMS error of some tensors relative to the RMS of the expected ones."""
+    """Return the largest RMS error of some tensors, divided by the RMS of the expected tensors."""
     pairs = [
         (x.detach().double(), y.detach().double()) for x, y in zip(found, expected, strict=True)
     ]
@@ -168,7 +169,7 @@ def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 
 def sleeping(seconds_per_area: float | None) -> AbstractContextManager[None]:
-    """Return a context in which computations sleep, if the seconds of a pair are given.
+    """Return a context in which computations sleep, if the seconds per pair are given.
 
     A computation sleeps that many seconds for each attending (query, key) pair of each query head.
     """
@@ -186,7 +187,8 @@ def exposed(
 ) -> dict[str, object]:
     """Return the result of `seqpar.exposure` for a step, and the bytes that this rank sends in it.
 
-    `sent_bytes()` is the number sent so far. With `seconds_per_area`, computations are `sleeping`.
+    `sent_bytes()` returns the bytes sent so far. With `seconds_per_area`, computations are
+    `sleeping`.
     """
     before = sent_bytes()
     with set_hooks(replace_compute=lambda area: None):

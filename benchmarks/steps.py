@@ -77,7 +77,7 @@ class Step:
         return time.perf_counter() - start
 
     def times(self, attn: Any, rounds: int, pair_seconds: float | None = None) -> list[float]:
-        """Return the seconds of steps after a first one; computations may be `sleeping`."""
+        """Return the seconds of steps, after a first step. Computations may be `sleeping`."""
         with sleeping(pair_seconds):
             return [self.seconds(attn) for _ in range(rounds + 1)][1:]
 
@@ -107,5 +107,5 @@ class Step:
         return [self._layout.shard(x.detach(), self.rank) for x in found]
 
     def error(self, attn: Any) -> float:
-        """Return the largest RMS error of this rank's results over the RMS of `expected`."""
+        """Return the largest RMS error of this rank's results, divided by the RMS of `expected`."""
         return worst_error(self(attn), self.expected())

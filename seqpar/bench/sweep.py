@@ -29,7 +29,7 @@ _NO_FAULT = re.compile("refused|out of memory|it took|nothing to compare|.*memor
 def run(
     options: SweepOptions, results: SweepResults, ranks: RankProcesses, begin: Callable[[str], None]
 ) -> None:
-    """Measure all points that the results lack, writing each step; `begin` announces rounds."""
+    """Measure all points that the results lack, and write each step; `begin` announces rounds."""
     workloads = options.workloads()
     points = itertools.product(workloads, (ONE, *options.contenders))
     if any(results.lacks(*point, options.rounds) for point in points):
@@ -56,7 +56,7 @@ def steps(options: SweepOptions) -> int:
 
 
 def preflight(most: int, results: SweepResults, ranks: RankProcesses) -> None:
-    """Measure links, unless known; raise a ValueError if the results are from other devices."""
+    """Measure links unless they are known; raise a ValueError if results are from other devices."""
     try:
         places = ranks.ask(most, {"do": "device"}, MAX_PREFLIGHT_SECONDS)
         known = results.content["links"]
@@ -82,7 +82,7 @@ class _Measured:
     rows: dict[str, Row]
 
     def add(self, name: str, action: Literal["check", "costs", "time"]) -> None:
-        """Measure a contender and write the results; it fails if its check finds them wrong."""
+        """Measure a contender and write the results; the point fails if the check finds errors."""
         row, answers = self.rows[name], self._ask(name, action)
         if answers is None:
             pass
@@ -100,7 +100,7 @@ class _Measured:
         self.results.write()
 
     def _ask(self, name: str, action: str) -> list[Any] | None:
-        """Return all ranks' answers; on failure, return None and record the reason in the row."""
+        """Return all ranks' answers. On failure, return None and record the reason in the row."""
         row = self.rows[name]
         if row["failed"] is not None:
             return None
@@ -110,7 +110,8 @@ class _Measured:
             "contender": name,
         }
         remaining = self.limit - row["spent"]
-        # Another contender may have crashed the ranks; their restart is not this one's time.
+        # Another contender may have crashed the ranks. Their restart does not count as time of this
+        # contender.
         self.ranks.ready(self.workload.ranks)
         start = time.monotonic()
         try:
@@ -130,7 +131,8 @@ def judge(
 ) -> tuple[Check, str | None]:
     """Return a contender's errors, from the sums of all ranks, and a description of a fault.
 
-    `one` is the row of one device, the reference; None: of one device, compared to PyTorch.
+    `one` is the row of one device, the reference. None: the contender is one device, and is
+    compared with PyTorch.
     """
     errors, sizes = oracle.add([answer["errors"] for answer in answers])
     eager, _ = oracle.add([answer["eager"] for answer in answers])

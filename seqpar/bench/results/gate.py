@@ -81,7 +81,10 @@ def _chooses(rule: Rule, workload: Mapping[str, object], contender: str) -> bool
 
 
 def broken(rules: list[Rule], rows: list[Row]) -> list[str]:
-    """Return a message for each point that breaks a rule; a point without the figure breaks it."""
+    """Return a message for each point that breaks a rule.
+
+    A point without the figure breaks the rule.
+    """
     messages = []
     by_point = {(Workload(**row["workload"]), row["contender"]): row for row in rows}
     for rule in rules:

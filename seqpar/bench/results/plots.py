@@ -1,4 +1,4 @@
-"""Plots of a sweep: strong and weak scaling, parts of a step's time, and memory by length."""
+"""Plots of a sweep: strong and weak scaling, the parts of a step's time, and memory by length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Series = dict[str, list[tuple[float, float]]]
-_MAX_BARS = 24  # per plot; bars with the most ranks and tokens are kept
+_MAX_BARS = 24  # per plot; the bars with the most ranks and tokens are drawn
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -44,14 +44,14 @@ Points = list[tuple[Workload, Row]]
 
 
 def _strong(points: Points, shape: str) -> Figure | None:
-    """Seconds of the same batch, by ranks."""
+    """Plot the seconds of one batch, by ranks."""
     panels = _panels(points, lambda w: (w.tokens, w.ranks), "seconds", with_ideal=True)
     titles = {tokens: f"{tokens:,} tokens" for tokens in panels}
     return _lines(panels, titles, f"strong scaling: {shape}", "seconds of a step", log=True)
 
 
 def _weak(points: Points, shape: str) -> Figure | None:
-    """FLOP/s per device, by ranks, if all devices have the same number of tokens."""
+    """Plot FLOP/s per device, by ranks, for equal numbers of tokens on all devices."""
     exact = [(w, row) for w, row in points if not w.tokens % w.ranks]
     panels = _panels(exact, lambda w: (w.tokens // w.ranks, w.ranks), "tflops_per_device")
     titles = {tokens: f"{tokens:,} tokens per rank" for tokens in panels}
@@ -65,7 +65,7 @@ def _panels(
     factor: float = 1.0,
     with_ideal: bool = False,
 ) -> dict[int, Series]:
-    """Return the lines of each panel that has several x; `key` returns a point's panel and x."""
+    """Return the lines of each panel with several x values; `key` returns a point's panel and x."""
     panels: dict[int, Series] = {}
     for workload, row in points:
         panel, x = key(workload)
@@ -112,7 +112,7 @@ def _ticks(axis: Axes, values: Iterable[float]) -> None:
 
 
 def _breakdown(points: Points, shape: str) -> Figure | None:
-    """The parts of a step's time: one device's share, other work, exposed communication."""
+    """Plot the parts of a step's time: one device's work, other work, exposed communication."""
     bars = []
     for workload, row in sorted(points, key=lambda point: (point[0].ranks, point[0].tokens)):
         figures = row["figures"] or {}
@@ -141,7 +141,7 @@ def _breakdown(points: Points, shape: str) -> Figure | None:
 
 
 def _memory(points: Points, shape: str) -> Figure | None:
-    """The peak memory of a rank, by the length of the batch."""
+    """Plot the peak memory of a rank, by the length of the batch."""
     panels = _panels(points, lambda w: (w.ranks, w.tokens), "memory", 1 / MIB)
     titles = {ranks: f"{ranks} rank{'s' * (ranks != 1)}" for ranks in panels}
     title, y = f"memory: {shape}", "peak MiB of a rank"

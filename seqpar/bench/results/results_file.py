@@ -1,4 +1,4 @@
-"""The results file of a sweep: it grows point by point, and an interrupted sweep continues it."""
+"""The results file of a sweep. It grows point by point, and an interrupted sweep continues it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAME = "bench.json"
 SAME = ("device", "cpu", "cores", "capability", "matrix_units", "python", "versions", "commit")
 
 
-Figures = dict[str, Any]  # a name and its number, pair of numbers, or None
+Figures = dict[str, Any]  # by name, a number, a pair of numbers, or None
 
 
 class Check(TypedDict, total=False):
@@ -86,7 +86,7 @@ class SweepResults:
     def open(cls, folder: Path, options: SweepOptions, again: bool = False) -> SweepResults:
         """Read the file in a folder, or start a new one; with `again`, forget points that failed.
 
-        Raise a ValueError unless it is writable, and of this machine and these options.
+        Raise a ValueError unless the file can be written, and is of this machine and these options.
         """
         path = folder / NAME
         here, requested = environment(options.contenders), options.as_dict()
@@ -137,7 +137,7 @@ class SweepResults:
         return row["failed"] is None and unknown
 
     def check_places(self, then: list[dict[str, str]], now: list[dict[str, str]]) -> None:
-        """Raise a ValueError if ranks were on other devices or divided differently among hosts."""
+        """Raise a ValueError if ranks were on other devices, or divided differently among hosts."""
         before, after = _where(then), _where(now)
         check_same(self.path, "of another machine", before, after, tuple(after))
 
@@ -164,7 +164,7 @@ def alone(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         os.close(lock)
         raise ValueError(f"folder: another sweep writes to {folder}") from None
-    except OSError:  # no locks on this file system
+    except OSError:  # the file system has no locks
         pass
     try:
         yield
@@ -186,7 +186,10 @@ def environment(contenders: Sequence[str] = ()) -> harness.Environment:
 
 
 def _where(places: list[dict[str, str]]) -> dict[str, object]:
-    """Return the properties of places that must not change; a queue may assign other hosts."""
+    """Return the properties of ranks' places that must not change.
+
+    Hosts may, as a queue assigns them.
+    """
     hosts = [place["host"] for place in places]
     firsts = [hosts.index(host) for host in hosts]
     return {"devices": [place["device"] for place in places], "first rank of each host": firsts}

@@ -14,7 +14,7 @@ from seqpar.bench.workloads.sweep_batches import PackedBatch
 from seqpar.bench.workloads.workloads import Workload
 from seqpar.costs.profile.harness import quartiles
 
-MAX_QUARTILE_SPREAD = 0.1  # relative to the median; a wider spread is reported
+MAX_QUARTILE_SPREAD = 0.1  # spread / median, above which the spread is reported
 MIB = 2**20
 # The columns after the contender: a figure, its heading, its factor and its format.
 _COLUMNS: tuple[tuple[str, str, float, str], ...] = (
@@ -40,13 +40,13 @@ def figures(row: Row, one: Row, area: Callable[[], int]) -> Figures | None:
 
     * seconds: the median over rounds of the slowest rank's seconds; spread: their quartiles;
     * tokens_per_second: of all ranks; tflops_per_device: by the mask's area;
-    * of_ideal: the one-device kernel's time for 1/P of the work, over `seconds`;
-    * exposed_seconds: of communication; exposed_share: over the step in which they were measured,
-      which is not one of the timed steps; exposed: over the time of communication without
-      computation;
+    * of_ideal: the one-device kernel's time for 1/P of the work, divided by `seconds`;
+    * exposed_seconds: of communication; exposed_share: divided by the seconds of the step in which
+      they were measured, which is not one of the timed steps; exposed: divided by the seconds of
+      communication without computation;
     * bytes: of the rank that sends most; memory: the peak bytes of a rank, operands included;
-    * error: the largest RMS error over the RMS of the expected tensor; of_one_device: the largest
-      ratio to the one-device kernel's error.
+    * error: the largest RMS error divided by the RMS of the expected tensor; of_one_device: the
+      largest ratio to the error of the one-device kernel.
     """
     if row["failed"] is not None or not row["seconds"] or row["costs"] is None:
         return None

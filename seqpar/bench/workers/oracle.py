@@ -1,7 +1,7 @@
-"""Random operands, and exact attention on them in fp64, which results are checked against.
+"""Random operands, and exact attention on them in fp64, with which results are compared.
 
 A batch of at most 2,048 tokens is compared as a whole, with some heads on each rank. For a larger
-workload, a small batch of its kind is compared, and some rows of the workload's out.
+workload, a small batch of the same kind is compared, and some rows of the workload's out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from seqpar.bench.workloads.sweep_batches import PackedBatch
 
-MAX_ERROR_RATIO = 1.35  # to the one-device kernel's RMS error (docs/internals/numerics.md)
-MAX_KERNEL_ERROR_RATIO = 2.0  # of the one-device kernel to plain PyTorch in the same dtype
+MAX_ERROR_RATIO = 1.35  # RMS error / the one-device kernel's (docs/internals/numerics.md)
+MAX_KERNEL_ERROR_RATIO = 2.0  # the one-device kernel's RMS error / plain PyTorch's in its dtype
 MIN_TOKENS_FOR_RATIOS = 1024  # with fewer tokens, errors are compared with the dtype's rounding
 MAX_ROUNDINGS = 16  # the tests of small shapes allow the same
 NAMES = ("out", "dq", "dk", "dv")
@@ -34,7 +34,7 @@ class CheckSums(TypedDict):
 
 
 def draw(which: int, indices: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of q, k, v or dout, (tokens, heads, dim), the same on all devices of a type."""
+    """Return rows of q, k, v or dout, (tokens, heads, dim), equal on all devices of one type."""
     device, blocks = indices.device, indices // _TOKENS_PER_DRAW
     tensor = torch.empty(len(indices), heads, dim, dtype=dtype, device=device)
     generator = torch.Generator(device)
@@ -57,8 +57,9 @@ def attention(
 ) -> list[Tensor]:
     """Return out and, with dout, the gradients of q, k and v from the formulas, in q's dtype.
 
-    Tensors are (T, H, D); k and v may have fewer heads, and another dtype without dout. `places`
-    has the queries' indices in the batch, by default all. Memory is T times their number.
+    Tensors are (T, H, D). k and v may have fewer heads than q and, without dout, another dtype.
+    `places` has the queries' indices in the batch, by default all. The memory is T times the number
+    of queries.
     """
     everything = torch.arange(len(k), device=k.device)
     seen = batch.visible(everything if places is None else places, everything)
@@ -91,7 +92,7 @@ def sums(results: Sequence[Tensor], expected: Sequence[Tensor]) -> Sums:
 
 
 def add(parts: Sequence[Sums]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the RMS error of each tensor, and its RMS, from all ranks' sums."""
+    """Return the RMS error of each tensor, and its RMS, from the sums of all ranks."""
     errors, sizes = dict[str, float](), dict[str, float]()
     for name in parts[0]:
         error, square, count = map(sum, zip(*(x[name] for x in parts), strict=True))
@@ -100,7 +101,7 @@ def add(parts: Sequence[Sums]) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def wrong(errors: dict[str, float], allowed: dict[str, float], factor: float) -> str | None:
-    """Return a description of the first RMS error above `factor` times the allowed one, or None."""
+    """Return a description of the first RMS error above `factor` times the allowed, or None."""
     for name, error in errors.items():
         if not error <= factor * allowed[name]:
             times = error / allowed[name] if allowed[name] else math.inf

@@ -32,7 +32,7 @@ from seqpar.costs.profile import harness
 from seqpar.strategies.registry import attention_modules
 
 EXPOSURE_ROUNDS = 3
-SPOT_CHECK_ROWS = 16  # per rank, where a batch is too large to compare all rows
+SPOT_CHECK_ROWS = 16  # rows per rank to compare, if a batch is too large to compare all
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PR_SET_PDEATHSIG = 1
 
@@ -83,7 +83,7 @@ class Rank:
         return contenders.make(name, self._comm, batch, *heads, self._device)
 
     def _step(self, workload: Workload, name: str) -> MeasuredStep:
-        """Return a step, which shares tensors with contenders of equal tokens and heads."""
+        """Return a step. It shares tensors with contenders of equal tokens and heads."""
         if name not in self._steps:
             batch = PackedBatch.of(workload.mask, workload.tokens)
             contender = self._contender(name, workload, batch)
@@ -158,7 +158,7 @@ class Rank:
 
     @staticmethod
     def _small(workload: Workload) -> Workload:
-        """Return a workload of the same kind that is small enough to compare all of it."""
+        """Return a workload of the same kind that is small enough to compare all results."""
         if workload.tokens <= MAX_TOKENS_CHECKED:
             return workload
         chunks = 2 * workload.ranks  # some libraries need that many equal chunks
@@ -192,7 +192,7 @@ class Rank:
         return result
 
     def _spot(self, workload: Workload, name: str) -> dict[str, oracle.Sums]:
-        """Return the error sums of some rows of the workload's out, and of plain PyTorch."""
+        """Return the error sums of some rows of the workload's out, and those of plain PyTorch."""
         step = self._step(workload, name)
         out = step()[0]
         count = min(SPOT_CHECK_ROWS, len(out))
@@ -227,7 +227,8 @@ def release_memory() -> None:
 def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
     """Return the bytes by which a step raises the peak memory, results included.
 
-    On a CPU, Linux counts the bytes of the process, within about 100 KiB; otherwise None.
+    On a CPU, Linux counts the bytes of the process, within about 100 KiB; other systems return
+    None.
     """
     release_memory()
     if device.type == "cuda":
@@ -270,7 +271,7 @@ def serve(host: str, port: int, name: str, rank: int, size: int, device: torch.d
 
 
 def answer_to(measuring: Rank, request: RankRequest) -> dict[str, object]:
-    """Return the value of a request, or why it failed and whether the rank can continue."""
+    """Return the answer to a request, or why it failed and whether the rank can continue."""
     try:
         return {"value": measuring.answer(request)}
     except ValueError as error:
@@ -279,7 +280,7 @@ def answer_to(measuring: Rank, request: RankRequest) -> dict[str, object]:
         return {"failed": f"out of memory: {error}".splitlines()[0]}
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        out_of_memory = "allocate memory" in first  # the words of torch's CPU allocator
+        out_of_memory = "allocate memory" in first  # words of the error of torch's CPU allocator
         prefix = "out of memory: " if out_of_memory else ""
         return {"failed": f"{prefix}{type(error).__name__}: {first[:500]}"}
 
@@ -289,7 +290,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its ranks
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        return  # the parent died before prctl
+        return  # the parent died before prctl was called
     serve(host, int(port), name, int(rank), int(size), torch.device(device))
 
 

@@ -1,7 +1,8 @@
-"""Start and supervise the processes that measure; the driver sends requests, and ranks answer.
+"""Start and supervise the processes that measure. The *driver* sends requests, and ranks answer.
 
-The driver, or under a launcher each of its processes, starts ranks as separate processes. A rank
-can then die, hang or run out of memory: the driver reports the reason and all ranks restart.
+The driver starts ranks as separate processes; under a launcher, each of its processes starts some.
+A rank can then die, hang or run out of memory: the driver reports the reason, and all ranks
+restart.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from seqpar.bench.workloads.workloads import WorkloadFields
 from seqpar.comm.launch import LaunchedProcess, Store, store_of
 
 MAX_START_SECONDS = 300.0
-GRACE_SECONDS = 10.0  # for the other ranks after one has failed
+GRACE_SECONDS = 10.0  # in which all ranks must answer after one rank has failed
 _POLL_SECONDS = 0.01
 _GONE_KEY = "seqpar/gone"
 _ROOT = str(Path(__file__).parents[3])
@@ -34,7 +35,7 @@ class StartError(RuntimeError):
 
 
 class PointError(Exception):
-    """A request failed, for the reason in the message; `late`: it exceeded its time limit."""
+    """A request failed, for the reason in the message. `late`: it exceeded its time limit."""
 
     def __init__(self, reason: str, late: bool = False) -> None:
         super().__init__(reason)
@@ -42,7 +43,7 @@ class PointError(Exception):
 
 
 class RankRequest(TypedDict, total=False):
-    """What ranks do, "device", "links", "check", "costs" or "time", with a workload's contender."""
+    """What ranks do with a workload's contender: "device", "links", "check", "costs" or "time"."""
 
     do: Required[str]
     workload: WorkloadFields
@@ -57,7 +58,7 @@ class _Own:
         self._running: dict[int, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
 
     def start(self, address: tuple[str, int], name: str, size: int) -> None:
-        """Start this process's share of `size` ranks."""
+        """Start the ranks of this process, some of `size` ranks."""
         for rank in (rank for rank in self._ranks if rank < size):
             device = "cpu"
             if self._device == "cuda":  # a launcher may expose only one GPU to each process
@@ -107,14 +108,14 @@ class RankProcesses:
     """The driver's ranks, as a context manager; `ask` sends them requests."""
 
     def __init__(self, where: LaunchedProcess | None, most: int, device: str) -> None:
-        """Meet the launcher's other processes; `most` is the largest number of ranks in use."""
+        """Connect to the launcher's processes; `most` is the largest number of ranks in use."""
         self._store, self._address = store_of(where)
         self._others = 0 if where is None else where.size - 1
         mine = range(most) if where is None else [0]
         self._own = _Own(mine, device, None if where is None else where.local)
-        self._started = 0  # times that ranks were started
-        self._asked = 0  # requests since then
-        self._size = 0  # running ranks
+        self._started = 0  # how often ranks were started
+        self._asked = 0  # number of requests since then
+        self._size = 0  # number of running ranks
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -124,14 +125,14 @@ class RankProcesses:
         _begin(self._store, self._started, 0)
         deadline = time.monotonic() + GRACE_SECONDS
         while self._store.add(_GONE_KEY, 0) < self._others and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)  # others may still read a store of this process
+            time.sleep(_POLL_SECONDS)  # other processes may still read a store of this process
 
     @property
     def _name(self) -> str:
         return f"seqpar/{self._started}"
 
     def ready(self, ranks: int) -> None:
-        """Start this number of ranks, if a different number is running; this may take a while.
+        """Start this number of ranks, unless as many are running; this may take a while.
 
         Raises a StartError if they do not begin.
         """
@@ -183,7 +184,7 @@ class RankProcesses:
         if reason is not None or not all(answer.get("refused") for answer in answers):
             self._own.stop()
             self._size = 0
-        # A PeerError on another rank is a consequence, so it comes last.
+        # A PeerError is the consequence of an error on another rank, so it comes last.
         causes = [x for x in failures if not x.startswith("PeerError")] + [reason] * bool(reason)
         raise PointError([*causes, *failures][0], late=causes == [late])
 

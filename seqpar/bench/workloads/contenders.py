@@ -1,7 +1,8 @@
 """The contenders on a workload: one device, our strategies, and other libraries.
 
-The function of another library is the one that the library documents, on tensors (T_local, H, D),
-and all ranks of the process group take part. The sweep shows its refusals and failures.
+For another library, a contender calls the function that the library documents, on tensors (T_local,
+H, D), and all ranks of the process group take part. The sweep shows the library's refusals and
+failures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from seqpar.strategies.registry import attention_modules, make_attention
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 ONE = "one device"
-ON_CONTIGUOUS = ("ulysses",)  # it exchanges tokens for heads, so every layout is balanced
+ON_CONTIGUOUS = ("ulysses",)  # with all tokens of some heads, ranks are balanced on every layout
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class Contender:
     heads: int  # the number of heads it computes
     kv_heads: int  # the number of KV heads it computes
     attend: Attend  # (q, k, v) -> out, differentiable
-    context: Context = field(default=nullcontext)  # of a step
-    sent_bytes: Callable[[], int] | None = None  # sent by this rank so far, if known
+    context: Context = field(default=nullcontext)  # the context in which a step runs
+    sent_bytes: Callable[[], int] | None = None  # the bytes that this rank has sent, if known
 
 
 def divisor(ranks: int, kv_heads: int) -> int:
-    """Return the number by which one device's heads are divided: the ranks, as far as possible."""
+    """Return the number by which one device's heads are divided: `ranks`, as far as heads allow."""
     return math.gcd(ranks, kv_heads)
 
 
@@ -85,7 +86,7 @@ def _on_layout(
 
 
 def grid(ranks: int) -> tuple[int, int]:
-    """Return a mesh of `ranks`: one row per host if hosts have several, otherwise nearly square."""
+    """Return a mesh of `ranks`: one row per host if hosts have several ranks, or nearly square."""
     local = on_a_host()
     if 1 < local < ranks and ranks % local == 0:
         return ranks // local, local
@@ -150,7 +151,7 @@ def zigzag_parts(batch: PackedBatch, rank: int, ranks: int) -> Tensor:
     return Layout.zigzag(batch.tokens, ranks).token_indices(rank)
 
 
-Peer = tuple[Tensor, Attend, Context]  # of another library: a contender without heads
+Peer = tuple[Tensor, Attend, Context]  # a contender of another library, without heads
 MakePeer = Callable[[PackedBatch, torch.device], Peer]
 
 
@@ -167,7 +168,7 @@ def _plainly(
 
 
 def torch_context_parallel(batch: PackedBatch, device: torch.device) -> Peer:
-    """Return torch's context parallel, which itself decides the tokens of a rank."""
+    """Return torch's context parallel, which decides by itself which tokens each rank holds."""
     _, ranks = plain.rank_of_all()
     if batch.tokens % (2 * ranks):
         raise ValueError(f"it needs {2 * ranks} equal chunks, got {batch.tokens} tokens")
@@ -180,7 +181,7 @@ def torch_context_parallel(batch: PackedBatch, device: torch.device) -> Peer:
     return indices.cpu(), attend, lambda: plain.context_parallel(chunks())
 
 
-# The factory, the module that it imports (or None), and the packages whose versions are recorded.
+# By name: the factory, the module that it imports (or None), and packages to record versions of.
 PEERS: dict[str, tuple[MakePeer, str | None, tuple[str, ...]]] = {
     "all-to-all-by-hand": (_plainly(all_to_all_by_hand, even_parts), None, ()),
     "torch-context-parallel": (torch_context_parallel, None, ()),

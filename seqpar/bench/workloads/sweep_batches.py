@@ -1,7 +1,7 @@
-"""The batches of a sweep: documents, with the lengths of well-known collections, and a mask.
+"""The batches of a sweep: a mask, and documents with lengths of well-known collections.
 
-A name consists of a kind, "-" and a collection for packed batches, and ":" and a number for kinds
-that have one: causal, full, window:1024, full-window:512, prefix, causal-pile, window-pile:256.
+A name consists of a kind, for packed batches "-" and a collection, and for kinds with a number ":"
+and the number: causal, full, window:1024, full-window:512, prefix, causal-pile, window-pile:256.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from seqpar.layout.layout import Layout
 from seqpar.layout.masks.mask import Mask, slices_between
 
 KINDS = ("causal", "full", "window", "full-window", "prefix")
-NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}  # None: half of a document
+NUMBERED = {"window": 1024, "full-window": 512, "prefix": None}  # defaults; None: half a document
 _EDGES = (
     0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536,
     131072, 196608, 393216,
 )  # fmt: skip
-# Edges in tokens, and the documents (or percent of them) between two edges. There lengths are
-# uniform, as in the benchmarks that publish the tables. The first three come from LongCA-bench
-# (arXiv 2510.17896), the last from MagiAttention's benchmark.
+# Edges in tokens, and the number (or the percentage) of documents between two edges. Between edges,
+# lengths are uniform, as in the benchmarks that publish the tables. The first three collections
+# come from LongCA-bench (arXiv 2510.17896), the last from MagiAttention's benchmark.
 COLLECTIONS: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
     "pile": ((*_EDGES, 524288, 9323147), (
         1103032, 9192701, 15691267, 33759245, 49972885, 19843834, 11070542, 6568231, 4588038,
@@ -94,7 +94,7 @@ class PackedBatch:
 
     @property
     def plain(self) -> bool:
-        """Whether it is one causal or full document, as most other libraries require."""
+        """Whether it is one document with a causal or full mask, as most libraries require."""
         return len(self.cu_seqlens) == 2 and self.window_size == (-1, -1) and not self.has_prefix
 
     @property

@@ -1,4 +1,4 @@
-"""The workloads of a sweep, from the options of its command. All contenders run each workload."""
+"""The workloads of a sweep, from the options of the command. All contenders run each workload."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "scaling": "weak",
     },
 }
-WorkloadFields = dict[str, Any]  # a `Workload` as JSON has it
+WorkloadFields = dict[str, Any]  # a `Workload` in JSON
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Workload:
         return self.passes == PASSES[1]
 
     def flops(self, area: int) -> int:
-        """Return the FLOPs: two products per pair, head and dimension; in backward five."""
+        """Return the FLOPs: two products per pair, head and dimension; five more in backward."""
         return area * self.heads * self.head_dim * 2 * (7 if self.backward else 2)
 
     def as_dict(self) -> WorkloadFields:
@@ -130,8 +130,8 @@ class SweepOptions:
         return made
 
     def workloads(self) -> list[Workload]:
-        """Return all workloads, by ascending ranks, because processes restart for other numbers."""
-        workloads: dict[Workload, None] = {}  # strong and weak scaling may have points in common
+        """Return all workloads, by ascending ranks, since another number restarts processes."""
+        workloads: dict[Workload, None] = {}  # without repetition, as scalings share points
         lengths = [
             (ranks, length * (ranks if scaling == "weak" else 1))
             for ranks, scaling, length in itertools.product(
@@ -162,7 +162,10 @@ def heads_of(text: str) -> tuple[int, int, int]:
         raise ValueError(f"heads must be as in 64:8x128 or 8x64, got {shown(text)}")
     query_heads, kv_heads, head_dim = map(int, parts)
     if 0 in (query_heads, kv_heads, head_dim) or query_heads % kv_heads:
-        raise ValueError(f"heads: KV heads must divide query heads, and none be 0, got {text}")
+        raise ValueError(
+            "heads must be above 0, and query heads a multiple of KV heads, as in 64:8x128, got "
+            f"{text}"
+        )
     return query_heads, kv_heads, head_dim
 
 
@@ -194,7 +197,7 @@ def _contenders(strategies: Sequence[str] | None, wanted: Sequence[str] | None) 
 
 def _processes(device: str, where: LaunchedProcess | None) -> int | None:
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: there is no GPU that torch can use")
+        raise ValueError('device must be "cpu" on a machine without a GPU that torch can use')
     if where is not None:
         return where.size
     return torch.cuda.device_count() if device == "cuda" else None
