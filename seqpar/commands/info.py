@@ -44,8 +44,8 @@ LAUNCHER_SETTINGS = (  # not all of Slurm's: SLURM_JWT is a secret
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_STEP_NODELIST", "SLURM_JOB_ID",
 )  # fmt: skip
-TOKENS_PER_RANK, HEAD_DIM = 16, 8  # in the calls that strategies are checked with
-CALLS: dict[str, dict[str, object]] = {  # differences to a causal call of 8 query and KV heads
+TOKENS_PER_RANK, HEAD_DIM = 16, 8  # in the calls with which strategies are checked
+CALLS: dict[str, dict[str, object]] = {  # how each differs from a causal call of 8 heads, also KV
     "causal": {},
     "bidirectional": {"causal": False},
     "window": {"window_size": (4, 0)},
@@ -134,7 +134,7 @@ def links(root: Path) -> dict[str, str]:
     rates = {}
     for card in sorted(root.glob("net/*")):
         if card.name != "lo" and _line(card / "operstate") in ("up", "unknown"):
-            rate = _line(card / "speed")  # in Mbit/s; empty or -1 for virtual cards
+            rate = _line(card / "speed")  # in Mbit/s; "" or -1 for virtual cards
             is_known = rate.isdecimal() and int(rate)
             rates[card.name] = f"{int(rate) / 1000:g} Gbit/s" if is_known else "rate unknown"
     for port in sorted(root.glob("infiniband/*/ports/*")):
@@ -277,7 +277,6 @@ def _word(value: object) -> str:
 
 
 def _table(title: str, columns: dict[str, dict[str, str | None]]) -> list[str]:
-    """Return a table of "yes" and numbers of reasons, followed by the reasons."""
     names = list(next(iter(columns.values())))
     reasons = list(dict.fromkeys(x for column in columns.values() for x in column.values() if x))
     width = max(map(len, names))

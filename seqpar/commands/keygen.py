@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     from seqpar.servers.transport import authority  # `--help` needs no extra
 
     if not arguments.folder:
-        raise ValueError("folder must be one, got ''")  # an empty path is the working directory
+        # An empty path would be the working directory.
+        raise ValueError("folder must be the path of a folder, got ''")
     folder = Path(arguments.folder)
     if arguments.client is not None:
         files = authority.add_client(folder, arguments.client)

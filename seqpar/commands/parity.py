@@ -58,6 +58,5 @@ def _named_faults(option: str, file: str) -> Iterator[None]:
 
 
 def _progress(text: str) -> None:
-    """Show what is being read on the last line of a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text[:78]}", end="", file=sys.stderr, flush=True)

@@ -103,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
 class _Use:
     """How well a way to train uses the devices of a cluster.
 
-    MFU (model FLOPs utilisation) is the share of their peak rate of matrix products.
+    MFU (model FLOPs utilisation) is the FLOP/s of the training, divided by the devices' peak FLOP/s
+    of matrix products.
     """
 
     def __init__(self, model: Model, cluster: Cluster, lengths: list[int]) -> None:
@@ -111,7 +112,7 @@ class _Use:
         self._flops = step_flops(model, np.array(lengths))
 
     def tokens_per_second(self, x: Recommendation) -> float:
-        """Return the tokens per second and device."""
+        """Return the tokens per second of each device."""
         return self.tokens / x.seconds / self.cluster.ranks
 
     def mfu(self, x: Recommendation) -> float:
@@ -119,7 +120,7 @@ class _Use:
 
 
 def _choice(x: Recommendation, use: _Use) -> str:
-    """Return the first way to train in words, or what the way that comes closest lacks."""
+    """Describe the first way to train in words, or what the way that comes closest lacks."""
     if x.seconds == np.inf:
         return f"\nchoice: none. The closest is {x.name}: {x.why_not}"
     device = "GPU" if x.device == "cuda" else "core"
@@ -133,7 +134,6 @@ def _choice(x: Recommendation, use: _Use) -> str:
 
 
 def _parallelism(cluster: Cluster) -> str:
-    """Return "all" where `recommend` supports it."""
     return "all" if cluster.overlaps and not isinstance(cluster.fabric, Torus) else "context"
 
 
@@ -164,7 +164,7 @@ def _lengths(text: str) -> list[int]:
     except ValueError as error:
         is_path = "/" in text or os.path.exists(text)
         if not is_path:
-            raise ValueError(f"{error}; there is no file of this name either") from None
+            raise ValueError(f"{error}; there is no file with this name either") from None
     return read_lengths(f"lengths: {text}", _read("lengths", Path(text)))
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _THREAD_SWITCH_SECONDS = 0.0005  # a computing thread delays the reading thread by at most this
 _MAX_THREADS = 4096
-_LOG_SECONDS = 60.0  # between lines of a log, where a line cannot be overwritten
+_LOG_SECONDS = 60.0  # between lines of a log, which cannot overwrite its last line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,14 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, then answer the remaining requests."""
-    # These need the extra "serve"; `--help` does not.
+    # The imports need the extra "serve", and `--help` must work without it.
     from seqpar.servers.server.server import Server
     from seqpar.servers.transport.certificates import ServerIdentity
 
     if arguments.threads is not None:
         torch.set_num_threads(as_int("threads", arguments.threads, 1, _MAX_THREADS))
     if arguments.device.partition(":")[0] == "meta":
-        raise ValueError("device must be one that computes, got 'meta'")
+        raise ValueError("device must be a CPU or GPU, which compute, got 'meta'")
     place = None if arguments.metrics is None else _place("metrics", arguments.metrics)
     health = None if arguments.health is None else _place("health", arguments.health)
     if place is not None:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             publish(server.status, *place)
         except ValueError:
             server.stop()
-            server.run()  # a stopped server only frees its sockets
+            server.run()  # the server has stopped, so this only frees its sockets
             raise
     print(f"serving at {server.address} on {server.device}", flush=True)
     if server.direct is not None:
@@ -125,7 +125,7 @@ def serve(server: Server, line: LiveLine | None = None) -> None:
 
 
 class LiveLine:
-    """Prints a server's load: each second on a terminal, otherwise once per minute."""
+    """Prints a server's load: every second on a terminal, otherwise once per minute."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

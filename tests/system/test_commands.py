@@ -106,9 +106,9 @@ def busy():
     (["serve", "--bind", "ipc:///tmp/s", "--max-tokens", "0"], "tokens must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--cache-bytes", "0"], "cache_bytes must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--device", "gpu"], "device must be"),
-    (["serve", "--bind", "ipc:///tmp/s", "--device", "meta"], "device must be one that computes"),
+    (["serve", "--bind", "ipc:///tmp/s", "--device", "meta"], "device must be a CPU or GPU"),
     (["serve", "--bind", "ipc:///tmp/s\0t"], "address must be"),
-    (["keygen", ""], "folder must be one"),
+    (["keygen", ""], "folder must be the path of a folder"),
     (["serve", "--bind", "ipc:///tmp/s", "--threads", "0"], "threads must be at least 1"),
     (["serve", "--bind", "ipc:///tmp/s", "--threads", "99999"], "threads must be at most"),
     *[
