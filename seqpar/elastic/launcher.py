@@ -21,19 +21,19 @@ _log = logging.getLogger("seqpar")
 class _Worker:
     process: subprocess.Popen[bytes]
     reports: int = 0
-    report: ProcessReport | None = None  # until it has a place
+    report: ProcessReport | None = None  # the report that has no answer yet
 
 
 @dataclass(frozen=True)
 class LauncherLimits:
     """How many processes a launcher starts, and how many seconds it waits for them."""
 
-    ranks: int  # the processes of the first group, and the most of any group
-    spares: int = 0  # the processes that wait for a place, with everything imported
-    restarts: int = 0  # the processes that may be started in place of dead ones
+    ranks: int  # number of processes of the first group, and the most of any group
+    spares: int = 0  # number of processes that wait for a place, with everything imported
+    restarts: int = 0  # number of processes that may be started in place of dead ones
     min_ranks: int = 1  # the fewest ranks of a group
-    wait: float = 0.0  # for which a group with fewer than `ranks` waits for spares
-    patience: float = 60.0  # after which a member that does not report is killed
+    wait: float = 0.0  # seconds for which a group with fewer than `ranks` waits for spares
+    patience: float = 60.0  # seconds after which a member that does not report is killed
 
     def __post_init__(self) -> None:
         for name in ("ranks", "min_ranks"):
@@ -49,22 +49,22 @@ class LauncherLimits:
 class Launcher:
     """Keeps a training's processes, which call `seqpar.elastic.steps`, and their store.
 
-    The processes of a group report when its training is over or it has failed. When all that live
+    The processes of a group report when its training is over or has failed. When all live processes
     have reported, the launcher gives each a place in the next group. A spare takes the rank of a
-    dead process; without a spare, the group shrinks, and later spares join at the next failure.
-    When no process of a group is left, the training ends.
+    dead process. Without a spare the group shrinks, and later spares join at the next failure. When
+    no process of a group is left, the training ends.
     """
 
     def __init__(
         self, store: Store, start: Callable[[int], subprocess.Popen[bytes]], limits: LauncherLimits
     ) -> None:
-        """`start(number)` starts a process, and gives it the store and its number in `VARIABLE`."""
+        """`start(number)` starts a process; it passes the store and the number in `VARIABLE`."""
         self._store, self._start, self._limits = store, start, limits
         self._workers: dict[int, _Worker] = {}
-        self._members: list[int] = []  # of the current group, by rank
+        self._members: list[int] = []  # the processes of the current group, by rank
         self._started = self._generation = 0
         self._restarts = limits.restarts
-        self._codes: dict[int, int] = {}  # of processes that have ended
+        self._codes: dict[int, int] = {}  # the exit codes of processes that have ended
         self._since: float | None = None  # when the first member reported that it needs a place
         self._ended = ""
         self._last_members: list[int] = []  # of the last group, told that the training has ended
@@ -87,7 +87,7 @@ class Launcher:
                 worker.process.kill()
 
     def tick(self) -> None:
-        """Look once at all processes and reports, and form a group if it is time for one."""
+        """Check all processes and reports once, and form a group if it is time for one."""
         for number in list(self._workers):
             code = self._workers[number].process.poll()
             if code is not None:
@@ -104,8 +104,8 @@ class Launcher:
         if self._ended:
             return
         if self._members and not self._workers.keys() & set(self._members):
-            # Spares have no checkpoint, so the training ends. It is done if all members exited with
-            # 0, which a script may do before its last step.
+            # Spares have no checkpoint, so the training ends. It counts as done if all members
+            # exited with 0, which a script may do before its last step.
             lost = any(map(self._codes.get, self._members))
             self._end("lost" if lost else "done", self._reports())
         elif self._complete():
@@ -121,7 +121,7 @@ class Launcher:
         present = [number for number in self._members if number in self._workers]
         late = [number for number in present if number not in ready]
         if not ready or (present and len(late) == len(present)):
-            self._since = None  # the group is at work, or all processes are still starting
+            self._since = None  # the group runs steps, or all processes are still starting
             return False
         now = time.monotonic()
         done = bool(present) and all(ready[x].done for x in present if x in ready)
@@ -145,7 +145,7 @@ class Launcher:
         return True
 
     def _reports(self) -> dict[int, ProcessReport]:
-        """Return the reports without an answer, by process."""
+        """Return the reports that have no answer, by process."""
         return {n: w.report for n, w in self._workers.items() if w.report is not None}
 
     def _form(self) -> None:
@@ -173,7 +173,10 @@ class Launcher:
         self._since = None
 
     def _end(self, why: str, ready: Collection[int]) -> None:
-        """End the training; processes that have not reported cannot be of use any more."""
+        """End the training.
+
+        Processes that have not reported are killed, as they are no longer needed.
+        """
         self._ended = why
         self._last_members = [number for number in self._members if number in ready]
         for number, worker in self._workers.items():

@@ -1,8 +1,8 @@
 """Groups that torchft's lighthouse forms, of processes on any number of hosts.
 
-A lighthouse answers requests for a quorum as soon as every member of the last quorum has asked. If
-a member does not ask, the lighthouse waits for all live processes, for a limited time. Every
-process that asked gets the same list of members.
+A lighthouse answers requests for a quorum as soon as every member of the last quorum has sent one.
+If a member does not, the lighthouse waits for all live processes, for a limited time. Every process
+that sent a request receives the same list of members.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from seqpar.elastic.messages import Place, ProcessReport, newest
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseClient, Quorum, QuorumMember
 
-VARIABLE = "TORCHFT_LIGHTHOUSE"  # of the environment: the lighthouse's address, as torchft has it
+VARIABLE = "TORCHFT_LIGHTHOUSE"  # torchft's variable with the address of the lighthouse
 _CONNECT = timedelta(seconds=10)
 _THIS_HOST = "localhost", "127.0.0.1"  # torchrun's names for the host of its agent's store
-_FOREVER = timedelta(days=7)  # to wait for other processes, which may be in a long step
-_BEAT_SECONDS = 0.5  # a lighthouse waits 5 s for the next one
-_SILENCE_SECONDS = 30.0  # of the lighthouse, before a process gives up
+_FOREVER = timedelta(days=7)  # limit on waits for other processes, which may be in a long step
+_BEAT_SECONDS = 0.5  # between heartbeats; a lighthouse waits 5 s for the next one
+_SILENCE_SECONDS = 30.0  # without an answer of the lighthouse, after which a process gives up
 _log = logging.getLogger("seqpar")
 
 
 class LighthouseRendezvous:
-    """A process's side of torchft's lighthouse.
+    """A process's connection to torchft's lighthouse.
 
     Until it is closed, a thread tells the lighthouse that this process lives.
     """
@@ -50,9 +50,9 @@ class LighthouseRendezvous:
         # Members are ordered by name, so the ranks of a host are neighbours.
         self._name = f"{host} {where.local:05} {uuid4()}"
         self._client = _client(address)
-        self._members: list[str] = []  # of the current group
-        self._generation = 0  # of the current group
-        self._next: Place | None = None  # that `regroups` found, until `place` returns it
+        self._members: list[str] = []  # the members of the current group
+        self._generation = 0  # the generation of the current group
+        self._next: Place | None = None  # the place that `regroups` found, until `place` returns it
         self._client.heartbeat(self._name)
         self._silent_since: float | None = None  # when the current failed heartbeats began
         self._closed = threading.Event()
@@ -65,7 +65,10 @@ class LighthouseRendezvous:
         return place or self._place(*self._quorum(report))
 
     def regroups(self, report: ProcessReport) -> bool:
-        """Return whether processes joined or were lost; all members ask after the same step."""
+        """Return whether processes joined or were lost.
+
+        All members call this after the same step.
+        """
         members, time_ns = self._quorum(report)
         if self._is_unchanged(members) and not any(_data(x)["failed"] for x in members):
             return False
@@ -73,7 +76,7 @@ class LighthouseRendezvous:
         return True
 
     def store(self, place: Place) -> launch.Store:
-        """Return the store in which the members of a group meet."""
+        """Return the store that the members of a group share."""
         return launch.connect(place.host, place.port, _CONNECT)
 
     def close(self) -> None:
@@ -84,7 +87,8 @@ class LighthouseRendezvous:
     def _is_unchanged(self, members: list[QuorumMember]) -> bool:
         """Return whether these are the current group's members, and all report its generation.
 
-        A process that was silent while the others formed a group reports an older generation.
+        If other processes formed a group while a process was silent, that process reports an older
+        generation.
         """
         generations = {_data(member)["generation"] for member in members}
         return _names(members) == self._members and generations == {self._generation}
@@ -95,7 +99,7 @@ class LighthouseRendezvous:
         if self._is_unchanged(members):
             return Place("unchanged")
         self._members = _names(members)
-        # Not the lighthouse's number: a lighthouse that was started again counts from 1.
+        # The lighthouse's own number is not used, since a restarted lighthouse counts from 1 again.
         self._generation = time_ns
         source, lacking = newest([member.step for member in members])
         host, port = members[0].store_address.split()
@@ -103,7 +107,7 @@ class LighthouseRendezvous:
         return Place("", self._generation, rank, ranks, source, lacking, host, int(port))
 
     def _quorum(self, report: ProcessReport) -> tuple[list[QuorumMember], int]:
-        """Ask for a quorum; return its members, by name, and the lighthouse's time in ns."""
+        """Request a quorum; return its members, by name, and the lighthouse's time in ns."""
         answer: Future[Quorum] = Future()
 
         def ask() -> None:  # on a thread, since Python cannot interrupt a request

@@ -2,7 +2,7 @@
 
 key                  written by      value
 "report PROCESS N"   the process     its N-th `ProcessReport`, as a JSON list
-"place PROCESS N"    the launcher    the `Place` in answer, as a JSON list
+"place PROCESS N"    the launcher    the `Place` that answers the report, as a JSON list
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from seqpar.comm import launch
 from seqpar.comm.private_store import PrivateStore
 
-VARIABLE = "SEQPAR_ELASTIC"  # of the environment: "PROCESS FOLDER", with the store's folder
+VARIABLE = "SEQPAR_ELASTIC"  # the environment variable "PROCESS FOLDER", with the store's folder
 
 
 class ProcessReport(NamedTuple):
@@ -28,17 +28,17 @@ class ProcessReport(NamedTuple):
 class Place(NamedTuple):
     """A process's place in the next group.
 
-    `end` is "" to continue; "done" if all steps are; "unchanged" if no process was lost; "too few"
-    if too few are left; "lost" if none is.
+    `end` is "" if the training continues. Otherwise it is "done" if all steps are done, "unchanged"
+    if no process was lost, "too few" if too few processes are left, or "lost" if none is left.
     """
 
     end: str = ""
     generation: int = 0  # the number of the group
     rank: int = 0
     ranks: int = 0
-    source: int = 0  # the rank whose checkpoint counts
-    lacking: Sequence[int] = ()  # the ranks that need it
-    host: str = ""  # of the group's store; "" is the launcher's
+    source: int = 0  # the rank with the newest checkpoint
+    lacking: Sequence[int] = ()  # the ranks that lack this checkpoint
+    host: str = ""  # the host of the group's store; "": the launcher keeps the store
     port: int = 0
 
 
@@ -60,13 +60,13 @@ def place_key(process: int, number: int) -> str:
 
 
 class LauncherRendezvous:
-    """A process's side of a launcher that `python -m seqpar elastic` started."""
+    """A process's connection to a launcher that `python -m seqpar elastic` started."""
 
     def __init__(self, address: str) -> None:
         """`address` is the value of `VARIABLE`."""
         number, folder = address.split(maxsplit=1)
         self._number, self._reports = int(number), 0
-        # Two, because a group sets its timeout on its store.
+        # Two connections, because a group sets its timeout on its store.
         self._answers, self._groups = PrivateStore(folder), PrivateStore(folder)
         self._answers.set_timeout(launch.FOREVER)
 

@@ -41,7 +41,7 @@ Build = Callable[[Group], tuple[Mapping[str, Stateful], Callable[[int], R]]]
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The states after a number of finished steps, as bytes (n,) uint8; none before the first."""
+    """The states after a number of finished steps, as bytes (n,) uint8; None before the first."""
 
     finished: int = 0
     data: Tensor | None = None
@@ -58,7 +58,7 @@ class _Checkpoint:
         return cls(finished, torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
 
     def check(self) -> None:
-        """Raise a ValueError if the bytes can be written, but not read."""
+        """Raise a ValueError if the bytes cannot be read back."""
         try:
             self.parse(self._bytes)
         except UnpicklingError as error:
@@ -87,20 +87,26 @@ class _Checkpoint:
             raise ValueError(f"{text}: move the file away, or choose another path") from error
 
     def write(self, path: Path) -> None:
-        """Replace the file, or leave the old one and warn, for example if the disk is full."""
+        """Replace the file.
+
+        If that fails, for example because the disk is full, keep the old file and warn.
+        """
         new = path.with_name(f"{path.name}.new")
         try:
             with open(new, "wb") as file:
                 file.write(self._bytes)
                 file.flush()
-                os.fsync(file.fileno())  # otherwise a crash of the host may leave an empty file
+                os.fsync(file.fileno())  # without this, a crash of the host may leave an empty file
             new.replace(path)
         except OSError as error:
             _log.warning("the checkpoint after %d steps was not written: %s", self.finished, error)
 
     @property
     def _bytes(self) -> memoryview:
-        """The data itself: a copy would stop all threads, also one that sends heartbeats."""
+        """A view of the data.
+
+        A copy would stop all threads, also the thread that sends heartbeats.
+        """
         assert self.data is not None
         return self.data.numpy().data
 
@@ -116,7 +122,7 @@ class _Checkpoint:
             each.load_state_dict(content[name])
 
     def share(self, comm: Comm, place: Place) -> _Checkpoint:
-        """Send this checkpoint to the ranks that lack it, or return the one that counts."""
+        """Send this checkpoint to the ranks that lack it, or return the newest checkpoint."""
         comm, lacking = comm.call(), place.lacking
         if comm.rank == place.source and self.data is not None and lacking:
             for x in (torch.tensor([self.data.numel()]), self.data):
@@ -131,7 +137,7 @@ class _Checkpoint:
 
 
 def _share_initial_states(states: Mapping[str, Stateful], comm: Comm, place: Place) -> None:
-    """Give all ranks rank 0's states, since `build` may draw different weights on each."""
+    """Send rank 0's states to all ranks, since `build` may draw different weights on each rank."""
     initial = _Checkpoint.of(0, states)
     initial.check()
     place = place._replace(source=0, lacking=range(1, place.ranks))
@@ -150,17 +156,18 @@ def steps(
 
     Run the script with `python -m seqpar elastic`, or, on several hosts, with torchrun and the
     address of torchft's lighthouse in the variable `TORCHFT_LIGHTHOUSE`. When a rank dies, the
-    others raise a `PeerError` within this function, form a new group with spares, if there are any,
-    and continue from the newest checkpoint that one of them has. It sends the checkpoint to those
-    that lack it: its bytes, once. These do not yield the steps that they skip. If no rank was lost,
-    the error is raised. A lighthouse also forms a new group when new processes wait, after a
+    others raise a `PeerError` within this function, form a new group, with spares if there are any,
+    and continue from the newest checkpoint that one of them has. That rank sends the checkpoint
+    once to the ranks that lack it, which do not yield the steps that they skip. If no rank was
+    lost, the error is raised. A lighthouse also forms a new group when new processes wait, after a
     checkpoint.
 
     Until there is a checkpoint, each group starts with the states that `build` makes on its rank 0.
     All ranks must hold the whole state, as with DDP, or without any wrapper. If the step draws
-    random numbers, seed them from its number. If the number of ranks stays the same, the results
-    have the same bits as without faults; otherwise they are as close as another number of ranks
-    makes them. Until the first checkpoint, both need a seed in `build`.
+    random numbers, seed them from the number of the step. If the number of ranks stays the same,
+    the results have the same bits as without faults. Otherwise they differ as much as results of
+    another number of ranks. If a rank dies before the first checkpoint, both statements hold only
+    if `build` sets a seed.
 
     Args:
         build: called with each new group, which is on gloo and is the default group. It returns the
@@ -220,7 +227,7 @@ def _steps(
 
     while True:
         place = rendezvous.place(report())
-        leave()  # a rank that has finished leaves after all have finished
+        leave()  # a rank that has finished leaves only when all ranks have finished
         if place.end == "done":
             return
         if place.end:
@@ -231,7 +238,7 @@ def _steps(
             comm = join(store, name, place.rank, place.ranks, device, timeout)
             checkpoint = checkpoint.share(comm, place)
             states, step = build(comm.process_group)
-            if checkpoint.data is None:  # on all ranks
+            if checkpoint.data is None:  # then no rank has a checkpoint
                 _share_initial_states(states, comm, place)
             else:
                 checkpoint.restore(states)
@@ -253,7 +260,7 @@ def _steps(
                     break
         except RuntimeError as error:
             failed = time.monotonic()
-            traceback.clear_frames(error.__traceback__)  # they may keep the group alive
+            traceback.clear_frames(error.__traceback__)  # frames may keep the group alive
             leave(failed=True)
             failure = error
         comm = states = step = None  # type: ignore[assignment]
