@@ -1,4 +1,4 @@
-"""A server on this machine's loopback address that answers the questions in addresses."""
+"""A server on this machine's loopback address. It answers the question that an address contains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.explore.question import Question, answer
 
 HOST = "127.0.0.1"
 MAX_ADDRESS_CHARACTERS = 8192
-MAX_ANSWER_SECONDS = 120.0  # including the wait for earlier questions
+MAX_ANSWER_SECONDS = 120.0  # including the time of earlier questions
 _POLL_SECONDS = 0.1  # between checks whether a waiting client has left
 
 
@@ -25,7 +25,10 @@ def answered(query: str, check: Callable[[], None] = lambda: None) -> tuple[int,
     texts: dict[str, str] = {}
     try:
         if len(query) > MAX_ADDRESS_CHARACTERS:
-            raise ValueError(f"the address must have at most {MAX_ADDRESS_CHARACTERS} characters")
+            raise ValueError(
+                f"the address must have at most {MAX_ADDRESS_CHARACTERS} characters, got "
+                f"{len(query)}"
+            )
         texts = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=32))
         return 200, page(answer(Question.of(texts), check), texts, served=True)
     except (ValueError, ImportError) as error:

@@ -28,7 +28,7 @@ CHOICES = {
     "dtype": tuple(DTYPES),
 }
 MAX_TOKENS, MAX_DOCUMENTS, MAX_RANKS = 2**22, 1024, 64
-MAX_PARTS = 2**12  # ranks² × documents, so that an answer takes seconds
+MAX_PARTS = 2**12  # limit on ranks² × documents, so that an answer takes seconds
 SAME = "same"  # the cluster with one H100 for each rank
 
 
@@ -44,10 +44,10 @@ class Question:
     heads: int = 32  # of q
     kv_heads: int = 8  # of k and v
     head_dim: int = 128  # of q, k and v
-    window: int = -1  # the number of keys before its own that a query attends to; −1: all
+    window: int = -1  # the number of earlier keys to which a query attends; −1: all
     causal: str = "yes"  # "yes" or "no"
     dtype: str = "bf16"  # of q, k and v
-    cluster: str = SAME  # a preset, as "4x8-h100"; "same": one H100 per rank, 8 per node
+    cluster: str = SAME  # a preset, such as "4x8-h100"; "same": one H100 per rank, 8 per node
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -77,7 +77,7 @@ class Question:
         kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
         for name, text in texts.items():
             if name not in kinds:
-                raise ValueError(f"{name} is not a field; the fields are {', '.join(kinds)}")
+                raise ValueError(f"fields must be among {', '.join(kinds)}, got {name}")
             try:
                 values[name] = kinds[name](text.strip())
             except ValueError:

@@ -73,7 +73,7 @@ def test_an_address_asks_all_that_differs():
         ("heads=5", "heads"),
         ("strategy=usp&mesh=3", "mesh"),
         ("dtype=int8", "dtype"),
-        ("colour=red", "colour"),
+        ("colour=red", "fields"),
     ],
 )
 def test_wrong_questions_are_refused_by_name(query, named):
